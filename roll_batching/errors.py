@@ -1,0 +1,35 @@
+"""The errors a user can meet. Each message says what is wrong, where, and what to do.
+
+All of them derive from `RollBatchingError`. Errors that a caller could have avoided by passing other
+values are `ValueError`s too, so that generic code can catch them.
+"""
+
+from __future__ import annotations
+
+
+class RollBatchingError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(RollBatchingError, ValueError):
+    """A configuration that cannot be honoured: unknown key, bad value, keys that contradict each other."""
+
+
+class PlanError(RollBatchingError, ValueError):
+    """Lengths and constraints for which no valid plan exists, or a plan that breaks an invariant."""
+
+
+class DataError(RollBatchingError, ValueError):
+    """Samples that cannot be trained on: empty rows, holes in a mask, malformed lines, missing fields."""
+
+
+class LayoutError(RollBatchingError, ValueError):
+    """A parallel layout, model or optimizer that the strategy cannot drive correctly."""
+
+
+class LossError(RollBatchingError, ValueError):
+    """A loss that breaks its contract: wrong shape, no gradient, not finite, undeclared mask."""
+
+
+class RankError(RollBatchingError, RuntimeError):
+    """An error seen by at least one rank and raised, with the same message, on all of them."""
