@@ -1,0 +1,157 @@
+"""Run a test function on several real processes, one per rank, and bring the results home.
+
+    def gather(payload):                       # in tests/data/test_x.py
+        dist.init_process_group("gloo")        # the function itself opens the group it wants
+        return dist.get_rank() + payload
+
+    assert run_ranks(2, "tests.data.test_x:gather", payload=10) == [10, 11]
+
+The function takes the payload as its only argument. It finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT in the environment, as under torchrun, and one OpenMP thread.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class RankOutcome(NamedTuple):
+    """How one rank ended: exit code (negative: killed by that signal), all it printed, what it returned."""
+
+    returncode: int
+    output: str
+    result: Any
+
+
+class RanksFailed(AssertionError):
+    """At least one rank failed or ran out of time; the message holds every rank's output."""
+
+
+def run_ranks(
+    world_size: int,
+    target: str,
+    payload: Any = None,
+    timeout: float = 180,
+    check: bool = True,
+    grace: float = 10,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Call `module:function(payload)` on `world_size` processes at once.
+
+    Returns the results by rank. When a rank fails, the others get `grace` seconds to end by themselves and
+    are then killed; after `timeout` seconds all are. With `check`, any failure raises `RanksFailed`; without,
+    the return value is a list of `RankOutcome`. `env` adds environment variables.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        home = Path(folder)
+        (home / "payload").write_bytes(pickle.dumps(payload))
+        port = _free_port()
+        processes = [_start(home, target, rank, world_size, port, env or {}) for rank in range(world_size)]
+        try:
+            late = _wait(processes, timeout, grace)
+        finally:
+            for process in processes:
+                _kill(process)
+        outcomes = [_outcome(home, rank, process.returncode) for rank, process in enumerate(processes)]
+    if not check:
+        return outcomes
+    if late or any(o.returncode != 0 for o in outcomes):
+        head = f"{target} on {world_size} ranks: " + (f"not done after {timeout:g} s" if late else "failed")
+        raise RanksFailed("\n".join([head, *(_shown(r, o) for r, o in enumerate(outcomes))]))
+    return [o.result for o in outcomes]
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _start(
+    home: Path, target: str, rank: int, world_size: int, port: int, extra: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    env = dict(
+        os.environ,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        PYTHONUNBUFFERED="1",
+        **extra,
+    )
+    with open(home / f"output{rank}", "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.support.ranks", target, str(home), str(rank)],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a rank's own children die with it
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout: float, grace: float) -> bool:
+    """True when the time ran out before every rank ended and none had failed."""
+    end = time.monotonic() + timeout
+    failed_at = None
+    while True:
+        codes = [p.poll() for p in processes]
+        if all(c is not None for c in codes):
+            return False
+        now = time.monotonic()
+        if failed_at is None and any(c not in (None, 0) for c in codes):
+            failed_at = now
+        if failed_at is not None and now > failed_at + grace:
+            return False
+        if now > end:
+            return failed_at is None
+        time.sleep(0.01)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _outcome(home: Path, rank: int, returncode: int) -> RankOutcome:
+    output = (home / f"output{rank}").read_text(errors="replace")
+    file = home / f"result{rank}"
+    return RankOutcome(returncode, output, pickle.loads(file.read_bytes()) if file.exists() else None)
+
+
+def _shown(rank: int, outcome: RankOutcome) -> str:
+    return f"--- rank {rank}, exit code {outcome.returncode} ---\n{outcome.output.rstrip()[-6000:]}"
+
+
+def _child(target: str, home: Path, rank: int) -> None:
+    import importlib
+
+    module, function = target.split(":")
+    payload = pickle.loads((home / "payload").read_bytes())
+    result = getattr(importlib.import_module(module), function)(payload)
+    part = home / f"result{rank}.part"
+    part.write_bytes(pickle.dumps(result))
+    part.rename(home / f"result{rank}")
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
