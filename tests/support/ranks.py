@@ -7,11 +7,15 @@
     assert run_ranks(2, "tests.data.test_x:gather", payload=10) == [10, 11]
 
 The function takes the payload as its only argument. It finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT in the environment, as under torchrun, and one OpenMP thread.
+MASTER_ADDR and MASTER_PORT in the environment, as under torchrun, and one OpenMP thread. On Linux without a
+GPU the ranks are forked from a process that has imported torch and Megatron already (`fork_server.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import os
 import pickle
 import signal
@@ -23,6 +27,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support.fork_server import ForkedProcess, ForkServer
+
+Process = ForkedProcess | subprocess.Popen[bytes]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -46,18 +53,24 @@ def run_ranks(
     check: bool = True,
     grace: float = 10,
     env: dict[str, str] | None = None,
+    fresh: bool = False,
 ) -> list[Any]:
     """Call `module:function(payload)` on `world_size` processes at once.
 
     Returns the results by rank. When a rank fails, the others get `grace` seconds to end by themselves and
     are then killed; after `timeout` seconds all are. With `check`, any failure raises `RanksFailed`; without,
-    the return value is a list of `RankOutcome`. `env` adds environment variables.
+    the return value is a list of `RankOutcome`. `env` adds environment variables. With `fresh`
+    every rank is a new interpreter: for what libraries read once, when they are imported.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         home = Path(folder)
         (home / "payload").write_bytes(pickle.dumps(payload))
         port = _free_port()
-        processes = [_start(home, target, rank, world_size, port, env or {}) for rank in range(world_size)]
+        start = _spawn if fresh or not _CAN_FORK else _fork
+        processes = [
+            start(home, target, rank, dict(_rank_env(rank, world_size, port), **(env or {})))
+            for rank in range(world_size)
+        ]
         try:
             late = _wait(processes, timeout, grace)
         finally:
@@ -78,27 +91,28 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _start(
-    home: Path, target: str, rank: int, world_size: int, port: int, extra: dict[str, str]
-) -> subprocess.Popen[bytes]:
-    env = dict(
-        os.environ,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        OMP_NUM_THREADS="1",
-        PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-        PYTHONUNBUFFERED="1",
-        **extra,
-    )
+def _rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+
+
+def _base_env() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", PYTHONPATH=path)
+
+
+def _spawn(home: Path, target: str, rank: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
     with open(home / f"output{rank}", "wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.support.ranks", target, str(home), str(rank)],
             cwd=ROOT,
-            env=env,
+            env=_base_env() | env,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -106,7 +120,20 @@ def _start(
         )
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float, grace: float) -> bool:
+# A forked process cannot use CUDA once its parent has looked at it.
+_CAN_FORK = sys.platform == "linux" and not os.path.exists("/dev/nvidiactl")
+
+
+@functools.cache
+def _server() -> ForkServer:
+    return ForkServer(str(ROOT), _base_env())
+
+
+def _fork(home: Path, target: str, rank: int, env: dict[str, str]) -> ForkedProcess:
+    return _server().start((target, str(home), str(rank)), env, str(home / f"output{rank}"))
+
+
+def _wait(processes: list[Process], timeout: float, grace: float) -> bool:
     """True when the time ran out before every rank ended and none had failed."""
     end = time.monotonic() + timeout
     failed_at = None
@@ -124,11 +151,10 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout: float, grace: float
         time.sleep(0.01)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    try:
+def _kill(process: Process) -> None:
+    # Also after a rank has ended: what it forked lives on in its group.
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -142,10 +168,9 @@ def _shown(rank: int, outcome: RankOutcome) -> str:
     return f"--- rank {rank}, exit code {outcome.returncode} ---\n{outcome.output.rstrip()[-6000:]}"
 
 
-def _child(target: str, home: Path, rank: int) -> None:
-    import importlib
-
+def _child(target: str, folder: str, rank: str) -> None:
     module, function = target.split(":")
+    home = Path(folder)
     payload = pickle.loads((home / "payload").read_bytes())
     result = getattr(importlib.import_module(module), function)(payload)
     part = home / f"result{rank}.part"
@@ -154,4 +179,4 @@ def _child(target: str, home: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    _child(*sys.argv[1:])

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 
 import pytest
@@ -35,6 +37,19 @@ def one_fails(payload):
 def sleep(payload):
     os.fork()  # a grandchild, which must end too
     time.sleep(payload)
+
+
+def surroundings(payload):
+    return os.environ.get("SOME_KEY"), "torch" in sys.modules, threading.active_count(), os.getpid()
+
+
+def test_forked_and_fresh_ranks_see_the_given_environment():
+    forked = run_ranks(2, HERE + "surroundings", env={"SOME_KEY": "x"})
+    fresh = run_ranks(2, HERE + "surroundings", env={"SOME_KEY": "x"}, fresh=True)
+    assert [r[0] for r in forked + fresh] == ["x"] * 4
+    assert [r[1] for r in fresh] == [False, False]
+    assert all(r[2] == 1 for r in forked), "a thread in the forking process can leave a lock held for ever"
+    assert len({r[3] for r in forked + fresh} | {os.getpid()}) == 5
 
 
 def test_every_rank_gets_its_number_and_the_payload():

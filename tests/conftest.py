@@ -1,0 +1,38 @@
+"""Settings for all tests, and the lines that they report at the end.
+
+A test that measures or tries something asks for the fixture `report` and hands it a line; the lines appear,
+sorted by section, after the run: `./scripts/test.sh -m equality` shows the worst differences, for example.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; two ranks share two cores
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
+
+SECTIONS = ("equality", "bad_input", "config", "layouts", "loss", "planning")
+_lines: dict[str, list[str]] = defaultdict(list)
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Hand it one line; it is printed after the run, under the first marker in SECTIONS that the test has."""
+    section = next((name for name in SECTIONS if request.node.get_closest_marker(name)), "notes")
+    return _lines[section].append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for section, lines in sorted(_lines.items()):
+        terminalreporter.section(section)
+        for line in lines:
+            terminalreporter.write_line(line)
