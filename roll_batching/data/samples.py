@@ -1,0 +1,435 @@
+"""`SampleBatch`: ragged samples as flat values plus lengths, with the meaning of every field stated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll_batching.data import build
+from roll_batching.data.build import PaddingSide, as_index, name_rows
+from roll_batching.data.fields import FieldSpec, Schema, SchemaLike, normalise_schema
+from roll_batching.data.ragged import place, row_indices, starts_of, take
+from roll_batching.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class SampleBatch:
+    """Samples of different lengths, without padding. Immutable: every change makes a new batch.
+
+    Ids and lengths are int64 tensors on the host, whatever the device of the fields, so that planning
+    never waits for a device. A batch may be empty (a rank without samples).
+
+    Raises:
+        DataError: for lengths or ids that are not one-dimensional integers, a sample without tokens, an id
+            that occurs twice, a field whose rows do not fit its kind, a field without a kind.
+    """
+
+    ids: Tensor
+    """int64 `[n]`, on the host: one id per sample, unique over all ranks of a job."""
+
+    lengths: Tensor
+    """int64 `[n]`, on the host: tokens per sample, at least 1."""
+
+    fields: dict[str, Any]
+    """Name to values: `[sum(lengths), ...]` for token and next_token fields, `[n, ...]` for sample
+    fields, anything for static ones."""
+
+    schema: Schema
+    """Name to `FieldSpec`, for exactly the names in `fields`. A plain kind (`"token"`) is accepted."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", as_index(self.ids, "ids"))
+        object.__setattr__(self, "lengths", as_index(self.lengths, "lengths"))
+        object.__setattr__(self, "fields", dict(self.fields))
+        object.__setattr__(self, "schema", normalise_schema(self.schema))
+        if self.ids.numel() != self.lengths.numel():
+            raise DataError(f"{self.ids.numel()} ids for {self.lengths.numel()} lengths.")
+        if (empty := (self.lengths < 1).nonzero().flatten()).numel():
+            raise DataError(f"No token in {name_rows(empty, self.ids)}: a sample has at least one.")
+        repeated = self._sorted_ids[1:] == self._sorted_ids[:-1]
+        if repeated.any():
+            twice = self._sorted_ids[1:][repeated].unique().tolist()
+            raise DataError(f"Ids occur more than once in one batch: {twice[:8]}. Ids name samples uniquely.")
+        build.check_field_names(self.fields, self.schema)
+        for name, spec in self.schema.items():
+            self._check_field(name, spec)
+
+    def _check_field(self, name: str, spec: FieldSpec) -> None:
+        if spec.kind == "static":
+            return
+        values = self.fields[name]
+        if not isinstance(values, Tensor):
+            raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
+        rows, what = (self.num_tokens, "tokens") if spec.per_token else (len(self), "samples")
+        if values.dim() < 1 or values.shape[0] != rows:
+            raise DataError(
+                f"Field {name!r} is a {spec.kind} field of {rows} {what}, so its shape must be [{rows}, ...]; "
+                f"got {tuple(values.shape)}."
+            )
+
+    # ---- making one
+
+    @classmethod
+    def from_padded(
+        cls,
+        tensors: Mapping[str, Any],
+        attention_mask: Tensor,
+        schema: SchemaLike,
+        ids: Any = None,
+        *,
+        padding_side: PaddingSide = "right",
+    ) -> SampleBatch:
+        """Make a batch from padded rectangles.
+
+        Args:
+            tensors: by field name: `[B, S, ...]` for token fields, `[B, S, ...]` or `[B, S - 1, ...]` for
+                next_token fields (column j speaks of column j + 1), `[B, ...]` for sample fields.
+            attention_mask: bool or 0/1 `[B, S]`, contiguous in every row.
+            schema: name to `FieldSpec` or kind, for exactly the names in `tensors`.
+            ids: `[B]` integers; by default 0 to B-1.
+            padding_side: where all rows are padded.
+
+        Raises:
+            DataError: for an all-padding row, a mask with holes, padding on the other side, a wrong width.
+        """
+        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+            shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
+            raise DataError(f"The attention mask must be a [B, S] tensor; got {shape}.")
+        schema = normalise_schema(schema)
+        ids = _ids_or_range(ids, attention_mask.shape[0])
+        lengths, fields = build.from_padded(tensors, attention_mask, schema, ids, padding_side)
+        return cls(ids, lengths, fields, schema)
+
+    @classmethod
+    def from_lists(
+        cls, columns: Mapping[str, Any], schema: SchemaLike, ids: Any = None, lengths: Any = None
+    ) -> SampleBatch:
+        """Make a batch from one list (or array, or tensor) per sample and field.
+
+        Args:
+            columns: by field name: n sequences of L values for token fields, of L or L-1 for next_token
+                fields, n values for sample fields. Integers become int64, floats torch's default dtype;
+                arrays and tensors keep theirs.
+            schema: name to `FieldSpec` or kind, for exactly the names in `columns`.
+            ids: n integers; by default 0 to n-1.
+            lengths: n integers; by default those of the first token field.
+
+        Raises:
+            DataError: for rows that do not fit their sample's length, values that are no numbers, empty rows.
+        """
+        schema = normalise_schema(schema)
+        given = None if lengths is None else as_index(lengths, "lengths")
+        lengths, fields = build.from_lists(columns, schema, given)
+        return cls(_ids_or_range(ids, lengths.numel()), lengths, fields, schema)
+
+    @classmethod
+    def from_tensordict(
+        cls,
+        source: Mapping[str, Any] | Any,
+        schema: SchemaLike,
+        ids: Any = None,
+        *,
+        attention_mask: str = "attention_mask",
+        padding_side: PaddingSide = "right",
+    ) -> SampleBatch:
+        """Make a batch from a TensorDict (or any mapping) of padded tensors, as `from_padded` does.
+
+        The entries that `schema` names are taken, others are left behind. `attention_mask` and `ids` may
+        be names of entries.
+
+        Raises:
+            DataError: for an entry that is missing, and all of `from_padded`.
+        """
+        present = set(source.keys())
+        wanted = [*schema, attention_mask, *([ids] if isinstance(ids, str) else [])]
+        if missing := [name for name in wanted if name not in present]:
+            raise DataError(
+                f"No entry {', '.join(map(repr, missing))}; present are {', '.join(sorted(map(str, present)))}."
+            )
+        return cls.from_padded(
+            {name: source[name] for name in schema},
+            source[attention_mask],
+            schema,
+            source[ids] if isinstance(ids, str) else ids,
+            padding_side=padding_side,
+        )
+
+    @classmethod
+    def concat(cls, batches: Sequence[SampleBatch]) -> SampleBatch:
+        """Join batches with the same schema, in order; static fields must be equal.
+
+        Raises:
+            DataError: for no batch, schemas, dtypes or static values that differ, ids that repeat.
+        """
+        if not batches:
+            raise DataError("Nothing to join: concat needs at least one batch.")
+        first = batches[0]
+        for number, batch in enumerate(batches[1:], 1):
+            if difference := describe_difference(first.describe(), batch.describe()):
+                raise DataError(f"Batch {number} does not fit batch 0: {difference}")
+        fields: dict[str, Any] = {}
+        for name, spec in first.schema.items():
+            values = [batch.fields[name] for batch in batches]
+            if spec.kind != "static":
+                fields[name] = torch.cat(values)
+            elif all(equal_values(values[0], other) for other in values[1:]):
+                fields[name] = values[0]
+            else:
+                raise DataError(f"Static field {name!r} differs between the batches to join.")
+        ids = torch.cat([batch.ids for batch in batches])
+        return cls(ids, torch.cat([batch.lengths for batch in batches]), fields, first.schema)
+
+    # ---- looking at it
+
+    def __len__(self) -> int:
+        return self.lengths.numel()
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.fields[name]
+        except KeyError:
+            raise DataError(f"No field {name!r}; this batch has {', '.join(self.fields) or 'none'}.") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.fields
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}: {text}" for name, text in self.describe().items())
+        return f"SampleBatch({len(self)} samples, {self.num_tokens} tokens; {fields})"
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int64 `[n + 1]`, on the host: where each sample's rows begin in token fields; last, their number."""
+        return starts_of(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return int(self.offsets[-1])
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sample; 0 for an empty batch."""
+        return int(self.lengths.max()) if len(self) else 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the fields are (the first tensor's device; the host when there is none)."""
+        for values in self.fields.values():
+            if isinstance(values, Tensor):
+                return values.device
+        return torch.device("cpu")
+
+    @cached_property
+    def _id_order(self) -> Tensor:
+        return torch.argsort(self.ids, stable=True)
+
+    @cached_property
+    def _sorted_ids(self) -> Tensor:
+        return self.ids[self._id_order]
+
+    def rows_of(self, ids: Any) -> Tensor:
+        """Rows that hold `ids`: int64, on the host, in the order asked.
+
+        Raises:
+            DataError: naming the ids that this batch does not hold.
+        """
+        wanted = as_index(ids, "ids")
+        rows, found = self.find(wanted)
+        if not found.all():
+            raise DataError(f"This batch of {len(self)} samples does not hold ids {wanted[~found].tolist()[:8]}.")
+        return rows
+
+    def find(self, ids: Any) -> tuple[Tensor, Tensor]:
+        """`(rows, found)` for `ids`: int64 rows (meaningless where not found) and bool, both on the host."""
+        wanted = as_index(ids, "ids")
+        if not len(self):
+            return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
+        place_ = torch.searchsorted(self._sorted_ids, wanted).clamp_(max=len(self) - 1)
+        return self._id_order[place_], self._sorted_ids[place_] == wanted
+
+    def describe(self) -> dict[str, str]:
+        """Kind, pad value, dtype and shape of one value for every field, in words; equal on ranks that fit."""
+        words = {}
+        for name, spec in self.schema.items():
+            values = self.fields[name]
+            if spec.kind == "static":
+                words[name] = "static"
+            else:
+                dtype = str(values.dtype).removeprefix("torch.")
+                words[name] = f"{spec.kind} {dtype}{list(values.shape[1:]) or ''} pad {spec.pad}"
+        return words
+
+    def to_lists(self, name: str) -> list[Tensor]:
+        """One tensor per sample: views `[L, ...]` of a token or next_token field, `[...]` of a sample field."""
+        values = self[name]
+        spec = self.schema[name]
+        if spec.kind == "static":
+            raise DataError(f"Field {name!r} is static: it has no values per sample.")
+        return list(values.split(self.lengths.tolist()) if spec.per_token else values.unbind(0))
+
+    def to_padded(self, name: str, length: int | None = None, *, padding_side: PaddingSide = "right") -> Tensor:
+        """A token or next_token field as `[n, length, ...]`, gaps read the field's pad value.
+
+        Args:
+            name: the field.
+            length: the width; by default the longest sample's length.
+            padding_side: where the gaps go.
+
+        Raises:
+            DataError: for another kind of field, or a sample longer than `length`.
+        """
+        values = self[name]
+        spec = self.schema[name]
+        if not spec.per_token:
+            raise DataError(f"Field {name!r} is a {spec.kind} field: only token and next_token fields are padded.")
+        width = self._width(length)
+        rows = place(values, self._padded_index(width, padding_side), len(self) * width, spec.pad)
+        return rows.view(len(self), width, *values.shape[1:])
+
+    def padded_mask(self, length: int | None = None, *, padding_side: PaddingSide = "right") -> Tensor:
+        """The attention mask that belongs to `to_padded`: bool `[n, length]`, on the host."""
+        width = self._width(length)
+        ones = torch.ones(self.num_tokens, dtype=torch.bool)
+        return place(ones, self._padded_index(width, padding_side), len(self) * width, False).view(-1, width)
+
+    def _width(self, length: int | None) -> int:
+        if length is not None and (long := (self.lengths > length).nonzero().flatten()).numel():
+            raise DataError(f"{name_rows(long, self.ids)} do not fit a width of {length}.")
+        return self.max_length if length is None else length
+
+    def _padded_index(self, width: int, side: PaddingSide) -> Tensor:
+        if side not in ("right", "left"):
+            raise DataError(f'padding_side is "right" or "left"; got {side!r}.')
+        starts = torch.arange(len(self)) * width
+        return row_indices(starts if side == "right" else starts + width - self.lengths, self.lengths)
+
+    def require_finite(self, names: Iterable[str] | str | None = None) -> None:
+        """Refuse NaN and infinities in the fields `names` (by default all floating point fields).
+
+        The last row of a sample in a next_token field speaks of no token and is not looked at. One device
+        synchronisation per field.
+
+        Raises:
+            DataError: naming field, samples and, per token, the first position.
+        """
+        floating = [n for n, v in self.fields.items() if isinstance(v, Tensor) and v.is_floating_point()]
+        names = floating if names is None else [names] if isinstance(names, str) else list(names)
+        for name in names:
+            values, spec = self[name], self.schema[name]
+            if not isinstance(values, Tensor):
+                raise DataError(f"Field {name!r} is not a tensor, so it cannot be checked for NaN.")
+            bad = ~torch.isfinite(values)
+            if spec.kind != "static":
+                bad = bad.flatten(1).any(1) if bad.dim() > 1 else bad
+            bad = bad.cpu()
+            if spec.kind == "next_token":
+                bad[self.offsets[1:] - 1] = False
+            if not bad.any():
+                continue
+            if spec.kind == "static":
+                raise DataError(f"Static field {name!r} holds values that are not finite.")
+            where = bad.nonzero().flatten()
+            if spec.per_token:
+                rows, first = torch.unique_consecutive(
+                    torch.searchsorted(self.offsets, where, right=True) - 1, return_counts=True
+                )
+                position = int(where[0] - self.offsets[rows[0]])
+                detail = f" (first at position {position} of {int(self.lengths[rows[0]])}, {int(first[0])} in all)"
+            else:
+                rows, detail = where, ""
+            raise DataError(f"Field {name!r} is not finite in {name_rows(rows, self.ids)}{detail}.")
+
+    # ---- making another
+
+    def select(self, index: Any, ids: Any = None) -> SampleBatch:
+        """The samples at rows `index`, in that order; new `ids` allow a row to be taken more than once.
+
+        Raises:
+            DataError: for rows outside the batch, or rows repeated without new ids.
+        """
+        rows = as_index(index, "row indices")
+        if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= len(self)):
+            raise DataError(
+                f"Row indices run from {int(rows.min())} to {int(rows.max())}, the batch has {len(self)} rows."
+            )
+        lengths = self.lengths[rows]
+        tokens = row_indices(self.offsets[:-1][rows], lengths)
+        fields = {}
+        for name, spec in self.schema.items():
+            values = self.fields[name]
+            if spec.kind == "static":
+                fields[name] = values
+            else:
+                fields[name] = take(values, tokens if spec.per_token else rows)
+        return SampleBatch(self.ids[rows] if ids is None else ids, lengths, fields, self.schema)
+
+    def select_ids(self, ids: Any) -> SampleBatch:
+        """The samples with these ids, in that order.
+
+        Raises:
+            DataError: naming the ids that this batch does not hold.
+        """
+        return self.select(self.rows_of(ids))
+
+    def with_ids(self, ids: Any) -> SampleBatch:
+        """The same samples under other ids."""
+        return SampleBatch(as_index(ids, "ids"), self.lengths, self.fields, self.schema)
+
+    def with_fields(self, fields: Mapping[str, Any], schema: SchemaLike) -> SampleBatch:
+        """This batch with `fields` (flat, as stored) added or replaced; `schema` names each one's kind."""
+        build.check_field_names(fields, normalise_schema(schema))
+        return SampleBatch(self.ids, self.lengths, {**self.fields, **fields}, {**self.schema, **schema})
+
+    def without(self, names: Iterable[str] | str) -> SampleBatch:
+        """This batch without the fields `names`.
+
+        Raises:
+            DataError: for a name that is not there.
+        """
+        gone = {names} if isinstance(names, str) else set(names)
+        if unknown := sorted(gone - self.fields.keys()):
+            raise DataError(f"No field {', '.join(map(repr, unknown))}; this batch has {', '.join(self.fields)}.")
+        return self.only(name for name in self.fields if name not in gone)
+
+    def only(self, names: Iterable[str]) -> SampleBatch:
+        """This batch with no other fields than `names`, in that order."""
+        kept = list(names)
+        return SampleBatch(
+            self.ids, self.lengths, {n: self[n] for n in kept}, {n: self.schema[n] for n in kept}
+        )
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SampleBatch:
+        """This batch with its tensors on `device`; ids and lengths stay on the host."""
+        moved = {
+            name: values.to(device, non_blocking=non_blocking) if isinstance(values, Tensor) else values
+            for name, values in self.fields.items()
+        }
+        return SampleBatch(self.ids, self.lengths, moved, self.schema)
+
+
+def describe_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """What differs between two results of `SampleBatch.describe`, in words; empty when nothing does."""
+    parts = []
+    for name in sorted(one.keys() | other.keys()):
+        here, there = one.get(name, "absent"), other.get(name, "absent")
+        if here != there:
+            parts.append(f"field {name!r} is {here} in one and {there} in the other")
+    return "; ".join(parts)
+
+
+def equal_values(one: Any, other: Any) -> bool:
+    """Whether two static values are equal: tensors by shape, dtype and value (NaN equals NaN), others by `==`."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        same = one.shape == other.shape and one.dtype == other.dtype
+        return same and torch.allclose(one.cpu(), other.cpu(), rtol=0, atol=0, equal_nan=True)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _ids_or_range(ids: Any, count: int) -> Tensor:
+    return torch.arange(count) if ids is None else as_index(ids, "ids")
