@@ -1,0 +1,66 @@
+# Sourced by the other scripts: prepares the environment that they run in.
+#
+#   use_environment EXTRAS      for example `use_environment megatron,dev`; sets $python
+#
+# The environment is .venv at the repository's root: made when absent, reused when present, completed when
+# pyproject.toml or constraints.txt has changed. PYTHON=python3.12 picks another interpreter, with a folder of its
+# own (.venv-3.12). INSTALL=no (the scripts' option --no-install) takes the current interpreter as it is.
+# pip is called without any index: your own pip settings decide where packages come from.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # one process per core: more threads only get in each other's way
+
+say() { printf '\n== %s\n' "$*" >&2; }
+
+usable() { # usable INTERPRETER: it exists and is Python 3.11 or newer
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+find_interpreter() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        usable "$PYTHON" || { say "PYTHON=$PYTHON does not run, or is older than Python 3.11"; return 1; }
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3.11 python3.12 python3 python; do
+        if usable "$candidate"; then echo "$candidate"; return; fi
+    done
+    say "No Python 3.11 or newer was found. Install one, or name it: PYTHON=/path/to/python3.12 $0"
+    return 1
+}
+
+use_environment() {
+    local extras=$1 interpreter folder stamp wanted
+    if [ "${INSTALL:-yes}" = no ]; then
+        python=${PYTHON:-python3}
+        usable "$python" || { say "--no-install: $python does not run, or is older than Python 3.11"; exit 1; }
+        say "using $(command -v "$python") as it is"
+        return
+    fi
+    folder=$root/.venv
+    if [ -n "${PYTHON:-}" ]; then
+        folder=$folder-$(basename "$PYTHON" | sed 's/^python//; s/^$/custom/')
+    fi
+    if [ ! -x "$folder/bin/python" ]; then
+        interpreter=$(find_interpreter) || exit 1
+        say "making ${folder#"$root"/} with $("$interpreter" --version)"
+        rm -rf "$folder"
+        "$interpreter" -m venv "$folder" || {
+            say "could not make a virtual environment (on Debian and Ubuntu: apt install python3-venv)"
+            exit 1
+        }
+    fi
+    python=$folder/bin/python
+    usable "$python" || { say "${folder#"$root"/} is broken or too old: delete it and run again"; exit 1; }
+    # What was installed, and from what. "megatron,dev" holds all that "megatron" needs.
+    wanted=$({ cat "$root/pyproject.toml" "$root/constraints.txt"; echo "$root"; } | cksum)
+    stamp=$folder/installed
+    if [ -f "$stamp" ] && [ "$(tail -n 1 "$stamp")" = "$wanted" ]; then
+        case ",$(head -n 1 "$stamp")," in *",$extras,"*) return ;; esac
+    fi
+    say "installing roll-batching[$extras] into ${folder#"$root"/} (torch is large: minutes on a first run)"
+    rm -f "$stamp"
+    "$python" -m pip install --editable "$root[$extras]" --constraint "$root/constraints.txt" </dev/null
+    printf '%s\n%s\n' "$extras" "$wanted" >"$stamp"
+}

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Checks and tests. Arguments go to pytest:
+#
+#   ./scripts/test.sh                        ruff, mypy, and every test but the slow ones
+#   ./scripts/test.sh -m equality            only the tests that carry a marker (see pyproject.toml)
+#   ./scripts/test.sh tests/planning -k karp
+#   PYTHON=python3.12 ./scripts/test.sh      another interpreter, in .venv-3.12
+#   ./scripts/test.sh --no-install           in the current interpreter, as it is
+set -euo pipefail
+source "$(dirname "$0")/_env.sh"
+cd "$root"
+
+arguments=()
+for argument in "$@"; do
+    if [ "$argument" = --no-install ]; then INSTALL=no; else arguments+=("$argument"); fi
+done
+use_environment megatron,dev
+
+if [ ${#arguments[@]} -eq 0 ]; then
+    say "ruff"
+    "$python" -m ruff check .
+    "$python" -m ruff format --check .
+    say "mypy"
+    "$python" -m mypy
+    arguments=(-m "not slow")
+fi
+say "pytest"
+exec "$python" -m pytest "${arguments[@]}" </dev/null
