@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll_batching.data.checks import name_rows
 from roll_batching.data.fields import Schema
 from roll_batching.data.ragged import place, row_indices, starts_of, take
 from roll_batching.errors import DataError
@@ -43,13 +44,6 @@ def as_index(values: Any, what: str) -> Tensor:
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise DataError(f"{what} must be integers; got dtype {tensor.dtype}.")
     return tensor.to(torch.int64)
-
-
-def name_rows(rows: Tensor, ids: Tensor, limit: int = 8) -> str:
-    """`row 3 (id 17), row 5 (id 20)` for a message: the first few of `rows`, and how many more."""
-    shown = ", ".join(f"row {int(row)} (id {int(ids[row])})" for row in rows[:limit])
-    more = rows.numel() - limit
-    return shown + (f" and {more} more" if more > 0 else "")
 
 
 def check_field_names(given: Iterable[str], schema: Schema) -> None:

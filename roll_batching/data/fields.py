@@ -22,7 +22,7 @@ class FieldSpec:
     kind: FieldKind
     """`token`: one value per token, stored flat as `[sum(lengths), ...]`. `next_token`: value i of a
     sample speaks of its token i+1, stored flat with as many rows as `token`; the last row of a sample
-    speaks of no token and reads `pad`. `sample`: one value per sample, `[n, ...]`. `static`: one value
+    speaks of no token (batches made from padded tensors or lists hold `pad` there). `sample`: one value per sample, `[n, ...]`. `static`: one value
     for the whole batch, of any type, equal on all ranks."""
 
     pad: int | float | bool = 0
@@ -30,9 +30,7 @@ class FieldSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(FieldKind):
-            raise DataError(
-                f"A field's kind is one of {', '.join(get_args(FieldKind))}; got {self.kind!r}."
-            )
+            raise DataError(f"A field's kind is one of {', '.join(get_args(FieldKind))}; got {self.kind!r}.")
         if not isinstance(self.pad, (bool, int, float)):
             raise DataError(f"A field's pad value is a number; got {self.pad!r}.")
 

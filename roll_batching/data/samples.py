@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from roll_batching.data import build
-from roll_batching.data.build import PaddingSide, as_index, name_rows
+from roll_batching.data.build import PaddingSide, as_index
+from roll_batching.data.checks import describe_difference, describe_fields, name_rows, require_finite
 from roll_batching.data.fields import FieldSpec, Schema, SchemaLike, normalise_schema
 from roll_batching.data.ragged import place, row_indices, starts_of, take
 from roll_batching.errors import DataError
@@ -37,7 +38,7 @@ class SampleBatch:
 
     fields: dict[str, Any]
     """Name to values: `[sum(lengths), ...]` for token and next_token fields, `[n, ...]` for sample
-    fields, anything for static ones."""
+    fields, anything for static ones. A next_token field given with L-1 rows per sample gets its last."""
 
     schema: Schema
     """Name to `FieldSpec`, for exactly the names in `fields`. A plain kind (`"token"`) is accepted."""
@@ -66,10 +67,13 @@ class SampleBatch:
         if not isinstance(values, Tensor):
             raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
         rows, what = (self.num_tokens, "tokens") if spec.per_token else (len(self), "samples")
+        if spec.kind == "next_token" and values.dim() and len(self) and values.shape[0] == rows - len(self):
+            self.fields[name] = build.append_pad(values, self.lengths, spec.pad)
+            return
         if values.dim() < 1 or values.shape[0] != rows:
             raise DataError(
-                f"Field {name!r} is a {spec.kind} field of {rows} {what}, so its shape must be [{rows}, ...]; "
-                f"got {tuple(values.shape)}."
+                f"Field {name!r} is a {spec.kind} field of {rows} {what}, so its shape must be "
+                f"[{rows}, ...]; got {tuple(values.shape)}."
             )
 
     # ---- making one
@@ -149,7 +153,8 @@ class SampleBatch:
         wanted = [*schema, attention_mask, *([ids] if isinstance(ids, str) else [])]
         if missing := [name for name in wanted if name not in present]:
             raise DataError(
-                f"No entry {', '.join(map(repr, missing))}; present are {', '.join(sorted(map(str, present)))}."
+                f"No entry {', '.join(map(repr, missing))}; "
+                f"present are {', '.join(sorted(map(str, present)))}."
             )
         return cls.from_padded(
             {name: source[name] for name in schema},
@@ -169,18 +174,14 @@ class SampleBatch:
         if not batches:
             raise DataError("Nothing to join: concat needs at least one batch.")
         first = batches[0]
+        words = first.describe(static_values=True)
         for number, batch in enumerate(batches[1:], 1):
-            if difference := describe_difference(first.describe(), batch.describe()):
-                raise DataError(f"Batch {number} does not fit batch 0: {difference}")
-        fields: dict[str, Any] = {}
-        for name, spec in first.schema.items():
-            values = [batch.fields[name] for batch in batches]
-            if spec.kind != "static":
-                fields[name] = torch.cat(values)
-            elif all(equal_values(values[0], other) for other in values[1:]):
-                fields[name] = values[0]
-            else:
-                raise DataError(f"Static field {name!r} differs between the batches to join.")
+            if difference := describe_difference(words, batch.describe(static_values=True), "field "):
+                raise DataError(f"Batches 0 (here) and {number} (there) do not fit: {difference}.")
+        fields = {
+            name: first[name] if spec.kind == "static" else torch.cat([batch[name] for batch in batches])
+            for name, spec in first.schema.items()
+        }
         ids = torch.cat([batch.ids for batch in batches])
         return cls(ids, torch.cat([batch.lengths for batch in batches]), fields, first.schema)
 
@@ -193,7 +194,9 @@ class SampleBatch:
         try:
             return self.fields[name]
         except KeyError:
-            raise DataError(f"No field {name!r}; this batch has {', '.join(self.fields) or 'none'}.") from None
+            raise DataError(
+                f"No field {name!r}; this batch has {', '.join(self.fields) or 'none'}."
+            ) from None
 
     def __contains__(self, name: object) -> bool:
         return name in self.fields
@@ -204,7 +207,7 @@ class SampleBatch:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """int64 `[n + 1]`, on the host: where each sample's rows begin in token fields; last, their number."""
+        """int64 `[n + 1]`, on the host: where each sample begins in token fields, and their end."""
         return starts_of(self.lengths)
 
     @property
@@ -242,7 +245,9 @@ class SampleBatch:
         wanted = as_index(ids, "ids")
         rows, found = self.find(wanted)
         if not found.all():
-            raise DataError(f"This batch of {len(self)} samples does not hold ids {wanted[~found].tolist()[:8]}.")
+            raise DataError(
+                f"This batch of {len(self)} samples does not hold ids {wanted[~found].tolist()[:8]}."
+            )
         return rows
 
     def find(self, ids: Any) -> tuple[Tensor, Tensor]:
@@ -253,27 +258,24 @@ class SampleBatch:
         place_ = torch.searchsorted(self._sorted_ids, wanted).clamp_(max=len(self) - 1)
         return self._id_order[place_], self._sorted_ids[place_] == wanted
 
-    def describe(self) -> dict[str, str]:
-        """Kind, pad value, dtype and shape of one value for every field, in words; equal on ranks that fit."""
-        words = {}
-        for name, spec in self.schema.items():
-            values = self.fields[name]
-            if spec.kind == "static":
-                words[name] = "static"
-            else:
-                dtype = str(values.dtype).removeprefix("torch.")
-                words[name] = f"{spec.kind} {dtype}{list(values.shape[1:]) or ''} pad {spec.pad}"
-        return words
+    def describe(self, *, static_values: bool = False) -> dict[str, str]:
+        """Kind, pad, dtype and shape of one value for every field, in words: batches that fit agree in them.
+
+        With `static_values` also the static values (tensors by a digest of their bytes).
+        """
+        return describe_fields(self.schema, self.fields, static_values=static_values)
 
     def to_lists(self, name: str) -> list[Tensor]:
-        """One tensor per sample: views `[L, ...]` of a token or next_token field, `[...]` of a sample field."""
+        """One view per sample: `[L, ...]` of a token or next_token field, `[...]` of a sample field."""
         values = self[name]
         spec = self.schema[name]
         if spec.kind == "static":
             raise DataError(f"Field {name!r} is static: it has no values per sample.")
         return list(values.split(self.lengths.tolist()) if spec.per_token else values.unbind(0))
 
-    def to_padded(self, name: str, length: int | None = None, *, padding_side: PaddingSide = "right") -> Tensor:
+    def to_padded(
+        self, name: str, length: int | None = None, *, padding_side: PaddingSide = "right"
+    ) -> Tensor:
         """A token or next_token field as `[n, length, ...]`, gaps read the field's pad value.
 
         Args:
@@ -287,7 +289,7 @@ class SampleBatch:
         values = self[name]
         spec = self.schema[name]
         if not spec.per_token:
-            raise DataError(f"Field {name!r} is a {spec.kind} field: only token and next_token fields are padded.")
+            raise DataError(f"Field {name!r} is a {spec.kind} field: only fields per token are padded.")
         width = self._width(length)
         rows = place(values, self._padded_index(width, padding_side), len(self) * width, spec.pad)
         return rows.view(len(self), width, *values.shape[1:])
@@ -318,32 +320,10 @@ class SampleBatch:
         Raises:
             DataError: naming field, samples and, per token, the first position.
         """
-        floating = [n for n, v in self.fields.items() if isinstance(v, Tensor) and v.is_floating_point()]
-        names = floating if names is None else [names] if isinstance(names, str) else list(names)
-        for name in names:
-            values, spec = self[name], self.schema[name]
-            if not isinstance(values, Tensor):
-                raise DataError(f"Field {name!r} is not a tensor, so it cannot be checked for NaN.")
-            bad = ~torch.isfinite(values)
-            if spec.kind != "static":
-                bad = bad.flatten(1).any(1) if bad.dim() > 1 else bad
-            bad = bad.cpu()
-            if spec.kind == "next_token":
-                bad[self.offsets[1:] - 1] = False
-            if not bad.any():
-                continue
-            if spec.kind == "static":
-                raise DataError(f"Static field {name!r} holds values that are not finite.")
-            where = bad.nonzero().flatten()
-            if spec.per_token:
-                rows, first = torch.unique_consecutive(
-                    torch.searchsorted(self.offsets, where, right=True) - 1, return_counts=True
-                )
-                position = int(where[0] - self.offsets[rows[0]])
-                detail = f" (first at position {position} of {int(self.lengths[rows[0]])}, {int(first[0])} in all)"
-            else:
-                rows, detail = where, ""
-            raise DataError(f"Field {name!r} is not finite in {name_rows(rows, self.ids)}{detail}.")
+        if names is None:
+            names = [n for n, v in self.fields.items() if isinstance(v, Tensor) and v.is_floating_point()]
+        for name in [names] if isinstance(names, str) else names:
+            require_finite(name, self[name], self.schema[name], self.ids, self.lengths, self.offsets)
 
     # ---- making another
 
@@ -356,7 +336,8 @@ class SampleBatch:
         rows = as_index(index, "row indices")
         if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= len(self)):
             raise DataError(
-                f"Row indices run from {int(rows.min())} to {int(rows.max())}, the batch has {len(self)} rows."
+                f"Row indices run from {int(rows.min())} to {int(rows.max())}, "
+                f"the batch has {len(self)} rows."
             )
         lengths = self.lengths[rows]
         tokens = row_indices(self.offsets[:-1][rows], lengths)
@@ -383,8 +364,9 @@ class SampleBatch:
 
     def with_fields(self, fields: Mapping[str, Any], schema: SchemaLike) -> SampleBatch:
         """This batch with `fields` (flat, as stored) added or replaced; `schema` names each one's kind."""
-        build.check_field_names(fields, normalise_schema(schema))
-        return SampleBatch(self.ids, self.lengths, {**self.fields, **fields}, {**self.schema, **schema})
+        added = normalise_schema(schema)
+        build.check_field_names(fields, added)
+        return SampleBatch(self.ids, self.lengths, {**self.fields, **fields}, {**self.schema, **added})
 
     def without(self, names: Iterable[str] | str) -> SampleBatch:
         """This batch without the fields `names`.
@@ -394,7 +376,9 @@ class SampleBatch:
         """
         gone = {names} if isinstance(names, str) else set(names)
         if unknown := sorted(gone - self.fields.keys()):
-            raise DataError(f"No field {', '.join(map(repr, unknown))}; this batch has {', '.join(self.fields)}.")
+            raise DataError(
+                f"No field {', '.join(map(repr, unknown))}; this batch has {', '.join(self.fields)}."
+            )
         return self.only(name for name in self.fields if name not in gone)
 
     def only(self, names: Iterable[str]) -> SampleBatch:
@@ -411,24 +395,6 @@ class SampleBatch:
             for name, values in self.fields.items()
         }
         return SampleBatch(self.ids, self.lengths, moved, self.schema)
-
-
-def describe_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """What differs between two results of `SampleBatch.describe`, in words; empty when nothing does."""
-    parts = []
-    for name in sorted(one.keys() | other.keys()):
-        here, there = one.get(name, "absent"), other.get(name, "absent")
-        if here != there:
-            parts.append(f"field {name!r} is {here} in one and {there} in the other")
-    return "; ".join(parts)
-
-
-def equal_values(one: Any, other: Any) -> bool:
-    """Whether two static values are equal: tensors by shape, dtype and value (NaN equals NaN), others by `==`."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        same = one.shape == other.shape and one.dtype == other.dtype
-        return same and torch.allclose(one.cpu(), other.cpu(), rtol=0, atol=0, equal_nan=True)
-    return type(one) is type(other) and bool(one == other)
 
 
 def _ids_or_range(ids: Any, count: int) -> Tensor:

@@ -1,0 +1,103 @@
+"""What planning needs to know about samples: ids, lengths, and which rank holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_batching.data.peers import Peers, agree
+from roll_batching.data.samples import SampleBatch
+from roll_batching.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class LengthTable:
+    """One row per sample of all ranks: three int64 arrays of one length.
+
+    Raises:
+        DataError: for arrays of different lengths, or an id that occurs twice.
+    """
+
+    ids: np.ndarray
+    """int64 `[n]`: global ids, unique."""
+
+    lengths: np.ndarray
+    """int64 `[n]`: tokens per sample."""
+
+    location: np.ndarray
+    """int64 `[n]`: the data-parallel rank that holds the sample now (not where it must stay)."""
+
+    def __post_init__(self) -> None:
+        for name in ("ids", "lengths", "location"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.int64))
+        if not (self.ids.shape == self.lengths.shape == self.location.shape and self.ids.ndim == 1):
+            shapes = self.ids.shape, self.lengths.shape, self.location.shape
+            raise DataError(f"ids, lengths and location must be one-dimensional and as long: {shapes}.")
+        self._refuse_repeated_ids()
+
+    def _refuse_repeated_ids(self) -> None:
+        order = np.argsort(self.ids, kind="stable")
+        ids = self.ids[order]
+        again = np.flatnonzero(ids[1:] == ids[:-1])
+        if again.size:
+            first, second = order[again[0]], order[again[0] + 1]
+            raise DataError(
+                f"Sample id {self.ids[first]} is held twice, by data-parallel ranks "
+                f"{self.location[first]} and {self.location[second]}; {again.size} ids repeat. Ids must be unique over all ranks: "
+                "number_globally(batch) gives such ids."
+            )
+
+    @classmethod
+    def of(cls, batch: SampleBatch, rank: int = 0) -> LengthTable:
+        """The table of one batch that lies whole on `rank`, without communication."""
+        location = np.full(len(batch), rank, dtype=np.int64)
+        return cls(batch.ids.numpy().copy(), batch.lengths.numpy().copy(), location)
+
+    def __len__(self) -> int:
+        return self.ids.size
+
+    def select(self, index: Any) -> LengthTable:
+        """The rows at `index` (a mini-batch, say), in that order."""
+        index = np.asarray(index)
+        if index.dtype != np.bool_:
+            index = index.astype(np.int64)
+        return LengthTable(self.ids[index], self.lengths[index], self.location[index])
+
+
+def gather_lengths(batch: SampleBatch, group: Any = None) -> LengthTable:
+    """The samples of all ranks, ordered by data-parallel rank, then row. Collective.
+
+    Args:
+        batch: this rank's samples; may be empty.
+        group: by default Megatron's data-parallel group, else all processes, else this one alone.
+
+    Raises:
+        DataError, RankError: on all ranks alike: an id that two samples have, something that is no
+            `SampleBatch` on any rank.
+    """
+    peers = Peers.of(group)
+
+    def prepare() -> tuple[dict[str, str], int, SampleBatch]:
+        if not isinstance(batch, SampleBatch):
+            raise DataError(f"gather_lengths takes a SampleBatch; got {type(batch).__name__}.")
+        return {}, len(batch), batch
+
+    counts, _ = agree(peers, "gather_lengths", prepare)
+    rows = torch.zeros(2, int(counts.max()), dtype=torch.int64)
+    rows[0, : len(batch)] = batch.ids
+    rows[1, : len(batch)] = batch.lengths
+    valid = torch.arange(rows.shape[1]) < counts[:, None]
+    ids, lengths = peers.all_gather(rows).unbind(1)
+    location = torch.arange(peers.size).repeat_interleave(counts)
+    return LengthTable(ids[valid].numpy(), lengths[valid].numpy(), location.numpy())
+
+
+def number_globally(batch: SampleBatch, group: Any = None) -> SampleBatch:
+    """The same samples with ids 0, 1, 2, ... over all ranks, by data-parallel rank, then row. Collective."""
+    peers = Peers.of(group)
+    counts, _ = agree(peers, "number_globally", lambda: ({}, len(batch), None))
+    first = int(counts[: peers.rank].sum())
+    return batch.with_ids(torch.arange(first, first + len(batch)))
