@@ -20,10 +20,13 @@ class FieldSpec:
     """
 
     kind: FieldKind
-    """`token`: one value per token, stored flat as `[sum(lengths), ...]`. `next_token`: value i of a
-    sample speaks of its token i+1, stored flat with as many rows as `token`; the last row of a sample
-    speaks of no token (batches made from padded tensors or lists hold `pad` there). `sample`: one value per sample, `[n, ...]`. `static`: one value
-    for the whole batch, of any type, equal on all ranks."""
+    """`token`: one value per token, stored flat as `[sum(lengths), ...]`.
+
+    `next_token`: value i of a sample speaks of its token i+1. Stored flat with as many rows as `token`; the
+    last row of a sample speaks of nothing (made from padded tensors or lists, it holds `pad`).
+    `sample`: one value per sample, `[n, ...]`.
+    `static`: one value for the whole batch, of any type, equal on all ranks.
+    """
 
     pad: int | float | bool = 0
     """What a place without a value reads: padding, rows behind a truncation, samples left out."""
