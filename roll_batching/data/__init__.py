@@ -1,20 +1,41 @@
-"""Samples and how they move: ragged batches, exchange between ranks, prompts, membership."""
+"""Samples and how they move: ragged batches, exchange between ranks, texts, tokenizers, membership."""
 
 from __future__ import annotations
 
+from roll_batching.data.encode import encode_documents, encode_prompts
+from roll_batching.data.epochs import DocumentStream, EpochStream, PromptStream, epoch_order
 from roll_batching.data.fields import FieldKind, FieldSpec, Schema
+from roll_batching.data.membership import MiniBatches, mini_batches, rank_slice
 from roll_batching.data.movement import collect, distribute
 from roll_batching.data.samples import SampleBatch
 from roll_batching.data.table import LengthTable, gather_lengths, number_globally
+from roll_batching.data.texts import Document, DocumentDataset, Prompt, PromptDataset
+from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 
 __all__ = [
+    "CharTokenizer",
+    "Document",
+    "DocumentDataset",
+    "DocumentStream",
+    "EpochStream",
     "FieldKind",
     "FieldSpec",
+    "HFTokenizer",
     "LengthTable",
+    "MiniBatches",
+    "Prompt",
+    "PromptDataset",
+    "PromptStream",
     "SampleBatch",
     "Schema",
+    "Tokenizer",
     "collect",
     "distribute",
+    "encode_documents",
+    "encode_prompts",
+    "epoch_order",
     "gather_lengths",
+    "mini_batches",
     "number_globally",
+    "rank_slice",
 ]

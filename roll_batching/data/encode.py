@@ -1,0 +1,89 @@
+"""Texts to batches: the one place where a text that does not fit is named by file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from roll_batching.data.fields import FieldSpec
+from roll_batching.data.samples import SampleBatch
+from roll_batching.data.texts import Document, Prompt
+from roll_batching.data.tokenizers import Tokenizer
+from roll_batching.errors import DataError
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_length: int, ids: Any = None
+) -> SampleBatch:
+    """Prompts as a batch with `input_ids` (token, int64), in order.
+
+    Args:
+        prompts: at least one.
+        tokenizer: turns text into tokens.
+        max_length: longest prompt in tokens.
+        ids: one per prompt; by default 0, 1, 2, ...
+
+    Raises:
+        DataError: naming file and line: a prompt longer than `max_length` or without tokens, a character
+            that the tokenizer does not know.
+    """
+    rows = [_encode(prompt.prompt, tokenizer, prompt.source) for prompt in prompts]
+    for prompt, row in zip(prompts, rows, strict=True):
+        if not row:
+            raise DataError(f"{prompt.source}: the prompt has no tokens.")
+        if len(row) > max_length:
+            raise DataError(
+                f"{prompt.source}: the prompt has {len(row)} tokens, more than the {max_length} allowed "
+                "(prompt_length)."
+            )
+    return SampleBatch.from_lists({"input_ids": rows}, {"input_ids": _tokens(tokenizer)}, ids)
+
+
+def encode_documents(
+    documents: Sequence[Document], tokenizer: Tokenizer, *, max_length: int, ids: Any = None
+) -> SampleBatch:
+    """Documents as a batch: prompt, response, end token.
+
+    Fields: `input_ids` (token, int64) and `response_mask` (token, bool: true on the response and the end
+    token, which are what is learnt).
+
+    Args:
+        documents: at least one.
+        tokenizer: turns text into tokens.
+        max_length: longest document in tokens, end token included.
+        ids: one per document; by default 0, 1, 2, ...
+
+    Raises:
+        DataError: naming file and line: a document longer than `max_length`, a prompt without tokens, a
+            character that the tokenizer does not know.
+    """
+    rows, starts = [], []
+    for document in documents:
+        prompt = _encode(document.prompt, tokenizer, document.source)
+        row = [*prompt, *_encode(document.response, tokenizer, document.source), tokenizer.eos_token_id]
+        if not prompt:
+            raise DataError(f"{document.source}: the prompt has no tokens.")
+        if len(row) > max_length:
+            raise DataError(
+                f"{document.source}: the document has {len(row)} tokens, end token included, more than the "
+                f"{max_length} allowed (sequence_length)."
+            )
+        rows.append(row)
+        starts.append(len(prompt))
+    batch = SampleBatch.from_lists({"input_ids": rows}, {"input_ids": _tokens(tokenizer)}, ids)
+    position = torch.arange(batch.num_tokens) - batch.offsets[:-1].repeat_interleave(batch.lengths)
+    mask = position >= torch.tensor(starts).repeat_interleave(batch.lengths)
+    return batch.with_fields({"response_mask": mask}, {"response_mask": FieldSpec("token", False)})
+
+
+def _tokens(tokenizer: Tokenizer) -> FieldSpec:
+    return FieldSpec("token", tokenizer.pad_token_id)
+
+
+def _encode(text: str, tokenizer: Tokenizer, source: str) -> list[int]:
+    try:
+        return tokenizer.encode(text)
+    except DataError as error:
+        raise DataError(f"{source}: {error}") from None

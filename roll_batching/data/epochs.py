@@ -1,0 +1,113 @@
+"""Batches drawn from a dataset epoch after epoch, with a position that can be saved and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic
+
+import numpy as np
+
+from roll_batching.data.texts import Document, Prompt, T, TextDataset
+from roll_batching.errors import DataError
+
+_ORDER_STREAM = 1
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of an epoch: a random permutation of `0..count-1` (int64), a pure function of its arguments."""
+    return np.random.default_rng([_ORDER_STREAM, seed, epoch]).permutation(count).astype(np.int64, copy=False)
+
+
+class EpochStream(Iterator[list[T]], Generic[T]):
+    """Batches of one size, for ever: each epoch in its own random order, each item once per epoch.
+
+    A batch may hold the end of one epoch and the beginning of the next, so that nothing is dropped. All
+    ranks that build it with the same arguments draw the same batches.
+
+    Raises:
+        DataError: for a batch size below 1 or a negative seed.
+    """
+
+    def __init__(
+        self, dataset: TextDataset[T], batch_size: int, *, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        if batch_size < 1:
+            raise DataError(f"A batch holds at least one item; batch_size is {batch_size}.")
+        if seed < 0:
+            raise DataError(f"A seed is not negative; got {seed}.")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        count = len(self.dataset)
+        return epoch_order(count, self._seed, epoch) if self._shuffle else np.arange(count)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next item belongs to, from 0."""
+        return self._epoch
+
+    def __next__(self) -> list[T]:
+        return [self.dataset[int(index)] for index in self.next_indices()]
+
+    def next_indices(self) -> np.ndarray:
+        """Draw the next batch as indices into the dataset: int64 `[batch_size]`."""
+        parts = []
+        missing = self.batch_size
+        while missing:
+            part = self._order[self._position : self._position + missing]
+            parts.append(part)
+            missing -= part.size
+            self._position += part.size
+            if self._position == len(self.dataset):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._order_of(self._epoch)
+        return np.concatenate(parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: a few plain values. A stream that loads it goes on with the very next batch."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "fingerprint": self.dataset.fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position. The batch size may differ from the one it was saved with.
+
+        Raises:
+            DataError: when the state belongs to other texts, another seed or order, or is incomplete.
+        """
+        own = self.state_dict()
+        if missing := sorted(own.keys() - state.keys()):
+            raise DataError(f"The saved data position lacks {', '.join(missing)}.")
+        for key, what in (
+            ("fingerprint", "other texts"),
+            ("seed", "another seed"),
+            ("shuffle", "another order"),
+        ):
+            if state[key] != own[key]:
+                raise DataError(
+                    f"The saved data position belongs to {what} ({key} {state[key]}, here {own[key]}): resume with "
+                    "the same data and seed, or start a new run."
+                )
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position < len(self.dataset):
+            raise DataError(f"The saved data position is impossible: epoch {epoch}, position {position}.")
+        self._epoch, self._position = epoch, position
+        self._order = self._order_of(epoch)
+
+
+class PromptStream(EpochStream[Prompt]):
+    """An `EpochStream` of prompts for rollouts."""
+
+
+class DocumentStream(EpochStream[Document]):
+    """An `EpochStream` of supervised documents."""

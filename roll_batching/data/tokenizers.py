@@ -1,0 +1,164 @@
+"""Text to tokens and back: one small protocol, a tokenizer of characters, and Hugging Face's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from roll_batching.errors import DataError
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the jobs need of a tokenizer. Special tokens are never added by `encode`."""
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends a response."""
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that fills gaps; may equal `eos_token_id`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`, special tokens included."""
+
+
+class CharTokenizer:
+    """One token per character; a character's id is its place in the vocabulary.
+
+    Args:
+        vocabulary: the characters, each once. The end and pad tokens are among them.
+        eos: the character that ends a response. Texts to encode may not contain it: append `eos_token_id`.
+        pad: the character that fills gaps, by default `eos`; refused in texts as well.
+
+    Raises:
+        DataError: for an empty vocabulary, a repeated character, or an end or pad token that is not in it.
+    """
+
+    def __init__(self, vocabulary: str, eos: str, pad: str | None = None) -> None:
+        pad = eos if pad is None else pad
+        self._id = {character: number for number, character in enumerate(vocabulary)}
+        if len(self._id) != len(vocabulary):
+            repeated = sorted({c for c in vocabulary if vocabulary.count(c) > 1})
+            raise DataError(f"The vocabulary holds {', '.join(map(repr, repeated))} more than once.")
+        for what, token in (("end", eos), ("pad", pad)):
+            if token not in self._id:
+                raise DataError(f"The {what} token {token!r} is not one character of the vocabulary.")
+        self._vocabulary = vocabulary
+        self._reserved = {eos: "ends a response", pad: "fills gaps"} | {eos: "ends a response"}
+
+    @classmethod
+    def from_file(cls, path: str | Path, eos: str, pad: str | None = None) -> CharTokenizer:
+        """Read the vocabulary from a UTF-8 text file; line ends at its end do not count.
+
+        Raises:
+            DataError: for a file that cannot be read, and all of the constructor.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"The vocabulary file {path} cannot be read: {error}") from None
+        return cls(text.rstrip("\r\n"), eos, pad)
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends a response."""
+        return self._id[next(iter(self._reserved))]
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that fills gaps."""
+        return self._id[list(self._reserved)[-1]]
+
+    @property
+    def vocab_size(self) -> int:
+        """Characters of the vocabulary."""
+        return len(self._vocabulary)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`.
+
+        Raises:
+            DataError: naming the character that is unknown or reserved, its position and the text.
+        """
+        for position, character in enumerate(text):
+            if character not in self._id or character in self._reserved:
+                why = self._reserved.get(character)
+                why = f"is reserved (it {why})" if why else "is not in the vocabulary"
+                shown = text if len(text) <= 60 else f"{text[:57]}..."
+                raise DataError(f"Character {character!r} at position {position} of {shown!r} {why}.")
+        return [self._id[character] for character in text]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`, end and pad characters included.
+
+        Raises:
+            DataError: for a token outside the vocabulary.
+        """
+        numbers = [int(token) for token in tokens]
+        if bad := [token for token in numbers if not 0 <= token < self.vocab_size]:
+            raise DataError(f"Tokens outside the vocabulary of {self.vocab_size}: {bad[:8]}.")
+        return "".join(self._vocabulary[token] for token in numbers)
+
+
+class HFTokenizer:
+    """A tokenizer of Hugging Face's `transformers`, by name or folder.
+
+    Args:
+        name_or_path: as for `AutoTokenizer.from_pretrained`.
+        eos: text of the end token, by default the tokenizer's own.
+        pad: text of the pad token, by default the tokenizer's own, else the end token.
+
+    Raises:
+        DataError: when `transformers` is not installed, nothing can be loaded, or there is no such token.
+    """
+
+    def __init__(self, name_or_path: str | Path, *, eos: str | None = None, pad: str | None = None) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise DataError(
+                f"Tokenizer {str(name_or_path)!r} needs the package transformers ({error}): "
+                "pip install 'roll-batching[hf]'."
+            ) from None
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(str(name_or_path))
+        except (OSError, ValueError) as error:
+            raise DataError(f"No tokenizer could be loaded from {str(name_or_path)!r}: {error}") from None
+        eos_id = self._token_id(eos, self.tokenizer.eos_token_id)
+        if eos_id is None:
+            raise DataError(f"Tokenizer {str(name_or_path)!r} has no end token: name one (eos_token).")
+        self.eos_token_id: int = eos_id
+        pad_id = self._token_id(pad, self.tokenizer.pad_token_id)
+        self.pad_token_id: int = eos_id if pad_id is None else pad_id
+
+    def _token_id(self, token: str | None, default: int | None) -> int | None:
+        if token is None:
+            return default
+        known = self.tokenizer.get_vocab()
+        if token not in known:
+            raise DataError(f"The tokenizer has no token {token!r}.")
+        return known[token]
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, added ones included."""
+        return len(self.tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`, without special tokens around it."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`, special tokens included, spaces as they are."""
+        numbers = [int(token) for token in tokens]
+        return self.tokenizer.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False)
