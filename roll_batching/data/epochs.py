@@ -14,7 +14,7 @@ _ORDER_STREAM = 1
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of an epoch: a random permutation of `0..count-1` (int64), a pure function of its arguments."""
+    """The order of an epoch: a random permutation of `0..count-1` (int64), a pure function."""
     return np.random.default_rng([_ORDER_STREAM, seed, epoch]).permutation(count).astype(np.int64, copy=False)
 
 
@@ -35,7 +35,7 @@ class EpochStream(Iterator[list[T]], Generic[T]):
             raise DataError(f"A batch holds at least one item; batch_size is {batch_size}.")
         if seed < 0:
             raise DataError(f"A seed is not negative; got {seed}.")
-        self.dataset = dataset
+        self.dataset: TextDataset[T] = dataset
         self.batch_size = batch_size
         self._seed = seed
         self._shuffle = shuffle
@@ -95,8 +95,8 @@ class EpochStream(Iterator[list[T]], Generic[T]):
         ):
             if state[key] != own[key]:
                 raise DataError(
-                    f"The saved data position belongs to {what} ({key} {state[key]}, here {own[key]}): resume with "
-                    "the same data and seed, or start a new run."
+                    f"The saved data position belongs to {what} ({key} {state[key]}, here {own[key]}): "
+                    "resume with the same data and seed, or start a new run."
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < len(self.dataset):

@@ -34,7 +34,7 @@ class Document:
     source: str = "memory"
 
 
-T = TypeVar("T", Prompt, Document)
+T = TypeVar("T", bound=Prompt | Document)
 
 
 class TextDataset(Sequence[T], Generic[T]):
@@ -92,7 +92,7 @@ class PromptDataset(TextDataset[Prompt]):
             DataError: naming file and line; see `jsonl.read_records`.
         """
         records = read_records(paths, (prompt_key, answer_key))
-        return cls(Prompt(*record.texts, record.extra, record.source) for record in records)
+        return cls(Prompt(r.texts[0], r.texts[1], r.extra, r.source) for r in records)
 
 
 class DocumentDataset(TextDataset[Document]):
@@ -116,4 +116,4 @@ class DocumentDataset(TextDataset[Document]):
             DataError: naming file and line; see `jsonl.read_records`.
         """
         records = read_records(paths, (prompt_key, response_key))
-        return cls(Document(*record.texts, record.extra, record.source) for record in records)
+        return cls(Document(r.texts[0], r.texts[1], r.extra, r.source) for r in records)

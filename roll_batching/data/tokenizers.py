@@ -54,7 +54,9 @@ class CharTokenizer:
             if token not in self._id:
                 raise DataError(f"The {what} token {token!r} is not one character of the vocabulary.")
         self._vocabulary = vocabulary
-        self._reserved = {eos: "ends a response", pad: "fills gaps"} | {eos: "ends a response"}
+        self._reserved = {pad: "fills gaps", eos: "ends a response"}
+        self.eos_token_id: int = self._id[eos]
+        self.pad_token_id: int = self._id[pad]
 
     @classmethod
     def from_file(cls, path: str | Path, eos: str, pad: str | None = None) -> CharTokenizer:
@@ -68,16 +70,6 @@ class CharTokenizer:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"The vocabulary file {path} cannot be read: {error}") from None
         return cls(text.rstrip("\r\n"), eos, pad)
-
-    @property
-    def eos_token_id(self) -> int:
-        """The token that ends a response."""
-        return self._id[next(iter(self._reserved))]
-
-    @property
-    def pad_token_id(self) -> int:
-        """The token that fills gaps."""
-        return self._id[list(self._reserved)[-1]]
 
     @property
     def vocab_size(self) -> int:
