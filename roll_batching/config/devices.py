@@ -1,0 +1,82 @@
+"""`device_mapping`: the list of devices that a role uses, read without running any code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+
+def parse_devices(value: Any) -> list[int]:
+    """The device numbers that `value` names.
+
+    Accepts a list of integers, and as text `list(range(0,8))`, `range(8)`, `[0, 1, 2]`, sums of these,
+    and ranges such as `0-7` or `0-3,6`. Raises ValueError for anything else, for negative numbers and
+    for a device named twice.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str | list | tuple):
+        raise ValueError(f"expected a list of device numbers, got {value!r}")
+    if isinstance(value, int):
+        devices = [value]
+    elif isinstance(value, str):
+        devices = _from_text(value.strip())
+    else:
+        devices = [_whole(item) for item in value]
+    if not devices:
+        raise ValueError(f"{value!r} names no device")
+    negative = [device for device in devices if device < 0]
+    if negative:
+        raise ValueError(f"device numbers start at 0, got {negative[0]}")
+    twice = sorted({device for device in devices if devices.count(device) > 1})
+    if twice:
+        raise ValueError(f"device {twice[0]} is named twice")
+    return devices
+
+
+def _whole(item: Any) -> int:
+    if isinstance(item, bool) or not isinstance(item, int):
+        raise ValueError(f"device numbers are integers, got {item!r}")
+    return item
+
+
+def _from_text(text: str) -> list[int]:
+    if re.fullmatch(r"\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*", text):
+        devices: list[int] = []
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            devices.extend(range(int(first), int(last or first) + 1))
+        return devices
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError:
+        raise ValueError(_unreadable(text)) from None
+    return _from_node(tree.body, text)
+
+
+def _from_node(node: ast.expr, text: str) -> list[int]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _from_node(node.left, text) + _from_node(node.right, text)
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_number(item, text) for item in node.elts]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        if node.func.id == "list" and len(node.args) == 1:
+            return _from_node(node.args[0], text)
+        if node.func.id == "range" and 1 <= len(node.args) <= 3:
+            bounds = [_number(argument, text) for argument in node.args]
+            if len(bounds) == 3 and bounds[2] == 0:
+                raise ValueError(f"the step of {text!r} is zero")
+            return list(range(*bounds))
+    raise ValueError(_unreadable(text))
+
+
+def _number(node: ast.expr, text: str) -> int:
+    sign = 1
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        sign, node = -1, node.operand
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and not isinstance(node.value, bool):
+        return sign * node.value
+    raise ValueError(_unreadable(text))
+
+
+def _unreadable(text: str) -> str:
+    return f"cannot read {text!r}; write a list such as [0, 1], 'list(range(0,8))' or '0-7'"

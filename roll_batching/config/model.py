@@ -1,0 +1,165 @@
+"""Settings of the model: architecture, rope scaling, mixture of experts, and ROLL's `model_args`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from roll_batching.config.fields import Settings, honoured, noticed, refused
+
+LORA = "LoRA is not supported for now; train all parameters and leave the lora keys out"
+VLM = "vision-language models are not supported for now"
+
+
+class RopeScaling(Settings):
+    """Scaling of rotary frequencies for long contexts, in Hugging Face's names."""
+
+    type: Literal["linear", "llama3"] = honoured(help="Kind of scaling. YaRN is refused for now.")
+    factor: float = honoured(1.0, help="How many times longer than in pre-training.", ge=1)
+    low_freq_factor: float = honoured(
+        1.0, help="llama3: wavelengths above the original length over this scale.", gt=0
+    )
+    high_freq_factor: float = honoured(
+        4.0, help="llama3: wavelengths below it over this stay as they are.", gt=0
+    )
+    original_max_position_embeddings: int = honoured(
+        8192, help="llama3: context length of pre-training.", gt=0
+    )
+
+
+class MoEConfig(Settings):
+    """Mixture-of-experts layers. Absent: every layer is dense."""
+
+    num_experts: int = honoured(help="Experts per layer.", ge=2)
+    router_topk: int = honoured(2, help="Experts that each token visits.", ge=1)
+    ffn_hidden_size: int | None = honoured(
+        None, help="Width of an expert; default: the dense layers' width.", gt=0
+    )
+    shared_expert_ffn_hidden_size: int | None = honoured(
+        None, help="Width of the shared expert; default: none.", gt=0
+    )
+    aux_loss_coeff: float = honoured(0.0, help="Weight of the load-balancing loss.", ge=0)
+    z_loss_coeff: float = honoured(0.0, help="Weight of the router's z-loss.", ge=0)
+    layer_freq: int = honoured(1, help="Every how many layers one is a mixture.", ge=1)
+
+
+class ArchitectureConfig(Settings):
+    """A dense or mixture decoder in the shape of Qwen and Llama, randomly initialised."""
+
+    vocab_size: int = honoured(
+        help="Tokens of the vocabulary; padded up inside where tensor parallelism needs it.", gt=0
+    )
+    hidden_size: int = honoured(help="Width of the residual stream.", gt=0)
+    num_layers: int = honoured(help="Decoder layers.", gt=0)
+    num_attention_heads: int = honoured(help="Query heads.", gt=0)
+    num_query_groups: int | None = honoured(
+        None, help="Key and value heads; default: as many as query heads.", gt=0
+    )
+    kv_channels: int | None = honoured(
+        None, help="Width of one head; default: hidden_size / num_attention_heads.", gt=0
+    )
+    ffn_hidden_size: int | None = honoured(
+        None, help="Width of the gated feed-forward layer; default: 4 x hidden_size.", gt=0
+    )
+    max_position_embeddings: int = honoured(4096, help="Longest sequence the model is meant for.", gt=0)
+    rotary_base: float = honoured(10000.0, help="Base of the rotary frequencies.", gt=0)
+    rotary_percent: float = honoured(1.0, help="Share of each head's channels that is rotated.", gt=0, le=1)
+    rope_scaling: RopeScaling | None = honoured(
+        None, help="Scaling of the rotary frequencies; default: none."
+    )
+    norm_epsilon: float = honoured(1e-6, help="Epsilon of RMSNorm.", gt=0)
+    tie_word_embeddings: bool = honoured(False, help="Whether the output head shares the embedding's weight.")
+    qk_layernorm: bool = honoured(False, help="Normalise queries and keys per head, as Qwen3 does.")
+    add_qkv_bias: bool = honoured(False, help="Bias on the query, key and value projections, as Qwen2 has.")
+    init_std: float = honoured(0.02, help="Standard deviation of the random initial weights.", gt=0)
+    hidden_dropout: float = honoured(0.0, help="Dropout after attention and feed-forward layers.", ge=0, lt=1)
+    attention_dropout: float = refused(
+        0.0,
+        help="Dropout inside attention.",
+        reason="variable-length attention kernels have no dropout; use 0",
+    )
+    moe: MoEConfig | None = honoured(None, help="Mixture-of-experts layers; default: dense.")
+    multi_latent_attention: bool = refused(
+        False,
+        help="Multi-head latent attention.",
+        reason="multi-head latent attention (MLA) is not supported for now",
+    )
+    mtp_num_layers: int | None = refused(
+        None,
+        help="Layers that predict further tokens.",
+        reason="multi-token prediction (MTP) is not supported for now",
+        allowed=(0,),
+    )
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, resolved."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head, resolved."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the dense feed-forward layer, resolved."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+
+class ModelArgs(Settings):
+    """`model_args`: which model, in which precision."""
+
+    architecture: ArchitectureConfig | None = honoured(
+        None, help="The model's shape, for random initial weights. Roles without one take actor_train's."
+    )
+    model_name_or_path: str | None = honoured(
+        None, help="Folder of a Hugging Face checkpoint to start from. Roles without one take actor_train's."
+    )
+    dtype: Literal["auto", "fp32", "bf16"] = honoured(
+        "auto", help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA."
+    )
+    disable_gradient_checkpointing: bool | None = noticed(
+        None,
+        help="ROLL's switch for Hugging Face models.",
+        notice="activations are recomputed as strategy_config.recompute_granularity says, as under "
+        "ROLL's Megatron "
+        "strategies; this switch does not change it",
+    )
+    attn_implementation: Literal["auto", "fa2", "sdpa"] | None = noticed(
+        None,
+        help="Attention kernel, in ROLL's names.",
+        notice="the attention core follows the device (variable-length flash kernels on CUDA, a "
+        "per-sequence core on "
+        "CPU); this value does not change it",
+    )
+    model_type: str | None = refused(
+        None,
+        help="ROLL's switch for reward-model heads.",
+        reason="only causal language models are trained here; leave it empty (~)",
+    )
+    freeze_module_prefix: str | list[str] | None = refused(
+        None,
+        help="Modules to freeze.",
+        reason="all parameters are trained; freezing modules is not supported",
+    )
+    adapter_name_or_path: str | None = refused(None, help="LoRA adapter to load.", reason=LORA)
+    lora_rank: int | None = refused(None, help="LoRA rank.", reason=LORA)
+    lora_alpha: int | None = refused(None, help="LoRA scale.", reason=LORA)
+    lora_target: str | list[str] | None = refused(None, help="Modules with LoRA.", reason=LORA)
+    lora_dropout: float | None = refused(None, help="LoRA dropout.", reason=LORA)
+    additional_target: str | list[str] | None = refused(
+        None, help="Modules trained beside LoRA.", reason=LORA
+    )
+    vision_config: dict[str, Any] | None = refused(
+        None, help="Vision tower of a multimodal model.", reason=VLM
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_dtype(cls, data: Any) -> Any:
+        # ROLL writes `~` for "take what the checkpoint says"; here the device decides.
+        if isinstance(data, dict) and "dtype" in data and data["dtype"] is None:
+            return {**data, "dtype": "auto"}
+        return data

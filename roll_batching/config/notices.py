@@ -1,0 +1,158 @@
+"""Keys that are accepted but do something else here than their writer may expect: each gets a notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from roll_batching.config.fields import use_of
+from roll_batching.config.job import JobConfig
+from roll_batching.config.problems import Notice, dotted
+from roll_batching.config.source import Source
+from roll_batching.config.strategy import ENGINE_STRATEGIES
+from roll_batching.config.walk import Path, field_at, given_keys
+
+_ROLLOUT_BATCHING = "rollouts are decoded, not batched by a plan; old log-probs follow actor_train's batching"
+_DATA = "prompts are described by actor_train.data_args"
+_SAMPLING = "rollouts are sampled as actor_infer.generating_args says"
+_NO_TRAINING = "this role is not trained"
+_TRAIN_PASSES = "this role makes no training passes"
+
+_BATCHING_KEYS = (
+    "use_sequence_packing",
+    "sequence_packing_args",
+    "use_dynamic_batching",
+    "use_dynamic_batching_in_train",
+    "max_tokens_per_microbatch_in_train",
+    "sequence_length_round_in_train",
+    "use_dynamic_batching_in_infer",
+    "max_tokens_per_microbatch_in_infer",
+    "sequence_length_round_in_infer",
+    "padded_length",
+    "planning_args",
+    "infer_batch_size",
+)
+
+UNREAD: dict[str, dict[str, str]] = {
+    "actor_train": {"generating_args": _SAMPLING},
+    "actor_infer": {
+        "training_args": _NO_TRAINING,
+        "data_args": _DATA,
+        "logprob_plan": _NO_TRAINING,
+        "apply_loss_scale": _NO_TRAINING,
+        "backend_timeout": "actor_train's is used",
+        **dict.fromkeys(_BATCHING_KEYS, _ROLLOUT_BATCHING),
+    },
+    "reference": {
+        "training_args": _NO_TRAINING,
+        "data_args": _DATA,
+        "generating_args": _SAMPLING,
+        "logprob_plan": _NO_TRAINING,
+        "apply_loss_scale": _NO_TRAINING,
+        "backend_timeout": "actor_train's is used",
+        "use_dynamic_batching_in_train": _TRAIN_PASSES,
+        "max_tokens_per_microbatch_in_train": _TRAIN_PASSES,
+        "sequence_length_round_in_train": _TRAIN_PASSES,
+    },
+}
+"""Sections and keys that a role does not read, with what rules instead."""
+
+
+def collect_notices(job: JobConfig, source: Source) -> tuple[Notice, ...]:
+    """The notices of `job` as written in `source`, in the order of the file."""
+    found = [Notice(dotted(path), text, source.place(path)) for path, text in _notices(job, source.data)]
+    return tuple(sorted(found, key=lambda notice: notice.line or 10**9))
+
+
+def _notices(job: JobConfig, data: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    for path, value in given_keys(data):
+        text = _for_key(job, path, value)
+        if text is not None:
+            yield path, text
+    yield from _combinations(job, data)
+
+
+def _for_key(job: JobConfig, path: Path, value: Any) -> str | None:
+    """The notice for one given key, or None when it is honoured."""
+    if value is None:
+        return None
+    role = job.roles.get(str(path[0]))
+    unread = UNREAD.get(str(path[0]), {}).get(str(path[1])) if len(path) > 1 else None
+    if unread is not None:
+        return f"has no effect: {unread}"
+    if role is not None and role.strategy_args.strategy_name in ENGINE_STRATEGIES:
+        engine = role.strategy_args.strategy_name
+        if path[1:] == ("strategy_args", "strategy_name"):
+            return (
+                f"{engine} is not started: rollouts run on the Megatron model itself, with its "
+                "current weights"
+            )
+        if path[1:3] == ("strategy_args", "strategy_config"):
+            return f"has no effect: a setting of {engine}, which is not started"
+        if path[1:] == ("device_mapping",) and role.device_mapping != job.actor_train.device_mapping:
+            return "has no effect: rollouts run on actor_train's devices"
+    if "system_envs" in path[:2] and str(path[-1]).startswith("NVTE_"):
+        return (
+            "is set for the workers, but only TransformerEngine reads it; our attention core follows "
+            "the device"
+        )
+    field = field_at(path)
+    if field is not None and use_of(field)["use"] == "noticed":
+        return f"has no effect: {use_of(field)['notice']}"
+    return None
+
+
+def _combinations(job: JobConfig, data: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    if job.use_pg_clip_range and "pg_clip" in data:
+        yield ("pg_clip",), "has no effect: use_pg_clip_range takes pg_clip_low and pg_clip_high"
+    for key in ("pg_clip_low", "pg_clip_high"):
+        if key in data and not job.use_pg_clip_range:
+            yield (key,), "has no effect: set use_pg_clip_range: true, or pg_clip"
+    if job.kl_loss_coef and not job.use_kl_loss:
+        yield ("kl_loss_coef",), "has no effect: use_kl_loss is false"
+    if job.use_kl_loss and not job.kl_loss_coef:
+        yield ("use_kl_loss",), "has no effect: kl_loss_coef is 0"
+    if job.reference is not None and not job.kl_coef:
+        yield ("reference",), "is not built: use_kl_loss is false or kl_loss_coef is 0"
+    sampling = data.get("actor_infer") or {}
+    number = (sampling.get("generating_args") or {}).get("num_return_sequences")
+    if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:
+        path = ("actor_infer", "generating_args", "num_return_sequences")
+        yield path, f"has no effect: num_return_sequences_in_group = {job.group_size} is used"
+    for name, role in job.roles.items():
+        given = data.get(name) or {}
+        if name == "actor_infer" or not isinstance(given, dict):
+            continue
+        if not role.use_sequence_packing and "sequence_packing_args" in given:
+            yield (name, "sequence_packing_args"), "has no effect: use_sequence_packing is false"
+        for kind, on in (("train", role.dynamic_in_train), ("infer", role.dynamic_in_infer)):
+            for key in (f"max_tokens_per_microbatch_in_{kind}", f"sequence_length_round_in_{kind}"):
+                if key in given and not on and key not in UNREAD[name]:
+                    yield (name, key), f"has no effect: use_dynamic_batching_in_{kind} is false"
+    yield from _lengths(job)
+
+
+def _lengths(job: JobConfig) -> Iterator[tuple[Path, str]]:
+    model = job.actor_train.model_args.architecture
+    if (
+        model is not None
+        and job.sequence_length is not None
+        and job.sequence_length > model.max_position_embeddings
+    ):
+        path = ("actor_train", "model_args", "architecture", "max_position_embeddings")
+        yield (
+            path,
+            f"is below the job's sequence_length {job.sequence_length}; longer sequences are rotated "
+            "all the same",
+        )
+    for kind in ("train", "infer"):
+        passes = getattr(job.actor_train.batching(), kind)
+        cap, longest = passes.max_tokens, job.sequence_length
+        if cap is not None and longest is not None and longest > cap and passes.oversize == "error":
+            path = ("actor_train", "planning_args", "oversize")
+            text = (
+                f"sequences may reach {longest} tokens, over the cap of {cap} in {kind} passes; such "
+                "a one ends the job"
+            )
+            yield path, text
+            return

@@ -1,0 +1,80 @@
+"""What the loader reports: problems (errors), notices, and the places they speak of."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from roll_batching.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value was written: a file and its line, or an override of the command line."""
+
+    name: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.line is None else f"{self.name}:{self.line}"
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """`("actor_train", "device_mapping", 0)` as `actor_train.device_mapping.0`."""
+    return ".".join(str(part) for part in path)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: the key's path, what is wrong with it and what to do, and its place."""
+
+    path: tuple[str | int, ...]
+    message: str
+    place: Place | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.place is None else f"{self.place}: "
+        key = f"{dotted(self.path)}: " if self.path else ""
+        return f"{where}{key}{self.message}"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A key that is accepted but does something else here than its reader may expect."""
+
+    path: str
+    text: str
+    place: Place | None = None
+
+    @property
+    def line(self) -> int | None:
+        """Line of the key in its file; None for overrides and for settings made in Python."""
+        return self.place.line if self.place else None
+
+    def __str__(self) -> str:
+        where = "" if self.place is None else f" ({self.place})"
+        return f"{self.path}{where}: {self.text}"
+
+
+class ConfigFileError(ConfigError):
+    """All problems of one configuration, in the order of their lines."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(
+            sorted(problems, key=lambda item: (item.place.line or 10**9) if item.place else 0)
+        )
+        count = len(self.problems)
+        head = "the configuration has a problem" if count == 1 else f"the configuration has {count} problems"
+        super().__init__("\n  ".join([f"{head}:", *map(str, self.problems)]))
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice most like `word`, or None when nothing is close."""
+    known = list(choices)
+    exact = [choice for choice in known if choice.lower() == word.lower()]
+    found = exact or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if not found:
+        # A shortened name ("tp" apart) shares its beginning rather than most of its letters.
+        found = [choice for choice in known if len(word) > 3 and (choice.startswith(word) or word in choice)]
+    return found[0] if found else None

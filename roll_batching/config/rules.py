@@ -1,0 +1,338 @@
+"""Rules that look at several keys at once. Each returns problems; none raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from roll_batching.config.job import misfit
+from roll_batching.config.problems import Problem
+from roll_batching.config.strategy import MEGATRON_STRATEGIES, MegatronConfig
+
+if TYPE_CHECKING:
+    from roll_batching.config.job import JobConfig
+    from roll_batching.config.model import ArchitectureConfig
+    from roll_batching.config.worker import WorkerConfig
+
+PARALLEL_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+)
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def broken_rules(job: JobConfig) -> list[Problem]:
+    """Every rule that `job` breaks, with the path of the key to change."""
+    problems: list[Problem] = []
+    for name, role in job.roles.items():
+        problems += _strategy_name(name, role)
+        if role.strategy_args.runs_on_megatron or name != "actor_infer":
+            problems += _layout(name, role)
+            problems += _batching(name, role)
+    problems += _roles(job)
+    problems += _environment(job)
+    problems += _objective(job)
+    problems += _lengths(job)
+    return problems
+
+
+def _strategy_name(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    path = (name, "strategy_args", "strategy_name")
+    given = role.strategy_args.strategy_name
+    if name == "actor_train" and given != "megatron_train":
+        yield Problem(path, f"actor_train trains, which {given} does not; use megatron_train")
+    if name == "reference" and not role.strategy_args.runs_on_megatron:
+        yield Problem(path, f"{given} cannot serve the reference; use megatron_infer")
+    if role.use_sequence_packing and not role.strategy_args.runs_on_megatron:
+        text = (
+            f"packing works only under {' and '.join(MEGATRON_STRATEGIES)}, not under {given}; set "
+            "it to false"
+        )
+        yield Problem((name, "use_sequence_packing"), text)
+
+
+def _layout(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    layout = role.strategy_args.strategy_config
+    path = (name, "strategy_args", "strategy_config")
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    if layout.vpp_size > 1 and pp == 1:
+        text = (
+            f"{layout.vpp_size} chunks per stage need pipeline_model_parallel_size of at least 2, which is 1"
+        )
+        yield Problem((*path, "virtual_pipeline_model_parallel_size"), text)
+    if layout.sequence_parallel and tp == 1:
+        text = (
+            "sequence parallelism needs tensor_model_parallel_size of at least 2, which is 1; set it to false"
+        )
+        yield Problem((*path, "sequence_parallel"), text)
+    group = layout.microbatch_group_size_per_vp_stage
+    if group is not None and layout.vpp_size == 1:
+        text = "is read only with virtual_pipeline_model_parallel_size above 1; leave it out"
+        yield Problem((*path, "microbatch_group_size_per_vp_stage"), text)
+    elif isinstance(group, int) and group < pp:
+        yield Problem(
+            (*path, "microbatch_group_size_per_vp_stage"), f"is {group}; it must be at least PP = {pp}"
+        )
+    if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
+        text = "needs use_distributed_optimizer: true and overlap_grad_reduce: true"
+        yield Problem((*path, "overlap_param_gather"), text)
+    yield from _recompute(path, layout)
+    if role.device_mapping is not None and len(role.device_mapping) % layout.model_size:
+        yield Problem((name, "device_mapping"), misfit(len(role.device_mapping), layout))
+    if role.model_args.architecture is not None:
+        yield from _model_fits(name, role.model_args.architecture, layout)
+
+
+def _recompute(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:
+    for key, needed in (
+        ("recompute_method", "full"),
+        ("recompute_num_layers", "full"),
+        ("recompute_modules", "selective"),
+    ):
+        if getattr(layout, key) is not None and layout.recompute_granularity != needed:
+            yield Problem((*path, key), f"is read only with recompute_granularity: {needed}; leave it out")
+
+
+def _model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> Iterator[Problem]:
+    path = (name, "model_args", "architecture")
+    tp, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size * layout.vpp_size
+    if model.num_layers % stages:
+        text = (
+            f"{model.num_layers} layers do not divide into PP x VPP = {stages} equal parts; use a "
+            f"multiple of {stages}"
+        )
+        yield Problem((*path, "num_layers"), text)
+    if model.num_attention_heads % tp:
+        text = (
+            f"{model.num_attention_heads} heads do not divide among TP = {tp} ranks; use a multiple of {tp}"
+        )
+        yield Problem((*path, "num_attention_heads"), text)
+    if model.kv_heads % tp:
+        text = f"{model.kv_heads} query groups do not divide among TP = {tp} ranks; use a multiple of {tp}"
+        yield Problem((*path, "num_query_groups"), text)
+    if model.num_attention_heads % model.kv_heads:
+        text = f"{model.num_attention_heads} heads do not divide among {model.kv_heads} query groups"
+        yield Problem((*path, "num_query_groups"), text)
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        text = f"{model.hidden_size} does not divide among {model.num_attention_heads} heads; set kv_channels"
+        yield Problem((*path, "hidden_size"), text)
+    if model.ffn_width % tp:
+        yield Problem((*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks")
+    experts = layout.expert_model_parallel_size
+    where = (name, "strategy_args", "strategy_config", "expert_model_parallel_size")
+    if experts > 1 and model.moe is None:
+        yield Problem(
+            where, f"is {experts}, but the model has no mixture of experts (architecture.moe); use 1"
+        )
+    elif model.moe is not None and model.moe.num_experts % experts:
+        yield Problem(where, f"{model.moe.num_experts} experts do not divide among EP = {experts} ranks")
+    if model.moe is not None and model.moe.router_topk > model.moe.num_experts:
+        yield Problem((*path, "moe", "router_topk"), f"is more than the {model.moe.num_experts} experts")
+
+
+def _batching(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    for kind, flag in (
+        ("train", role.use_dynamic_batching_in_train),
+        ("infer", role.use_dynamic_batching_in_infer),
+    ):
+        key = f"use_dynamic_batching_in_{kind}"
+        given = key in role.model_fields_set
+        if role.use_dynamic_batching is not None and given and flag != role.use_dynamic_batching:
+            text = (
+                f"use_dynamic_batching says {str(role.use_dynamic_batching).lower()} for both "
+                "passes; keep one of the two"
+            )
+            yield Problem((name, key), text)
+    if role.use_sequence_packing and (role.dynamic_in_train or role.dynamic_in_infer):
+        keys = ["use_dynamic_batching"] if role.use_dynamic_batching else []
+        keys += [
+            f"use_dynamic_batching_in_{k}"
+            for k in ("train", "infer")
+            if getattr(role, f"use_dynamic_batching_in_{k}")
+        ]
+        text = (
+            f"packing and dynamic batching ({', '.join(keys)}) exclude each other; set one of them to false"
+        )
+        yield Problem((name, "use_sequence_packing"), text)
+        return
+    if role.use_sequence_packing:
+        yield from _packing_caps(name, role)
+    for kind, on in (("train", role.dynamic_in_train), ("infer", role.dynamic_in_infer)):
+        if on and (kind == "infer" or name == "actor_train"):
+            yield from _dynamic(name, role, kind)
+
+
+def _packing_caps(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    packing = role.sequence_packing_args
+    forward_only = name != "actor_train"
+    cap = packing.max_packed_sequence_length_train
+    if cap is None and not (forward_only and packing.max_packed_sequence_length_forward):
+        key = f"max_packed_sequence_length_{'forward' if forward_only else 'train'}"
+        text = "is missing: use_sequence_packing needs the most tokens that one pack may hold"
+        yield Problem((name, "sequence_packing_args", key), text)
+
+
+def _dynamic(name: str, role: WorkerConfig, kind: str) -> Iterator[Problem]:
+    layout = role.strategy_args.strategy_config
+    cap_key, round_key = f"max_tokens_per_microbatch_in_{kind}", f"sequence_length_round_in_{kind}"
+    cap, step = getattr(role, cap_key), getattr(role, round_key)
+    if cap is None:
+        text = (
+            "is missing: dynamic batching needs the most tokens (rows x length) that one micro-batch "
+            "may compute"
+        )
+        yield Problem((name, cap_key), text)
+    elif cap < step:
+        yield Problem((name, cap_key), f"is {cap}, below {round_key} = {step}: not even one row would fit")
+    multiple = layout.tensor_model_parallel_size * layout.context_parallel_size
+    if step % multiple:
+        text = (
+            f"is {step}; it must be divisible by TP x CP = {layout.tensor_model_parallel_size} x "
+            f"{layout.context_parallel_size} = {multiple}; use {-(-step // multiple) * multiple}"
+        )
+        yield Problem((name, round_key), text)
+
+
+def _roles(job: JobConfig) -> Iterator[Problem]:
+    shared = job.actor_train.strategy_args.strategy_config
+    for name, role in job.roles.items():
+        if name == "actor_train" or not role.strategy_args.runs_on_megatron:
+            continue
+        for key in PARALLEL_KEYS:
+            own, theirs = getattr(role.strategy_args.strategy_config, key), getattr(shared, key)
+            if own != theirs:
+                text = (
+                    f"is {own}, but {theirs} in actor_train; the roles of one job share one parallel layout"
+                )
+                yield Problem((name, "strategy_args", "strategy_config", key), f"{text}; leave it out here")
+        if role.device_mapping != job.actor_train.device_mapping:
+            text = (
+                "differs from actor_train's; the roles of one job run on the same devices; leave it out here"
+            )
+            yield Problem((name, "device_mapping"), text)
+    ours, theirs_args = job.actor_infer.model_args, job.actor_train.model_args
+    for key in ("architecture", "model_name_or_path", "dtype"):
+        if getattr(ours, key) != getattr(theirs_args, key):
+            text = "differs from actor_train's; rollouts run on actor_train's model; leave it out here"
+            yield Problem(("actor_infer", "model_args", key), text)
+
+
+def _environment(job: JobConfig) -> Iterator[Problem]:
+    seen: dict[str, tuple[str, str]] = {}
+    scopes = [((), job.system_envs), *(((name,), role.system_envs) for name, role in job.roles.items())]
+    for scope, variables in scopes:
+        for variable, value in variables.items():
+            path = (*scope, "system_envs", variable)
+            if variable in LAUNCHER_VARIABLES:
+                yield Problem(path, "is set by torchrun; leave it out")
+            owner, before = seen.setdefault(variable, (".".join(scope) or "the top level", value))
+            if scope and before != value and owner != "the top level":
+                text = (
+                    f"is {value!r}, but {before!r} in {owner}; the roles share one process and its "
+                    "environment"
+                )
+                yield Problem(path, text)
+
+
+def _objective(job: JobConfig) -> Iterator[Problem]:
+    train = job.actor_train
+    model = train.model_args.architecture
+    if model is not None and model.hidden_dropout and train.logprob_plan == "train" and job.max_steps:
+        text = (
+            f"dropout of {model.hidden_dropout} together with logprob_plan: train would make the first "
+            "ratio differ "
+            "from 1; set it to 0, or logprob_plan to own or none"
+        )
+        yield Problem(("actor_train", "model_args", "architecture", "hidden_dropout"), text)
+    if train.logprob_plan == "none" and job.ppo_epochs > 1:
+        text = (
+            f"none allows one optimizer step per rollout, but ppo_epochs is {job.ppo_epochs}; use "
+            "train or own"
+        )
+        yield Problem(("actor_train", "logprob_plan"), text)
+    if job.drop_zero_advantage_groups and (job.kl_coef or job.entropy_loss_coef):
+        term = "kl_loss_coef" if job.kl_coef else "entropy_loss_coef"
+        text = f"such groups still learn from {term}; set {term} to 0 or this to false"
+        yield Problem(("drop_zero_advantage_groups",), text)
+    if job.use_kl_loss and job.reference is None:
+        yield Problem(
+            ("use_kl_loss",),
+            "needs the role `reference`; add that section (`reference: {}` takes actor_train's)",
+        )
+    if job.clip_range[0] >= 1:
+        key = "pg_clip_low" if job.use_pg_clip_range else "pg_clip"
+        yield Problem(
+            (key,),
+            f"is {job.clip_range[0]}; the ratio's lower bound 1 - {job.clip_range[0]} must stay above 0",
+        )
+    if job.adv_estimator == "grpo" and job.norm_mean_type == "batch":
+        yield Problem(
+            ("norm_mean_type",), "grpo subtracts the group's mean; use group, or adv_estimator: reinforce"
+        )
+    if job.save_steps and train.strategy_args.strategy_config.use_distributed_optimizer:
+        path = ("actor_train", "strategy_args", "strategy_config", "use_distributed_optimizer")
+        text = (
+            "its state cannot be saved for now, but save_steps asks for checkpoints; set one of them "
+            "to false or 0"
+        )
+        yield Problem(path, text)
+
+
+def _lengths(job: JobConfig) -> Iterator[Problem]:
+    response, whole = job.response_length, job.sequence_length
+    if response is not None and whole is not None and "sequence_length" in job.model_fields_set:
+        if whole < job.prompt_length + response:
+            text = f"is {whole}, less than prompt_length {job.prompt_length} + response_length {response}"
+            yield Problem(("sequence_length",), f"{text}; leave it or response_length out")
+    tokens = job.actor_infer.generating_args.max_new_tokens
+    if tokens is not None and response is not None and tokens > response:
+        path = ("actor_infer", "generating_args", "max_new_tokens")
+        yield Problem(path, f"is {tokens}, more than the job's response_length {response}")
+
+
+def missing_for_a_run(job: JobConfig) -> list[Problem]:
+    """What must be there before `job` can run, although a file without it is valid."""
+    problems: list[Problem] = []
+
+    def need(present: object, path: tuple[str, ...], text: str) -> None:
+        if not present:
+            problems.append(Problem(path, text))
+
+    model = job.actor_train.model_args
+    need(
+        model.architecture or model.model_name_or_path,
+        ("actor_train", "model_args", "architecture"),
+        "is missing: give the model's shape here, or a checkpoint in model_name_or_path",
+    )
+    need(job.max_steps or job.warmup, ("max_steps",), "is 0 and there is no warmup section: nothing to do")
+    tokenizer = job.tokenizer
+    if tokenizer.type == "char":
+        vocabulary = tokenizer.vocabulary or tokenizer.vocabulary_file
+        need(
+            vocabulary,
+            ("tokenizer", "vocabulary"),
+            "is missing: give the characters, or vocabulary_file, or type: hf",
+        )
+    else:
+        need(tokenizer.name_or_path or model.model_name_or_path, ("tokenizer", "name_or_path"), "is missing")
+    if not job.max_steps:
+        return problems
+    data = job.actor_train.data_args
+    need(data.file_name, ("actor_train", "data_args", "file_name"), "is missing: the JSONL file of prompts")
+    need(
+        job.reward_function,
+        ("reward_function",),
+        "is missing: the dotted path of the function that scores responses",
+    )
+    need(job.response_length, ("response_length",), "is missing: the longest response in tokens")
+    if job.eval_samples:
+        text = "is missing: the JSONL file of held-out prompts; or set eval_samples: 0"
+        need(data.eval_file_name, ("actor_train", "data_args", "eval_file_name"), text)
+    if job.adv_estimator == "grpo":
+        text = f"is {job.group_size}: grpo compares the responses of a prompt and needs at least 2"
+        need(job.group_size > 1, ("num_return_sequences_in_group",), text)
+    return problems

@@ -1,0 +1,188 @@
+"""Settings of a strategy: which one, and Megatron's parallel layout and memory switches."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
+
+from roll_batching.config.fields import Settings, honoured, noticed, refused
+
+MEGATRON_STRATEGIES = ("megatron_train", "megatron_infer")
+ENGINE_STRATEGIES = ("vllm", "sglang", "hf_infer")
+FSDP_STRATEGIES = ("fsdp2_train", "fsdp2_infer", "deepspeed_train", "deepspeed_infer")
+
+FP8 = "FP8 is not supported for now; use model_args.dtype: bf16"
+ROUTER_REPLAY = "router replay is not supported for now"
+DYNAMIC_CP = "context-parallel groups that change per micro-batch are not supported for now"
+
+
+class MegatronConfig(Settings):
+    """`strategy_config` of the Megatron strategies. Keys left out are taken from actor_train's."""
+
+    tensor_model_parallel_size: int = honoured(1, help="Tensor-parallel size (TP).", ge=1)
+    pipeline_model_parallel_size: int = honoured(1, help="Pipeline-parallel size (PP).", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = honoured(
+        None, help="Model chunks per pipeline stage (VPP); needs PP > 1.", ge=1
+    )
+    context_parallel_size: int = honoured(1, help="Context-parallel size (CP).", ge=1)
+    expert_model_parallel_size: int = honoured(
+        1, help="Expert-parallel size (EP); above 1 it needs a mixture of experts.", ge=1
+    )
+    sequence_parallel: bool = honoured(
+        False, help="Split activations between tensor-parallel regions over TP; needs TP > 1."
+    )
+    use_distributed_optimizer: bool = honoured(
+        False, help="Shard the optimizer's state over data-parallel ranks."
+    )
+    overlap_grad_reduce: bool = honoured(False, help="Reduce gradients while the backward still runs.")
+    overlap_param_gather: bool = honoured(
+        False,
+        help="Gather parameters while the forward runs; needs use_distributed_optimizer and "
+        "overlap_grad_reduce.",
+    )
+    recompute_granularity: Literal["full", "selective"] | None = honoured(
+        None, help="Recompute activations in backward: whole layers, or parts of them."
+    )
+    recompute_method: Literal["uniform", "block"] | None = honoured(
+        None, help="full: which layers are recomputed. Default: uniform."
+    )
+    recompute_num_layers: int | None = honoured(
+        None, help="full: layers per recomputed unit, or recomputed layers.", ge=1
+    )
+    recompute_modules: list[str] | None = honoured(
+        None, help="selective: parts of a layer. Default: core_attn."
+    )
+    calculate_per_token_loss: bool = honoured(
+        True, help="Which of Megatron's two loss scalings is used underneath. Results do not depend on it."
+    )
+    microbatch_group_size_per_vp_stage: int | Literal["auto"] | None = honoured(
+        None,
+        help="Micro-batches per group of the interleaved schedule (VPP > 1). Default: PP. auto: the "
+        "smallest that Megatron "
+        "accepts for the number of micro-batches at hand.",
+    )
+    pipeline_shapes: Literal["planned", "exchanged", "shared"] = honoured(
+        "planned",
+        help="How pipeline stages learn the shape of a micro-batch: from the plan, from messages "
+        "between stages, "
+        "or by padding all micro-batches of a step to one length.",
+    )
+    variable_seq_lengths: bool = noticed(
+        False,
+        help="Megatron's exchange of shapes between stages.",
+        notice="shapes come from the plan; pipeline_shapes: exchanged asks for Megatron's own exchange",
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = refused(
+        "alltoall",
+        help="How tokens travel to experts.",
+        reason="allgather fails with micro-batches of different lengths",
+    )
+    transformer_impl: Literal["local", "transformer_engine"] | None = noticed(
+        None,
+        help="Layer implementation.",
+        notice="layers are built from Megatron's local spec with our attention core",
+    )
+    apply_rope_fusion: bool = noticed(
+        False,
+        help="TransformerEngine's rotary kernel.",
+        notice="our attention core rotates queries and keys itself",
+    )
+    bias_activation_fusion: bool = noticed(
+        False, help="Fused bias and activation.", notice="fusions follow what the device supports"
+    )
+    overlap_p2p_comm: bool = refused(
+        False,
+        help="Overlap pipeline transfers with compute.",
+        reason="transfers with planned shapes are not overlapped for now; leave it out",
+    )
+    batch_p2p_comm: bool = refused(
+        False,
+        help="Batch the pipeline's sends and receives.",
+        reason="batched transfers pair wrongly with two stages and virtual pipelining; leave it out",
+    )
+    deallocate_pipeline_outputs: bool = refused(
+        False,
+        help="Free a stage's output early.",
+        reason="it races with transfers before Megatron-Core 0.18; leave it out",
+    )
+    mtp_num_layers: int | None = refused(
+        None,
+        help="Layers that predict further tokens.",
+        reason="multi-token prediction (MTP) is not supported for now",
+        allowed=(0,),
+    )
+    fp8: str | None = refused(None, help="FP8 format.", reason=FP8)
+    fp8_recipe: str | None = refused(None, help="FP8 scaling recipe.", reason=FP8)
+    fp8_param: bool = refused(False, help="FP8 weights.", reason=FP8)
+    moe_enable_routing_replay: bool = refused(
+        False, help="Replay of routing decisions.", reason=ROUTER_REPLAY
+    )
+    dynamic_context_parallel: bool = refused(
+        False, help="Context-parallel groups per micro-batch.", reason=DYNAMIC_CP
+    )
+    hybrid_context_parallel: bool = refused(False, help="Megatron's earlier name for it.", reason=DYNAMIC_CP)
+
+    @property
+    def vpp_size(self) -> int:
+        """Model chunks per stage; 1 without virtual pipelining."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that share one copy of the data: TP x PP x CP."""
+        return (
+            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spellings(cls, data: Any) -> Any:
+        # Megatron's command line and ROLL write recompute_modules as one comma-separated text.
+        if isinstance(data, dict) and isinstance(data.get("recompute_modules"), str):
+            names = [name.strip() for name in data["recompute_modules"].split(",") if name.strip()]
+            return {**data, "recompute_modules": names}
+        return data
+
+
+class StrategyArgs(Settings):
+    """`strategy_args`: the strategy's name and its settings."""
+
+    strategy_name: Literal["megatron_train", "megatron_infer", "vllm", "sglang", "hf_infer"] = honoured(
+        "megatron_train",
+        help="megatron_train, megatron_infer, or for actor_infer an engine's name (vllm, sglang, "
+        "hf_infer), which is "
+        "accepted with a notice: rollouts run on the Megatron model itself.",
+    )
+    strategy_config: MegatronConfig = honoured(
+        default_factory=MegatronConfig,
+        help="Settings of the Megatron strategies. An engine's own settings are accepted with a notice each.",
+    )
+    _engine_options: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def runs_on_megatron(self) -> bool:
+        """Whether the role names a Megatron strategy, not an engine."""
+        return self.strategy_name in MEGATRON_STRATEGIES
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Settings written for an engine; they have no effect here."""
+        return dict(self._engine_options)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _set_engine_options_aside(
+        cls, data: Any, handler: ModelWrapValidatorHandler[StrategyArgs]
+    ) -> StrategyArgs:
+        if not isinstance(data, dict):
+            return handler(data)
+        data = dict(data)
+        if data.get("strategy_config", 0) is None:
+            del data["strategy_config"]
+        options: Any = {}
+        if data.get("strategy_name") in ENGINE_STRATEGIES and isinstance(data.get("strategy_config"), dict):
+            options = data.pop("strategy_config")
+        args = handler(data)
+        args._engine_options = options
+        return args

@@ -1,0 +1,69 @@
+"""Walking the schema and, beside it, the keys that a file gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from roll_batching.config.fields import Settings, nested_settings
+from roll_batching.config.job import JobConfig
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class SchemaKey:
+    """One key of the schema."""
+
+    path: tuple[str, ...]
+    field: FieldInfo
+    owner: type[Settings]
+
+    @property
+    def section(self) -> type[Settings] | None:
+        """The settings class below this key; None for a plain value."""
+        return nested_settings(self.field)
+
+
+def schema_keys(root: type[Settings] = JobConfig, prefix: tuple[str, ...] = ()) -> Iterator[SchemaKey]:
+    """Every key of the schema, parents before children, in the order of definition."""
+    for name, field in root.model_fields.items():
+        key = SchemaKey((*prefix, name), field, root)
+        yield key
+        if key.section is not None:
+            yield from schema_keys(key.section, key.path)
+
+
+def settings_at(path: Path) -> type[Settings] | None:
+    """The settings class at `path`; None when a plain value (or nothing) is there."""
+    here: type[Settings] | None = JobConfig
+    for part in path:
+        if here is None or part not in here.model_fields:
+            return None
+        here = nested_settings(here.model_fields[str(part)])
+    return here
+
+
+def field_at(path: Path) -> FieldInfo | None:
+    """The field at `path`; None when the schema has no such key."""
+    parent = settings_at(path[:-1]) if path else None
+    return parent.model_fields.get(str(path[-1])) if parent is not None else None
+
+
+def given_keys(
+    data: Any, prefix: Path = (), settings: type[Settings] | None = JobConfig
+) -> Iterator[tuple[Path, Any]]:
+    """The keys that `data` gives, down to plain values and to the entries of free-form maps."""
+    if not isinstance(data, dict):
+        return
+    for name, value in data.items():
+        path = (*prefix, name)
+        field = settings.model_fields.get(name) if settings is not None else None
+        below = nested_settings(field) if field is not None else None
+        if isinstance(value, dict) and value and (below is not None or settings is not None):
+            yield from given_keys(value, path, below)
+        else:
+            yield path, value
