@@ -1,0 +1,251 @@
+"""What a sequence costs: the model that every balance is measured in.
+
+All costs here are `linear*L + quadratic*L^2` per sequence plus `fixed` per micro-batch, with integer
+coefficients, so that equal inputs give equal plans on every machine. `sequence_costs` evaluates a model
+exactly and brings the result below 2^53 in total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from roll_batching.errors import PlanError
+
+TOTAL_BITS = 53
+"""Totals stay exactly representable in float64, whatever later reads them."""
+
+
+@runtime_checkable
+class CostModel(Protocol):
+    """What the planner asks of a cost: integer costs, monotone in the length."""
+
+    @property
+    def fixed(self) -> int:
+        """Cost of a micro-batch beside its sequences."""
+        ...
+
+    def sequence(self, length: int) -> int:
+        """Cost of one sequence of `length` tokens, as an exact integer of at least 0."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearQuadraticCost:
+    """`linear*L + quadratic*L^2` per sequence, `fixed` per micro-batch; integers of any common unit.
+
+    The defaults 24576 and 1 are the ones of verl and ROLL (6 x hidden size 4096, a dense 7B).
+    """
+
+    linear: int = 24576
+    quadratic: int = 1
+    fixed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("linear", "quadratic", "fixed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+                raise PlanError(f"{type(self).__name__}.{name}={value!r} must be an integer of at least 0")
+            object.__setattr__(self, name, int(value))
+        if self.linear == 0 and self.quadratic == 0:
+            raise PlanError(f"{type(self).__name__} needs a linear or a quadratic part above 0")
+
+    def sequence(self, length: int) -> int:
+        """Cost of one sequence of `length` tokens."""
+        return self.linear * length + self.quadratic * length * length
+
+
+def token_cost(*, fixed: int = 0) -> LinearQuadraticCost:
+    """Cost by tokens alone."""
+    return LinearQuadraticCost(linear=1, quadratic=0, fixed=fixed)
+
+
+def quadratic_cost(*, fixed: int = 0) -> LinearQuadraticCost:
+    """Cost by squared lengths alone (TRL's measure of attention)."""
+    return LinearQuadraticCost(linear=0, quadratic=1, fixed=fixed)
+
+
+DEFAULT_COST = LinearQuadraticCost(fixed=24576 * 512)
+"""Used where the caller names no cost: the 7B figures, a micro-batch costing as much as 512 tokens more.
+
+The fixed part matters only where the number of micro-batches is chosen by makespan (pipelines): without
+any, one sample per micro-batch would always look best.
+"""
+
+
+@dataclass(frozen=True)
+class ScaledCosts:
+    """Integer costs of distinct samples: `values[i]` is `exact_i >> shift`, with a total below 2^53."""
+
+    values: NDArray[np.int64]
+    fixed: int
+    shift: int
+
+
+def sequence_costs(lengths: NDArray[np.int64], cost: Any) -> ScaledCosts:
+    """Exact costs of `lengths` (int64[n]), divided by the smallest power of two that keeps the total < 2^53.
+
+    A cost above zero never becomes zero. Raises `PlanError` for a model that returns no integer.
+    """
+    distinct, inverse, counts = _distinct(lengths)
+    if type(cost) is LinearQuadraticCost or isinstance(cost, LinearQuadraticCost):
+        exact = [cost.sequence(int(length)) for length in distinct]
+    else:
+        exact = [_checked(cost, int(length)) for length in distinct]
+    total = sum(value * int(count) for value, count in zip(exact, counts, strict=True))
+    shift = max(0, total.bit_length() - TOTAL_BITS)
+    scaled = np.array([max(value >> shift, 1) if value else 0 for value in exact], dtype=np.int64)
+    return ScaledCosts(values=scaled[inverse], fixed=int(cost.fixed) >> shift, shift=shift)
+
+
+def _distinct(
+    lengths: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Sorted distinct values, each element's position in them, and their counts."""
+    largest = int(lengths.max(initial=0))
+    if largest <= 4 * len(lengths) + 65536:
+        counts = np.bincount(lengths, minlength=largest + 1)
+        distinct = np.flatnonzero(counts)
+        position = np.zeros(largest + 1, dtype=np.int64)
+        position[distinct] = np.arange(len(distinct))
+        return distinct.astype(np.int64), position[lengths], counts[distinct].astype(np.int64)
+    distinct, inverse, counts = np.unique(lengths, return_inverse=True, return_counts=True)
+    return distinct, inverse.astype(np.int64), counts.astype(np.int64)
+
+
+def _checked(cost: Any, length: int) -> int:
+    value = cost.sequence(length)
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise PlanError(
+            f"{type(cost).__name__}.sequence({length}) returned {value!r}; a cost is an integer of at "
+            "least 0 (scale a float to a finer unit and round it)"
+        )
+    return int(value)
+
+
+@dataclass(frozen=True)
+class FlopsCost(LinearQuadraticCost):
+    """Training FLOPs of a decoder-only transformer, from its shape.
+
+    Forward and backward count as three forwards. Attention counts half of L^2 (causal). The unit is FLOPs
+    of one TP x CP rank.
+    """
+
+    @classmethod
+    def from_model(
+        cls,
+        *,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_layers: int,
+        num_attention_heads: int,
+        vocab_size: int,
+        num_query_groups: int | None = None,
+        kv_channels: int | None = None,
+        gated_linear_unit: bool = True,
+        num_experts: int | None = None,
+        moe_router_topk: int = 1,
+        moe_ffn_hidden_size: int | None = None,
+        moe_shared_expert_size: int = 0,
+        causal: bool = True,
+        include_head: bool = True,
+        tp_size: int = 1,
+        cp_size: int = 1,
+        forward_only: bool = False,
+        fixed_tokens: int = 512,
+    ) -> FlopsCost:
+        """Count the multiply-adds of one token and of one pair of tokens.
+
+        `num_experts` makes every layer an MoE layer of which a token passes `moe_router_topk` experts (and
+        the shared expert, where it has a size). `fixed_tokens` expresses a micro-batch's own cost in
+        tokens' worth of the linear part. Raises `PlanError` for sizes below 1.
+        """
+        sizes = {
+            "hidden_size": hidden_size,
+            "ffn_hidden_size": ffn_hidden_size,
+            "num_layers": num_layers,
+            "num_attention_heads": num_attention_heads,
+            "vocab_size": vocab_size,
+            "tp_size": tp_size,
+            "cp_size": cp_size,
+        }
+        for name, value in sizes.items():
+            if value < 1:
+                raise PlanError(f"FlopsCost.from_model: {name}={value!r} must be at least 1")
+        groups = num_query_groups or num_attention_heads
+        head_dim = kv_channels or hidden_size // num_attention_heads
+        query = num_attention_heads * head_dim
+        projections = hidden_size * (2 * query + 2 * groups * head_dim)
+        matrices = 3 if gated_linear_unit else 2
+        if num_experts:
+            width = moe_router_topk * (moe_ffn_hidden_size or ffn_hidden_size) + moe_shared_expert_size
+            feed_forward = matrices * hidden_size * width + hidden_size * num_experts
+        else:
+            feed_forward = matrices * hidden_size * ffn_hidden_size
+        per_token = num_layers * (projections + feed_forward)
+        if include_head:
+            per_token += hidden_size * vocab_size
+        # Scores and weighted values: two products of `query` multiply-adds for each pair of tokens.
+        per_pair = num_layers * 2 * query
+        passes = 2 if forward_only else 6
+        ranks = tp_size * cp_size
+        linear = passes * per_token // ranks
+        quadratic = passes * per_pair // (2 if causal else 1) // ranks
+        return cls(linear=linear, quadratic=quadratic, fixed=linear * fixed_tokens)
+
+
+@dataclass(frozen=True)
+class FittedCost(LinearQuadraticCost):
+    """A cost measured on a machine, in attoseconds; `residual` is the fit's relative RMS error."""
+
+    residual: float = 0.0
+
+
+def fit_cost(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> FittedCost:
+    """Least squares of measured micro-batch times on `fixed + linear*sum(L) + quadratic*sum(L^2)`.
+
+    `lengths` holds the sequence lengths of every measured micro-batch, `seconds` (float[m]) its time. No
+    part may be negative: parts that would be are set to zero and the rest is fitted again. Raises
+    `PlanError` for fewer than three measurements or times that are not finite and above 0.
+    """
+    packs = [np.atleast_1d(np.asarray(pack, dtype=np.int64)) for pack in lengths]
+    times = np.asarray(seconds, dtype=np.float64)
+    if times.ndim != 1 or len(packs) != len(times):
+        raise PlanError(f"fit_cost: {len(packs)} micro-batches but seconds has shape {times.shape}")
+    if len(times) < 3:
+        raise PlanError(f"fit_cost: {len(times)} measurements cannot fix three coefficients; measure more")
+    if not np.all(np.isfinite(times)) or np.any(times <= 0):
+        raise PlanError("fit_cost: seconds must be finite and above 0")
+    design = np.array(
+        [[1.0, float(pack.sum()), float((pack.astype(np.float64) ** 2).sum())] for pack in packs]
+    )
+    # Weighted by 1/time: a relative error is what a planner needs, short micro-batches count as well.
+    coefficients = _non_negative_fit(design / times[:, None], np.ones_like(times))
+    residual = float(np.sqrt(np.mean((design @ coefficients / times - 1.0) ** 2)))
+    fixed, linear, quadratic = (int(round(value * 1e18)) for value in coefficients)
+    if linear == 0 and quadratic == 0:
+        raise PlanError("fit_cost: the times do not grow with the lengths; vary the lengths, measure again")
+    return FittedCost(linear=linear, quadratic=quadratic, fixed=fixed, residual=residual)
+
+
+def _non_negative_fit(design: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Best non-negative least-squares solution by trying every support (three columns: seven)."""
+    columns = design.shape[1]
+    scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
+    best = np.zeros(columns)
+    best_error = float(target @ target)
+    for support in range(1, 2**columns):
+        chosen = [column for column in range(columns) if support >> column & 1]
+        solution, *_ = np.linalg.lstsq(design[:, chosen] / scale[chosen], target, rcond=None)
+        if np.any(solution < 0):
+            continue
+        candidate = np.zeros(columns)
+        candidate[chosen] = solution / scale[chosen]
+        error = float(np.sum((design @ candidate - target) ** 2))
+        if error < best_error:
+            best, best_error = candidate, error
+    return best

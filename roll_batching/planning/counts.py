@@ -1,0 +1,91 @@
+"""How many micro-batches a rank runs: Megatron's rule for interleaving, and the choice by makespan."""
+
+from __future__ import annotations
+
+from roll_batching.errors import PlanError
+from roll_batching.planning.constraints import PlanConstraints
+
+
+def is_admissible(count: int, pp_size: int, group_size: int) -> bool:
+    """Megatron's rule for interleaved schedules with `count` micro-batches in groups of `group_size`.
+
+    pp_size <= group_size <= count, and the last group is whole or holds at least pp_size
+    (`megatron/core/pipeline_parallel/schedules.py`, the checks before the interleaved schedule).
+    """
+    if not pp_size <= group_size <= count:
+        return False
+    remainder = count % group_size
+    return remainder == 0 or remainder >= pp_size
+
+
+def smallest_group(count: int, pp_size: int) -> int:
+    """The smallest group size that admits `count` micro-batches; `PlanError` when count < pp_size."""
+    for group_size in range(pp_size, count + 1):
+        if is_admissible(count, pp_size, group_size):
+            return group_size
+    raise PlanError(f"{count} micro-batches are below pp_size={pp_size}: Megatron cannot interleave them")
+
+
+def legal_count(count: int, constraints: PlanConstraints) -> int:
+    """The smallest legal number of micro-batches of at least `count` and `min_num_micro_batches`."""
+    count = max(count, constraints.min_num_micro_batches, 1)
+    if not constraints.interleaved:
+        return count
+    pp_size = constraints.pp_size
+    if constraints.group_size is None:
+        return -(-count // pp_size) * pp_size
+    if constraints.group_size == "auto":
+        return max(count, pp_size)
+    count = max(count, int(constraints.group_size))
+    while not is_admissible(count, pp_size, int(constraints.group_size)):
+        count += 1
+    return count
+
+
+def group_size_of(count: int, constraints: PlanConstraints) -> int | None:
+    """Megatron's group size for `count` micro-batches, or None without interleaving."""
+    if not constraints.interleaved:
+        return None
+    if constraints.group_size is None:
+        return constraints.pp_size
+    if constraints.group_size == "auto":
+        return smallest_group(count, constraints.pp_size)
+    return int(constraints.group_size)
+
+
+def check_count(count: int, constraints: PlanConstraints) -> None:
+    """Raise `PlanError` when `count` micro-batches per rank break the constraints."""
+    if legal_count(count, constraints) != count:
+        rule = (
+            f"at least min_num_micro_batches={constraints.min_num_micro_batches}"
+            if not constraints.interleaved
+            else f"legal for pp_size={constraints.pp_size}, group_size={constraints.group_size!r} and "
+            f"min_num_micro_batches={constraints.min_num_micro_batches}"
+        )
+        raise PlanError(
+            f"{count} micro-batches per rank are not {rule}; the next legal number is "
+            f"{legal_count(count, constraints)}"
+        )
+
+
+def count_by_makespan(
+    least: int, most: int, work: int, largest: int, fixed: int, constraints: PlanConstraints
+) -> int:
+    """The legal count in `[least, most]` with the smallest predicted makespan; the smaller one of equals.
+
+    `work` is the cost of the busiest rank without `fixed`, `largest` its costliest unit. The prediction:
+    every micro-batch costs `fixed + work/K` (and the one around the costliest unit at least that), and a
+    pipeline adds (pp_size - 1) of the largest micro-batch, divided by vpp_size when interleaved.
+    """
+    best = legal_count(least, constraints)
+    best_time: int | None = None
+    count = best
+    stages = constraints.pp_size - 1
+    while count <= max(most, best):
+        widest = max(-(-work // count), largest) + fixed
+        # In units of 1/vpp_size, to stay in integers.
+        time = (work + count * fixed) * constraints.vpp_size + stages * widest
+        if best_time is None or time < best_time:
+            best, best_time = count, time
+        count = legal_count(count + 1, constraints)
+    return best

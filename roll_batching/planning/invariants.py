@@ -1,0 +1,156 @@
+"""The invariants that every plan obeys (1 to 4; 5 needs the groups), checked on its flat arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from roll_batching.errors import PlanError
+from roll_batching.planning.counts import check_count, is_admissible
+from roll_batching.planning.inputs import Ints
+from roll_batching.planning.plan import Plan
+
+
+def check_plan(plan: Plan, *, groups: tuple[Ints, Ints] | None = None, home: Ints | None = None) -> None:
+    """Raise `PlanError` naming the first broken invariant.
+
+    `groups` is (members, offsets) of inseparable units and `home` int64[n] the rank where each sample must
+    stay; both only live while a plan is made.
+    """
+    _check_shapes(plan)
+    _check_placement(plan)
+    _check_counts(plan)
+    _check_tokens(plan)
+    micro_batch_of = np.full(len(plan.lengths), -1, dtype=np.int64)
+    micro_batch_of[plan.samples] = np.repeat(np.arange(len(plan.tokens)), np.diff(plan.offsets))
+    if groups is not None:
+        _check_groups(plan, *groups, micro_batch_of)
+    if home is not None:
+        moved = np.flatnonzero(
+            (micro_batch_of >= 0) & (home >= 0) & (micro_batch_of // plan.num_micro_batches != home)
+        )
+        if len(moved):
+            i = int(moved[0])
+            raise PlanError(
+                f"sample {i} (id {plan.ids[i]}) is on rank {micro_batch_of[i] // plan.num_micro_batches} but "
+                f"its home_rank is {home[i]}"
+            )
+
+
+def _check_shapes(plan: Plan) -> None:
+    count = plan.constraints.dp_size * plan.num_micro_batches
+    consistent = (
+        len(plan.tokens) == len(plan.rows) == len(plan.costs) == count
+        and len(plan.offsets) == count + 1
+        and plan.offsets[0] == 0
+        and plan.offsets[-1] == len(plan.samples) == len(plan.slots)
+        and bool(np.all(np.diff(plan.offsets) >= 0))
+        and len(plan.ids) == len(plan.used) == len(plan.lengths)
+        and (plan.location is None or len(plan.location) == len(plan.lengths))
+    )
+    if not consistent:
+        raise PlanError(
+            f"the plan's arrays do not describe {plan.constraints.dp_size} ranks x {plan.num_micro_batches} "
+            "micro-batches"
+        )
+
+
+def _check_placement(plan: Plan) -> None:
+    """Invariant 1: every sample exactly once, or dropped with a reason."""
+    count = len(plan.lengths)
+    outside = (plan.samples < 0) | (plan.samples >= count)
+    if outside.any():
+        raise PlanError(f"the plan places sample {plan.samples[outside][0]}, but there are {count} samples")
+    times = np.bincount(plan.samples, minlength=count)
+    for record in plan.dropped:
+        times[record.index] += 1
+        if not record.reason:
+            raise PlanError(f"sample {record.index} (id {record.id}) is dropped without a reason")
+    wrong = np.flatnonzero(times != 1)
+    if len(wrong):
+        i = int(wrong[0])
+        raise PlanError(
+            f"sample {i} (id {plan.ids[i]}) of length {plan.lengths[i]} is placed {times[i]} times; every "
+            f"sample is placed exactly once or dropped ({len(wrong)} samples are wrong)"
+        )
+
+
+def _check_counts(plan: Plan) -> None:
+    """Invariants 2 and 3: one legal K, and nothing empty."""
+    constraints = plan.constraints
+    check_count(plan.num_micro_batches, constraints)
+    if constraints.interleaved:
+        group_size = plan.group_size or 0
+        if not is_admissible(plan.num_micro_batches, constraints.pp_size, group_size):
+            raise PlanError(
+                f"group_size={plan.group_size} does not admit {plan.num_micro_batches} micro-batches with "
+                f"pp_size={constraints.pp_size}"
+            )
+    if np.any(plan.tokens < 1) or np.any(plan.rows < 1):
+        raise PlanError("a micro-batch computes no token; a filler must take its place")
+
+
+def _check_tokens(plan: Plan) -> None:
+    """Invariant 4: aligned slots, aligned packs, and the cap on all of it."""
+    constraints = plan.constraints
+    rectangular = constraints.mode != "packed"
+    counts = np.diff(plan.offsets)
+    filled = counts > 0
+    entry_length = plan.used[plan.samples]
+    if np.any(entry_length < 1) or np.any(entry_length > plan.lengths[plan.samples]):
+        raise PlanError("a sample uses fewer than one or more than all of its tokens")
+    if np.any(plan.slots < entry_length) or np.any(plan.slots % constraints.sequence_alignment):
+        raise PlanError(
+            f"a slot is shorter than its sample or no multiple of {constraints.sequence_alignment}"
+        )
+    slot_sum = np.zeros(len(counts), dtype=np.int64)
+    if len(plan.slots):
+        slot_sum[filled] = np.add.reduceat(plan.slots, plan.offsets[:-1][filled])
+    if np.any(slot_sum > plan.tokens):
+        raise PlanError("the slots of a micro-batch hold more than its tokens")
+    if np.any(plan.tokens % constraints.pack_alignment) or np.any(plan.tokens % plan.rows):
+        raise PlanError(f"a micro-batch's tokens are no multiple of {constraints.pack_alignment}")
+    if rectangular:
+        row = plan.tokens // plan.rows
+        if np.any(row % constraints.rectangle_alignment) or np.any(counts > plan.rows):
+            raise PlanError(f"a rectangle's length is no multiple of {constraints.rectangle_alignment}")
+        if np.any(plan.slots != np.repeat(row, counts)):
+            raise PlanError("the slots of a rectangle differ")
+    if constraints.max_tokens is None:
+        return
+    over = np.flatnonzero(plan.tokens > constraints.max_tokens)
+    for m in over:
+        if constraints.oversize == "alone":
+            continue
+        rank, k = divmod(int(m), plan.num_micro_batches)
+        inside = plan.samples[plan.offsets[m] : plan.offsets[m + 1]]
+        longest = int(inside[np.argmax(plan.used[inside])]) if len(inside) else -1
+        raise PlanError(
+            f"micro-batch {k} of rank {rank} takes {plan.tokens[m]} tokens, "
+            f"max_tokens={constraints.max_tokens}"
+            + (f" (longest: sample {longest}, length {plan.lengths[longest]})" if longest >= 0 else "")
+            + "; form smaller micro-batches or raise the cap"
+        )
+
+
+def _check_groups(plan: Plan, members: Ints, offsets: Ints, micro_batch_of: Ints) -> None:
+    """Invariant 5: inseparable units lie in one micro-batch; an oversize one has it for itself."""
+    if len(members):
+        place = micro_batch_of[members]
+        first = np.repeat(place[offsets[:-1]], np.diff(offsets))
+        torn = np.flatnonzero(place != first)
+        if len(torn):
+            i = int(members[torn[0]])
+            raise PlanError(
+                f"sample {i} (id {plan.ids[i]}) is apart from its group; keep groups in one micro-batch"
+            )
+    if plan.constraints.max_tokens is None or plan.constraints.oversize != "alone":
+        return
+    units_of = np.zeros(len(plan.tokens), dtype=np.int64)
+    np.add.at(units_of, micro_batch_of[members[offsets[:-1]]], 1)
+    shared = np.flatnonzero((plan.tokens > plan.constraints.max_tokens) & (units_of > 1))
+    if len(shared) and not plan.constraints.shared_shapes:
+        rank, k = divmod(int(shared[0]), plan.num_micro_batches)
+        raise PlanError(
+            f"micro-batch {k} of rank {rank} takes {plan.tokens[shared[0]]} tokens, "
+            f"max_tokens={plan.constraints.max_tokens}; only a single oversize sample may exceed it"
+        )

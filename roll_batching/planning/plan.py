@@ -1,0 +1,267 @@
+"""The plan: who computes which samples in which micro-batch. The only authority downstream.
+
+A plan keeps flat arrays (one entry per placed sample, or per micro-batch in rank-major order) and makes
+`MicroBatch` objects from them when they are first asked for, so that a plan of a million samples costs no
+more than its arrays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from roll_batching.errors import PlanError
+from roll_batching.planning.constraints import PlanConstraints
+from roll_batching.planning.inputs import DroppedSample, Ints
+from roll_batching.planning.report import PlanReport, make_report
+
+FORMAT = 1
+"""Version of `Plan.to_dict`."""
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One forward and backward of one DP rank."""
+
+    samples: Ints
+    """Indices into the plan's `lengths`, in pack order; empty for a filler."""
+    lengths: Ints
+    """Tokens used of each sample (fewer than its length when truncated)."""
+    slots: Ints
+    """Tokens that each sample takes: its length aligned, or the rectangle's row."""
+    tokens: int
+    """Tokens that the whole micro-batch computes, tail filler included, before CP divides them."""
+    rows: int
+    """1 for a pack, the number of rows for a rectangle."""
+    is_filler: bool
+    """No sample: computed to keep the ranks in step, never shown to a loss."""
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens of one row: `tokens / rows`."""
+        return self.tokens // self.rows
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+class _Ranks(Sequence[tuple[MicroBatch, ...]]):
+    """`micro_batches[dp_rank][k]`, made rank by rank on first use."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._ranks: dict[int, tuple[MicroBatch, ...]] = {}
+
+    def __len__(self) -> int:
+        return self._plan.constraints.dp_size
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[MicroBatch, ...]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[tuple[MicroBatch, ...]]: ...
+    def __getitem__(self, rank: int | slice) -> tuple[MicroBatch, ...] | list[tuple[MicroBatch, ...]]:
+        if isinstance(rank, slice):
+            return [self[r] for r in range(*rank.indices(len(self)))]
+        rank = range(len(self))[rank]
+        if rank not in self._ranks:
+            self._ranks[rank] = self._plan._micro_batches_of(rank)
+        return self._ranks[rank]
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, ...]]:
+        return (self[rank] for rank in range(len(self)))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A valid plan; made by `plan_step`, `Plan.from_bins` or `Plan.from_dict`, which check it.
+
+    Micro-batch arrays are rank-major: micro-batch k of rank r has the index `r * num_micro_batches + k`.
+    """
+
+    constraints: PlanConstraints
+    num_micro_batches: int
+    """K, the same on every rank."""
+    group_size: int | None
+    """Megatron's `microbatch_group_size_per_vp_stage`; None without interleaving."""
+    lengths: Ints
+    """int64[n]: the lengths as given."""
+    ids: Ints
+    """int64[n]: the global id of each sample."""
+    location: Ints | None
+    """int64[n] or None: the DP rank that holds each sample's data now; only carried."""
+    used: Ints
+    """int64[n]: tokens used of each sample."""
+    samples: Ints
+    """int64[placed]: sample indices, micro-batch by micro-batch."""
+    slots: Ints
+    """int64[placed]: the slot of each entry of `samples`."""
+    offsets: Ints
+    """int64[dp*K + 1]: micro-batch m holds entries `offsets[m]` to `offsets[m + 1]`."""
+    tokens: Ints
+    """int64[dp*K]: computed tokens of each micro-batch."""
+    rows: Ints
+    """int64[dp*K]: rows of each micro-batch (1 for packs and fillers)."""
+    costs: Ints
+    """int64[dp*K]: the cost of each micro-batch's samples, scaled, without the fixed part."""
+    dropped: tuple[DroppedSample, ...] = ()
+
+    def __post_init__(self) -> None:
+        for array in (self.lengths, self.ids, self.used, self.samples, self.slots, self.offsets, self.tokens):
+            array.setflags(write=False)
+
+    @property
+    def fillers(self) -> NDArray[np.bool_]:
+        """bool[dp*K]: micro-batches without a sample."""
+        return np.diff(self.offsets) == 0
+
+    @cached_property
+    def micro_batches(self) -> Sequence[tuple[MicroBatch, ...]]:
+        """`micro_batches[dp_rank][k]`; equal objects on every access."""
+        return _Ranks(self)
+
+    @cached_property
+    def report(self) -> PlanReport:
+        """Tokens before and after, fill, imbalance, fillers."""
+        return make_report(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all that ranks must agree on (not of `location` and costs): 32 hex digits."""
+        digest = hashlib.sha256()
+        digest.update(json.dumps([FORMAT, self.constraints.to_dict(), self.num_micro_batches]).encode())
+        digest.update(str(self.group_size).encode())
+        for array in (
+            self.lengths,
+            self.ids,
+            self.used,
+            self.samples,
+            self.slots,
+            self.offsets,
+            self.tokens,
+            self.rows,
+        ):
+            digest.update(len(array).to_bytes(8, "little"))
+            digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
+        return digest.hexdigest()[:32]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({len(self.samples)} samples, dp_size={self.constraints.dp_size}, "
+            f"num_micro_batches={self.num_micro_batches}, mode={self.constraints.mode!r}, "
+            f"fingerprint={self.fingerprint[:8]})"
+        )
+
+    def rank_samples(self, dp_rank: int) -> Ints:
+        """int64: the sample indices of one rank, in (k, pack) order."""
+        rank = range(self.constraints.dp_size)[dp_rank]
+        first = rank * self.num_micro_batches
+        return self.samples[self.offsets[first] : self.offsets[first + self.num_micro_batches]]
+
+    def shard(self, batch: Any, dp_rank: int) -> Any:
+        """The rank's part of a batch that has `select_ids`, in plan order."""
+        return batch.select_ids(self.ids[self.rank_samples(dp_rank)])
+
+    def _micro_batches_of(self, rank: int) -> tuple[MicroBatch, ...]:
+        first = rank * self.num_micro_batches
+        made = []
+        for m in range(first, first + self.num_micro_batches):
+            start, end = int(self.offsets[m]), int(self.offsets[m + 1])
+            samples = self.samples[start:end]
+            made.append(
+                MicroBatch(
+                    samples=samples,
+                    lengths=self.used[samples],
+                    slots=self.slots[start:end],
+                    tokens=int(self.tokens[m]),
+                    rows=int(self.rows[m]),
+                    is_filler=start == end,
+                )
+            )
+        return tuple(made)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values (JSON-ready); `Plan.from_dict` restores an equal plan."""
+        return {
+            "format": FORMAT,
+            "constraints": self.constraints.to_dict(),
+            "num_micro_batches": self.num_micro_batches,
+            "group_size": self.group_size,
+            "location": None if self.location is None else self.location.tolist(),
+            "dropped": [[d.index, d.id, d.length, d.reason] for d in self.dropped],
+            "fingerprint": self.fingerprint,
+            **{name: getattr(self, name).tolist() for name in _ARRAYS},
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Plan:
+        """Restore and check a plan; `PlanError` when it breaks an invariant or its fingerprint differs."""
+        from roll_batching.planning.invariants import check_plan
+
+        if values.get("format") != FORMAT:
+            raise PlanError(f"this plan has format {values.get('format')!r}; this version reads {FORMAT}")
+        missing = [name for name in (*_ARRAYS, "constraints", "num_micro_batches") if name not in values]
+        if missing:
+            raise PlanError(f"this plan lacks {', '.join(missing)}")
+        location = values["location"]
+        plan = cls(
+            constraints=PlanConstraints(**values["constraints"]),
+            num_micro_batches=int(values["num_micro_batches"]),
+            group_size=values["group_size"],
+            location=None if location is None else np.array(location, dtype=np.int64),
+            dropped=tuple(DroppedSample(*entry) for entry in values["dropped"]),
+            **{name: np.array(values[name], dtype=np.int64) for name in _ARRAYS},
+        )
+        check_plan(plan)
+        if plan.fingerprint != values["fingerprint"]:
+            raise PlanError(
+                f"the plan's fingerprint is {plan.fingerprint}, recorded was {values['fingerprint']}: "
+                "it was changed after it was made"
+            )
+        return plan
+
+    @classmethod
+    def from_bins(
+        cls,
+        bins: Sequence[Sequence[Sequence[int]]],
+        lengths: ArrayLike,
+        constraints: PlanConstraints,
+        *,
+        cost: Any = None,
+        ids: ArrayLike | None = None,
+        group_ids: ArrayLike | None = None,
+        home_rank: ArrayLike | None = None,
+        location: ArrayLike | None = None,
+    ) -> Plan:
+        """A plan from `bins[dp_rank][k]` (sample indices in pack order) that somebody else formed.
+
+        An empty bin becomes a filler. Raises `PlanError` when the bins break an invariant: a sample missing
+        or placed twice, ranks with different counts, an illegal count, the cap, a group torn apart.
+        """
+        from roll_batching.planning.assemble import plan_from_bins
+
+        return plan_from_bins(
+            bins,
+            lengths,
+            constraints,
+            cost=cost,
+            ids=ids,
+            group_ids=group_ids,
+            home_rank=home_rank,
+            location=location,
+        )
+
+
+_ARRAYS = ("lengths", "ids", "used", "samples", "slots", "offsets", "tokens", "rows", "costs")
