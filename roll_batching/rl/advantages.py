@@ -43,8 +43,8 @@ def compute_advantages(
     """Advantages, float64[n], of `rewards`, float[n], whose groups are `group_size` consecutive entries.
 
     `response_tokens`, int[n], is needed to whiten. A group with equal rewards gets exact zeros under
-    `mean="group"`, unless they are whitened. Raises DataError when the rewards do not make whole groups or are
-    not finite.
+    `mean="group"`, unless they are whitened. Raises DataError when the rewards do not make whole groups or
+    are not finite.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:

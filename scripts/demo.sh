@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The main job: teach a small model a task with GRPO on Megatron-Core, packed, on two CPU cores (or GPUs).
+#
+#   ./scripts/demo.sh                          seed 1, into runs/demo-seed1
+#   ./scripts/demo.sh --seed 2                 another seed, into runs/demo-seed2
+#   ./scripts/demo.sh --control shuffled       advantages shuffled among samples: nothing may be learned
+#   ./scripts/demo.sh --name mine max_steps=5  a name for the run; name.path=value changes any setting
+#   ./scripts/demo.sh --no-install             in the current interpreter, as it is
+#   PYTHON=python3.12 ./scripts/demo.sh        another interpreter, in .venv-3.12
+set -euo pipefail
+source "$(dirname "$0")/_env.sh"
+cd "$root"
+
+seed=1 control=none name= overrides=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
+        --control) control=${2:?--control needs a word: shuffled}; shift 2 ;;
+        --name) name=${2:?--name needs a word}; shift 2 ;;
+        --no-install) INSTALL=no; shift ;;
+        -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
+        *=*) overrides+=("$1"); shift ;;
+        *) echo "$0: what is '$1'? See $0 --help" >&2; exit 2 ;;
+    esac
+done
+if [ -z "$name" ]; then
+    name=demo-seed$seed
+    [ "$control" = none ] || name=$name-$control
+fi
+use_environment megatron
+
+data=data/ledger/seed$seed
+if [ ! -f "$data/done" ]; then
+    say "writing the data of the task into $data"
+    "$python" examples/ledger/make_data.py --out "$data" --seed "$seed"
+    touch "$data/done"
+fi
+
+say "training: runs/$name"
+exec "$python" -m roll_batching.cli train --config configs/demo_grpo.yaml \
+    exp_name="$name" seed="$seed" control="$control" \
+    actor_train.data_args.file_name="$data/prompts.jsonl" \
+    actor_train.data_args.eval_file_name="$data/heldout.jsonl" \
+    warmup.file_name="$data/corpus.jsonl" \
+    ${overrides[@]+"${overrides[@]}"} </dev/null
