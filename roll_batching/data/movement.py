@@ -6,6 +6,7 @@ travels on every backend. Nothing about shapes is exchanged: the plan knows all 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -315,7 +316,9 @@ def _assemble(
 
 def _facts(batch: SampleBatch, plan: Plan) -> dict[str, str]:
     facts = {f"field {name!r}": words for name, words in batch.describe(static_values=True).items()}
-    return {**facts, "the plan's fingerprint": str(plan.fingerprint)}
+    # A plan's fingerprint covers all but where samples lie, and a rank that is wrong there would hang.
+    places = None if plan.location is None else hashlib.sha256(plan.location.tobytes()).hexdigest()[:16]
+    return {**facts, "the plan": str(plan.fingerprint), "the plan's location": str(places)}
 
 
 def _require_batch(what: str, batch: Any, name: str = "batch") -> None:
