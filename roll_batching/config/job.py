@@ -8,6 +8,7 @@ from pydantic import PrivateAttr, field_validator, model_validator
 
 from roll_batching.config.fields import Settings, honoured, noticed, refused
 from roll_batching.config.problems import ConfigFileError, Notice, Problem
+from roll_batching.config.source import Source
 from roll_batching.config.worker import DISTILLATION, TrainingArgs, WorkerConfig
 
 ROLES = ("actor_train", "actor_infer", "reference")
@@ -107,8 +108,7 @@ class JobConfig(Settings):
     )
     norm_std_type: Literal["batch", "group"] | None = honoured(
         None,
-        help="The deviation that rewards are divided by. Default: the group's under grpo, none under "
-        "reinforce.",
+        help="reinforce: the deviation that rewards are divided by. grpo: default group.",
     )
     whiten_advantages: bool = honoured(
         False, help="Give the advantages of a step's tokens mean 0 and deviation 1."
@@ -252,7 +252,7 @@ class JobConfig(Settings):
     )
 
     _notices: tuple[Notice, ...] = PrivateAttr(default=())
-    _source: str | None = PrivateAttr(default=None)
+    _source: Source | None = PrivateAttr(default=None)
 
     @field_validator("system_envs", mode="before")
     @classmethod
@@ -299,6 +299,13 @@ class JobConfig(Settings):
         return self.kl_loss_coef if self.use_kl_loss else 0.0
 
     @property
+    def reward_norms(self) -> tuple[Literal["batch", "group"] | None, Literal["batch", "group"] | None]:
+        """Whose mean is subtracted from a reward and whose deviation divides it; None: not done."""
+        if self.adv_estimator == "grpo":
+            return "group", self.norm_std_type or "group"
+        return self.norm_mean_type, self.norm_std_type
+
+    @property
     def group_size(self) -> int:
         """Responses per prompt."""
         return self.num_return_sequences_in_group or 1
@@ -335,7 +342,8 @@ class JobConfig(Settings):
 
         problems = missing_for_a_run(self)
         if problems:
-            raise ConfigFileError(problems)
+            source = self._source
+            raise ConfigFileError([problem.placed(source.place) if source else problem for problem in problems])
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved settings as plain data, ready for YAML or JSON."""

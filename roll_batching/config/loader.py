@@ -22,7 +22,7 @@ from roll_batching.config.walk import field_at, given_keys, schema_keys, setting
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """The job that the YAML file at `path` describes, after overrides such as `actor_train.device_mapping=0-3`.
+    """The job that the YAML file at `path` describes, after overrides such as `max_steps=3`.
 
     Raises ConfigFileError (a ConfigError) that names every problem with its key, file and line, and cure.
     """
@@ -61,12 +61,10 @@ def check_source(source: Source) -> JobConfig:
                 problems.append(problem)
     if problems or job is None:
         unique = {problem.path + (problem.message,): problem for problem in problems}
-        placed = [
-            Problem(problem.path, problem.message, source.place(problem.path) if source.places else None)
-            for problem in unique.values()
-        ]
-        raise ConfigFileError(placed)
-    object.__setattr__(job, "_notices", collect_notices(job, source))
+        found = unique.values()
+        raise ConfigFileError([problem.placed(source.place) for problem in found] if source.places else found)
+    job._notices = collect_notices(job, source)
+    job._source = source if source.places else None
     return job
 
 

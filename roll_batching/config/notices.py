@@ -133,26 +133,18 @@ def _combinations(job: JobConfig, data: dict[str, Any]) -> Iterator[tuple[Path, 
 
 
 def _lengths(job: JobConfig) -> Iterator[tuple[Path, str]]:
+    longest = job.sequence_length
+    if longest is None:
+        return
     model = job.actor_train.model_args.architecture
-    if (
-        model is not None
-        and job.sequence_length is not None
-        and job.sequence_length > model.max_position_embeddings
-    ):
-        path = ("actor_train", "model_args", "architecture", "max_position_embeddings")
-        yield (
-            path,
-            f"is below the job's sequence_length {job.sequence_length}; longer sequences are rotated "
-            "all the same",
-        )
-    for kind in ("train", "infer"):
-        passes = getattr(job.actor_train.batching(), kind)
-        cap, longest = passes.max_tokens, job.sequence_length
-        if cap is not None and longest is not None and longest > cap and passes.oversize == "error":
-            path = ("actor_train", "planning_args", "oversize")
+    if model is not None and longest > model.max_position_embeddings:
+        text = f"is below the job's sequence_length {longest}; longer sequences are rotated all the same"
+        yield ("actor_train", "model_args", "architecture", "max_position_embeddings"), text
+    batching = job.actor_train.batching()
+    for kind, passes in (("train", batching.train), ("infer", batching.infer)):
+        if passes.max_tokens is not None and longest > passes.max_tokens and passes.oversize == "error":
             text = (
-                f"sequences may reach {longest} tokens, over the cap of {cap} in {kind} passes; such "
-                "a one ends the job"
+                f"sequences may reach {longest} tokens, over the cap of {passes.max_tokens} in {kind} passes"
             )
-            yield path, text
+            yield ("actor_train", "planning_args", "oversize"), f"{text}; such a one ends the job"
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from roll_batching.errors import ConfigError
@@ -32,6 +32,10 @@ class Problem:
     path: tuple[str | int, ...]
     message: str
     place: Place | None = None
+
+    def placed(self, place: Callable[[tuple[str | int, ...]], Place]) -> Problem:
+        """The same problem with the place that `place` gives for its path."""
+        return Problem(self.path, self.message, place(self.path))
 
     def __str__(self) -> str:
         where = "" if self.place is None else f"{self.place}: "

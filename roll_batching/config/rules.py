@@ -317,6 +317,9 @@ def missing_for_a_run(job: JobConfig) -> list[Problem]:
             ("tokenizer", "vocabulary"),
             "is missing: give the characters, or vocabulary_file, or type: hf",
         )
+        need(
+            tokenizer.eos_token, ("tokenizer", "eos_token"), "is missing: the character that ends a response"
+        )
     else:
         need(tokenizer.name_or_path or model.model_name_or_path, ("tokenizer", "name_or_path"), "is missing")
     if not job.max_steps:

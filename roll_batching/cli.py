@@ -1,0 +1,115 @@
+"""The command line: `roll-batching train --config FILE [key=value ...]`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roll_batching.config import JobConfig, Notice, load_config
+from roll_batching.errors import RollBatchingError
+
+LAUNCHED = "ROLL_BATCHING_LAUNCHED"
+
+app = typer.Typer(
+    help="Plans, packs and balances every training step on Megatron-Core.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `train` a subcommand even when it is the only one."""
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Option(help="YAML file of the job.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Settings to change, such as actor_train.use_sequence_packing=false."),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start, whatever device_mapping names.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")
+    ] = False,
+) -> None:
+    """Train: start one process per device, or be one of them under torchrun."""
+    from roll_batching.launch.torchrun import under_torchrun
+
+    changes = [*(overrides or ()), *(["resume_from_checkpoint=true"] if resume else ())]
+    job = load_config(config, changes)
+    job.check_runnable()
+    if not under_torchrun():
+        _start(job, config, changes, nproc)
+        return
+    from roll_batching.launch.worker import run_worker
+
+    if os.environ["RANK"] == "0" and LAUNCHED not in os.environ:
+        show_notices(job.notices)
+    # Workers that torchrun itself started have not been given these; nothing heavy is imported yet.
+    for name, value in job.environment().items():
+        os.environ.setdefault(name, value)
+    run_worker(job)
+
+
+def _start(job: JobConfig, config: Path, overrides: Sequence[str], nproc: int | None) -> None:
+    from roll_batching.launch.devices import choose_devices, process_count, visible_devices
+
+    count = process_count(job, nproc)
+    if importlib.util.find_spec("torch") is None:
+        raise RollBatchingError(
+            "training needs torch and megatron-core: pip install 'roll-batching[megatron]'"
+        )
+    import torch
+
+    from roll_batching.launch.torchrun import launch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = choose_devices(job.actor_train.device_mapping, count, gpus, forced=nproc is not None)
+    show_notices(job.notices)
+    variables = {**job.environment(), **visible_devices(devices), LAUNCHED: "1"}
+    arguments = ["train", "--config", str(config), *overrides]
+    failure = launch("roll_batching.cli", arguments, count, variables)
+    if failure is not None:
+        raise RollBatchingError(failure)
+
+
+def show_notices(notices: Sequence[Notice]) -> None:
+    """Prints the notices of a configuration, one per line."""
+    for notice in notices:
+        typer.echo(f"notice: {notice}", err=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point. Exit codes: 0 done, 1 the job failed, 2 the command or the configuration is wrong."""
+    from roll_batching.errors import ConfigError
+
+    try:
+        app(args=list(arguments) if arguments is not None else None, prog_name="roll-batching")
+    except ConfigError as error:
+        _say(error)
+        sys.exit(2)
+    except RollBatchingError as error:
+        _say(error)
+        sys.exit(1)
+
+
+def _say(error: RollBatchingError) -> None:
+    # Every rank reads the same file and finds the same problems: one of them says so.
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.flush()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
