@@ -1,0 +1,108 @@
+"""What a loss is: an object that says what it needs and returns a normalised scalar per micro-batch.
+
+    class MyLoss:
+        needs = {"log_probs"}               # or {"log_probs", "entropy"}, or {"logits"}
+        masks = ("response_mask",)
+        def token_loss(self, tokens: TokenView) -> LossOutput: ...
+
+It has exactly one of `token_loss` (the whole pack, flat) and `sequence_loss` (one sequence at a
+time). The objectives of this package are such objects, and so is a strategy whose subclass defines
+one of the methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roll_batching.errors import LossError
+
+NEEDS = frozenset({"log_probs", "entropy", "logits"})
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A metric that adds up over micro-batches and data-parallel ranks."""
+
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A metric that is the sum of numerators over the sum of denominators."""
+
+    numerator: torch.Tensor
+    denominator: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Max:
+    """A metric that is the largest value seen."""
+
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Min:
+    """A metric that is the smallest value seen."""
+
+    value: torch.Tensor
+
+
+Metric = Sum | Mean | Max | Min
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A micro-batch's share of the loss, already divided by counts of the whole step, and its metrics."""
+
+    loss: torch.Tensor
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpec:
+    """What a loss object declares, checked."""
+
+    needs: frozenset[str]
+    masks: tuple[str, ...]
+    sums: tuple[str, ...]
+    by_sequence: bool
+    gather_cp: bool
+
+
+def loss_spec(loss: Any) -> LossSpec:
+    """Reads and checks a loss object's declarations.
+
+    Raises `LossError` when it has no method or both, or declares what does not exist.
+    """
+    name = type(loss).__name__
+    methods = [m for m in ("token_loss", "sequence_loss") if callable(getattr(loss, m, None))]
+    if len(methods) != 1:
+        raise LossError(
+            f"{name} defines {' and '.join(methods) or 'neither token_loss nor sequence_loss'}: a loss defines exactly "
+            "one of token_loss (a whole pack at once) and sequence_loss (one sequence at a time)"
+        )
+    needs = getattr(loss, "needs", frozenset({"log_probs"}))
+    if isinstance(needs, str) or not set(needs) <= NEEDS or not needs:
+        raise LossError(f"{name}.needs is {needs!r}: give a non-empty set out of {sorted(NEEDS)}")
+    masks = getattr(loss, "masks", ("response_mask",))
+    sums = getattr(loss, "sums", ())
+    for attribute, value in (("masks", masks), ("sums", sums)):
+        if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+            raise LossError(f"{name}.{attribute} is {value!r}: give a tuple of field names")
+    if not masks:
+        raise LossError(f"{name}.masks is empty: name at least one field that says which rows count")
+    by_sequence = methods[0] == "sequence_loss"
+    if by_sequence:
+        needs = {"logits"}
+    return LossSpec(
+        needs=frozenset(needs),
+        masks=tuple(masks),
+        sums=tuple(sums),
+        by_sequence=by_sequence,
+        gather_cp=bool(getattr(loss, "gather_cp", False)),
+    )

@@ -1,0 +1,100 @@
+"""The denominators of a step: counted once, over the whole mini-batch and all ranks, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from roll_batching.data import SampleBatch
+from roll_batching.errors import DataError, LossError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCounts:
+    """Global counts that losses divide by: the same number on every rank, whatever the partition."""
+
+    tokens: Mapping[str, int]
+    """Per mask: rows that it counts."""
+    sequences: Mapping[str, int]
+    """Per mask: sequences with at least one such row."""
+    sums: Mapping[str, float]
+    """Per field that the loss declares in `sums`: its total (token fields over the rows that predict)."""
+
+    def vector(self) -> torch.Tensor:
+        """All counts as one fp64 vector (exact up to 2^53), for one all-reduce."""
+        return torch.tensor(
+            [*self.tokens.values(), *self.sequences.values(), *self.sums.values()], dtype=torch.float64
+        )
+
+    def with_vector(self, vector: torch.Tensor) -> StepCounts:
+        """The same names with the values of a reduced `vector`."""
+        values = vector.tolist()
+        masks = list(self.tokens)
+        n = len(masks)
+        return StepCounts(
+            tokens={name: int(values[i]) for i, name in enumerate(masks)},
+            sequences={name: int(values[n + i]) for i, name in enumerate(masks)},
+            sums={name: values[2 * n + i] for i, name in enumerate(self.sums)},
+        )
+
+    def denominator(self, kind: str, mask: str) -> int:
+        """The count of `mask`, at least 1: a step whose mask is empty everywhere has loss 0, not NaN.
+
+        Raises `LossError` for a mask that the loss did not declare.
+        """
+        counts = self.tokens if kind == "tokens" else self.sequences
+        if mask not in counts:
+            raise LossError(
+                f"the loss reduces over {mask!r} and declares masks {tuple(counts)}: add it to the loss's `masks`"
+            )
+        return max(counts[mask], 1)
+
+
+def local_counts(
+    local: SampleBatch,
+    masks: Sequence[str],
+    sums: Sequence[str] = (),
+    used_lengths: Mapping[int, int] | None = None,
+) -> StepCounts:
+    """Counts over the samples of `local` (this data-parallel rank's part of the mini-batch).
+
+    `used_lengths` maps ids of truncated samples to the tokens that are kept. A `token` mask counts
+    from a sample's second token on, because its first is never predicted; a `next_token` mask counts
+    up to its last but one row. Raises `DataError` for fields that are missing or not numeric.
+    """
+    used = local.lengths.clone()
+    for sample, length in (used_lengths or {}).items():
+        used[local.rows_of([sample])] = length
+    sample = torch.repeat_interleave(torch.arange(len(local)), local.lengths)
+    position = torch.arange(local.num_tokens) - local.offsets[:-1][sample]
+    within = {
+        "token": (position >= 1) & (position < used[sample]),
+        "next_token": position < used[sample] - 1,
+    }
+    tokens, sequences, totals = {}, {}, {}
+    for name in masks:
+        if name not in local.schema or not local.schema[name].per_token:
+            raise DataError(f"the loss counts over {name!r}, which is not a token or next_token field of the batch")
+        counted = (local.fields[name].cpu() != 0) & within[local.schema[name].kind]
+        per_sample = torch.zeros(len(local), dtype=torch.int64).index_add_(0, sample, counted.long())
+        tokens[name], sequences[name] = int(per_sample.sum()), int((per_sample > 0).sum())
+    for name in sums:
+        spec = local.schema.get(name)
+        if spec is None or spec.kind == "static":
+            raise DataError(f"the loss sums {name!r}, which is not a token, next_token or sample field of the batch")
+        values = local.fields[name].cpu().double()
+        totals[name] = float((values * within[spec.kind] if spec.per_token else values).sum())
+    return StepCounts(tokens=tokens, sequences=sequences, sums=totals)
+
+
+def truncated_lengths(plan: object, dp_rank: int) -> dict[int, int]:
+    """Ids and used lengths of the samples that the plan truncates on `dp_rank`."""
+    found: dict[int, int] = {}
+    for mb in plan.micro_batches[dp_rank]:  # type: ignore[attr-defined]
+        short = np.flatnonzero(mb.lengths < plan.lengths[mb.samples])  # type: ignore[attr-defined]
+        for at in short:
+            found[int(plan.ids[mb.samples[at]])] = int(mb.lengths[at])  # type: ignore[attr-defined]
+    return found

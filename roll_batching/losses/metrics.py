@@ -1,0 +1,76 @@
+"""Metrics of a step: added up on the device over micro-batches, read once, joined over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from roll_batching.errors import LossError
+from roll_batching.losses.contract import Max, Mean, Metric, Min, Sum
+
+_SHAPES: dict[type, str] = {Sum: "sum", Mean: "mean", Max: "max", Min: "min"}
+
+
+@dataclass(frozen=True)
+class HostMetric:
+    """A metric on the host: its kind and its one or two numbers."""
+
+    kind: str
+    values: tuple[float, ...]
+
+    def join(self, other: HostMetric) -> HostMetric:
+        """The metric over both parts."""
+        pairs = zip(self.values, other.values, strict=True)
+        if self.kind == "max":
+            return HostMetric(self.kind, tuple(max(a, b) for a, b in pairs))
+        if self.kind == "min":
+            return HostMetric(self.kind, tuple(min(a, b) for a, b in pairs))
+        return HostMetric(self.kind, tuple(a + b for a, b in pairs))
+
+    def result(self) -> float:
+        """The number to report; a mean over nothing is 0."""
+        if self.kind != "mean":
+            return self.values[0]
+        numerator, denominator = self.values
+        return numerator / denominator if denominator else 0.0
+
+
+def _tensors(metric: Metric) -> tuple[torch.Tensor, ...]:
+    return (metric.numerator, metric.denominator) if isinstance(metric, Mean) else (metric.value,)
+
+
+def to_host(losses: Sequence[torch.Tensor], metrics: Iterable[Mapping[str, Metric]]) -> tuple[list[float], dict[str, HostMetric]]:
+    """(loss per micro-batch, metrics joined over micro-batches), with a single device read.
+
+    Raises `LossError` when a metric changes its kind between micro-batches.
+    """
+    flat: list[torch.Tensor] = [loss.double().reshape(()) for loss in losses]
+    names: list[tuple[str, str, int]] = []
+    for micro_batch in metrics:
+        for name, metric in micro_batch.items():
+            parts = [torch.as_tensor(part).detach().double().reshape(()) for part in _tensors(metric)]
+            names.append((name, _SHAPES[type(metric)], len(parts)))
+            flat.extend(parts)
+    if not flat:
+        return [], {}
+    numbers = torch.stack([x.to(flat[0].device) for x in flat]).tolist()
+    joined: dict[str, HostMetric] = {}
+    at = len(losses)
+    for name, kind, width in names:
+        part = HostMetric(kind, tuple(numbers[at : at + width]))
+        at += width
+        if name in joined and joined[name].kind != kind:
+            raise LossError(f"the metric {name!r} is a {joined[name].kind} in one micro-batch and a {kind} in another")
+        joined[name] = joined[name].join(part) if name in joined else part
+    return numbers[: len(losses)], joined
+
+
+def join_ranks(parts: Iterable[Mapping[str, HostMetric]]) -> dict[str, float]:
+    """Metrics over all ranks, as numbers to report."""
+    joined: dict[str, HostMetric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            joined[name] = joined[name].join(metric) if name in joined else metric
+    return {name: metric.result() for name, metric in joined.items()}

@@ -1,0 +1,150 @@
+"""Runs a loss inside Megatron's schedule: one call per micro-batch, Megatron's factors cancelled.
+
+The loss that a user returns is already normalised over the whole step. Megatron multiplies it by
+factors of its own, depending on `calculate_per_token_loss`; the runner's part is to cancel them, and
+nothing else. Nothing here reads a device value on the host before the step's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roll_batching.errors import LossError
+from roll_batching.losses.contract import LossOutput, LossSpec, Max, Mean, Metric, Min, Sum
+from roll_batching.losses.counts import StepCounts
+from roll_batching.losses.head import HeadContext
+from roll_batching.losses.views import TokenView
+from roll_batching.packing.batch import PackedBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """How Megatron will treat the loss, and what cancels it (facts of `forward_step_calc_loss` and DDP).
+
+    With `per_token` Megatron applies no factor to a 3-tuple whose token count is 0. Otherwise it
+    divides by the number of micro-batches, and data-parallel gradients are averaged; multiplying by
+    both cancels them (context parallelism cancels itself). `apply` False leaves the loss as Megatron
+    scales it: the gradient of a step is then divided by micro-batches x data-parallel size.
+    """
+
+    per_token: bool
+    num_micro_batches: int
+    dp_size: int
+    apply: bool = True
+
+    def outputs(self, loss: torch.Tensor, record: Any) -> tuple[Any, ...]:
+        """What a Megatron loss function returns for this micro-batch. The loss is a fresh tensor: Megatron
+        scales it in place.
+        """
+        both = self.num_micro_batches * self.dp_size
+        if self.per_token:
+            return loss * (1.0 if self.apply else 1.0 / both), _no_tokens(loss), record
+        return loss * (float(both) if self.apply else 1.0), record
+
+
+def _no_tokens(loss: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int, device=loss.device)
+
+
+class MicroBatchRecord:
+    """What a micro-batch leaves behind on the device, read once at the step's end."""
+
+    def __init__(self, loss: torch.Tensor, metrics: dict[str, Metric], pack: PackedBatch) -> None:
+        self.loss, self.metrics, self._pack = loss.detach().clone(), metrics, pack
+        self._bad_rows: torch.Tensor | None = None
+
+    def watch(self, log_probs: torch.Tensor | None) -> None:
+        """Remembers which rows get a gradient that is not finite."""
+        if log_probs is not None and log_probs.requires_grad:
+            log_probs.register_hook(self._see)
+
+    def _see(self, gradient: torch.Tensor) -> None:
+        self._bad_rows = ~torch.isfinite(gradient)
+
+    def culprits(self) -> list[int]:
+        """Ids of the samples with a gradient by log-prob that is not finite; all of the pack's if none is known."""
+        if self._bad_rows is not None and bool(self._bad_rows.any()):
+            segments = self._pack.segment_ids[self._bad_rows].unique().tolist()
+            return [int(self._pack.ids[s]) for s in segments if s < self._pack.samples]
+        return [int(sample) for sample in self._pack.ids]
+
+
+class LossRunner:
+    """A loss bound to one step: its counts, its scaling, and the first breach of contract it committed."""
+
+    def __init__(
+        self, loss: Any, spec: LossSpec, counts: StepCounts, head: HeadContext, scaling: Scaling, *, train: bool
+    ) -> None:
+        self._loss, self._spec, self._counts = loss, spec, counts
+        self._head, self._scaling, self._train = head, scaling, train
+        self.breach: LossError | None = None
+        """A wrong shape or a missing gradient; the schedule still runs to its end, on all ranks, so that the error
+        can be agreed on instead of leaving the others waiting."""
+
+    @property
+    def partial_over_cp(self) -> bool:
+        """Whether each context-parallel rank holds a part of the loss (else the same whole)."""
+        return self._spec.by_sequence and not self._spec.gather_cp
+
+    def bind(self, pack: PackedBatch, chunk: Any) -> Callable[[torch.Tensor], tuple[Any, ...]]:
+        """The loss function of one micro-batch, as Megatron's schedule calls it with the model's output."""
+
+        def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
+            if not pack.samples or self.breach is not None:
+                idle, _ = self._head.log_probs(output, pack, chunk, entropy=False, idle=True)
+                return self._scaling.outputs(idle.sum(), None)
+            result, watched = self._call(output, pack, chunk)
+            try:
+                loss = self._checked(result)
+            except LossError as error:
+                self.breach = error
+                return loss_func(output)
+            record = MicroBatchRecord(loss, dict(result.metrics), pack)
+            record.watch(watched)
+            return self._scaling.outputs(loss, record)
+
+        return loss_func
+
+    def _call(
+        self, output: torch.Tensor, pack: PackedBatch, chunk: Any
+    ) -> tuple[LossOutput, torch.Tensor | None]:
+        needs, log_probs, entropy, logits = self._spec.needs, None, None, None
+        if needs & {"log_probs", "entropy"}:
+            log_probs, entropy = self._head.log_probs(output, pack, chunk, entropy="entropy" in needs)
+        if "logits" in needs:
+            logits = self._head.logits(output, chunk)
+        view = TokenView(
+            pack,
+            self._counts,
+            log_probs=log_probs if "log_probs" in needs else None,
+            entropy=entropy,
+            logits=logits,
+        )
+        return self._loss.token_loss(view), log_probs
+
+    def _checked(self, result: Any) -> torch.Tensor:
+        name = type(self._loss).__name__
+        if not isinstance(result, LossOutput):
+            raise LossError(f"{name} returned {type(result).__name__}: return LossOutput(loss, metrics)")
+        loss = result.loss
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise LossError(
+                f"{name} returned a loss of shape {shape}: return one number per micro-batch, reduced with the view's "
+                "mean, sequence_mean or sequence_sum"
+            )
+        if self._train and not loss.requires_grad:
+            raise LossError(
+                f"{name} returned a loss without a gradient: compute it from the view's log_probs, entropy or logits "
+                "without detaching them"
+            )
+        for key, metric in result.metrics.items():
+            if not isinstance(metric, (Sum, Mean, Max, Min)):
+                raise LossError(
+                    f"{name} returned the metric {key!r} as {type(metric).__name__}: wrap it in Sum, Mean, Max or Min"
+                )
+        return loss.reshape(())

@@ -1,0 +1,152 @@
+"""What a loss sees of a micro-batch: `TokenView`, the whole pack as flat rows.
+
+Row i is a prediction: its log-prob, entropy, mask, advantage and old log-prob all speak of the token
+after token i. The last row of a sample predicts nothing and no mask counts it. Reductions divide by
+counts over the whole optimizer step and all ranks, so that a micro-batch contributes its share and
+gradients add up the same under every partition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from roll_batching.errors import LossError
+from roll_batching.losses.contract import Mean
+from roll_batching.losses.counts import StepCounts
+from roll_batching.packing.batch import PackedBatch
+
+
+class TokenView:
+    """A pack in pack order, identical on all tensor- and context-parallel ranks.
+
+    Indexing gives a field of the batch: `view["advantages"]`. Token and next_token fields are
+    [tokens, ...] in the row convention above, sample fields [samples, ...].
+    """
+
+    def __init__(
+        self,
+        pack: PackedBatch,
+        counts: StepCounts,
+        *,
+        log_probs: torch.Tensor | None = None,
+        entropy: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+    ) -> None:
+        self._pack, self._counts = pack, counts
+        self._log_probs, self._entropy, self._logits = log_probs, entropy, logits
+        self.segment_ids = pack.segment_ids
+        """[tokens] int64: which sample a row belongs to; `samples` and above are filler."""
+        self.samples = pack.samples
+        """Number of samples in the pack."""
+
+    @property
+    def log_probs(self) -> torch.Tensor:
+        """[tokens] fp32 log-probability of each row's label; 0 without gradient where no mask counts."""
+        return self._needed("log_probs", self._log_probs)
+
+    @property
+    def entropy(self) -> torch.Tensor:
+        """[tokens] fp32 entropy of each row's distribution; 0 without gradient where no mask counts."""
+        return self._needed("entropy", self._entropy)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[tokens / cp, vocabulary / tp] of this rank's rows, after temperature."""
+        return self._needed("logits", self._logits)
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """[tokens] int64, the token at each row (the one field that is not shifted)."""
+        return self._pack.fields["input_ids"]
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._pack.fields[name]
+        except KeyError:
+            have = ", ".join(sorted(self._pack.fields))
+            raise LossError(f"the loss asks for the field {name!r}; the batch has {have}") from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pack.fields
+
+    def per_token(self, name: str) -> torch.Tensor:
+        """A field as [tokens, ...], sample fields expanded to their rows."""
+        values = self[name]
+        return self.expand(values) if self._pack.kinds[name] == "sample" else values
+
+    def mask(self, name: str | None = None) -> torch.Tensor:
+        """[tokens] bool of a declared mask; the first one by default."""
+        return self._pack.masks[self._mask_name(name)]
+
+    def expand(self, per_sample: torch.Tensor) -> torch.Tensor:
+        """[samples, ...] -> [tokens, ...]; filler rows read 0."""
+        filler = per_sample.new_zeros(len(self._pack.layout.segments) - self.samples, *per_sample.shape[1:])
+        return torch.cat([per_sample, filler])[self.segment_ids]
+
+    def segment_sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """[tokens] -> [samples]: sum over each sample's counted rows."""
+        masked = torch.where(self.mask(mask), x, 0.0)
+        total = masked.new_zeros(len(self._pack.layout.segments))
+        return total.index_add(0, self.segment_ids, masked)[: self.samples]
+
+    def segment_count(self, mask: str | None = None) -> torch.Tensor:
+        """[samples] fp32: counted rows of each sample."""
+        return self.segment_sum(torch.ones(len(self.segment_ids), device=self.segment_ids.device), mask)
+
+    def segment_mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """[tokens] -> [samples]: mean over each sample's counted rows, 0 where it has none."""
+        return self.segment_sum(x, mask) / self.segment_count(mask).clamp(min=1)
+
+    def sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """Sum over counted rows of this pack, undivided."""
+        return torch.where(self.mask(mask), x, 0.0).sum()
+
+    def mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """This pack's share of the mean over all counted tokens of the step (token-mean)."""
+        return self.sum(x, mask) / self._counts.denominator("tokens", self._mask_name(mask))
+
+    def sequence_mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """Share of the mean over sequences of each one's mean over tokens (seq-mean-token-mean)."""
+        return self.segment_mean(x, mask).sum() / self.num_sequences(mask)
+
+    def sequence_sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """Share of the mean over sequences of each one's sum over tokens (seq-mean-token-sum)."""
+        return self.sum(x, mask) / self.num_sequences(mask)
+
+    def sample_mean(self, per_sample: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """Share of the mean of [samples] values over all sequences that have a counted row."""
+        present = self.segment_count(mask) > 0
+        return torch.where(present, per_sample, 0.0).sum() / self.num_sequences(mask)
+
+    def num_tokens(self, mask: str | None = None) -> int:
+        """Counted tokens of the whole step on all ranks, at least 1."""
+        return self._counts.denominator("tokens", self._mask_name(mask))
+
+    def num_sequences(self, mask: str | None = None) -> int:
+        """Sequences of the whole step, on all ranks, with at least one counted token; at least 1."""
+        return self._counts.denominator("sequences", self._mask_name(mask))
+
+    def total(self, name: str) -> float:
+        """Total over the step and all ranks of a field that the loss declares in `sums`."""
+        if name not in self._counts.sums:
+            raise LossError(f"the loss asks for the total of {name!r}: add it to the loss's `sums`")
+        return self._counts.sums[name]
+
+    def mean_metric(self, x: torch.Tensor, mask: str | None = None) -> Mean:
+        """The mean of x over all counted tokens, as a metric."""
+        return Mean(self.sum(x.detach(), mask), self.mask(mask).sum())
+
+    def _mask_name(self, name: str | None) -> str:
+        chosen = next(iter(self._pack.masks)) if name is None else name
+        if chosen not in self._pack.masks:
+            raise LossError(
+                f"the loss reduces over {chosen!r} and declares masks {tuple(self._pack.masks)}: add it to `masks`"
+            )
+        return chosen
+
+    def _needed(self, name: str, value: torch.Tensor | None) -> torch.Tensor:
+        if value is None:
+            raise LossError(f"the loss reads {name}, which it does not declare: add it to the loss's `needs`")
+        return value

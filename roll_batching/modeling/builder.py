@@ -1,0 +1,258 @@
+"""From a validated architecture to Megatron model chunks, their optimizer and its schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from roll_batching.config import ArchitectureConfig, MegatronConfig, TrainingArgs
+from roll_batching.errors import LayoutError
+from roll_batching.modeling.head import defer_head
+from roll_batching.modeling.parallel import ParallelLayout
+from roll_batching.modeling.rotary import RotarySettings
+from roll_batching.modeling.spec import packed_block_spec
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is fp32 on the CPU and bf16 on CUDA; fp32 on CUDA is refused, its attention kernel has none."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = _DTYPES[name]
+    if device.type == "cuda" and dtype is not torch.bfloat16:
+        raise LayoutError(
+            f"model_args.dtype={name} is not possible on CUDA: the variable-length attention kernel computes in bf16. "
+            "Use dtype: auto or bf16"
+        )
+    return dtype
+
+
+def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
+    """Vocabulary rounded up so that every tensor-parallel rank holds as many rows."""
+    return -(-vocab_size // tp_size) * tp_size
+
+
+def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
+    """RoPE of the architecture, scaling included."""
+    scaling = architecture.rope_scaling
+    options = {} if scaling is None else scaling.model_dump(exclude={"type"}, exclude_none=True)
+    return RotarySettings(
+        base=architecture.rotary_base,
+        percent=architecture.rotary_percent,
+        scaling=None if scaling is None else scaling.type,
+        **options,
+    )
+
+
+def transformer_config(
+    architecture: ArchitectureConfig,
+    strategy: MegatronConfig,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+) -> Any:
+    """Megatron's TransformerConfig for this architecture and layout.
+
+    Set here, because packing depends on it: unbatched p2p (batched pairs mis-match at PP=2 with VPP),
+    no deallocation of sent outputs (corrupts gradients before 0.18), no shape exchange, the all-to-all
+    MoE dispatcher (the all-gather one needs equal lengths on all ranks), no dropout.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    on_cpu = layout.device.type == "cpu"
+    full_recompute = strategy.recompute_granularity == "full"
+    options: dict[str, Any] = {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.ffn_width,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.kv_heads,
+        "kv_channels": architecture.head_dim,
+        "qk_layernorm": architecture.qk_layernorm,
+        "add_qkv_bias": architecture.add_qkv_bias,
+        "init_method_std": architecture.init_std,
+        "layernorm_epsilon": architecture.norm_epsilon,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": architecture.hidden_dropout,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tp_size,
+        "pipeline_model_parallel_size": layout.pp_size,
+        "virtual_pipeline_model_parallel_size": layout.vpp_size if layout.vpp_size > 1 else None,
+        "context_parallel_size": layout.cp_size,
+        "expert_model_parallel_size": layout.ep_size,
+        "sequence_parallel": layout.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_cpu_initialization": on_cpu,
+        "variable_seq_lengths": layout.pp_size > 1,
+        "batch_p2p_comm": False,
+        "batch_p2p_sync": False,
+        "overlap_p2p_comm": False,
+        "deallocate_pipeline_outputs": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "apply_rope_fusion": False,
+        "cuda_graph_scope": [],
+        "calculate_per_token_loss": strategy.calculate_per_token_loss,
+        "recompute_granularity": strategy.recompute_granularity,
+        "recompute_method": strategy.recompute_method or ("uniform" if full_recompute else None),
+        "recompute_num_layers": strategy.recompute_num_layers or (1 if full_recompute else None),
+    }
+    if strategy.recompute_modules:
+        options["recompute_modules"] = list(strategy.recompute_modules)
+    if architecture.moe is not None:
+        moe = architecture.moe
+        options |= {
+            "num_moe_experts": moe.num_experts,
+            "moe_router_topk": moe.router_topk,
+            "moe_ffn_hidden_size": moe.ffn_hidden_size or architecture.ffn_width,
+            "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
+            "moe_layer_freq": moe.layer_freq,
+            "moe_aux_loss_coeff": moe.aux_loss_coeff,
+            "moe_z_loss_coeff": moe.z_loss_coeff or None,
+            "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",
+            "moe_grouped_gemm": False,
+        }
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    # cuda_graph_scope is missing in some supported versions; everything else is in all of them.
+    return TransformerConfig(**{name: value for name, value in options.items() if name in known})
+
+
+def build_chunks(
+    architecture: ArchitectureConfig,
+    strategy: MegatronConfig,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    *,
+    seed: int,
+) -> list[Any]:
+    """GPTModel chunks of this pipeline stage (one per virtual stage), with a deferred head, not yet in DDP.
+
+    Raises `LayoutError` when layers do not divide into stages.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
+
+    stages = layout.pp_size * layout.vpp_size
+    if architecture.num_layers % stages:
+        raise LayoutError(
+            f"num_layers={architecture.num_layers} cannot be divided into {stages} pipeline chunks (pipeline "
+            f"{layout.pp_size} x virtual {layout.vpp_size}): change one of them"
+        )
+    stage_seed = seed + 100 * layout.pp_rank
+    torch.manual_seed(stage_seed)
+    model_parallel_cuda_manual_seed(stage_seed)
+    config = transformer_config(architecture, strategy, layout, dtype)
+    spec = packed_block_spec(config, architecture.num_layers // stages, rotary_settings(architecture))
+    chunks = []
+    for chunk in range(layout.vpp_size):
+        vp_stage = chunk if layout.vpp_size > 1 else None
+        gpt = GPTModel(
+            config,
+            spec,
+            vocab_size=padded_vocabulary(architecture.vocab_size, layout.tp_size),
+            max_sequence_length=architecture.max_position_embeddings,
+            position_embedding_type="none",
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+            vp_stage=vp_stage,
+        )
+        gpt = gpt.to(device=layout.device, dtype=dtype)
+        defer_head(gpt)
+        chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
+    return chunks
+
+
+def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:
+    """Chunks in Megatron's DistributedDataParallel, replicas made equal, gradient finalisation set."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    config = chunks[0].config
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.bf16,
+        use_distributed_optimizer=strategy.use_distributed_optimizer,
+        overlap_grad_reduce=strategy.overlap_grad_reduce,
+        overlap_param_gather=strategy.overlap_param_gather,
+    )
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    config.finalize_model_grads_func = finalize_model_grads
+    if strategy.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+    return wrapped
+
+
+def build_optimizer(
+    chunks: list[Any], training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype
+) -> Any:
+    """Megatron's Adam for the wrapped chunks, with clipping and, if set, its state over the DP ranks."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=training.learning_rate,
+            min_lr=training.min_lr,
+            weight_decay=training.weight_decay,
+            adam_beta1=training.adam_beta1,
+            adam_beta2=training.adam_beta2,
+            adam_eps=training.adam_epsilon,
+            clip_grad=training.max_grad_norm,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=strategy.use_distributed_optimizer,
+            overlap_param_gather=strategy.overlap_param_gather,
+        ),
+        chunks,
+    )
+
+
+_DECAY_STYLES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+}
+
+
+def build_scheduler(optimizer: Any, training: TrainingArgs, total_steps: int) -> Any:
+    """Megatron's learning-rate schedule, counted in optimizer steps: warm-up, then `lr_scheduler_type`."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    warmup = training.warmup_steps or int(training.warmup_ratio * total_steps)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=training.learning_rate,
+        min_lr=training.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(total_steps, warmup + 1),
+        lr_decay_style=_DECAY_STYLES[training.lr_scheduler_type],
+        start_wd=training.weight_decay,
+        end_wd=training.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

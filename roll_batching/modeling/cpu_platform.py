@@ -1,0 +1,100 @@
+"""Lets the unmodified Megatron-Core train on a machine without CUDA.
+
+Megatron asks `torch.cuda` for the current device, streams, events and random states, and creates
+small tensors with `device="cuda"`. This module answers those calls for the CPU. It is installed only
+when CUDA is absent; on a GPU machine nobody imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+
+_CPU = torch.device("cpu")
+
+
+class _Stream:
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, *args: Any) -> None: ...
+    def wait_event(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, *args: Any) -> _Event:
+        return _Event()
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Answers `device="cuda"` in factory calls, `.cuda()`, and the tensor type that clip_grads asserts."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs = kwargs | {"device": _CPU}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+_mode = _CudaMeansCpu()
+_installed = False
+
+
+def install() -> None:
+    """Answers Megatron's CUDA questions for the rest of the process; a second call does nothing.
+
+    Raises `RuntimeError` where CUDA is available: there it would send work to the CPU unseen.
+    """
+    global _installed
+    if torch.cuda.is_available():
+        raise RuntimeError("the CPU platform is for machines without CUDA; this one has it")
+    if _installed:
+        return
+    cuda: Any = torch.cuda
+
+    def get_state(device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    cuda.current_device = lambda: _CPU
+    cuda.get_rng_state = cuda.random.get_rng_state = get_state
+    cuda.set_rng_state = cuda.random.set_rng_state = set_state
+    cuda.manual_seed = torch.manual_seed
+    cuda.default_generators = [torch.default_generator]
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = lambda *args, **kwargs: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    _mode.__enter__()
+    _installed = True
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Takes the function mode off, where it is on top: decoding asks CUDA nothing and is twice as fast without."""
+    if not _installed:
+        yield
+        return
+    top = _pop_mode()
+    try:
+        yield
+    finally:
+        _push_mode(top)

@@ -1,0 +1,98 @@
+"""The deferred head: an output layer that hands hidden states on, and what turns them into logits later.
+
+The whole `[tokens, vocabulary]` is what makes an RL step's memory peak. With the head deferred, the
+model's output is hidden states, and log-probabilities are computed from them in token chunks (see
+`roll_batching.losses.vocab_parallel`). The output layer keeps its module object, parameter, hooks and
+state-dict keys: only its class changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+
+from roll_batching.errors import LayoutError
+
+
+class DeferredHead(ColumnParallelLinear):
+    """A ColumnParallelLinear that returns its input; `head_weight` and the loss do its work later."""
+
+    def forward(
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """Hidden states [s, b, h] as they came (a sequence-parallel shard stays a shard)."""
+        return input_, None
+
+
+def gpt_of(chunk: torch.nn.Module) -> Any:
+    """The GPTModel inside Megatron's wrappers (DDP, Float16Module)."""
+    model: Any = chunk
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def defer_head(gpt: Any) -> None:
+    """Turns `gpt`'s output layer into one that hands hidden states on; models without one are left alone.
+
+    Raises `LayoutError` for multi-token prediction, deferred embedding gradients, and output layers
+    that are not plain ColumnParallelLinear.
+    """
+    if not gpt.post_process or isinstance(gpt.output_layer, DeferredHead):
+        return
+    if getattr(gpt, "mtp_process", False) or gpt.config.defer_embedding_wgrad_compute:
+        raise LayoutError(
+            "the head cannot be deferred with multi-token prediction or defer_embedding_wgrad_compute: turn them off"
+        )
+    if type(gpt.output_layer) is not ColumnParallelLinear or gpt.output_layer.bias is not None:
+        raise LayoutError(
+            f"the head cannot be deferred for {type(gpt.output_layer).__name__}: only a ColumnParallelLinear without "
+            "bias. Use defer_head=False"
+        )
+    gpt.output_layer.__class__ = DeferredHead
+
+
+@contextlib.contextmanager
+def head_attached(gpt: Any) -> Iterator[None]:
+    """Inside, a deferred head computes logits again: for generation and losses that ask for logits."""
+    layer = gpt.output_layer if gpt.post_process else None
+    if not isinstance(layer, DeferredHead):
+        yield
+        return
+    layer.__class__ = ColumnParallelLinear
+    try:
+        yield
+    finally:
+        layer.__class__ = DeferredHead
+
+
+def is_deferred(gpt: Any) -> bool:
+    """Whether the model's output is hidden states."""
+    return bool(gpt.post_process and isinstance(gpt.output_layer, DeferredHead))
+
+
+def head_weight(gpt: Any) -> torch.Tensor:
+    """This rank's vocabulary rows of the output weight, [vocabulary / tp, hidden]."""
+    if gpt.share_embeddings_and_output_weights:
+        return gpt.shared_embedding_or_output_weight()
+    return gpt.output_layer.weight
+
+
+def head_input(hidden: torch.Tensor, weight: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
+    """Hidden states of the last stage, ready for the head: [tokens / cp, hidden] on every tensor-parallel rank.
+
+    `hidden` is the model's output [rows, s, hidden] (with sequence parallelism s is a shard). Both
+    mappings sum the vocabulary shards' parts of the gradient over TP in their backward; without
+    them the loss looks right and the gradients are wrong.
+    """
+    rows = hidden.transpose(0, 1).to(weight.dtype)  # Float16Module made the output fp32
+    if sequence_parallel:
+        rows = tensor_parallel.gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True)
+    else:
+        rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
+    return rows.reshape(-1, rows.shape[-1])

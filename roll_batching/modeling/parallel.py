@@ -1,0 +1,181 @@
+"""Process groups and this rank's coordinates in them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from roll_batching.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """Sizes of a parallel layout, this rank's place in it, and Megatron's groups for it.
+
+    A *replica* is the `tp * cp * pp` ranks that share one copy of the data; `dp_group` joins the
+    ranks that hold the same part of the model in different replicas.
+    """
+
+    tp_size: int
+    cp_size: int
+    pp_size: int
+    vpp_size: int
+    ep_size: int
+    dp_size: int
+    sequence_parallel: bool
+    tp_rank: int
+    cp_rank: int
+    pp_rank: int
+    dp_rank: int
+    tp_group: Any
+    cp_group: Any
+    pp_group: Any
+    dp_group: Any
+    host_group: Any
+    """All ranks, on gloo: for agreement and metrics, whatever the backend of the model."""
+    replica_group: Any
+    """The ranks of this replica, on gloo."""
+    device: torch.device
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the output layer."""
+        return bool(self.pp_rank == self.pp_size - 1)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for its replica: last stage, first tensor and context rank."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+
+def start_processes(timeout_minutes: float = 30.0) -> torch.device:
+    """Joins the process group that the environment describes (one process when it describes none).
+
+    NCCL and one CUDA device per local rank where CUDA is available; gloo and the CPU platform
+    otherwise. Returns this rank's device. Raises `LayoutError` when a GPU is missing.
+    """
+    if torch.cuda.is_available():
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if local_rank >= torch.cuda.device_count():
+            raise LayoutError(
+                f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible. Start at most "
+                "that many processes per machine"
+            )
+        device, backend = torch.device("cuda", local_rank), "nccl"
+        torch.cuda.set_device(device)
+    else:
+        from roll_batching.modeling import cpu_platform
+
+        cpu_platform.install()
+        device, backend = torch.device("cpu"), "gloo"
+    if not dist.is_initialized():
+        options: dict[str, Any] = {"timeout": datetime.timedelta(minutes=timeout_minutes)}
+        if "RANK" not in os.environ:
+            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **options)
+    return device
+
+
+def make_layout(
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    vpp_size: int = 1,
+    cp_size: int = 1,
+    ep_size: int = 1,
+    sequence_parallel: bool = False,
+    device: torch.device,
+) -> ParallelLayout:
+    """Creates Megatron's process groups for the world, once per process, and describes them.
+
+    Raises `LayoutError` when the world does not divide into replicas, or when the process already
+    has another layout: one process has one.
+    """
+    from megatron.core import parallel_state
+
+    world, replica = dist.get_world_size(), tp_size * pp_size * cp_size
+    if world % replica:
+        raise LayoutError(
+            f"{world} processes cannot be divided into replicas of {replica} (tensor {tp_size} x pipeline {pp_size} "
+            f"x context {cp_size}): start a multiple of {replica} processes or change strategy_config"
+        )
+    if vpp_size > 1 and pp_size == 1:
+        raise LayoutError(
+            f"virtual_pipeline_model_parallel_size={vpp_size} needs pipeline_model_parallel_size > 1"
+        )
+    if (world // replica * cp_size) % ep_size:
+        raise LayoutError(
+            f"expert_model_parallel_size={ep_size} does not divide data x context parallel = {world // replica * cp_size}"
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tp_size,
+            pp_size,
+            vpp_size if vpp_size > 1 else None,
+            context_parallel_size=cp_size,
+            expert_model_parallel_size=ep_size,
+        )
+    layout = describe_layout(sequence_parallel=sequence_parallel, device=device)
+    asked = (tp_size, pp_size, vpp_size, cp_size, ep_size)
+    found = (layout.tp_size, layout.pp_size, layout.vpp_size, layout.cp_size, layout.ep_size)
+    if asked != found:
+        raise LayoutError(
+            f"this process already runs the layout (tensor, pipeline, virtual, context, expert) = {found} and cannot "
+            f"also run {asked}: give all roles of one job the same layout, or run them as separate jobs"
+        )
+    return layout
+
+
+_host_groups: dict[Any, tuple[Any, Any]] = {}
+
+
+def describe_layout(*, sequence_parallel: bool, device: torch.device) -> ParallelLayout:
+    """The layout that Megatron's parallel state has already. A collective call: every rank makes it."""
+    from megatron.core import parallel_state as mpu
+
+    pp_group = mpu.get_pipeline_model_parallel_group()
+    key = mpu.get_model_parallel_group()
+    if key not in _host_groups:
+        _host_groups.clear()
+        _host_groups[key] = _make_host_groups()
+    host_group, replica_group = _host_groups[key]
+    return ParallelLayout(
+        tp_size=mpu.get_tensor_model_parallel_world_size(),
+        cp_size=mpu.get_context_parallel_world_size(),
+        pp_size=pp_group.size(),
+        vpp_size=mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
+        ep_size=mpu.get_expert_model_parallel_world_size(),
+        dp_size=mpu.get_data_parallel_world_size(),
+        sequence_parallel=sequence_parallel,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        cp_rank=mpu.get_context_parallel_rank(),
+        pp_rank=pp_group.rank(),
+        dp_rank=mpu.get_data_parallel_rank(),
+        tp_group=mpu.get_tensor_model_parallel_group(),
+        cp_group=mpu.get_context_parallel_group(),
+        pp_group=pp_group,
+        dp_group=mpu.get_data_parallel_group(),
+        host_group=host_group,
+        replica_group=replica_group,
+        device=device,
+    )
+
+
+def _make_host_groups() -> tuple[Any, Any]:
+    from megatron.core import parallel_state as mpu
+
+    world = dist.new_group(backend="gloo")
+    placed: list[tuple[int, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(placed, (mpu.get_data_parallel_rank(), dist.get_rank()), group=world)
+    mine = None
+    for replica in range(mpu.get_data_parallel_world_size()):
+        ranks = [rank for dp_rank, rank in filter(None, placed) if dp_rank == replica]
+        group = dist.new_group(ranks, backend="gloo")
+        if replica == mpu.get_data_parallel_rank():
+            mine = group
+    return world, mine

@@ -1,0 +1,75 @@
+"""Rotary position embedding from the plan's positions: vectorised, no device sync, right under CP.
+
+Megatron's unfused rotation of packed sequences synchronises the device and loops over sequences in
+every layer. Here the tables come from the position of each local row, once per forward pass, and
+queries and keys are rotated inside the attention core. Equal to Megatron's own rotation bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from roll_batching.errors import LayoutError
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotarySettings:
+    """How positions become angles.
+
+    `scaling` is None, "linear" (positions divided by `factor`, Chen et al. 2023, arXiv 2306.15595) or
+    "llama3" (frequency bands, Llama 3.1; the remaining fields are its parameters).
+    """
+
+    base: float = 10000.0
+    percent: float = 1.0
+    scaling: str | None = None
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.scaling not in (None, "linear", "llama3"):
+            raise LayoutError(
+                f"RoPE scaling {self.scaling!r} is not supported: use linear, llama3 or leave it out"
+            )
+
+    def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
+        """[rotated / 2] fp32 on the CPU; `rotated` = head_dim * percent."""
+        rotated = int(head_dim * self.percent)
+        frequencies = 1.0 / self.base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+        if self.scaling != "llama3":
+            return frequencies
+        wavelength = 2 * math.pi / frequencies
+        low = self.original_max_position_embeddings / self.low_freq_factor
+        high = self.original_max_position_embeddings / self.high_freq_factor
+        slow = torch.where(wavelength > low, frequencies / self.factor, frequencies)
+        blend = (self.original_max_position_embeddings / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        between = (1 - blend) * slow / self.factor + blend * slow
+        middle = (wavelength >= high) & (wavelength <= low)
+        return torch.where(middle, between, slow)
+
+    def tables(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Tables:
+        """(cos, sin), each [*positions.shape, rotated] fp32."""
+        at = positions.to(inverse_frequencies.dtype)
+        if self.scaling == "linear":
+            at = at * (1 / self.factor)
+        angles = at[..., None] * inverse_frequencies
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, tables: Tables) -> torch.Tensor:
+    """Rotates the first `rotated` channels of x [..., heads, head_dim] by tables [..., rotated]."""
+    cos, sin = (table.unsqueeze(-2).to(x.dtype) for table in tables)
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat([-second, first], -1) * sin
+    return turned if rest.shape[-1] == 0 else torch.cat([turned, rest], -1)

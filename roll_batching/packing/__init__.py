@@ -1,0 +1,7 @@
+"""Plan + samples -> packed tensors, PackedSeqParams and context-parallel rows; and back."""
+
+from roll_batching.packing.batch import PackedBatch, pack_step, unpack_results
+from roll_batching.packing.layout import PackLayout
+from roll_batching.packing.params import PackedParams, packed_params
+
+__all__ = ["PackLayout", "PackedBatch", "PackedParams", "pack_step", "packed_params", "unpack_results"]

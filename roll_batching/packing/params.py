@@ -1,0 +1,67 @@
+"""What travels with a pack through Megatron's layers: PackedSeqParams and what our core needs beyond it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from roll_batching.packing.layout import PackLayout
+from roll_batching.packing.spans import Spans, bucket_spans, varlen_spans
+
+_BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(PackedSeqParams))
+
+
+@dataclass
+class PackedParams(PackedSeqParams):
+    """PackedSeqParams of a pack plus positions, context-parallel rows and attention spans.
+
+    A subclass, because Megatron's TransformerEngine wrapper forwards exactly the base class's fields,
+    and because the object survives recompute, pipeline chunks and Float16Module as it is.
+    """
+
+    positions: torch.Tensor = None  # type: ignore[assignment]
+    """[tokens / cp] int64, position of every local row inside its sequence."""
+    spans: Spans = None  # type: ignore[assignment]
+    rows: torch.Tensor | None = None
+    """[tokens / cp] rows of the pack held here; None without context parallelism."""
+    restore: torch.Tensor | None = None
+    """[tokens] rows gathered over CP ranks back to pack order; None without context parallelism."""
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    """cos and sin tables of the local rows; the first layer of a forward pass fills them in."""
+
+
+def packed_params(layout: PackLayout, cp_rank: int, device: torch.device) -> PackedParams:
+    """PackedParams of `layout` for one context-parallel rank.
+
+    `cu_seqlens` holds whole slots and is one tensor object in all four fields: TransformerEngine
+    takes its fast path for padding-free input by object identity, and slot padding at a causal
+    sequence's end is harmless. `max_seqlen` is a Python int, so that nothing synchronises.
+    """
+    cu_seqlens = torch.from_numpy(layout.cu_seqlens).to(device=device, dtype=torch.int32)
+    fields: dict[str, Any] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_kv": cu_seqlens,
+        "cu_seqlens_q_padded": cu_seqlens,
+        "cu_seqlens_kv_padded": cu_seqlens,
+        "max_seqlen_q": layout.longest_segment,
+        "max_seqlen_kv": layout.longest_segment,
+        "pad_between_seqs": False,
+    }
+    rows = layout.rows(cp_rank)
+    sharded = layout.cp_size > 1
+    return PackedParams(
+        **{name: value for name, value in fields.items() if name in _BASE_FIELDS},
+        positions=torch.from_numpy(layout.position_ids[rows]).to(device),
+        spans=(
+            varlen_spans(layout, cp_rank, device)
+            if device.type == "cuda"
+            else bucket_spans(layout, cp_rank)
+        ),
+        rows=torch.from_numpy(rows).to(device) if sharded else None,
+        restore=torch.from_numpy(layout.restore).to(device) if sharded else None,
+    )

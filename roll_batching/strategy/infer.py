@@ -1,0 +1,343 @@
+"""`MegatronInferStrategy`: a Megatron model that plans, packs and runs forward passes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from roll_batching.config import BatchingConfig, WorkerConfig
+from roll_batching.data import FieldSpec, LengthTable, SampleBatch
+from roll_batching.errors import LayoutError, LossError
+from roll_batching.losses.contract import loss_spec
+from roll_batching.losses.counts import StepCounts, local_counts, truncated_lengths
+from roll_batching.losses.head import HeadContext
+from roll_batching.losses.metrics import HostMetric, join_ranks, to_host
+from roll_batching.losses.runner import LossRunner, MicroBatchRecord, Scaling
+from roll_batching.modeling.builder import build_chunks, resolve_dtype
+from roll_batching.modeling.head import gpt_of
+from roll_batching.modeling.parallel import ParallelLayout, make_layout, start_processes
+from roll_batching.packing.batch import PackedBatch, pack_step, unpack_results
+from roll_batching.planning import CostModel, FlopsCost, Plan, plan_step
+from roll_batching.strategy.agreement import agree, digest
+from roll_batching.strategy.generation import GenerationSettings, generate
+from roll_batching.strategy.schedule import run_schedule
+
+
+class MegatronInferStrategy:
+    """Forward passes of one Megatron model over planned micro-batches.
+
+    Built from a role's settings; `initialize` builds the model. Every method is called by all ranks
+    together. Results come back in the caller's order, on every rank of a replica.
+    """
+
+    def __init__(self, config: WorkerConfig, *, seed: int = 0, temperature: float = 1.0) -> None:
+        self.config = config
+        self.seed = seed
+        self.temperature = temperature
+        """Logits are divided by it wherever log-probs are computed; rollouts should sample with the same."""
+        self.batching: BatchingConfig = config.batching()
+        self.layout: ParallelLayout
+        self.chunks: list[Any]
+        self.cost: CostModel | None = None
+        self.vocab_size: int | None = None
+        self.dtype: torch.dtype
+
+    # ---- building
+
+    def initialize(self) -> None:
+        """Joins the processes, creates Megatron's groups and builds the model.
+
+        Raises `LayoutError` or `ConfigError` when model, layout and processes do not fit.
+        """
+        architecture = self.config.model_args.architecture
+        if architecture is None:
+            raise LayoutError("model_args.architecture is missing: it gives the shape of the model to build")
+        device = start_processes(self.config.backend_timeout)
+        settings = self.config.strategy_args.strategy_config
+        self.layout = make_layout(
+            tp_size=settings.tensor_model_parallel_size,
+            pp_size=settings.pipeline_model_parallel_size,
+            vpp_size=settings.vpp_size,
+            cp_size=settings.context_parallel_size,
+            ep_size=settings.expert_model_parallel_size,
+            sequence_parallel=settings.sequence_parallel and settings.tensor_model_parallel_size > 1,
+            device=device,
+        )
+        self.vocab_size = architecture.vocab_size
+        self.dtype = resolve_dtype(self.config.model_args.dtype, device)
+        self.cost = FlopsCost.from_model(
+            hidden_size=architecture.hidden_size,
+            ffn_hidden_size=architecture.ffn_width,
+            num_layers=architecture.num_layers,
+            num_attention_heads=architecture.num_attention_heads,
+            num_query_groups=architecture.kv_heads,
+            kv_channels=architecture.head_dim,
+            vocab_size=architecture.vocab_size,
+            num_experts=architecture.moe.num_experts if architecture.moe else None,
+            moe_router_topk=architecture.moe.router_topk if architecture.moe else 1,
+            moe_ffn_hidden_size=architecture.moe.ffn_hidden_size if architecture.moe else None,
+            tp_size=self.layout.tp_size,
+            cp_size=self.layout.cp_size,
+        )
+        self._build()
+
+    def _build(self) -> None:
+        self.chunks = self._build_chunks()
+        for chunk in self.chunks:
+            chunk.eval()
+
+    def _build_chunks(self) -> list[Any]:
+        architecture = self.config.model_args.architecture
+        assert architecture is not None  # checked by initialize
+        return build_chunks(
+            architecture,
+            self.config.strategy_args.strategy_config,
+            self.layout,
+            self.dtype,
+            seed=self.seed,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.layout.device
+
+    @torch.no_grad()
+    def copy_weights_from(self, other: MegatronInferStrategy) -> None:
+        """Takes over the parameters of a strategy with the same model and layout, for a frozen reference."""
+        for mine, theirs in zip(self.chunks, other.chunks, strict=True):
+            source = dict(gpt_of(theirs).named_parameters())
+            for name, parameter in gpt_of(mine).named_parameters():
+                parameter.copy_(source[name])
+
+    # ---- planning
+
+    def plan(
+        self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None
+    ) -> Plan:
+        """A plan over the samples of `table`, by this role's settings and the model's cost.
+
+        `forward` plans a pass without gradient. Pure: all ranks get the same plan from the same table.
+        """
+        batching = self.batching.infer if forward else self.batching.train
+        layout = self.layout
+        group_size = self.config.strategy_args.strategy_config.microbatch_group_size_per_vp_stage
+        constraints = batching.constraints(
+            dp_size=layout.dp_size,
+            tp_size=layout.tp_size,
+            cp_size=layout.cp_size,
+            pp_size=layout.pp_size,
+            vpp_size=layout.vpp_size,
+            sequence_parallel=layout.sequence_parallel,
+            group_size=group_size if layout.vpp_size > 1 else None,
+        )
+        return plan_step(
+            table.lengths,
+            constraints,
+            cost=self.cost,
+            ids=table.ids,
+            group_ids=group_ids,
+            home_rank=home_rank,
+            location=table.location,
+        )
+
+    # ---- forward passes
+
+    def forward(
+        self,
+        local: SampleBatch,
+        plan: Plan,
+        needs: Collection[str] = ("log_probs",),
+        masks: Sequence[str] | None = None,
+    ) -> SampleBatch:
+        """Per-token results of the model, in the order of `local`.
+
+        Args:
+            local: this rank's samples, those that `plan` gives its replica (see `distribute`).
+            plan: a plan over all ranks' samples.
+            needs: any of "log_probs" and "entropy".
+            masks: fields that say which rows are wanted; the others read 0. None: every row that predicts.
+
+        Returns:
+            A batch with `local`'s ids and lengths and the needed next_token fields, fp32, on the host.
+
+        Raises:
+            RankError: when any rank's input is wrong, on all ranks, before the model runs.
+        """
+        wanted = [name for name in ("log_probs", "entropy") if name in needs]
+        if not wanted or len(wanted) != len(set(needs)):
+            raise LossError(f"forward(needs={sorted(needs)}): ask for log_probs, entropy or both")
+        packs = self._pack(local, plan, masks)
+        head = self._head()
+
+        def bind(pack: PackedBatch, chunk: Any) -> Any:
+            def collect(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+                log_probs, entropy = head.log_probs(
+                    output, pack, chunk, entropy="entropy" in wanted, idle=not pack.samples
+                )
+                parts = {"log_probs": log_probs, "entropy": entropy}
+                return torch.stack([x for name in wanted if (x := parts[name]) is not None], -1)
+
+            return collect
+
+        with torch.no_grad(), self._evaluating():
+            results = self._run(plan, packs, bind, forward_only=True, collect=True)
+        rows = torch.zeros(local.num_tokens, len(wanted), dtype=self._result_dtype(), device=self.device)
+        if self.layout.is_last_stage and len(local):
+            rows = unpack_results(local, packs, results).to(rows.dtype)
+        if self.layout.pp_size > 1:
+            last = dist.get_global_rank(self.layout.pp_group, self.layout.pp_size - 1)
+            dist.broadcast(rows, last, group=self.layout.pp_group)
+        fields = {name: rows[:, i].contiguous().cpu() for i, name in enumerate(wanted)}
+        return SampleBatch(local.ids, local.lengths, fields, {name: FieldSpec("next_token") for name in wanted})
+
+    def compute_log_probs(
+        self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None = None
+    ) -> SampleBatch:
+        """Log-probability of every token given those before it, as `forward` returns it."""
+        return self.forward(local, plan, ("log_probs",), masks)
+
+    def evaluate(self, local: SampleBatch, plan: Plan, loss: Any) -> dict[str, float]:
+        """The loss (under "loss") and metrics of a loss object over the planned samples, without gradient."""
+        spec = loss_spec(loss)
+        packs = self._pack(local, plan, spec.masks)
+        counts = self._reduce_counts(self._local_counts(local, plan, spec.masks, spec.sums))
+        scaling = Scaling(per_token=True, num_micro_batches=1, dp_size=1)
+        runner = LossRunner(loss, spec, counts, self._head(), scaling, train=False)
+        with torch.no_grad(), self._evaluating():
+            records = self._run(plan, packs, runner.bind, forward_only=True)
+        total, metrics = self._finish([r for r in records if r is not None], runner)
+        return {"loss": total, **metrics}
+
+    def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
+        """Samples responses to this rank's prompts; see `strategy.generation.generate`."""
+        with self._evaluating():
+            return generate(self, prompts, settings)
+
+    # ---- shared by the strategies
+
+    def _run(self, plan: Plan, packs: list[PackedBatch], bind: Any, **options: Any) -> list[Any]:
+        return run_schedule(
+            plan,
+            packs,
+            self.chunks,
+            bind,
+            self.layout,
+            pipeline_shapes=self.config.strategy_args.strategy_config.pipeline_shapes,
+            **options,
+        )
+
+    def _head(self) -> HeadContext:
+        return HeadContext(layout=self.layout, vocab_size=self.vocab_size, temperature=self.temperature)
+
+    def _result_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk, mode in zip(self.chunks, modes, strict=True):
+                chunk.train(mode)
+
+    def _pack(self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> list[PackedBatch]:
+        """Packs this rank's micro-batches; raises on every rank when any rank's samples or plan are wrong."""
+        packs: list[PackedBatch] = []
+        error: Exception | None = None
+        try:
+            self._check_plan(plan)
+            packs = pack_step(
+                local,
+                plan,
+                dp_rank=self.layout.dp_rank,
+                cp_rank=self.layout.cp_rank,
+                device=self.device,
+                masks=masks,
+            )
+        except Exception as caught:  # whatever it is, the other ranks must hear of it
+            error = caught
+        agree(
+            self.layout.host_group,
+            error,
+            same=digest(plan.fingerprint),
+            what="the plans",
+            within=self.layout.replica_group,
+            same_within=_content_digest(local),
+            what_within="the ranks of one replica hold different samples: give all tensor-, context- and "
+            "pipeline-parallel ranks of a data-parallel rank the same batch",
+        )
+        return packs
+
+    def _check_plan(self, plan: Plan) -> None:
+        planned, layout = plan.constraints, self.layout
+        for name in ("dp_size", "tp_size", "cp_size", "pp_size", "vpp_size", "sequence_parallel"):
+            if getattr(planned, name) != getattr(layout, name):
+                raise LayoutError(
+                    f"the plan was made for {name}={getattr(planned, name)} and this job runs {getattr(layout, name)}: "
+                    "plan with strategy.plan(...) or with the constraints of this layout"
+                )
+
+    def _local_counts(
+        self, local: SampleBatch, plan: Plan | None, masks: Sequence[str], sums: Sequence[str]
+    ) -> StepCounts:
+        used = truncated_lengths(plan, self.layout.dp_rank) if plan is not None else None
+        counted = local
+        if plan is not None:
+            counted = local.select_ids(plan.ids[plan.rank_samples(self.layout.dp_rank)])
+        return local_counts(counted, masks, sums, used)
+
+    def _reduce_counts(self, counts: StepCounts) -> StepCounts:
+        vector = counts.vector()
+        layout = self.layout
+        if layout.tp_rank or layout.cp_rank or layout.pp_rank:  # one voice per replica
+            vector.zero_()
+        dist.all_reduce(vector, group=layout.host_group)
+        return counts.with_vector(vector)
+
+    def _finish(
+        self, records: list[MicroBatchRecord], runner: LossRunner
+    ) -> tuple[float, dict[str, float]]:
+        """(loss of the step, metrics over all ranks); raises what any rank found, on all.
+
+        The first host read of the step. Every rank tells its loss, its metrics and, where a loss is
+        not finite or broke its contract, what is wrong and with which samples.
+        """
+        losses, metrics = to_host([r.loss for r in records], [r.metrics for r in records])
+        problem = None if runner.breach is None else str(runner.breach)
+        bad = [r for r, value in zip(records, losses, strict=True) if value != value or abs(value) == float("inf")]
+        if problem is None and bad:
+            samples = sorted({sample for record in bad for sample in record.culprits()})
+            value = losses[records.index(bad[0])]
+            problem = (
+                f"the loss is {value} for sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:16]))}: "
+                "look at these samples' fields and at what the loss computes from them. The optimizer made no step"
+            )
+        speaks = self.layout.is_last_stage and self.layout.tp_rank == 0 and (
+            self.layout.cp_rank == 0 or runner.partial_over_cp
+        )
+        mine: tuple[str | None, float, dict[str, HostMetric]] = (
+            problem,
+            sum(losses) if speaks else 0.0,
+            metrics if speaks else {},
+        )
+        everyone: list[Any] = [None] * dist.get_world_size(self.layout.host_group)
+        dist.all_gather_object(everyone, mine, group=self.layout.host_group)
+        problems = list(dict.fromkeys(text for text, _, _ in everyone if text))
+        if problems:
+            raise LossError("; ".join(problems))
+        return sum(loss for _, loss, _ in everyone), join_ranks(part for _, _, part in everyone)
+
+
+def _content_digest(local: SampleBatch) -> int:
+    parts = [local.ids.numpy().tobytes(), local.lengths.numpy().tobytes()]
+    if "input_ids" in local:
+        parts.append(local["input_ids"].cpu().numpy().tobytes())
+    return digest(*parts)

@@ -1,0 +1,66 @@
+"""Pipeline receives whose shapes come from the plan: no shape exchange, no device synchronisation.
+
+Megatron lets a communicator be handed to its schedules. With variable lengths it asks that
+communicator, before every transfer, to exchange shapes with the neighbours, and waits for the device.
+Every rank knows the plan, so the answer is known beforehand: receives follow the schedule's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+from roll_batching.errors import LayoutError
+
+Shape = tuple[int, int, int]
+
+
+class PlannedP2P(P2PCommunicator):
+    """A P2PCommunicator for one call of a schedule, answering the shape exchange from the plan.
+
+    Overrides the private `_communicate_shapes`, whose signature is the same from 0.16 to 0.19.
+    """
+
+    def __init__(self, pp_group: Any, config: Any, shapes: Sequence[Shape], vpp_size: int, group_size: int) -> None:
+        super().__init__(pp_group, config)
+        rank, size, count = pp_group.rank(), pp_group.size(), len(shapes)
+        table = (
+            get_schedule_table(count, vpp_size, group_size)
+            if vpp_size > 1
+            else [(micro_batch, 0) for micro_batch in range(count)]
+        )
+        self._activations: Iterator[Shape] = iter(
+            [shapes[m] for m, chunk in table if not (rank == 0 and chunk == 0)]
+        )
+        # A backward pass visits the chunks in reverse: the table's chunk 0 is the model's last, whose gradient
+        # the last rank computes itself.
+        self._gradients: Iterator[Shape] = iter(
+            [shapes[m] for m, chunk in table if not (rank == size - 1 and chunk == 0)]
+        )
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Any, Any]:
+        nothing = [0, 0, 0]
+        try:
+            return (
+                next(self._activations) if recv_prev else nothing,
+                next(self._gradients) if recv_next else nothing,
+            )
+        except StopIteration:
+            raise LayoutError(
+                "the pipeline schedule asks for more transfers than the plan has: this Megatron version orders its "
+                "schedule differently. Set pipeline_shapes: exchanged"
+            ) from None
+
+    def check_exhausted(self, forward_only: bool) -> None:
+        """Raises `LayoutError` when planned receives did not happen: the schedule and the plan disagree."""
+        left = [sum(1 for _ in self._activations), 0 if forward_only else sum(1 for _ in self._gradients)]
+        if any(left):
+            raise LayoutError(
+                f"the pipeline schedule ended with {left[0]} activations and {left[1]} gradients never received: this "
+                "Megatron version orders its schedule differently. Set pipeline_shapes: exchanged"
+            )
