@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import PrivateAttr, field_validator, model_validator
 
 from roll_batching.config.fields import Settings, honoured, noticed, refused
+from roll_batching.config.model import CHECKPOINTS
 from roll_batching.config.problems import ConfigFileError, Notice, Problem
 from roll_batching.config.source import Source
 from roll_batching.config.worker import DISTILLATION, TrainingArgs, WorkerConfig
@@ -18,14 +19,10 @@ CRITIC = "critics and value heads are not supported for now; use adv_estimator: 
 class TokenizerConfig(Settings):
     """`tokenizer`: how text becomes tokens."""
 
-    type: Literal["char", "hf"] = honoured(
-        "char", help="char: one token per character. hf: Hugging Face's tokenizers."
-    )
+    type: Literal["char", "hf"] = honoured("char", help="char: one token per character. hf: Hugging Face's tokenizers.")
     vocabulary: str | None = honoured(None, help="char: the characters, in the order of their ids.")
     vocabulary_file: str | None = honoured(None, help="char: text file that holds the characters instead.")
-    name_or_path: str | None = honoured(
-        None, help="hf: folder or name. Default: actor_train's model_name_or_path."
-    )
+    name_or_path: str | None = honoured(None, help="hf: folder of the tokenizer, or its name.")
     eos_token: str | None = honoured(None, help="Token that ends a response; char: one of the characters.")
     pad_token: str | None = honoured(None, help="Token that fills; default: the end token.")
 
@@ -43,18 +40,14 @@ class WarmupConfig(Settings):
     @model_validator(mode="after")
     def _has_steps(self) -> WarmupConfig:
         if self.training_args.max_steps < 1:
-            raise ValueError(
-                "warmup.training_args.max_steps must say how many optimizer steps the warm-up takes"
-            )
+            raise ValueError("warmup.training_args.max_steps must say how many optimizer steps the warm-up takes")
         return self
 
 
 class JobConfig(Settings):
     """A training job: prompts -> rollouts -> reward -> advantages -> balanced, packed training steps."""
 
-    exp_name: str = honoured(
-        "roll-batching", help="Name of the run: its folder under output_dir.", min_length=1
-    )
+    exp_name: str = honoured("roll-batching", help="Name of the run: its folder under output_dir.", min_length=1)
     seed: int = honoured(42, help="Seed of everything that draws at random.", ge=0)
     output_dir: str = honoured("runs", help="Folder that receives the run's folder.")
     resume_from_checkpoint: bool | str = honoured(
@@ -67,9 +60,7 @@ class JobConfig(Settings):
 
     max_steps: int = honoured(500, help="RL steps; 0: only the warm-up.", ge=0)
     save_steps: int = honoured(0, help="Save a checkpoint every so many steps; 0: never.", ge=0)
-    logging_steps: int = honoured(
-        1, help="Show progress every so many steps; metrics are written at each.", ge=1
-    )
+    logging_steps: int = honoured(1, help="Show progress every so many steps; metrics are written at each.", ge=1)
     eval_steps: int = honoured(
         10, help="Evaluate on held-out prompts every so many steps, beside first and last.", ge=0
     )
@@ -93,9 +84,7 @@ class JobConfig(Settings):
     reward_function: str | None = honoured(
         None, help="Dotted path of the function that scores responses. Needed when max_steps > 0."
     )
-    reward_args: dict[str, Any] = honoured(
-        default_factory=dict, help="Keyword arguments for the reward function."
-    )
+    reward_args: dict[str, Any] = honoured(default_factory=dict, help="Keyword arguments for the reward function.")
     tokenizer: TokenizerConfig = honoured(default_factory=TokenizerConfig, help="How text becomes tokens.")
     warmup: WarmupConfig | None = honoured(None, help="Supervised phase before RL. Default: none.")
 
@@ -110,50 +99,37 @@ class JobConfig(Settings):
         None,
         help="reinforce: the deviation that rewards are divided by. grpo: default group.",
     )
-    whiten_advantages: bool = honoured(
-        False, help="Give the advantages of a step's tokens mean 0 and deviation 1."
-    )
+    whiten_advantages: bool = honoured(False, help="Give the advantages of a step's tokens mean 0 and deviation 1.")
     reward_clip: float | None = honoured(None, help="Clip rewards to [-x, x].", gt=0)
     advantage_clip: float | None = honoured(None, help="Clip advantages to [-x, x].", gt=0)
     drop_zero_advantage_groups: bool = honoured(
         False,
-        help="Leave out of the computation the groups whose advantages are all 0; they still count in "
-        "the loss.",
+        help="Leave out of the computation the groups whose advantages are all 0; they still count in the loss.",
     )
     control: Literal["none", "shuffled"] = honoured(
         "none", help="shuffled: advantages are shuffled among samples, a control that must not learn."
     )
 
     ppo_epochs: int = honoured(1, help="Passes over a step's samples.", ge=1)
-    pg_clip: float = honoured(
-        0.2, help="Clip range of the ratio, below and above, unless use_pg_clip_range.", gt=0
-    )
+    pg_clip: float = honoured(0.2, help="Clip range of the ratio, below and above, unless use_pg_clip_range.", gt=0)
     use_pg_clip_range: bool = honoured(False, help="Use pg_clip_low and pg_clip_high instead of pg_clip.")
-    pg_clip_low: float = honoured(
-        0.2, help="The ratio is clipped at 1 minus this; needs use_pg_clip_range.", gt=0
-    )
-    pg_clip_high: float = honoured(
-        0.2, help="The ratio is clipped at 1 plus this; needs use_pg_clip_range.", gt=0
-    )
+    pg_clip_low: float = honoured(0.2, help="The ratio is clipped at 1 minus this; needs use_pg_clip_range.", gt=0)
+    pg_clip_high: float = honoured(0.2, help="The ratio is clipped at 1 plus this; needs use_pg_clip_range.", gt=0)
     use_kl_loss: bool = honoured(False, help="Add the divergence from the reference to the loss.")
     kl_loss_coef: float = honoured(0.0, help="Weight of the divergence (k3); needs use_kl_loss.", ge=0)
     entropy_loss_coef: float = honoured(0.0, help="Weight of the entropy bonus.", ge=0)
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = honoured(
         "token-mean", help="How tokens are averaged, over the whole mini-batch on all ranks."
     )
-    max_grad_norm: float | None = honoured(
-        None, help="Short form of actor_train.training_args.max_grad_norm.", ge=0
-    )
+    max_grad_norm: float | None = honoured(None, help="Short form of actor_train.training_args.max_grad_norm.", ge=0)
 
-    pretrain: str | None = honoured(None, help="Short form of model_args.model_name_or_path for all roles.")
+    pretrain: str | None = refused(None, help="Checkpoint of all roles.", reason=CHECKPOINTS)
     actor_train: WorkerConfig = honoured(default_factory=WorkerConfig, help="The policy in training.")
     actor_infer: WorkerConfig = honoured(
         default_factory=WorkerConfig,
         help="Rollouts: they run on actor_train's model, with these generating_args.",
     )
-    reference: WorkerConfig | None = honoured(
-        None, help="The frozen starting policy, for use_kl_loss. Default: none."
-    )
+    reference: WorkerConfig | None = honoured(None, help="The frozen starting policy, for use_kl_loss. Default: none.")
 
     track_with: str = refused(
         "tensorboard",
@@ -164,9 +140,7 @@ class JobConfig(Settings):
     tracker_kwargs: dict[str, Any] | None = noticed(
         None, help="Arguments of the tracker.", notice="TensorBoard events lie in the run's folder"
     )
-    logging_dir: str | None = noticed(
-        None, help="Folder of logs.", notice="everything a run leaves lies in its folder"
-    )
+    logging_dir: str | None = noticed(None, help="Folder of logs.", notice="everything a run leaves lies in its folder")
     checkpoint_config: dict[str, Any] | None = noticed(
         None,
         help="Where checkpoints go.",
@@ -176,9 +150,7 @@ class JobConfig(Settings):
         None, help="Devices per machine.", notice="actor_train.device_mapping counts the processes"
     )
     num_nodes: int | None = noticed(None, help="Machines.", notice="start one torchrun per machine yourself")
-    rpc_timeout: int | None = noticed(
-        None, help="Ray's timeout.", notice="backend_timeout limits collectives"
-    )
+    rpc_timeout: int | None = noticed(None, help="Ray's timeout.", notice="backend_timeout limits collectives")
     val_batch_size: int | None = noticed(
         None, help="Prompts per evaluation batch.", notice="eval_samples is the number"
     )
@@ -186,9 +158,7 @@ class JobConfig(Settings):
     reward_pretrain: str | None = noticed(
         None, help="Checkpoint of a reward model.", notice="rewards come from reward_function"
     )
-    global_template: str | None = noticed(
-        None, help="Chat template.", notice="prompts are used as their file has them"
-    )
+    global_template: str | None = noticed(None, help="Chat template.", notice="prompts are used as their file has them")
     is_offload_states: bool = noticed(
         False, help="Move states to the host between roles.", notice="roles share one model, nothing is moved"
     )
@@ -198,9 +168,7 @@ class JobConfig(Settings):
     enable_old_logprobs_recompute: bool = noticed(
         True, help="Compute old log-probs.", notice="actor_train.logprob_plan decides"
     )
-    kl_penalty: str | None = noticed(
-        None, help="Estimator of add_token_level_kl.", notice="the KL loss uses k3"
-    )
+    kl_penalty: str | None = noticed(None, help="Estimator of add_token_level_kl.", notice="the KL loss uses k3")
     value_clip: float | None = noticed(None, help="Clip range of a critic.", notice="there is no critic")
     gamma: float = refused(1.0, help="Discount.", reason="rewards belong to whole responses; use 1")
     add_token_level_kl: bool = refused(
@@ -210,9 +178,7 @@ class JobConfig(Settings):
         None, help="Weight of add_token_level_kl.", notice="the divergence is weighted by kl_loss_coef"
     )
     dual_clip_loss: bool = refused(False, help="Dual clip.", reason="dual clip is not supported for now")
-    whiten_rewards: bool = refused(
-        False, help="Whiten rewards.", reason="use norm_mean_type and norm_std_type"
-    )
+    whiten_rewards: bool = refused(False, help="Whiten rewards.", reason="use norm_mean_type and norm_std_type")
     max_len_mask: bool = refused(False, help="Mask overlong responses.", reason="not supported for now")
     difficulty_mask: bool = refused(
         False, help="Mask by difficulty.", reason="not supported; see drop_zero_advantage_groups"

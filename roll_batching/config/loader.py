@@ -55,8 +55,7 @@ def check_source(source: Source) -> JobConfig:
     if job is not None:
         for problem in broken_rules(job):
             if not any(
-                path[: len(problem.path)] == problem.path or problem.path[: len(path)] == path
-                for path in faulty
+                path[: len(problem.path)] == problem.path or problem.path[: len(path)] == path for path in faulty
             ):
                 problems.append(problem)
     if problems or job is None:
@@ -188,9 +187,7 @@ def _path_in(location: Sequence[str | int], data: Any, *, missing: bool) -> KeyP
 def _unknown_key(path: KeyPath) -> str:
     name, settings = str(path[-1]), settings_at(path[:-1])
     known = list(settings.model_fields) if settings is not None else []
-    elsewhere = [
-        dotted(key.path) for key in schema_keys() if key.path[-1] == name and key.path[0] != "reference"
-    ]
+    elsewhere = [dotted(key.path) for key in schema_keys() if key.path[-1] == name and key.path[0] != "reference"]
     guess = nearest(name, known)
     if guess and not elsewhere:
         return f"unknown key; did you mean {guess!r}?"
@@ -213,16 +210,12 @@ def _choices(annotation: Any) -> list[str]:
 
 def _bad_choice(given: Any, choices: Sequence[str]) -> str:
     if given in FSDP_STRATEGIES:
-        return (
-            f"{given!r} does not exist here: training runs on Megatron-Core; use megatron_train or "
-            "megatron_infer"
-        )
+        return f"{given!r} does not exist here: training runs on Megatron-Core; use megatron_train or megatron_infer"
     if given == "yarn":
         return "'yarn' is refused: YaRN scaling is not supported for now; choose linear or llama3"
     if given in ("gae", "gigpo"):
         return (
-            f"{given!r} is refused: critics and step rewards are not supported for now; choose "
-            f"{' or '.join(choices)}"
+            f"{given!r} is refused: critics and step rewards are not supported for now; choose {' or '.join(choices)}"
         )
     guess = nearest(str(given), choices)
     hint = f"did you mean {guess!r}? " if guess else ""

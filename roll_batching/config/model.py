@@ -9,6 +9,7 @@ from pydantic import model_validator
 from roll_batching.config.fields import Settings, honoured, noticed, refused
 
 LORA = "LoRA is not supported for now; train all parameters and leave the lora keys out"
+CHECKPOINTS = "Hugging Face checkpoints cannot be loaded for now; give the shape in model_args.architecture"
 VLM = "vision-language models are not supported for now"
 
 
@@ -17,15 +18,9 @@ class RopeScaling(Settings):
 
     type: Literal["linear", "llama3"] = honoured(help="Kind of scaling. YaRN is refused for now.")
     factor: float = honoured(1.0, help="How many times longer than in pre-training.", ge=1)
-    low_freq_factor: float = honoured(
-        1.0, help="llama3: wavelengths above the original length over this scale.", gt=0
-    )
-    high_freq_factor: float = honoured(
-        4.0, help="llama3: wavelengths below it over this stay as they are.", gt=0
-    )
-    original_max_position_embeddings: int = honoured(
-        8192, help="llama3: context length of pre-training.", gt=0
-    )
+    low_freq_factor: float = honoured(1.0, help="llama3: wavelengths above the original length over this scale.", gt=0)
+    high_freq_factor: float = honoured(4.0, help="llama3: wavelengths below it over this stay as they are.", gt=0)
+    original_max_position_embeddings: int = honoured(8192, help="llama3: context length of pre-training.", gt=0)
 
 
 class MoEConfig(Settings):
@@ -33,12 +28,8 @@ class MoEConfig(Settings):
 
     num_experts: int = honoured(help="Experts per layer.", ge=2)
     router_topk: int = honoured(2, help="Experts that each token visits.", ge=1)
-    ffn_hidden_size: int | None = honoured(
-        None, help="Width of an expert; default: the dense layers' width.", gt=0
-    )
-    shared_expert_ffn_hidden_size: int | None = honoured(
-        None, help="Width of the shared expert; default: none.", gt=0
-    )
+    ffn_hidden_size: int | None = honoured(None, help="Width of an expert; default: the dense layers' width.", gt=0)
+    shared_expert_ffn_hidden_size: int | None = honoured(None, help="Width of the shared expert; default: none.", gt=0)
     aux_loss_coeff: float = honoured(0.0, help="Weight of the load-balancing loss.", ge=0)
     z_loss_coeff: float = honoured(0.0, help="Weight of the router's z-loss.", ge=0)
     layer_freq: int = honoured(1, help="Every how many layers one is a mixture.", ge=1)
@@ -53,9 +44,7 @@ class ArchitectureConfig(Settings):
     hidden_size: int = honoured(help="Width of the residual stream.", gt=0)
     num_layers: int = honoured(help="Decoder layers.", gt=0)
     num_attention_heads: int = honoured(help="Query heads.", gt=0)
-    num_query_groups: int | None = honoured(
-        None, help="Key and value heads; default: as many as query heads.", gt=0
-    )
+    num_query_groups: int | None = honoured(None, help="Key and value heads; default: as many as query heads.", gt=0)
     kv_channels: int | None = honoured(
         None, help="Width of one head; default: hidden_size / num_attention_heads.", gt=0
     )
@@ -65,9 +54,7 @@ class ArchitectureConfig(Settings):
     max_position_embeddings: int = honoured(4096, help="Longest sequence the model is meant for.", gt=0)
     rotary_base: float = honoured(10000.0, help="Base of the rotary frequencies.", gt=0)
     rotary_percent: float = honoured(1.0, help="Share of each head's channels that is rotated.", gt=0, le=1)
-    rope_scaling: RopeScaling | None = honoured(
-        None, help="Scaling of the rotary frequencies; default: none."
-    )
+    rope_scaling: RopeScaling | None = honoured(None, help="Scaling of the rotary frequencies; default: none.")
     norm_epsilon: float = honoured(1e-6, help="Epsilon of RMSNorm.", gt=0)
     tie_word_embeddings: bool = honoured(False, help="Whether the output head shares the embedding's weight.")
     qk_layernorm: bool = honoured(False, help="Normalise queries and keys per head, as Qwen3 does.")
@@ -112,11 +99,9 @@ class ModelArgs(Settings):
     """`model_args`: which model, in which precision."""
 
     architecture: ArchitectureConfig | None = honoured(
-        None, help="The model's shape, for random initial weights. Roles without one take actor_train's."
+        None, help="The model's shape; weights start at random. Roles without one take actor_train's."
     )
-    model_name_or_path: str | None = honoured(
-        None, help="Folder of a Hugging Face checkpoint to start from. Roles without one take actor_train's."
-    )
+    model_name_or_path: str | None = refused(None, help="Checkpoint to start from.", reason=CHECKPOINTS)
     dtype: Literal["auto", "fp32", "bf16"] = honoured(
         "auto", help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA."
     )
@@ -149,12 +134,8 @@ class ModelArgs(Settings):
     lora_alpha: int | None = refused(None, help="LoRA scale.", reason=LORA)
     lora_target: str | list[str] | None = refused(None, help="Modules with LoRA.", reason=LORA)
     lora_dropout: float | None = refused(None, help="LoRA dropout.", reason=LORA)
-    additional_target: str | list[str] | None = refused(
-        None, help="Modules trained beside LoRA.", reason=LORA
-    )
-    vision_config: dict[str, Any] | None = refused(
-        None, help="Vision tower of a multimodal model.", reason=VLM
-    )
+    additional_target: str | list[str] | None = refused(None, help="Modules trained beside LoRA.", reason=LORA)
+    vision_config: dict[str, Any] | None = refused(None, help="Vision tower of a multimodal model.", reason=VLM)
 
     @model_validator(mode="before")
     @classmethod

@@ -83,19 +83,13 @@ def _for_key(job: JobConfig, path: Path, value: Any) -> str | None:
     if role is not None and role.strategy_args.strategy_name in ENGINE_STRATEGIES:
         engine = role.strategy_args.strategy_name
         if path[1:] == ("strategy_args", "strategy_name"):
-            return (
-                f"{engine} is not started: rollouts run on the Megatron model itself, with its "
-                "current weights"
-            )
+            return f"{engine} is not started: rollouts run on the Megatron model itself, with its current weights"
         if path[1:3] == ("strategy_args", "strategy_config"):
             return f"has no effect: a setting of {engine}, which is not started"
         if path[1:] == ("device_mapping",) and role.device_mapping != job.actor_train.device_mapping:
             return "has no effect: rollouts run on actor_train's devices"
     if "system_envs" in path[:2] and str(path[-1]).startswith("NVTE_"):
-        return (
-            "is set for the workers, but only TransformerEngine reads it; our attention core follows "
-            "the device"
-        )
+        return "is set for the workers, but only TransformerEngine reads it; our attention core follows the device"
     field = field_at(path)
     if field is not None and use_of(field)["use"] == "noticed":
         return f"has no effect: {use_of(field)['notice']}"
@@ -143,8 +137,6 @@ def _lengths(job: JobConfig) -> Iterator[tuple[Path, str]]:
     batching = job.actor_train.batching()
     for kind, passes in (("train", batching.train), ("infer", batching.infer)):
         if passes.max_tokens is not None and longest > passes.max_tokens and passes.oversize == "error":
-            text = (
-                f"sequences may reach {longest} tokens, over the cap of {passes.max_tokens} in {kind} passes"
-            )
+            text = f"sequences may reach {longest} tokens, over the cap of {passes.max_tokens} in {kind} passes"
             yield ("actor_train", "planning_args", "oversize"), f"{text}; such a one ends the job"
             return

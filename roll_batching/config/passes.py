@@ -35,9 +35,7 @@ def pass_batching(worker: WorkerConfig, kind: Literal["train", "infer"]) -> Pass
             seed=planning.seed,
         )
     if worker.dynamic_in_train if train else worker.dynamic_in_infer:
-        cap = (
-            worker.max_tokens_per_microbatch_in_train if train else worker.max_tokens_per_microbatch_in_infer
-        )
+        cap = worker.max_tokens_per_microbatch_in_train if train else worker.max_tokens_per_microbatch_in_infer
         step = worker.sequence_length_round_in_train if train else worker.sequence_length_round_in_infer
         return PassBatching(
             mode="dynamic",

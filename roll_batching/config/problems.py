@@ -65,9 +65,7 @@ class ConfigFileError(ConfigError):
     """All problems of one configuration, in the order of their lines."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(
-            sorted(problems, key=lambda item: (item.place.line or 10**9) if item.place else 0)
-        )
+        self.problems = tuple(sorted(problems, key=lambda item: (item.place.line or 10**9) if item.place else 0))
         count = len(self.problems)
         head = "the configuration has a problem" if count == 1 else f"the configuration has {count} problems"
         super().__init__("\n  ".join([f"{head}:", *map(str, self.problems)]))

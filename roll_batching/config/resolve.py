@@ -13,15 +13,15 @@ def resolve_job(job: JobConfig) -> dict[str, Any]:
     """The fields of `job` that change once everything that follows from other keys is filled in."""
     lengths = _lengths(job)
     group = job.num_return_sequences_in_group or job.actor_infer.generating_args.num_return_sequences or 1
-    train = _own(job.actor_train, job, lengths["sequence_length"])
+    train = _own(job.actor_train, lengths["sequence_length"])
     if job.max_grad_norm is not None and "max_grad_norm" not in train.training_args.model_fields_set:
         train = _update(train, "training_args", max_grad_norm=job.max_grad_norm)
-    infer = _inherit(_own(job.actor_infer, job, lengths["sequence_length"]), train)
+    infer = _inherit(_own(job.actor_infer, lengths["sequence_length"]), train)
     tokens = infer.generating_args.max_new_tokens or lengths["response_length"]
     infer = _update(infer, "generating_args", max_new_tokens=tokens, num_return_sequences=group)
     resolved = {**lengths, "num_return_sequences_in_group": group, "actor_train": train, "actor_infer": infer}
     if job.reference is not None:
-        resolved["reference"] = _inherit(_own(job.reference, job, lengths["sequence_length"]), train)
+        resolved["reference"] = _inherit(_own(job.reference, lengths["sequence_length"]), train)
     return resolved
 
 
@@ -36,31 +36,21 @@ def _lengths(job: JobConfig) -> dict[str, int | None]:
     return {"response_length": response, "sequence_length": whole}
 
 
-def _own(role: WorkerConfig, job: JobConfig, sequence_length: int | None) -> WorkerConfig:
+def _own(role: WorkerConfig, sequence_length: int | None) -> WorkerConfig:
     """What a role takes from the job's top level."""
-    if job.pretrain and role.model_args.model_name_or_path is None and role.model_args.architecture is None:
-        role = _update(role, "model_args", model_name_or_path=job.pretrain)
     if role.padded_length is None:
-        role = role.model_copy(update={"padded_length": sequence_length})
+        return role.model_copy(update={"padded_length": sequence_length})
     return role
 
 
 def _inherit(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:
     """What a role takes from actor_train: the model, and every layout key that it does not set itself."""
-    own, theirs = role.model_args, train.model_args
-    if own.architecture is None and "model_name_or_path" not in own.model_fields_set:
-        role = _update(
-            role, "model_args", architecture=theirs.architecture, model_name_or_path=theirs.model_name_or_path
-        )
-    if "dtype" not in own.model_fields_set:
-        role = _update(role, "model_args", dtype=theirs.dtype)
+    for key in ("architecture", "dtype"):
+        if key not in role.model_args.model_fields_set:
+            role = _update(role, "model_args", **{key: getattr(train.model_args, key)})
     layout = role.strategy_args.strategy_config
     shared = train.strategy_args.strategy_config
-    missing = {
-        name: getattr(shared, name)
-        for name in type(layout).model_fields
-        if name not in layout.model_fields_set
-    }
+    missing = {name: getattr(shared, name) for name in type(layout).model_fields if name not in layout.model_fields_set}
     strategy = role.strategy_args.model_copy(update={"strategy_config": layout.model_copy(update=missing)})
     devices = train.device_mapping if role.device_mapping is None else role.device_mapping
     return role.model_copy(update={"strategy_args": strategy, "device_mapping": devices})

@@ -48,10 +48,7 @@ def _strategy_name(name: str, role: WorkerConfig) -> Iterator[Problem]:
     if name == "reference" and not role.strategy_args.runs_on_megatron:
         yield Problem(path, f"{given} cannot serve the reference; use megatron_infer")
     if role.use_sequence_packing and not role.strategy_args.runs_on_megatron:
-        text = (
-            f"packing works only under {' and '.join(MEGATRON_STRATEGIES)}, not under {given}; set "
-            "it to false"
-        )
+        text = f"packing works only under {' and '.join(MEGATRON_STRATEGIES)}, not under {given}; set it to false"
         yield Problem((name, "use_sequence_packing"), text)
 
 
@@ -60,23 +57,17 @@ def _layout(name: str, role: WorkerConfig) -> Iterator[Problem]:
     path = (name, "strategy_args", "strategy_config")
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     if layout.vpp_size > 1 and pp == 1:
-        text = (
-            f"{layout.vpp_size} chunks per stage need pipeline_model_parallel_size of at least 2, which is 1"
-        )
+        text = f"{layout.vpp_size} chunks per stage need pipeline_model_parallel_size of at least 2, which is 1"
         yield Problem((*path, "virtual_pipeline_model_parallel_size"), text)
     if layout.sequence_parallel and tp == 1:
-        text = (
-            "sequence parallelism needs tensor_model_parallel_size of at least 2, which is 1; set it to false"
-        )
+        text = "sequence parallelism needs tensor_model_parallel_size of at least 2, which is 1; set it to false"
         yield Problem((*path, "sequence_parallel"), text)
     group = layout.microbatch_group_size_per_vp_stage
     if group is not None and layout.vpp_size == 1:
         text = "is read only with virtual_pipeline_model_parallel_size above 1; leave it out"
         yield Problem((*path, "microbatch_group_size_per_vp_stage"), text)
     elif isinstance(group, int) and group < pp:
-        yield Problem(
-            (*path, "microbatch_group_size_per_vp_stage"), f"is {group}; it must be at least PP = {pp}"
-        )
+        yield Problem((*path, "microbatch_group_size_per_vp_stage"), f"is {group}; it must be at least PP = {pp}")
     if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
         text = "needs use_distributed_optimizer: true and overlap_grad_reduce: true"
         yield Problem((*path, "overlap_param_gather"), text)
@@ -102,14 +93,11 @@ def _model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) ->
     tp, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size * layout.vpp_size
     if model.num_layers % stages:
         text = (
-            f"{model.num_layers} layers do not divide into PP x VPP = {stages} equal parts; use a "
-            f"multiple of {stages}"
+            f"{model.num_layers} layers do not divide into PP x VPP = {stages} equal parts; use a multiple of {stages}"
         )
         yield Problem((*path, "num_layers"), text)
     if model.num_attention_heads % tp:
-        text = (
-            f"{model.num_attention_heads} heads do not divide among TP = {tp} ranks; use a multiple of {tp}"
-        )
+        text = f"{model.num_attention_heads} heads do not divide among TP = {tp} ranks; use a multiple of {tp}"
         yield Problem((*path, "num_attention_heads"), text)
     if model.kv_heads % tp:
         text = f"{model.kv_heads} query groups do not divide among TP = {tp} ranks; use a multiple of {tp}"
@@ -125,9 +113,7 @@ def _model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) ->
     experts = layout.expert_model_parallel_size
     where = (name, "strategy_args", "strategy_config", "expert_model_parallel_size")
     if experts > 1 and model.moe is None:
-        yield Problem(
-            where, f"is {experts}, but the model has no mixture of experts (architecture.moe); use 1"
-        )
+        yield Problem(where, f"is {experts}, but the model has no mixture of experts (architecture.moe); use 1")
     elif model.moe is not None and model.moe.num_experts % experts:
         yield Problem(where, f"{model.moe.num_experts} experts do not divide among EP = {experts} ranks")
     if model.moe is not None and model.moe.router_topk > model.moe.num_experts:
@@ -150,13 +136,9 @@ def _batching(name: str, role: WorkerConfig) -> Iterator[Problem]:
     if role.use_sequence_packing and (role.dynamic_in_train or role.dynamic_in_infer):
         keys = ["use_dynamic_batching"] if role.use_dynamic_batching else []
         keys += [
-            f"use_dynamic_batching_in_{k}"
-            for k in ("train", "infer")
-            if getattr(role, f"use_dynamic_batching_in_{k}")
+            f"use_dynamic_batching_in_{k}" for k in ("train", "infer") if getattr(role, f"use_dynamic_batching_in_{k}")
         ]
-        text = (
-            f"packing and dynamic batching ({', '.join(keys)}) exclude each other; set one of them to false"
-        )
+        text = f"packing and dynamic batching ({', '.join(keys)}) exclude each other; set one of them to false"
         yield Problem((name, "use_sequence_packing"), text)
         return
     if role.use_sequence_packing:
@@ -181,10 +163,7 @@ def _dynamic(name: str, role: WorkerConfig, kind: str) -> Iterator[Problem]:
     cap_key, round_key = f"max_tokens_per_microbatch_in_{kind}", f"sequence_length_round_in_{kind}"
     cap, step = getattr(role, cap_key), getattr(role, round_key)
     if cap is None:
-        text = (
-            "is missing: dynamic batching needs the most tokens (rows x length) that one micro-batch "
-            "may compute"
-        )
+        text = "is missing: dynamic batching needs the most tokens (rows x length) that one micro-batch may compute"
         yield Problem((name, cap_key), text)
     elif cap < step:
         yield Problem((name, cap_key), f"is {cap}, below {round_key} = {step}: not even one row would fit")
@@ -205,17 +184,13 @@ def _roles(job: JobConfig) -> Iterator[Problem]:
         for key in PARALLEL_KEYS:
             own, theirs = getattr(role.strategy_args.strategy_config, key), getattr(shared, key)
             if own != theirs:
-                text = (
-                    f"is {own}, but {theirs} in actor_train; the roles of one job share one parallel layout"
-                )
+                text = f"is {own}, but {theirs} in actor_train; the roles of one job share one parallel layout"
                 yield Problem((name, "strategy_args", "strategy_config", key), f"{text}; leave it out here")
         if role.device_mapping != job.actor_train.device_mapping:
-            text = (
-                "differs from actor_train's; the roles of one job run on the same devices; leave it out here"
-            )
+            text = "differs from actor_train's; the roles of one job run on the same devices; leave it out here"
             yield Problem((name, "device_mapping"), text)
     ours, theirs_args = job.actor_infer.model_args, job.actor_train.model_args
-    for key in ("architecture", "model_name_or_path", "dtype"):
+    for key in ("architecture", "dtype"):
         if getattr(ours, key) != getattr(theirs_args, key):
             text = "differs from actor_train's; rollouts run on actor_train's model; leave it out here"
             yield Problem(("actor_infer", "model_args", key), text)
@@ -231,10 +206,7 @@ def _environment(job: JobConfig) -> Iterator[Problem]:
                 yield Problem(path, "is set by torchrun; leave it out")
             owner, before = seen.setdefault(variable, (".".join(scope) or "the top level", value))
             if scope and before != value and owner != "the top level":
-                text = (
-                    f"is {value!r}, but {before!r} in {owner}; the roles share one process and its "
-                    "environment"
-                )
+                text = f"is {value!r}, but {before!r} in {owner}; the roles share one process and its environment"
                 yield Problem(path, text)
 
 
@@ -249,10 +221,7 @@ def _objective(job: JobConfig) -> Iterator[Problem]:
         )
         yield Problem(("actor_train", "model_args", "architecture", "hidden_dropout"), text)
     if train.logprob_plan == "none" and job.ppo_epochs > 1:
-        text = (
-            f"none allows one optimizer step per rollout, but ppo_epochs is {job.ppo_epochs}; use "
-            "train or own"
-        )
+        text = f"none allows one optimizer step per rollout, but ppo_epochs is {job.ppo_epochs}; use train or own"
         yield Problem(("actor_train", "logprob_plan"), text)
     if job.drop_zero_advantage_groups and (job.kl_coef or job.entropy_loss_coef):
         term = "kl_loss_coef" if job.kl_coef else "entropy_loss_coef"
@@ -270,15 +239,10 @@ def _objective(job: JobConfig) -> Iterator[Problem]:
             f"is {job.clip_range[0]}; the ratio's lower bound 1 - {job.clip_range[0]} must stay above 0",
         )
     if job.adv_estimator == "grpo" and job.norm_mean_type == "batch":
-        yield Problem(
-            ("norm_mean_type",), "grpo subtracts the group's mean; use group, or adv_estimator: reinforce"
-        )
+        yield Problem(("norm_mean_type",), "grpo subtracts the group's mean; use group, or adv_estimator: reinforce")
     if job.save_steps and train.strategy_args.strategy_config.use_distributed_optimizer:
         path = ("actor_train", "strategy_args", "strategy_config", "use_distributed_optimizer")
-        text = (
-            "its state cannot be saved for now, but save_steps asks for checkpoints; set one of them "
-            "to false or 0"
-        )
+        text = "its state cannot be saved for now, but save_steps asks for checkpoints; set one of them to false or 0"
         yield Problem(path, text)
 
 
@@ -304,9 +268,9 @@ def missing_for_a_run(job: JobConfig) -> list[Problem]:
 
     model = job.actor_train.model_args
     need(
-        model.architecture or model.model_name_or_path,
+        model.architecture,
         ("actor_train", "model_args", "architecture"),
-        "is missing: give the model's shape here, or a checkpoint in model_name_or_path",
+        "is missing: the model's shape (hidden_size, num_layers, ...)",
     )
     need(job.max_steps or job.warmup, ("max_steps",), "is 0 and there is no warmup section: nothing to do")
     tokenizer = job.tokenizer
@@ -317,11 +281,9 @@ def missing_for_a_run(job: JobConfig) -> list[Problem]:
             ("tokenizer", "vocabulary"),
             "is missing: give the characters, or vocabulary_file, or type: hf",
         )
-        need(
-            tokenizer.eos_token, ("tokenizer", "eos_token"), "is missing: the character that ends a response"
-        )
+        need(tokenizer.eos_token, ("tokenizer", "eos_token"), "is missing: the character that ends a response")
     else:
-        need(tokenizer.name_or_path or model.model_name_or_path, ("tokenizer", "name_or_path"), "is missing")
+        need(tokenizer.name_or_path, ("tokenizer", "name_or_path"), "is missing: folder or name of the tokenizer")
     if not job.max_steps:
         return problems
     data = job.actor_train.data_args

@@ -50,9 +50,7 @@ def read_yaml(path: str | Path) -> Source:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigFileError(
-            [Problem((), "no such file; check the path after --config", Place(name))]
-        ) from None
+        raise ConfigFileError([Problem((), "no such file; check the path after --config", Place(name))]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigFileError([Problem((), f"cannot be read: {error}", Place(name))]) from None
     return parse_yaml(text, name)
@@ -103,11 +101,7 @@ def _value(
     loader.flatten_mapping(node)
     result: dict[str, Any] = {}
     for key_node, child in node.value:
-        key = (
-            key_node.value
-            if isinstance(key_node, yaml.ScalarNode)
-            else str(loader.construct_object(key_node))
-        )
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else str(loader.construct_object(key_node))
         places[(*path, key)] = Place(name, key_node.start_mark.line + 1)
         result[key] = _value(loader, child, (*path, key), name, places, problems)
     return result
@@ -143,9 +137,7 @@ def _override(source: Source, text: str) -> None:
         path = (*path, step)
         if isinstance(here, list):
             if not isinstance(step, int) or step >= len(here):
-                raise ValueError(
-                    f"{'.'.join(parts[:number])} is a list of {len(here)} items; {part!r} is not one"
-                )
+                raise ValueError(f"{'.'.join(parts[:number])} is a list of {len(here)} items; {part!r} is not one")
         elif not isinstance(here, dict):
             raise ValueError(f"{'.'.join(parts[:number])} is {here!r}, which has no key {part!r}")
         elif not last and here.get(part) is None:

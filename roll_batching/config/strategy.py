@@ -32,14 +32,11 @@ class MegatronConfig(Settings):
     sequence_parallel: bool = honoured(
         False, help="Split activations between tensor-parallel regions over TP; needs TP > 1."
     )
-    use_distributed_optimizer: bool = honoured(
-        False, help="Shard the optimizer's state over data-parallel ranks."
-    )
+    use_distributed_optimizer: bool = honoured(False, help="Shard the optimizer's state over data-parallel ranks.")
     overlap_grad_reduce: bool = honoured(False, help="Reduce gradients while the backward still runs.")
     overlap_param_gather: bool = honoured(
         False,
-        help="Gather parameters while the forward runs; needs use_distributed_optimizer and "
-        "overlap_grad_reduce.",
+        help="Gather parameters while the forward runs; needs use_distributed_optimizer and overlap_grad_reduce.",
     )
     recompute_granularity: Literal["full", "selective"] | None = honoured(
         None, help="Recompute activations in backward: whole layers, or parts of them."
@@ -50,9 +47,7 @@ class MegatronConfig(Settings):
     recompute_num_layers: int | None = honoured(
         None, help="full: layers per recomputed unit, or recomputed layers.", ge=1
     )
-    recompute_modules: list[str] | None = honoured(
-        None, help="selective: parts of a layer. Default: core_attn."
-    )
+    recompute_modules: list[str] | None = honoured(None, help="selective: parts of a layer. Default: core_attn.")
     calculate_per_token_loss: bool = honoured(
         True, help="Which of Megatron's two loss scalings is used underneath. Results do not depend on it."
     )
@@ -115,12 +110,8 @@ class MegatronConfig(Settings):
     fp8: str | None = refused(None, help="FP8 format.", reason=FP8)
     fp8_recipe: str | None = refused(None, help="FP8 scaling recipe.", reason=FP8)
     fp8_param: bool = refused(False, help="FP8 weights.", reason=FP8)
-    moe_enable_routing_replay: bool = refused(
-        False, help="Replay of routing decisions.", reason=ROUTER_REPLAY
-    )
-    dynamic_context_parallel: bool = refused(
-        False, help="Context-parallel groups per micro-batch.", reason=DYNAMIC_CP
-    )
+    moe_enable_routing_replay: bool = refused(False, help="Replay of routing decisions.", reason=ROUTER_REPLAY)
+    dynamic_context_parallel: bool = refused(False, help="Context-parallel groups per micro-batch.", reason=DYNAMIC_CP)
     hybrid_context_parallel: bool = refused(False, help="Megatron's earlier name for it.", reason=DYNAMIC_CP)
 
     @property
@@ -131,9 +122,7 @@ class MegatronConfig(Settings):
     @property
     def model_size(self) -> int:
         """Ranks that share one copy of the data: TP x PP x CP."""
-        return (
-            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-        )
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @model_validator(mode="before")
     @classmethod
@@ -172,9 +161,7 @@ class StrategyArgs(Settings):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _set_engine_options_aside(
-        cls, data: Any, handler: ModelWrapValidatorHandler[StrategyArgs]
-    ) -> StrategyArgs:
+    def _set_engine_options_aside(cls, data: Any, handler: ModelWrapValidatorHandler[StrategyArgs]) -> StrategyArgs:
         if not isinstance(data, dict):
             return handler(data)
         data = dict(data)

@@ -53,9 +53,7 @@ def field_at(path: Path) -> FieldInfo | None:
     return parent.model_fields.get(str(path[-1])) if parent is not None else None
 
 
-def given_keys(
-    data: Any, prefix: Path = (), settings: type[Settings] | None = JobConfig
-) -> Iterator[tuple[Path, Any]]:
+def given_keys(data: Any, prefix: Path = (), settings: type[Settings] | None = JobConfig) -> Iterator[tuple[Path, Any]]:
     """The keys that `data` gives, down to plain values and to the entries of free-form maps."""
     if not isinstance(data, dict):
         return

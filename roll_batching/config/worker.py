@@ -39,12 +39,8 @@ class SequencePackingArgs(Settings):
     max_packed_sequence_length_forward: int | None = honoured(
         None, help="Most tokens of a pack in passes without gradient. Default: the training cap.", gt=0
     )
-    min_num_micro_batches_train: int = honoured(
-        1, help="Fewest micro-batches per rank and optimizer step.", ge=1
-    )
-    min_num_micro_batches_forward: int = honoured(
-        1, help="Fewest micro-batches per rank and forward pass.", ge=1
-    )
+    min_num_micro_batches_train: int = honoured(1, help="Fewest micro-batches per rank and optimizer step.", ge=1)
+    min_num_micro_batches_forward: int = honoured(1, help="Fewest micro-batches per rank and forward pass.", ge=1)
 
 
 class PlanningArgs(Settings):
@@ -55,8 +51,7 @@ class PlanningArgs(Settings):
     )
     objective: Literal["auto", "rank_total", "lockstep", "pipeline"] = honoured(
         "auto",
-        help="What is balanced: chosen by the layout, the sum per rank, each step across ranks, or the "
-        "pipeline.",
+        help="What is balanced: chosen by the layout, the sum per rank, each step across ranks, or the pipeline.",
     )
     dynamic_algorithm: Literal["roll", "nemo_rl", "prefer_closest", "prefer_first"] = honoured(
         "roll", help="How dynamic batching forms its rectangles."
@@ -81,9 +76,7 @@ class TrainingArgs(Settings):
     adam_beta1: float = honoured(0.9, help="Decay of the first moment.", ge=0, lt=1)
     adam_beta2: float = honoured(0.999, help="Decay of the second moment.", ge=0, lt=1)
     adam_epsilon: float = honoured(1e-8, help="Epsilon of AdamW.", gt=0)
-    max_grad_norm: float = honoured(
-        1.0, help="Gradients are clipped to this global norm; 0: no clipping.", ge=0
-    )
+    max_grad_norm: float = honoured(1.0, help="Gradients are clipped to this global norm; 0: no clipping.", ge=0)
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = honoured(
         "constant",
         help="Shape of the learning rate after warm-up. constant_with_warmup is the same as constant.",
@@ -111,18 +104,12 @@ class TrainingArgs(Settings):
         notice="the job's length is max_steps; the prompts repeat when they run out",
     )
     bf16: bool = noticed(False, help="ROLL's precision flag.", notice="precision is model_args.dtype")
-    fp16: bool = refused(
-        False, help="Half precision with loss scaling.", reason="fp16 is not supported; use bf16"
-    )
+    fp16: bool = refused(False, help="Half precision with loss scaling.", reason="fp16 is not supported; use bf16")
     dataloader_num_workers: int = noticed(
         0, help="Loader processes.", notice="the prompts are held in memory and need no loader processes"
     )
-    seed: int | None = noticed(
-        None, help="Seed of the role.", notice="the job's top-level seed is used for all roles"
-    )
-    output_dir: str | None = noticed(
-        None, help="Output folder of the role.", notice="the top-level output_dir is used"
-    )
+    seed: int | None = noticed(None, help="Seed of the role.", notice="the job's top-level seed is used for all roles")
+    output_dir: str | None = noticed(None, help="Output folder of the role.", notice="the top-level output_dir is used")
 
 
 class DataArgs(Settings):
@@ -133,9 +120,7 @@ class DataArgs(Settings):
     )
     eval_file_name: str | list[str] | None = honoured(None, help="JSONL file or files of held-out prompts.")
     prompt: str = honoured("prompt", help="Key of the prompt's text in a line.")
-    response: str = honoured(
-        "answer", help="Key of what the reward function compares with; a corpus's response."
-    )
+    response: str = honoured("answer", help="Key of what the reward function compares with; a corpus's response.")
     template: str | None = noticed(
         None,
         help="Chat template.",
@@ -149,16 +134,12 @@ class DataArgs(Settings):
     dataset_type: str | None = refused(
         "json", help="Kind of file.", reason="only JSON lines are read", allowed=(None, "jsonl")
     )
-    tag: str | None = noticed(
-        None, help="Key of the domain.", notice="one reward function serves all prompts"
-    )
+    tag: str | None = noticed(None, help="Key of the domain.", notice="one reward function serves all prompts")
     id: str | None = noticed(None, help="Key of the id.", notice="samples are numbered by the job")
     preprocessing_num_workers: int | None = noticed(
         None, help="Processes that tokenise.", notice="prompts are tokenised in the job's own process"
     )
-    dataset_dir: str | None = noticed(
-        None, help="Folder of data sets.", notice="file_name holds the whole path"
-    )
+    dataset_dir: str | None = noticed(None, help="Folder of data sets.", notice="file_name holds the whole path")
     interleave_probs: str | list[float] | None = noticed(
         None, help="Mixing of data sets.", notice="all prompts are drawn with equal probability"
     )
@@ -174,9 +155,7 @@ class DataArgs(Settings):
 class GeneratingArgs(Settings):
     """`generating_args`: how rollouts are sampled. Read from actor_infer."""
 
-    max_new_tokens: int | None = honoured(
-        None, help="Longest response. Default: the job's response_length.", gt=0
-    )
+    max_new_tokens: int | None = honoured(None, help="Longest response. Default: the job's response_length.", gt=0)
     temperature: float = honoured(1.0, help="Sampling temperature.", gt=0)
     top_p: float = honoured(
         1.0, help="Sample among the likeliest tokens that together reach this probability.", gt=0, le=1
@@ -195,9 +174,7 @@ class GeneratingArgs(Settings):
     length_penalty: float = refused(
         1.0, help="Length penalty of beam search.", reason="there is no beam search; use 1.0"
     )
-    max_length: int | None = noticed(
-        None, help="Longest prompt and response.", notice="max_new_tokens is the limit"
-    )
+    max_length: int | None = noticed(None, help="Longest prompt and response.", notice="max_new_tokens is the limit")
     stop_strings: list[str] | None = refused(
         None,
         help="Texts that end a response.",
@@ -239,9 +216,7 @@ class WorkerConfig(Settings):
         default_factory=dict, help="Environment variables, set before the workers import anything."
     )
 
-    use_sequence_packing: bool = honoured(
-        False, help="Packed mode for training and for passes without gradient."
-    )
+    use_sequence_packing: bool = honoured(False, help="Packed mode for training and for passes without gradient.")
     sequence_packing_args: SequencePackingArgs = honoured(
         default_factory=SequencePackingArgs, help="Settings of packed mode."
     )
@@ -259,17 +234,13 @@ class WorkerConfig(Settings):
     max_tokens_per_microbatch_in_infer: int | None = honoured(
         None, help="Dynamic mode: most tokens of a micro-batch in passes without gradient.", gt=0
     )
-    sequence_length_round_in_infer: int = honoured(
-        4, help="As sequence_length_round_in_train, without gradient.", ge=1
-    )
+    sequence_length_round_in_infer: int = honoured(4, help="As sequence_length_round_in_train, without gradient.", ge=1)
     padded_length: int | Literal["longest"] | None = honoured(
         None,
         help="Padded mode: length of every row. Default: the job's sequence_length; longest: each "
         "micro-batch's longest.",
     )
-    planning_args: PlanningArgs = honoured(
-        default_factory=PlanningArgs, help="Further settings of the planner."
-    )
+    planning_args: PlanningArgs = honoured(default_factory=PlanningArgs, help="Further settings of the planner.")
     logprob_plan: LogprobPlan = honoured(
         "train",
         help="Old log-probs: on training's plans, so that the first ratio is exactly 1 (train); with "
@@ -297,24 +268,16 @@ class WorkerConfig(Settings):
     num_gpus_per_worker: int = refused(
         1, help="Devices per process.", reason="a process drives one device; leave it out"
     )
-    world_size: int | None = noticed(
-        None, help="Processes of the role.", notice="device_mapping counts the processes"
-    )
+    world_size: int | None = noticed(None, help="Processes of the role.", notice="device_mapping counts the processes")
     backend_timeout: int = honoured(30, help="Minutes that a collective may wait before the job ends.", gt=0)
-    max_concurrency: int | None = noticed(
-        None, help="Ray actor's concurrency.", notice="torchrun workers have none"
-    )
+    max_concurrency: int | None = noticed(None, help="Ray actor's concurrency.", notice="torchrun workers have none")
     model_update_frequency: int = refused(
         1,
         help="Steps between weight updates of the engine.",
         reason="rollouts always use the current weights; use 1",
     )
-    offload_nccl: bool = noticed(
-        False, help="Free NCCL buffers.", notice="roles share one process and its buffers"
-    )
-    router_replay: RouterReplay = honoured(
-        default_factory=RouterReplay, help="Router replay, refused for now."
-    )
+    offload_nccl: bool = noticed(False, help="Free NCCL buffers.", notice="roles share one process and its buffers")
+    router_replay: RouterReplay = honoured(default_factory=RouterReplay, help="Router replay, refused for now.")
     mtp_training_mode: str | None = refused(
         "disabled",
         help="Multi-token prediction.",
@@ -333,8 +296,7 @@ class WorkerConfig(Settings):
     def _texts(cls, value: Any) -> Any:
         if isinstance(value, dict):
             plain = {
-                k: str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v
-                for k, v in value.items()
+                k: str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()
             }
             return plain
         return {} if value is None else value
