@@ -137,9 +137,7 @@ def append_pad(values: Tensor, lengths: Tensor, pad: int | float | bool) -> Tens
     return place(values, row_indices(offsets[:-1], lengths - 1), int(offsets[-1]), pad)
 
 
-def from_lists(
-    columns: Mapping[str, Any], schema: Schema, lengths: Tensor | None
-) -> tuple[Tensor, dict[str, Any]]:
+def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
     """Flatten per-sample lists; see `SampleBatch.from_lists`."""
     check_field_names(columns, schema)
     if lengths is None:

@@ -50,9 +50,7 @@ def describe_difference(one: Mapping[str, str], other: Mapping[str, str], noun: 
     )
 
 
-def require_finite(
-    name: str, values: Any, spec: FieldSpec, ids: Tensor, lengths: Tensor, offsets: Tensor
-) -> None:
+def require_finite(name: str, values: Any, spec: FieldSpec, ids: Tensor, lengths: Tensor, offsets: Tensor) -> None:
     """Refuse NaN and infinities in one field; see `SampleBatch.require_finite`."""
     if not isinstance(values, Tensor):
         raise DataError(f"Field {name!r} is not a tensor, so it cannot be checked for NaN.")

@@ -14,9 +14,7 @@ from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.errors import DataError
 
 
-def encode_prompts(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_length: int, ids: Any = None
-) -> SampleBatch:
+def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_length: int, ids: Any = None) -> SampleBatch:
     """Prompts as a batch with `input_ids` (token, int64), in order.
 
     Args:

@@ -28,9 +28,7 @@ class EpochStream(Iterator[list[T]], Generic[T]):
         DataError: for a batch size below 1 or a negative seed.
     """
 
-    def __init__(
-        self, dataset: TextDataset[T], batch_size: int, *, seed: int = 0, shuffle: bool = True
-    ) -> None:
+    def __init__(self, dataset: TextDataset[T], batch_size: int, *, seed: int = 0, shuffle: bool = True) -> None:
         if batch_size < 1:
             raise DataError(f"A batch holds at least one item; batch_size is {batch_size}.")
         if seed < 0:

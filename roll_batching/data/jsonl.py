@@ -41,9 +41,7 @@ def _read_file(path: Path, keys: Sequence[str]) -> list[Record]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        why = (
-            "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        )
+        why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         raise DataError(f"Data file {path} {why}; looked at {path.absolute()}.") from None
     records = [
         _parse(line, f"{path}:{number}", keys)
@@ -69,9 +67,7 @@ def _parse(line: bytes, source: str, keys: Sequence[str]) -> Record:
     texts = []
     for key in keys:
         if key not in value:
-            raise DataError(
-                f"{source}: key {key!r} is missing; the line has {', '.join(value) or 'no keys'}."
-            )
+            raise DataError(f"{source}: key {key!r} is missing; the line has {', '.join(value) or 'no keys'}.")
         if not isinstance(value[key], str):
             raise DataError(f"{source}: {key!r} must be a string, got {type(value[key]).__name__}.")
         texts.append(value[key])

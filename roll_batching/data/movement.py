@@ -63,9 +63,7 @@ def distribute(batch: SampleBatch, plan: Plan, group: Any = None) -> SampleBatch
     return arrived.select(inverse)
 
 
-def collect(
-    results: SampleBatch, plan: Plan, group: Any = None, *, like: SampleBatch | None = None
-) -> SampleBatch:
+def collect(results: SampleBatch, plan: Plan, group: Any = None, *, like: SampleBatch | None = None) -> SampleBatch:
     """Bring results home, into the order of the batch that was distributed. Collective.
 
     Args:
@@ -93,9 +91,7 @@ def collect(
         if like is not None:
             _require_batch("collect", like, "like")
         elif plan.location is None and peers.size > 1:
-            raise DataError(
-                "The plan does not say where samples lie: pass like=, the batch that was distributed."
-            )
+            raise DataError("The plan does not say where samples lie: pass like=, the batch that was distributed.")
         routes = _routes(plan, peers, like)
         return _facts(results, plan), 0, (routes, _results_of(results, plan, routes, peers))
 
@@ -146,9 +142,7 @@ class _Routes:
 
 def _routes(plan: Plan, peers: Peers, held: SampleBatch | None) -> _Routes:
     if len(plan.micro_batches) != peers.size:
-        raise DataError(
-            f"The plan is for {len(plan.micro_batches)} data-parallel ranks, the group has {peers.size}."
-        )
+        raise DataError(f"The plan is for {len(plan.micro_batches)} data-parallel ranks, the group has {peers.size}.")
     per_rank = [np.asarray(plan.rank_samples(rank), dtype=np.int64) for rank in range(peers.size)]
     placed = np.concatenate(per_rank)
     rank_of = np.full(len(plan.ids), -1, dtype=np.int64)
@@ -184,7 +178,7 @@ def _check_lengths(plan: Plan, held: SampleBatch) -> None:
         first = bad[0]
         raise DataError(
             f"Sample id {plan.ids[index[first]]} has {here[first]} tokens here, but the plan was made for "
-            f"{planned[first]}; {bad.size} samples differ. Plan again, from gather_lengths of this batch."
+            f"{planned[first]} ({bad.size} samples differ in all). Plan again, from gather_lengths of the batch."
         )
 
 
@@ -198,8 +192,8 @@ def _locate(routes: _Routes, plan: Plan, peers: Peers, held: SampleBatch, what: 
     if (twice := np.flatnonzero(times > 1)).size:
         ranks = np.flatnonzero(holders[:, twice[0]]).tolist()
         raise error(
-            f"{what}: sample id {plan.ids[twice[0]]} is held by data-parallel ranks {ranks}; "
-            f"{twice.size} such ids. Each sample lies on one rank."
+            f"{what}: sample id {plan.ids[twice[0]]} is held by data-parallel ranks {ranks} "
+            f"({twice.size} such ids in all). Each sample lies on one rank."
         )
     if (nobody := np.flatnonzero((times == 0) & (routes.rank_of >= 0))).size:
         raise error(f"{what}: no rank holds sample ids {_few(plan.ids[nobody])} of the plan.")
@@ -226,7 +220,7 @@ def _results_of(results: SampleBatch, plan: Plan, routes: _Routes, peers: Peers)
         first = int(longer[0])
         raise DataError(
             f"The result for sample id {int(own.ids[first])} has {int(own.lengths[first])} rows, the sample "
-            f"{int(full[first])} tokens; {longer.numel()} results are too long."
+            f"{int(full[first])} tokens ({longer.numel()} results are too long in all)."
         )
     if bool((own.lengths == full).all()):
         return own

@@ -71,9 +71,7 @@ class Peers:
         return torch.stack(everyone).cpu()
 
 
-def agree(
-    peers: Peers, what: str, prepare: Callable[[], tuple[Mapping[str, str], int, T]]
-) -> tuple[Tensor, T]:
+def agree(peers: Peers, what: str, prepare: Callable[[], tuple[Mapping[str, str], int, T]]) -> tuple[Tensor, T]:
     """Run `prepare` on every rank, and go on only where all succeed and report the same facts.
 
     Args:
@@ -108,16 +106,24 @@ def agree(
 
 
 def _explain(what: str, words: Sequence[tuple[str | None, dict[str, str]]]) -> str:
-    failed = [f"data-parallel rank {rank}: {error}" for rank, (error, _) in enumerate(words) if error]
-    if failed:
-        return f"{what}: " + "\n".join(failed)
+    alike: dict[str, list[int]] = {}
+    for rank, (error, _) in enumerate(words):
+        if error:
+            alike.setdefault(error, []).append(rank)
+    if alike:
+        return f"{what}: " + "\n".join(f"data-parallel {_ranks(who)}: {text}" for text, who in alike.items())
     first = words[0][1]
-    parts = [
-        f"data-parallel ranks 0 (here) and {rank} (there) differ: {difference}"
-        for rank, (_, facts) in enumerate(words)
-        if (difference := describe_difference(first, facts))
-    ]
-    return f"{what}: " + "\n".join(parts)
+    for rank, (_, facts) in enumerate(words):
+        if difference := describe_difference(first, facts):
+            alike.setdefault(difference, []).append(rank)
+    return f"{what}: " + "\n".join(
+        f"data-parallel rank 0 (here) and {_ranks(who)} (there) differ: {text}" for text, who in alike.items()
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _digest(facts: Mapping[str, str]) -> list[int]:

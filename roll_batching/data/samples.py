@@ -153,8 +153,7 @@ class SampleBatch:
         wanted = [*schema, attention_mask, *([ids] if isinstance(ids, str) else [])]
         if missing := [name for name in wanted if name not in present]:
             raise DataError(
-                f"No entry {', '.join(map(repr, missing))}; "
-                f"present are {', '.join(sorted(map(str, present)))}."
+                f"No entry {', '.join(map(repr, missing))}; present are {', '.join(sorted(map(str, present)))}."
             )
         return cls.from_padded(
             {name: source[name] for name in schema},
@@ -194,9 +193,7 @@ class SampleBatch:
         try:
             return self.fields[name]
         except KeyError:
-            raise DataError(
-                f"No field {name!r}; this batch has {', '.join(self.fields) or 'none'}."
-            ) from None
+            raise DataError(f"No field {name!r}; this batch has {', '.join(self.fields) or 'none'}.") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self.fields
@@ -245,9 +242,7 @@ class SampleBatch:
         wanted = as_index(ids, "ids")
         rows, found = self.find(wanted)
         if not found.all():
-            raise DataError(
-                f"This batch of {len(self)} samples does not hold ids {wanted[~found].tolist()[:8]}."
-            )
+            raise DataError(f"This batch of {len(self)} samples does not hold ids {wanted[~found].tolist()[:8]}.")
         return rows
 
     def find(self, ids: Any) -> tuple[Tensor, Tensor]:
@@ -273,9 +268,7 @@ class SampleBatch:
             raise DataError(f"Field {name!r} is static: it has no values per sample.")
         return list(values.split(self.lengths.tolist()) if spec.per_token else values.unbind(0))
 
-    def to_padded(
-        self, name: str, length: int | None = None, *, padding_side: PaddingSide = "right"
-    ) -> Tensor:
+    def to_padded(self, name: str, length: int | None = None, *, padding_side: PaddingSide = "right") -> Tensor:
         """A token or next_token field as `[n, length, ...]`, gaps read the field's pad value.
 
         Args:
@@ -336,8 +329,7 @@ class SampleBatch:
         rows = as_index(index, "row indices")
         if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= len(self)):
             raise DataError(
-                f"Row indices run from {int(rows.min())} to {int(rows.max())}, "
-                f"the batch has {len(self)} rows."
+                f"Row indices run from {int(rows.min())} to {int(rows.max())}, the batch has {len(self)} rows."
             )
         lengths = self.lengths[rows]
         tokens = row_indices(self.offsets[:-1][rows], lengths)
@@ -376,17 +368,13 @@ class SampleBatch:
         """
         gone = {names} if isinstance(names, str) else set(names)
         if unknown := sorted(gone - self.fields.keys()):
-            raise DataError(
-                f"No field {', '.join(map(repr, unknown))}; this batch has {', '.join(self.fields)}."
-            )
+            raise DataError(f"No field {', '.join(map(repr, unknown))}; this batch has {', '.join(self.fields)}.")
         return self.only(name for name in self.fields if name not in gone)
 
     def only(self, names: Iterable[str]) -> SampleBatch:
         """This batch with no other fields than `names`, in that order."""
         kept = list(names)
-        return SampleBatch(
-            self.ids, self.lengths, {n: self[n] for n in kept}, {n: self.schema[n] for n in kept}
-        )
+        return SampleBatch(self.ids, self.lengths, {n: self[n] for n in kept}, {n: self.schema[n] for n in kept})
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SampleBatch:
         """This batch with its tensors on `device`; ids and lengths stay on the host."""

@@ -46,7 +46,7 @@ class LengthTable:
             first, second = order[again[0]], order[again[0] + 1]
             raise DataError(
                 f"Sample id {self.ids[first]} is held twice, by data-parallel ranks "
-                f"{self.location[first]} and {self.location[second]}; {again.size} ids repeat. "
+                f"{self.location[first]} and {self.location[second]} ({again.size} such ids in all). "
                 "Ids must be unique over all ranks: number_globally(batch) gives such ids."
             )
 

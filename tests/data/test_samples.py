@@ -108,9 +108,7 @@ class Dict:
 def test_a_tensordict_gives_what_the_schema_names():
     source = Dict({"input_ids": TOKENS, "attention_mask": MASK, "uid": torch.tensor([5, 6, 8]), "other": 1})
     batch = SampleBatch.from_tensordict(source, {"input_ids": "token"}, "uid")
-    assert_same(
-        batch, SampleBatch.from_padded({"input_ids": TOKENS}, MASK, {"input_ids": "token"}, [5, 6, 8])
-    )
+    assert_same(batch, SampleBatch.from_padded({"input_ids": TOKENS}, MASK, {"input_ids": "token"}, [5, 6, 8]))
     with pytest.raises(DataError, match="No entry 'labels'; present are attention_mask, input_ids"):
         SampleBatch.from_tensordict(source, {"labels": "token"})
 
@@ -161,9 +159,7 @@ def test_thousand_samples_in_no_time():
     lengths = torch.randint(1, 400, (4000,))
     batch = SampleBatch(range(4000), lengths, {"x": torch.arange(int(lengths.sum()))}, {"x": "token"})
     order = torch.randperm(4000)
-    back = SampleBatch.concat([batch.select(order[:1000]), batch.select(order[1000:])]).select_ids(
-        range(4000)
-    )
+    back = SampleBatch.concat([batch.select(order[:1000]), batch.select(order[1000:])]).select_ids(range(4000))
     assert torch.equal(back["x"], batch["x"])
     padded = batch.to_padded("x")
     mask = batch.padded_mask()
@@ -275,9 +271,7 @@ def test_not_finite_values_are_named(report):
         {"reward": "sample", "lp": "next_token", "n": "sample"},
     )
     batch.require_finite(["lp", "n"])
-    with pytest.raises(
-        DataError, match=r"'reward' is not finite in row 1 \(id 6\), row 3 \(id 8\)\."
-    ) as caught:
+    with pytest.raises(DataError, match=r"'reward' is not finite in row 1 \(id 6\), row 3 \(id 8\)\.") as caught:
         batch.require_finite("reward")
     report(f"NaN in rewards: {caught.value}")
     with pytest.raises(DataError, match="reward"):
