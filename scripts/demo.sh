@@ -36,6 +36,8 @@ if [ ! -f "$data/done" ]; then
     touch "$data/done"
 fi
 
+# Megatron says on every import that it does without these; on a CPU it always does.
+export PYTHONWARNINGS=${PYTHONWARNINGS:-"ignore:Transformer Engine and Apex,ignore:Apex is not installed"}
 say "training: runs/$name"
 exec "$python" -m roll_batching.cli train --config configs/demo_grpo.yaml \
     exp_name="$name" seed="$seed" control="$control" \

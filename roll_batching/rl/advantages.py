@@ -49,8 +49,7 @@ def compute_advantages(
     rewards = np.asarray(rewards, dtype=np.float64)
     if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:
         raise DataError(
-            f"rewards of shape {rewards.shape} do not make groups of {group_size}: "
-            "they must come group by group"
+            f"rewards of shape {rewards.shape} do not make groups of {group_size}: they must come group by group"
         )
     if (bad := np.flatnonzero(~np.isfinite(rewards))).size:
         raise DataError(f"rewards at positions {bad[:5].tolist()} are not finite")

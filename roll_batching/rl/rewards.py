@@ -75,9 +75,7 @@ def load_reward(path: str) -> RewardFunction:
     except AttributeError as error:
         raise ConfigError(f"reward function {path!r}: {module_name!r} has no {name!r}") from error
     if not callable(function):
-        raise ConfigError(
-            f"reward function {path!r}: {name!r} is a {type(function).__name__}, not a function"
-        )
+        raise ConfigError(f"reward function {path!r}: {name!r} is a {type(function).__name__}, not a function")
     return function
 
 

@@ -1,0 +1,59 @@
+"""Held-out evaluation: sampled answers to prompts that training never sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from roll_batching.data.texts import PromptDataset
+from roll_batching.data.tokenizers import Tokenizer
+from roll_batching.rl.rewards import RewardFunction
+from roll_batching.rl.rollout import generate_rollouts, score_rollouts
+from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
+
+_STREAM = 3
+"""Keeps the draws of evaluations apart from those of rollouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Evaluates a strategy on the first `samples` held-out prompts (all of them again where there are fewer).
+
+    One answer is sampled per prompt, under the rollouts' settings, with fresh draws at every evaluation.
+    """
+
+    prompts: PromptDataset
+    tokenizer: Tokenizer
+    reward: RewardFunction
+    settings: GenerationSettings
+    samples: int
+    prompt_length: int
+    seed: int
+
+    def __call__(self, strategy: MegatronInferStrategy, *, number: int) -> dict[str, float]:
+        """Figures of one evaluation, `number` telling it from the others. Collective; the same on all ranks.
+
+        `eval_reward`, `eval_samples`, `eval_response_length_mean`, and for every mark `eval_mark/x` (its share),
+        `eval_reward_with/x` and `eval_reward_without/x` (mean reward where it is set and where not; left out
+        where no answer is of that kind).
+        """
+        prompts = [self.prompts[i % len(self.prompts)] for i in range(self.samples)]
+        seed = int(np.random.SeedSequence([_STREAM, self.seed, number]).generate_state(1)[0])
+        settings = replace(self.settings, num_return_sequences=1, seed=seed)
+        rollouts = generate_rollouts(strategy, prompts, self.tokenizer, settings, prompt_length=self.prompt_length)
+        scores = score_rollouts(strategy, rollouts, self.reward)
+        figures = {
+            "eval_reward": float(scores.rewards.mean()),
+            "eval_samples": len(scores.rewards),
+            "eval_response_length_mean": float(scores.response_tokens.mean()),
+        }
+        for name, mark in scores.marks.items():
+            figures[f"eval_mark/{name}"] = float(mark.mean())
+            figures |= _mean_where(f"eval_reward_with/{name}", scores.rewards, mark)
+            figures |= _mean_where(f"eval_reward_without/{name}", scores.rewards, ~mark)
+        return figures
+
+
+def _mean_where(key: str, values: np.ndarray, chosen: np.ndarray) -> dict[str, float]:
+    return {key: float(values[chosen].mean())} if chosen.any() else {}

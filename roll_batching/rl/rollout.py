@@ -1,0 +1,142 @@
+"""Rollouts: prompts are spread over the data-parallel ranks, answered by the model in training, and scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from roll_batching.data import SampleBatch
+from roll_batching.data.encode import encode_prompts
+from roll_batching.data.texts import Prompt
+from roll_batching.data.tokenizers import Tokenizer
+from roll_batching.errors import RankError
+from roll_batching.planning import batch_balance
+from roll_batching.rl.rewards import Completion, RewardFunction, Scored, score
+from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """This data-parallel rank's responses, group by group."""
+
+    batch: SampleBatch
+    """`input_ids` and `response_mask` (token), `log_probs` of the sampled tokens (next_token). The id of response
+    j to prompt p of the step is p * group + j."""
+    completions: list[Completion]
+    """The same responses as text, in the order of the batch."""
+
+
+def generate_rollouts(
+    strategy: MegatronInferStrategy,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    settings: GenerationSettings,
+    *,
+    prompt_length: int,
+) -> Rollouts:
+    """Sample `settings.num_return_sequences` responses to each prompt. Collective.
+
+    `prompts` are all prompts of the step, the same on every rank; Karmarkar-Karp gives each data-parallel rank
+    as many of them, of about the same cost. `settings.seed` is the step's own.
+    """
+    layout = strategy.layout
+    encoded = encode_prompts(prompts, tokenizer, max_length=prompt_length)
+    homes = batch_balance(encoded.lengths.numpy(), layout.dp_size)
+    mine = np.flatnonzero(homes == layout.dp_rank)
+    group = settings.num_return_sequences
+    numbers = (torch.from_numpy(mine)[:, None] * group + torch.arange(group)).flatten()
+    batch = strategy.generate(encoded.select(mine), settings).with_ids(numbers)
+    records = [prompts[i] for i in np.repeat(mine, group)]
+    return Rollouts(batch=batch, completions=completions_of(batch, records, tokenizer))
+
+
+def completions_of(batch: SampleBatch, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Completion]:
+    """The responses of `batch` as text; `prompts` holds the prompt of each row."""
+    rows = zip(batch.to_lists("input_ids"), batch.to_lists("response_mask"), prompts, strict=True)
+    result = []
+    for ids, mask, prompt in rows:
+        tokens = ids[mask.bool()].tolist()
+        finished = bool(tokens) and tokens[-1] == tokenizer.eos_token_id
+        result.append(
+            Completion(
+                prompt=prompt.prompt,
+                response=tokenizer.decode(tokens[:-1] if finished else tokens),
+                finished=finished,
+                tokens=len(tokens),
+                record={"prompt": prompt.prompt, "answer": prompt.answer, **prompt.extra},
+            )
+        )
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepScores:
+    """Rewards and lengths of all responses of a step, on every rank, in the order of the ids."""
+
+    ids: np.ndarray
+    """int64 `[n]`, ascending."""
+    rewards: np.ndarray
+    """float64 `[n]`."""
+    marks: dict[str, np.ndarray]
+    """bool `[n]` by name."""
+    finished: np.ndarray
+    """bool `[n]`: the model ended the response itself."""
+    response_tokens: np.ndarray
+    """int64 `[n]`."""
+    lengths: np.ndarray
+    """int64 `[n]`: prompt and response."""
+
+
+def score_rollouts(strategy: MegatronInferStrategy, rollouts: Rollouts, function: RewardFunction) -> StepScores:
+    """Score every response once, on one rank of its replica, and tell all ranks. Collective.
+
+    Raises RankError, the same on all ranks, when the reward function fails or returns a number that is not
+    finite; it names the samples.
+    """
+    layout = strategy.layout
+    parts: list[Any] = [None] * dist.get_world_size(layout.host_group)
+    dist.all_gather_object(parts, _scored_here(rollouts, function) if layout.reports else None, layout.host_group)
+    said = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
+    if said:
+        raise RankError("; ".join(said))
+    return _merged([part for part in parts if part is not None])
+
+
+def _scored_here(rollouts: Rollouts, function: RewardFunction) -> dict[str, Any] | str:
+    """This replica's columns, or the error that scoring ended with."""
+    try:
+        scored: Scored = score(function, rollouts.completions, rollouts.batch.ids.tolist())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return {
+        "ids": rollouts.batch.ids.numpy(),
+        "lengths": rollouts.batch.lengths.numpy(),
+        "rewards": scored.rewards,
+        "marks": scored.marks,
+        "finished": np.array([c.finished for c in rollouts.completions], dtype=bool),
+        "response_tokens": np.array([c.tokens for c in rollouts.completions], dtype=np.int64),
+    }
+
+
+def _merged(parts: Sequence[dict[str, Any]]) -> StepScores:
+    order = np.argsort(np.concatenate([part["ids"] for part in parts]))
+    names = sorted({name for part in parts for name in part["marks"]})
+
+    def column(values: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(values)[order]
+
+    def mark(part: dict[str, Any], name: str) -> np.ndarray:
+        return part["marks"].get(name, np.zeros(len(part["ids"]), dtype=bool))
+
+    return StepScores(
+        marks={name: column([mark(part, name) for part in parts]) for name in names},
+        **{
+            key: column([part[key] for part in parts])
+            for key in ("ids", "rewards", "finished", "response_tokens", "lengths")
+        },
+    )
