@@ -89,9 +89,7 @@ def judge(name: str, seed: int, *, control: bool) -> tuple[float, bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--judge-only", action="store_true", help="do not run, judge runs/check-* as they are"
-    )
+    parser.add_argument("--judge-only", action="store_true", help="do not run, judge runs/check-* as they are")
     args = parser.parse_args()
     plan = [(f"check-seed{seed}", seed, "none") for seed in SEEDS]
     plan.append((f"check-seed{CONTROL_SEED}-shuffled", CONTROL_SEED, "shuffled"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from roll_batching.observe.metrics import Row
@@ -21,8 +22,8 @@ def plot_learning_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
     Columns that no row has are left out of the picture. Without any `rl` row, the warm-up's loss is drawn.
     """
     rl = [r for r in rows if r["phase"] == "rl"]
-    figure = Figure(figsize=(11, 6.6), dpi=150, facecolor="white", layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # type: ignore[union-attr]
+    spacing = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
+    figure = Figure(figsize=(11, 6.6), dpi=150, facecolor="white", layout=spacing)
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     if not rl:
         _warmup_panel(figure.subplots(), rows)
@@ -78,9 +79,7 @@ def _padding_panel(axes: Axes, rows: Sequence[Row]) -> None:
     _dress(axes, "Computed tokens that are padding", percent=True)
     for mode, color in (("padded", GREY), ("dynamic", ORANGE), ("packed", BLUE)):
         pairs = [
-            (r["step"], 1 - r["tokens"] / r[f"tokens_{mode}"])
-            for r in rows
-            if r.get(f"tokens_{mode}") is not None
+            (r["step"], 1 - r["tokens"] / r[f"tokens_{mode}"]) for r in rows if r.get(f"tokens_{mode}") is not None
         ]
         if pairs:
             axes.plot(*zip(*pairs, strict=True), color=color, linewidth=1.8, label=mode)

@@ -10,12 +10,19 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
 SECONDS_BETWEEN_LINES = 10.0
+
+
+def default_console() -> Console:
+    """Standard output; where it is no terminal, wide enough for the tables of a run."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=110)
 
 
 class ProgressReporter:
@@ -27,9 +34,9 @@ class ProgressReporter:
 
     def __init__(self, *, enabled: bool = True, console: Console | None = None) -> None:
         self.enabled = enabled
-        self.console = console or Console(highlight=False)
+        self.console = console or default_console()
         self._bars: Progress | None = None
-        self._task = None
+        self._task: TaskID | None = None
         self._phase, self._total = "", 0
         self._started = self._shown = 0.0
         self._first = 0

@@ -17,6 +17,9 @@ MODES = (
 )
 
 
+_NOT_SHOWN = ("eval_updates", "eval_samples")
+
+
 def summarize(rows: Sequence[Row]) -> dict[str, float]:
     """Figures of a run's `rl` rows (or, without any, of its `warmup` rows).
 
@@ -31,7 +34,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, float]:
     if evaluated:
         for when, row in (("before", evaluated[0]), ("after", evaluated[-1])):
             for key, value in row.items():
-                if key.startswith("eval_") and key != "eval_updates" and value is not None:
+                if key.startswith("eval_") and key not in _NOT_SHOWN and value is not None:
                     figures[f"{key.removeprefix('eval_')}_{when}"] = value
     for key in ("tokens", "train_seconds", *(f"tokens_{mode}" for mode, _ in MODES)):
         values = [r[key] for r in chosen if r.get(key) is not None]
@@ -44,15 +47,15 @@ def summarize(rows: Sequence[Row]) -> dict[str, float]:
 
 def show_summary(figures: dict[str, float], console: Console, *, used: str, title: str) -> None:
     """Print the closing table. `used` is the mode that the run itself trained with."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", show_header=True, header_style="bold"
-    )
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=True, header_style="bold")
     table.add_column("held-out problems")
     for column in ("before RL", "after RL", "change"):
         table.add_column(column, justify="right")
     for name in _evaluated(figures):
         before, after = figures[f"{name}_before"], figures[f"{name}_after"]
-        table.add_row(_label(name), f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+        digits = 1 if max(abs(before), abs(after)) > 10 else 3
+        change = f"{after - before:+.{digits}f}"
+        table.add_row(_label(name), f"{before:.{digits}f}", f"{after:.{digits}f}", change)
     if table.row_count:
         console.print(table)
 
@@ -74,8 +77,7 @@ def show_summary(figures: dict[str, float], console: Console, *, used: str, titl
         console.print(tokens)
     if "tokens_per_second" in figures:
         console.print(
-            f"{figures['tokens']:,.0f} real tokens trained on, "
-            f"{figures['tokens_per_second']:,.0f} tokens per second"
+            f"{figures['tokens']:,.0f} real tokens trained on, {figures['tokens_per_second']:,.0f} tokens per second"
         )
 
 

@@ -8,16 +8,17 @@ import numpy as np
 
 from roll_batching.config import WorkerConfig
 from roll_batching.config.passes import pass_batching
+from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.planning import plan_step
 
 
 class ModeComparison:
     """Computed tokens of a mini-batch in each mode, under the settings that `worker` has for that mode.
 
-    A mode without a cap of its own takes the cap of the mode that runs; sizes are those of the parallel layout.
+    A mode without a cap of its own takes the cap of the mode that runs.
     """
 
-    def __init__(self, worker: WorkerConfig, *, sequence_length: int, **sizes: int) -> None:
+    def __init__(self, worker: WorkerConfig, layout: ParallelLayout, *, sequence_length: int) -> None:
         cap = (
             worker.batching().train.max_tokens
             or worker.sequence_packing_args.max_packed_sequence_length_train
@@ -45,7 +46,14 @@ class ModeComparison:
             },
         }
         self._constraints = {
-            mode: pass_batching(worker.model_copy(update=changes), "train").constraints(**sizes)
+            mode: pass_batching(worker.model_copy(update=changes), "train").constraints(
+                dp_size=layout.dp_size,
+                tp_size=layout.tp_size,
+                cp_size=layout.cp_size,
+                pp_size=layout.pp_size,
+                vpp_size=layout.vpp_size,
+                sequence_parallel=layout.sequence_parallel,
+            )
             for mode, changes in variants.items()
         }
 

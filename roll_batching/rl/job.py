@@ -123,16 +123,7 @@ class Grpo:
             epochs=config.ppo_epochs,
             skip_idle_groups=config.drop_zero_advantage_groups,
         )
-        self.comparison = ModeComparison(
-            config.actor_train,
-            sequence_length=config.sequence_length or 1,
-            dp_size=layout.dp_size,
-            tp_size=layout.tp_size,
-            cp_size=layout.cp_size,
-            pp_size=layout.pp_size,
-            vpp_size=layout.vpp_size,
-            sequence_parallel=layout.sequence_parallel,
-        )
+        self.comparison = ModeComparison(config.actor_train, layout, sequence_length=config.sequence_length or 1)
         self.evaluator = self._evaluator()
         self.reference = self._reference()
 

@@ -51,7 +51,7 @@ def generate_rollouts(
     group = settings.num_return_sequences
     numbers = (torch.from_numpy(mine)[:, None] * group + torch.arange(group)).flatten()
     batch = strategy.generate(encoded.select(mine), settings).with_ids(numbers)
-    records = [prompts[i] for i in np.repeat(mine, group)]
+    records = [prompts[i] for i in np.repeat(mine, group).tolist()]
     return Rollouts(batch=batch, completions=completions_of(batch, records, tokenizer))
 
 

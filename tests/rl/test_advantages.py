@@ -63,9 +63,7 @@ def test_a_group_with_one_zero_advantage_is_not_idle():
 
 def test_whitening_is_over_tokens():
     tokens = np.array([10, 30, 5, 5])
-    got = compute_advantages(
-        np.array([1.0, 0, 3, 0]), 2, AdvantageRule(std=None, whiten=True), response_tokens=tokens
-    )
+    got = compute_advantages(np.array([1.0, 0, 3, 0]), 2, AdvantageRule(std=None, whiten=True), response_tokens=tokens)
     spread = np.repeat(got, tokens)
     assert spread.mean() == pytest.approx(0, abs=1e-12) and spread.std() == pytest.approx(1, abs=1e-3)
 

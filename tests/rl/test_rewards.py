@@ -11,9 +11,7 @@ from roll_batching.rl.rewards import Completion, Score, final_answer, load_rewar
 
 def completion(response="#12", finished=True, answer="12", prompt="a+9="):
     record = {"prompt": prompt, "answer": answer}
-    return Completion(
-        prompt=prompt, response=response, finished=finished, tokens=len(response), record=record
-    )
+    return Completion(prompt=prompt, response=response, finished=finished, tokens=len(response), record=record)
 
 
 @pytest.mark.parametrize(
