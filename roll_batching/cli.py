@@ -36,12 +36,8 @@ def train(
         list[str] | None,
         typer.Argument(help="Settings to change, such as actor_train.use_sequence_packing=false."),
     ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Processes to start, whatever device_mapping names.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")
-    ] = False,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes to start, whatever device_mapping names.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
 ) -> None:
     """Train: start one process per device, or be one of them under torchrun."""
     from roll_batching.launch.torchrun import under_torchrun
@@ -67,9 +63,7 @@ def _start(job: JobConfig, config: Path, overrides: Sequence[str], nproc: int | 
 
     count = process_count(job, nproc)
     if importlib.util.find_spec("torch") is None:
-        raise RollBatchingError(
-            "training needs torch and megatron-core: pip install 'roll-batching[megatron]'"
-        )
+        raise RollBatchingError("training needs torch and megatron-core: pip install 'roll-batching[megatron]'")
     import torch
 
     from roll_batching.launch.torchrun import launch

@@ -60,8 +60,10 @@ def check_source(source: Source) -> JobConfig:
                 problems.append(problem)
     if problems or job is None:
         unique = {problem.path + (problem.message,): problem for problem in problems}
-        found = unique.values()
-        raise ConfigFileError([problem.placed(source.place) for problem in found] if source.places else found)
+        all_found = list(unique.values())
+        if source.places:
+            all_found = [problem.placed(source.place) for problem in all_found]
+        raise ConfigFileError(all_found)
     job._notices = collect_notices(job, source)
     job._source = source if source.places else None
     return job
@@ -146,13 +148,15 @@ def _translate(error: ErrorDetails, data: Any) -> Problem:
     field = field_at(path)
     choices = _choices(field.annotation) if field is not None else []
     if kind == "literal_error" or (choices and isinstance(given, str)):
-        return Problem(path, _bad_choice(given, choices))
+        number = field is not None and _takes(field.annotation, int)
+        return Problem(path, _bad_choice(given, [*choices, "a whole number"] if number else choices))
     if kind == "value_error":
         return Problem(path, str(context.get("error", error["msg"])))
     bounds = {"greater_than": "above {gt}", "greater_than_equal": "at least {ge}", "less_than": "below {lt}"}
     bounds["less_than_equal"] = "at most {le}"
     if kind in bounds:
-        return Problem(path, f"is {given}; it must be {bounds[kind].format(**context)}")
+        limit = {name: f"{value:g}" for name, value in context.items() if isinstance(value, int | float)}
+        return Problem(path, f"is {given}; it must be {bounds[kind].format(**limit)}")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return Problem(path, f"expected keys and values, got {_show(given)}")
     words = {
@@ -219,4 +223,8 @@ def _bad_choice(given: Any, choices: Sequence[str]) -> str:
         )
     guess = nearest(str(given), choices)
     hint = f"did you mean {guess!r}? " if guess else ""
-    return f"{_show(given)} is not possible; {hint}choose one of {', '.join(choices)}"
+    return f"{_show(given)} is not possible; {hint}choose {_one_of(choices)}"
+
+
+def _one_of(choices: Sequence[str]) -> str:
+    return " or ".join([", ".join(choices[:-1]), choices[-1]]) if len(choices) > 1 else choices[0]

@@ -102,8 +102,8 @@ class ModelArgs(Settings):
         None, help="The model's shape; weights start at random. Roles without one take actor_train's."
     )
     model_name_or_path: str | None = refused(None, help="Checkpoint to start from.", reason=CHECKPOINTS)
-    dtype: Literal["auto", "fp32", "bf16"] = honoured(
-        "auto", help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA."
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = honoured(
+        "auto", help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA. fp32 and fp64: CPU only."
     )
     disable_gradient_checkpointing: bool | None = noticed(
         None,

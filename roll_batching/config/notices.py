@@ -11,6 +11,7 @@ from roll_batching.config.problems import Notice, dotted
 from roll_batching.config.source import Source
 from roll_batching.config.strategy import ENGINE_STRATEGIES
 from roll_batching.config.walk import Path, field_at, given_keys
+from roll_batching.config.worker import WorkerConfig
 
 _ROLLOUT_BATCHING = "rollouts are decoded, not batched by a plan; old log-probs follow actor_train's batching"
 _DATA = "prompts are described by actor_train.data_args"
@@ -117,13 +118,52 @@ def _combinations(job: JobConfig, data: dict[str, Any]) -> Iterator[tuple[Path, 
         given = data.get(name) or {}
         if name == "actor_infer" or not isinstance(given, dict):
             continue
-        if not role.use_sequence_packing and "sequence_packing_args" in given:
-            yield (name, "sequence_packing_args"), "has no effect: use_sequence_packing is false"
-        for kind, on in (("train", role.dynamic_in_train), ("infer", role.dynamic_in_infer)):
-            for key in (f"max_tokens_per_microbatch_in_{kind}", f"sequence_length_round_in_{kind}"):
-                if key in given and not on and key not in UNREAD[name]:
-                    yield (name, key), f"has no effect: use_dynamic_batching_in_{kind} is false"
+        for key, text in _idle_batching(name, role, given):
+            yield (name, *key.split(".")), f"has no effect: {text}"
     yield from _lengths(job)
+
+
+def _idle_batching(name: str, role: WorkerConfig, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys of batching modes and passes that this role does not use."""
+    packed = role.use_sequence_packing
+    if not packed and "sequence_packing_args" in given:
+        yield "sequence_packing_args", "use_sequence_packing is false"
+    modes = {kind: "packed" if packed else "dynamic" if on else "padded" for kind, on in _dynamic_passes(role)}
+    for kind, mode in modes.items():
+        for key in (f"max_tokens_per_microbatch_in_{kind}", f"sequence_length_round_in_{kind}"):
+            if key in given and mode != "dynamic" and key not in UNREAD[name]:
+                yield key, f"use_dynamic_batching_in_{kind} is false"
+    if "padded_length" in given and "padded" not in modes.values():
+        yield "padded_length", "no pass of this role is padded"
+    for key in ("dynamic_algorithm", "shared_shapes"):
+        if key in (given.get("planning_args") or {}) and "dynamic" not in modes.values():
+            yield f"planning_args.{key}", "no pass of this role is batched dynamically"
+    if name == "actor_train" and role.logprob_plan != "own":
+        yield from _borrowed_plans(role, given)
+    elif "infer_batch_size" in given and modes["infer"] != "padded":
+        yield "infer_batch_size", f"passes without gradient are {modes['infer']}, not padded"
+
+
+def _dynamic_passes(role: WorkerConfig) -> tuple[tuple[str, bool], ...]:
+    return ("train", role.dynamic_in_train), ("infer", role.dynamic_in_infer)
+
+
+def _borrowed_plans(role: WorkerConfig, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys for passes without gradient that differ from training's, whose plans the old log-probs use."""
+    text = f"old log-probs use training's plans under logprob_plan: {role.logprob_plan}; own would use this"
+    if "infer_batch_size" in given:
+        yield "infer_batch_size", text
+    if role.use_dynamic_batching is None and role.dynamic_in_infer != role.dynamic_in_train:
+        if not role.use_sequence_packing:
+            yield "use_dynamic_batching_in_infer", text
+    for key in ("max_tokens_per_microbatch", "sequence_length_round"):
+        if role.dynamic_in_infer and getattr(role, f"{key}_in_infer") != getattr(role, f"{key}_in_train"):
+            yield f"{key}_in_infer", text
+    packing = role.sequence_packing_args
+    for key in ("max_packed_sequence_length", "min_num_micro_batches"):
+        forward, train = getattr(packing, f"{key}_forward"), getattr(packing, f"{key}_train")
+        if role.use_sequence_packing and f"{key}_forward" in packing.model_fields_set and forward != train:
+            yield f"sequence_packing_args.{key}_forward", text
 
 
 def _lengths(job: JobConfig) -> Iterator[tuple[Path, str]]:

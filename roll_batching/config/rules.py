@@ -31,8 +31,11 @@ def broken_rules(job: JobConfig) -> list[Problem]:
     for name, role in job.roles.items():
         problems += _strategy_name(name, role)
         if role.strategy_args.runs_on_megatron or name != "actor_infer":
-            problems += _layout(name, role)
             problems += _batching(name, role)
+    problems += _layout("actor_train", job.actor_train)
+    own = job.reference.model_args.architecture if job.reference is not None else None
+    if own is not None and own != job.actor_train.model_args.architecture:
+        problems += _model_fits("reference", own, job.actor_train.strategy_args.strategy_config)
     problems += _roles(job)
     problems += _environment(job)
     problems += _objective(job)

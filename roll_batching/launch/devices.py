@@ -32,11 +32,7 @@ def choose_devices(mapping: Sequence[int] | None, count: int, gpus: int, *, forc
         wanted = list(range(count))
     if max(wanted) >= gpus:
         have = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        asked = (
-            f"--nproc asks for {count}"
-            if forced
-            else f"actor_train.device_mapping names device {max(wanted)}"
-        )
+        asked = f"--nproc asks for {count}" if forced else f"actor_train.device_mapping names device {max(wanted)}"
         raise ConfigError(
             f"{asked}, but this machine has {have} (numbered from 0); "
             f"use --nproc {gpus} or fewer, or another device_mapping"

@@ -38,7 +38,5 @@ def record_failure(rank: int, message: str) -> None:
 
 def first_failure(folder: str | Path) -> Failure | None:
     """The earliest failure recorded in `folder`; None when no rank left one."""
-    found = [
-        Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in Path(folder).glob("rank*.json")
-    ]
+    found = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in Path(folder).glob("rank*.json")]
     return min(found, key=lambda failure: (failure.nanoseconds, failure.rank), default=None)

@@ -1,0 +1,100 @@
+"""The two YAML blocks that ROLL's documents print load unchanged, and every key of them is accounted for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roll_batching.config import load_config
+from roll_batching.config.fields import use_of
+from roll_batching.config.walk import field_at, given_keys
+
+DATA = Path(__file__).parent / "data"
+BLOCKS = ["roll_dynamic_batching", "roll_sequence_packing"]
+
+# What an honoured key of the blocks becomes in the loaded configuration.
+EXPECTED = {
+    "actor_train.training_args.learning_rate": lambda c: c.actor_train.training_args.learning_rate == 1e-6,
+    "actor_train.training_args.weight_decay": lambda c: c.actor_train.training_args.weight_decay == 0,
+    "actor_train.training_args.warmup_steps": lambda c: c.actor_train.training_args.warmup_steps == 10,
+    "actor_train.training_args.lr_scheduler_type": lambda c: c.actor_train.training_args.lr_scheduler_type == "cosine",
+    "actor_train.training_args.per_device_train_batch_size": lambda c: c.mini_batch_size(8) == 2 * 64 * 8,
+    "actor_train.training_args.gradient_accumulation_steps": lambda c: c.mini_batch_size(8) == 2 * 64 * 8,
+    "actor_train.device_mapping": lambda c: c.world_size == 8,
+    "actor_train.max_tokens_per_microbatch_in_train": lambda c: c.actor_train.batching().train.max_tokens in (8192,),
+    "actor_train.use_dynamic_batching_in_train": lambda c: c.actor_train.batching().train.mode == "dynamic",
+    "actor_train.sequence_length_round_in_train": lambda c: c.actor_train.batching().train.sequence_length_round == 128,
+    "actor_train.max_tokens_per_microbatch_in_infer": lambda c: c.actor_train.batching().infer.max_tokens == 16384,
+    "reference.max_tokens_per_microbatch_in_infer": lambda c: c.reference.batching().infer.max_tokens == 16384,
+    "reference.strategy_args.strategy_config": lambda c: (
+        c.reference.strategy_args.strategy_config == c.actor_train.strategy_args.strategy_config
+    ),
+    "actor_infer.generating_args.max_new_tokens": lambda c: c.response_length == 128,
+    "actor_infer.generating_args.top_k": lambda c: c.actor_infer.generating_args.top_k == 100,
+    "actor_infer.generating_args.num_return_sequences": lambda c: c.group_size == 1,
+    "actor_train.use_sequence_packing": lambda c: c.actor_train.batching().train.mode == "packed",
+    "actor_train.sequence_packing_args.algorithm": lambda c: c.actor_train.batching().train.algorithm == "load_balance",
+    "actor_train.sequence_packing_args.max_packed_sequence_length_train": lambda c: (
+        c.actor_train.batching().train.max_tokens == 8192
+    ),
+    "actor_train.sequence_packing_args.max_packed_sequence_length_forward": lambda c: (
+        c.actor_train.batching().infer.max_tokens == 8192
+    ),
+}
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_key_is_honoured_or_has_a_notice(block, report):
+    config = load_config(DATA / f"{block}.yaml")
+    notices = {notice.path: notice for notice in config.notices}
+    keys = [
+        (".".join(map(str, path)), value)
+        for path, value in given_keys(yaml.safe_load((DATA / f"{block}.yaml").read_text()))
+    ]
+    assert len(keys) > 5
+    for path, value in keys:
+        if path in notices:
+            assert notices[path].line is not None and len(notices[path].text) > 20
+            report(f"{block} {path}: notice (line {notices[path].line}): {notices[path].text}")
+            continue
+        parts = tuple(path.split("."))
+        if "system_envs" in parts:
+            assert config.environment()[parts[-1]] == value
+            report(f"{block} {path}: set in the workers' environment")
+            continue
+        field = field_at(parts)
+        assert field is not None, path
+        use = use_of(field)
+        assert use["use"] in ("honoured", "refused"), f"{path} has no effect and no notice"
+        if use["use"] == "refused":
+            assert value in use["allowed"]
+            report(f"{block} {path}: {value!r} is what happens ({use['reason']})")
+            continue
+        if path in EXPECTED:
+            assert EXPECTED[path](config), path
+        report(f"{block} {path}: honoured: {field.description}")
+    honoured_here = {path for path, _ in keys}
+    assert honoured_here & EXPECTED.keys()
+
+
+@pytest.mark.config
+def test_notices_name_what_happens_instead(report):
+    config = load_config(DATA / "roll_dynamic_batching.yaml")
+    notices = {notice.path: notice for notice in config.notices}
+    assert "Megatron model itself" in notices["actor_infer.strategy_args.strategy_name"].text
+    memory = notices["actor_infer.strategy_args.strategy_config.gpu_memory_utilization"]
+    assert "vllm" in memory.text and memory.line == 53
+    flash = notices["actor_train.system_envs.NVTE_FLASH_ATTN"]
+    assert "TransformerEngine" in flash.text and flash.line == 4
+    assert config.environment()["NVTE_FLASH_ATTN"] == "1"
+    report("notices carry the line of their key")
+
+
+def test_the_reference_takes_the_layout_of_actor_train():
+    changes = ["actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2"]
+    config = load_config(DATA / "roll_dynamic_batching.yaml", changes)
+    assert config.reference.strategy_args.strategy_config.tensor_model_parallel_size == 2
+    assert config.dp_size(8) == 4
