@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from roll_batching.data.batchers import FixedCountBatcher, TokenBudgetBatcher, balance_by_squared_length
 from roll_batching.data.encode import encode_documents, encode_prompts
 from roll_batching.data.epochs import DocumentStream, EpochStream, PromptStream, epoch_order
 from roll_batching.data.fields import FieldKind, FieldSpec, Schema
 from roll_batching.data.membership import MiniBatches, mini_batches, rank_slice
 from roll_batching.data.movement import collect, distribute
 from roll_batching.data.samples import SampleBatch
-from roll_batching.data.table import LengthTable, gather_lengths, number_globally
+from roll_batching.data.stream import FormedBatch, LengthAwareStream
+from roll_batching.data.table import LengthTable, gather_bins, gather_lengths, number_globally
 from roll_batching.data.texts import Document, DocumentDataset, Prompt, PromptDataset
 from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 
@@ -20,7 +22,10 @@ __all__ = [
     "EpochStream",
     "FieldKind",
     "FieldSpec",
+    "FixedCountBatcher",
+    "FormedBatch",
     "HFTokenizer",
+    "LengthAwareStream",
     "LengthTable",
     "MiniBatches",
     "Prompt",
@@ -28,12 +33,15 @@ __all__ = [
     "PromptStream",
     "SampleBatch",
     "Schema",
+    "TokenBudgetBatcher",
     "Tokenizer",
+    "balance_by_squared_length",
     "collect",
     "distribute",
     "encode_documents",
     "encode_prompts",
     "epoch_order",
+    "gather_bins",
     "gather_lengths",
     "mini_batches",
     "number_globally",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,3 +102,36 @@ def number_globally(batch: SampleBatch, group: Any = None) -> SampleBatch:
     counts, _ = agree(peers, "number_globally", lambda: ({}, len(batch), None))
     first = int(counts[: peers.rank].sum())
     return batch.with_ids(torch.arange(first, first + len(batch)))
+
+
+def gather_bins(batch: SampleBatch, sizes: Sequence[int], group: Any = None) -> list[list[list[int]]]:
+    """Micro-batches that each rank formed for itself, as `Plan.from_bins` takes them. Collective.
+
+    Args:
+        batch: this rank's samples, micro-batch after micro-batch.
+        sizes: samples of each micro-batch of this rank.
+        group: as for `gather_lengths`.
+
+    Returns:
+        `bins[dp_rank][k]`, row numbers of the table that `gather_lengths(batch)` gives. Ranks with fewer
+        micro-batches than others get empty ones.
+
+    Raises:
+        RankError: on all ranks alike (`DataError` in a single process): when any rank's sizes are not those
+            of its batch.
+    """
+    peers = Peers.of(group)
+
+    def prepare() -> tuple[dict[str, str], int, torch.Tensor]:
+        own = torch.tensor(list(sizes), dtype=torch.int64)
+        if bool((own < 0).any()) or int(own.sum()) != len(batch):
+            raise DataError(f"Micro-batches of {list(sizes)} samples do not make up a batch of {len(batch)}.")
+        return {}, own.numel(), own
+
+    counts, own = agree(peers, "gather_bins", prepare)
+    everyone = peers.all_gather(torch.nn.functional.pad(own, (0, int(counts.max()) - own.numel())))
+    ends = everyone.flatten().cumsum(0).view_as(everyone)
+    return [
+        [list(range(end - size, end)) for size, end in zip(row.tolist(), row_ends.tolist(), strict=True)]
+        for row, row_ends in zip(everyone, ends, strict=True)
+    ]
