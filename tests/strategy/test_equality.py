@@ -1,0 +1,98 @@
+"""One batch, one set of weights: padded, dynamic and packed agree with each other and with a reference.
+
+The reference shares no code with the package: see `tests/support/reference.py`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models import MODES
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.equality
+
+BATCHES = 50
+CAP = 48
+LIMIT = 1e-5
+
+
+def _sizes(seed: int) -> int:
+    return 1 + (seed * 5) % 14
+
+
+def write_references(folder: str) -> None:
+    """Loss and gradients of every batch, one process, stock attention."""
+    from roll_batching.modeling.parallel import make_layout, start_processes
+    from tests.support.models import random_batch
+    from tests.support.reference import gradients, policy_loss, stock_model
+
+    make_layout(device=start_processes())
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(0)
+    model = stock_model()
+    for seed in range(BATCHES):
+        batch = random_batch(seed, _sizes(seed), CAP)
+        loss = policy_loss(model, batch, clip=(0.2, 0.28), kl=0.05, entropy=0.02)
+        torch.save((float(loss), gradients(model, loss)), Path(folder) / f"reference{seed}.pt")
+
+
+def compare_modes(folder: str) -> dict[tuple[str, bool], tuple[float, float, str]]:
+    """Worst relative difference of loss and gradients per mode and loss scaling, over all batches."""
+    from roll_batching.data import distribute, gather_lengths
+    from roll_batching.losses import PolicyLoss
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.models import fill, random_batch, whole_gradients, worker_config, worst_difference
+
+    worst: dict[tuple[str, bool], tuple[float, float, str]] = {}
+    loss = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, entropy_coef=0.02)
+    for per_token in (True, False):
+        strategies = {}
+        for mode in MODES:
+            config = worker_config(mode, CAP, megatron={"calculate_per_token_loss": per_token})
+            strategies[mode] = MegatronTrainStrategy(config)
+            strategies[mode].initialize()
+        for seed in range(BATCHES):
+            expected_loss, expected = torch.load(Path(folder) / f"reference{seed}.pt")
+            whole = random_batch(seed, _sizes(seed), CAP)
+            for mode, strategy in strategies.items():
+                dp = strategy.layout
+                local = whole.select(torch.arange(dp.dp_rank, len(whole), dp.dp_size))
+                plan = strategy.plan(gather_lengths(local))
+                fill(strategy.chunks, 61)
+                result = strategy.train_step(distribute(local, plan), plan, loss)
+                found = whole_gradients(strategy.chunks, 61, 0, False)
+                gap, name = worst_difference(found, expected)
+                loss_gap = abs(result.loss - expected_loss) / max(abs(expected_loss), 1e-3)
+                before = worst.get((mode, per_token), (0.0, 0.0, ""))
+                worst[mode, per_token] = (
+                    max(before[0], loss_gap),
+                    *max((before[1], before[2]), (max(gap, found["spread"]), f"{name} of batch {seed}")),
+                )
+    return worst
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_modes_equal_the_reference(dp_size: int, references: Path, report) -> None:
+    worst = run_ranks(dp_size, "tests.strategy.test_equality:compare_modes", str(references))[0]
+    for (mode, per_token), (loss_gap, gradient_gap, where) in worst.items():
+        scaling = "per-token" if per_token else "micro-batch mean"
+        report(
+            f"{mode:8} dp={dp_size} {scaling:16} worst of {BATCHES} batches: loss {loss_gap:.1e}, gradient "
+            f"{gradient_gap:.1e} ({where})"
+        )
+    assert len(worst) == 6
+    assert max(gap for gap, _, _ in worst.values()) < LIMIT
+    assert max(gap for _, gap, _ in worst.values()) < LIMIT
+
+
+@pytest.fixture(scope="module")
+def references():
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(1, "tests.strategy.test_equality:write_references", folder)
+        yield Path(folder)
