@@ -37,12 +37,11 @@ def train(
         typer.Argument(help="Settings to change, such as actor_train.use_sequence_packing=false."),
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes to start, whatever device_mapping names.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
 ) -> None:
     """Train: start one process per device, or be one of them under torchrun."""
     from roll_batching.launch.torchrun import under_torchrun
 
-    changes = [*(overrides or ()), *(["resume_from_checkpoint=true"] if resume else ())]
+    changes = list(overrides or ())
     job = load_config(config, changes)
     job.check_runnable()
     if not under_torchrun():

@@ -13,6 +13,7 @@ from roll_batching.config.source import Source
 from roll_batching.config.worker import DISTILLATION, TrainingArgs, WorkerConfig
 
 ROLES = ("actor_train", "actor_infer", "reference")
+NO_CHECKPOINTS = "checkpoints are not written for now; leave it out"
 CRITIC = "critics and value heads are not supported for now; use adv_estimator: grpo"
 
 
@@ -50,16 +51,14 @@ class JobConfig(Settings):
     exp_name: str = honoured("roll-batching", help="Name of the run: its folder under output_dir.", min_length=1)
     seed: int = honoured(42, help="Seed of everything that draws at random.", ge=0)
     output_dir: str = honoured("runs", help="Folder that receives the run's folder.")
-    resume_from_checkpoint: bool | str = honoured(
-        False, help="true: continue from the run's last checkpoint. A path: continue from that one."
-    )
+    resume_from_checkpoint: bool | str = refused(False, help="Continue from a checkpoint.", reason=NO_CHECKPOINTS)
     system_envs: dict[str, str] = honoured(
         default_factory=dict,
         help="Environment variables for all roles, set before the workers import anything.",
     )
 
     max_steps: int = honoured(500, help="RL steps; 0: only the warm-up.", ge=0)
-    save_steps: int = honoured(0, help="Save a checkpoint every so many steps; 0: never.", ge=0)
+    save_steps: int = refused(0, help="Steps between checkpoints.", reason=NO_CHECKPOINTS)
     logging_steps: int = honoured(1, help="Show progress every so many steps; metrics are written at each.", ge=1)
     eval_steps: int = honoured(
         10, help="Evaluate on held-out prompts every so many steps, beside first and last.", ge=0
@@ -144,7 +143,7 @@ class JobConfig(Settings):
     checkpoint_config: dict[str, Any] | None = noticed(
         None,
         help="Where checkpoints go.",
-        notice="checkpoints lie in the run's folder, every save_steps steps",
+        notice="checkpoints are not written for now",
     )
     num_gpus_per_node: int | None = noticed(
         None, help="Devices per machine.", notice="actor_train.device_mapping counts the processes"
@@ -263,13 +262,6 @@ class JobConfig(Settings):
     def kl_coef(self) -> float:
         """Weight of the divergence from the reference; 0 when use_kl_loss is false."""
         return self.kl_loss_coef if self.use_kl_loss else 0.0
-
-    @property
-    def reward_norms(self) -> tuple[Literal["batch", "group"] | None, Literal["batch", "group"] | None]:
-        """Whose mean is subtracted from a reward and whose deviation divides it; None: not done."""
-        if self.adv_estimator == "grpo":
-            return "group", self.norm_std_type or "group"
-        return self.norm_mean_type, self.norm_std_type
 
     @property
     def group_size(self) -> int:

@@ -48,9 +48,11 @@ def check_source(source: Source) -> JobConfig:
             job = JobConfig.model_validate(data)
             break
         except ValidationError as error:
-            found = [_translate(item, data) for item in error.errors()]
-            problems += found
-            data = _without(data, [problem.path for problem in found])
+            found = [(_translate(item, data), item["type"] == "missing") for item in error.errors()]
+            known = {problem.path for problem in problems}
+            # What is missing because it was set aside has been reported; its section goes with it.
+            problems += [problem for problem, missing in found if not (missing and problem.path in known)]
+            data = _without(data, [problem.path[:-1] if missing else problem.path for problem, missing in found])
     faulty = {problem.path for problem in problems}
     if job is not None:
         for problem in broken_rules(job):

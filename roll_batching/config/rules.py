@@ -243,10 +243,6 @@ def _objective(job: JobConfig) -> Iterator[Problem]:
         )
     if job.adv_estimator == "grpo" and job.norm_mean_type == "batch":
         yield Problem(("norm_mean_type",), "grpo subtracts the group's mean; use group, or adv_estimator: reinforce")
-    if job.save_steps and train.strategy_args.strategy_config.use_distributed_optimizer:
-        path = ("actor_train", "strategy_args", "strategy_config", "use_distributed_optimizer")
-        text = "its state cannot be saved for now, but save_steps asks for checkpoints; set one of them to false or 0"
-        yield Problem(path, text)
 
 
 def _lengths(job: JobConfig) -> Iterator[Problem]:

@@ -1,0 +1,83 @@
+"""The command line ends with a message and an exit code, never with a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll_batching.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "roll_batching.cli", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config", "configs/nowhere.yaml"], "configs/nowhere.yaml: no such file"),
+        (["--config", "configs/demo_grpo.yaml", "max_stepz=3"], "did you mean 'max_steps'?"),
+        (["--config", "configs/demo_grpo.yaml", "reward_function=~"], "reward_function: is missing"),
+        (["--config", "configs/demo_grpo.yaml", "actor_train.use_dynamic_batching=true"], "exclude each other"),
+        (
+            [
+                "--config",
+                "configs/demo_grpo.yaml",
+                "--nproc",
+                "3",
+                "actor_train.device_mapping=0-3",
+                "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2",
+            ],
+            "3 processes do not divide into copies of TP 2",
+        ),
+    ],
+)
+def test_wrong_configurations_exit_with_2(arguments, words, capsys, monkeypatch, report):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *arguments])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and words in said
+    report(said.strip().splitlines()[-1].strip())
+
+
+@pytest.mark.bad_input
+def test_a_process_says_it_without_a_traceback():
+    done = run("train", "--config", "configs/demo_grpo.yaml", "max_stepz=3")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the configuration has a problem:") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("rank", "says"), [("0", True), ("1", False)])
+def test_only_rank_0_complains(rank, says, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--config", str(ROOT / "configs" / "demo_grpo.yaml"), "max_stepz=3"])
+    assert ended.value.code == 2
+    assert ("max_stepz" in capsys.readouterr().err) is says
+
+
+def test_unknown_options_exit_with_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--config", "configs/demo_grpo.yaml", "--speed", "9"])
+    assert ended.value.code == 2 and "--speed" in capsys.readouterr().err
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0 and "train" in capsys.readouterr().out

@@ -1,0 +1,82 @@
+"""The launcher starts ranks with their environment, and ends them all, with the cause, when one fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from roll_batching.config import config_from_dict
+from roll_batching.errors import ConfigError
+from roll_batching.launch.devices import choose_devices, process_count, visible_devices
+
+pytest.importorskip("torch")
+
+LAUNCH = """
+import sys
+from roll_batching.launch.torchrun import launch
+message = launch("tests.config.workers", sys.argv[1:], 2, {"NVTE_FLASH_ATTN": "1"})
+if message:
+    sys.exit(message)
+"""
+
+
+def launched(*arguments):
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    return done, time.monotonic() - started
+
+
+def test_variables_are_there_before_any_import(tmp_path):
+    done, _ = launched("environment", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("error", "rank 1 failed: prompts.jsonl:7: not an object"),
+        ("aftermath", "rank 1 failed: RuntimeError: the cause"),
+        ("killed", "rank 1 was ended by signal 9 (SIGKILL) without a message; its output is above"),
+    ],
+)
+def test_a_failing_rank_ends_the_job_and_is_said_last(how, message, report):
+    done, seconds = launched(how)
+    assert done.returncode != 0
+    assert done.stderr.rstrip().splitlines()[-1] == message
+    assert seconds < 15
+    report(f"rank 1 fails ({how}): all ended after {seconds:.1f} s: {message}")
+
+
+def test_process_count():
+    config = config_from_dict({"actor_train": {"device_mapping": "0-3"}})
+    assert process_count(config, None) == 4
+    assert process_count(config, 2) == 2
+    assert process_count(config_from_dict({}), None) == 1
+    layout = {"strategy_args": {"strategy_config": {"tensor_model_parallel_size": 2}}, "device_mapping": "0-3"}
+    with pytest.raises(ConfigError, match="3 processes do not divide"):
+        process_count(config_from_dict({"actor_train": layout}), 3)
+
+
+def test_devices_of_a_machine():
+    assert choose_devices(range(8), 8, 0, forced=False) == []
+    assert choose_devices([4, 5], 2, 8, forced=False) == [4, 5]
+    assert choose_devices([4, 5], 1, 8, forced=True) == [4]
+    assert choose_devices(range(8), 1, 1, forced=True) == [0]
+    assert choose_devices(None, 2, 2, forced=False) == [0, 1]
+    with pytest.raises(ConfigError, match="names device 7, but this machine has 1 GPU .*--nproc 1"):
+        choose_devices(range(8), 8, 1, forced=False)
+    with pytest.raises(ConfigError, match="--nproc asks for 4, but this machine has 2 GPUs"):
+        choose_devices(range(8), 4, 2, forced=True)
+
+
+def test_visible_devices_count_within_what_is_visible():
+    assert visible_devices([0, 1], {}) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert visible_devices([0, 2], {"CUDA_VISIBLE_DEVICES": "4,5,6"}) == {"CUDA_VISIBLE_DEVICES": "4,6"}
+    assert visible_devices([], {}) == {}

@@ -1,0 +1,278 @@
+"""Each rule between keys: what breaks it, the key that is blamed, the words that matter."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from roll_batching.config import ConfigFileError, config_from_dict
+
+MODEL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_layers": 4,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 96,
+}
+BASE = {
+    "actor_train": {
+        "model_args": {"architecture": MODEL},
+        "device_mapping": "list(range(0,8))",
+        "use_sequence_packing": True,
+        "sequence_packing_args": {"max_packed_sequence_length_train": 1024},
+        "strategy_args": {"strategy_name": "megatron_train", "strategy_config": {}},
+    },
+    "reference": {"strategy_args": {"strategy_name": "megatron_infer"}},
+}
+
+
+def changed(changes):
+    data = copy.deepcopy(BASE)
+    for path, value in changes.items():
+        here = data
+        *parents, last = path.split(".")
+        for part in parents:
+            here = here.setdefault(part, {})
+        here[last] = value
+    return data
+
+
+LAYOUT = "actor_train.strategy_args.strategy_config"
+ARCHITECTURE = "actor_train.model_args.architecture"
+DYNAMIC = {"actor_train.use_sequence_packing": False, "actor_train.use_dynamic_batching_in_train": True}
+
+BROKEN = {
+    "packing with dynamic batching in train": (
+        {"actor_train.use_dynamic_batching_in_train": True, "actor_train.max_tokens_per_microbatch_in_train": 64},
+        {"actor_train.use_sequence_packing": "exclude each other"},
+    ),
+    "packing with dynamic batching in infer": (
+        {"actor_train.use_dynamic_batching_in_infer": True, "actor_train.max_tokens_per_microbatch_in_infer": 64},
+        {"actor_train.use_sequence_packing": "use_dynamic_batching_in_infer"},
+    ),
+    "packing with the short form": (
+        {"actor_train.use_dynamic_batching": True},
+        {"actor_train.use_sequence_packing": "use_dynamic_batching"},
+    ),
+    "short form against long form": (
+        DYNAMIC | {"actor_train.use_dynamic_batching": False, "actor_train.max_tokens_per_microbatch_in_train": 64},
+        {"actor_train.use_dynamic_batching_in_train": "keep one of the two"},
+    ),
+    "short form without caps": (
+        {"actor_train.use_sequence_packing": False, "actor_train.use_dynamic_batching": True},
+        {
+            "actor_train.max_tokens_per_microbatch_in_train": "missing",
+            "actor_train.max_tokens_per_microbatch_in_infer": "missing",
+        },
+    ),
+    "packing without a cap": (
+        {"actor_train.sequence_packing_args": {}},
+        {"actor_train.sequence_packing_args.max_packed_sequence_length_train": "missing"},
+    ),
+    "reference packs without a cap": (
+        {"reference.use_sequence_packing": True},
+        {"reference.sequence_packing_args.max_packed_sequence_length_forward": "missing"},
+    ),
+    "packing under an engine": (
+        {"actor_infer.strategy_args.strategy_name": "vllm", "actor_infer.use_sequence_packing": True},
+        {"actor_infer.use_sequence_packing": "megatron_train and megatron_infer, not under vllm"},
+    ),
+    "training under an engine": (
+        {"actor_train.strategy_args.strategy_name": "vllm", "actor_train.use_sequence_packing": False},
+        {"actor_train.strategy_args.strategy_name": "use megatron_train"},
+    ),
+    "round not divisible by TP x CP": (
+        DYNAMIC
+        | {
+            "actor_train.max_tokens_per_microbatch_in_train": 4096,
+            "actor_train.sequence_length_round_in_train": 6,
+            f"{LAYOUT}.tensor_model_parallel_size": 2,
+            f"{LAYOUT}.context_parallel_size": 2,
+        },
+        {"actor_train.sequence_length_round_in_train": "2 x 2 = 4; use 8"},
+    ),
+    "cap below the round": (
+        DYNAMIC
+        | {
+            "actor_train.max_tokens_per_microbatch_in_train": 64,
+            "actor_train.sequence_length_round_in_train": 128,
+        },
+        {"actor_train.max_tokens_per_microbatch_in_train": "not even one row"},
+    ),
+    "VPP without PP": (
+        {f"{LAYOUT}.virtual_pipeline_model_parallel_size": 2},
+        {f"{LAYOUT}.virtual_pipeline_model_parallel_size": "pipeline_model_parallel_size"},
+    ),
+    "SP without TP": ({f"{LAYOUT}.sequence_parallel": True}, {f"{LAYOUT}.sequence_parallel": "needs tensor"}),
+    "group size without VPP": (
+        {f"{LAYOUT}.microbatch_group_size_per_vp_stage": 4},
+        {f"{LAYOUT}.microbatch_group_size_per_vp_stage": "virtual_pipeline"},
+    ),
+    "overlap without distributed optimizer": (
+        {f"{LAYOUT}.overlap_param_gather": True},
+        {f"{LAYOUT}.overlap_param_gather": "use_distributed_optimizer"},
+    ),
+    "recompute method without granularity": (
+        {f"{LAYOUT}.recompute_method": "uniform"},
+        {f"{LAYOUT}.recompute_method": "recompute_granularity: full"},
+    ),
+    "world size": (
+        {
+            "actor_train.device_mapping": "0-5",
+            f"{LAYOUT}.tensor_model_parallel_size": 4,
+            f"{ARCHITECTURE}.num_query_groups": 4,
+        },
+        {"actor_train.device_mapping": "6 processes do not divide"},
+    ),
+    "layers": (
+        {f"{LAYOUT}.pipeline_model_parallel_size": 8},
+        {f"{ARCHITECTURE}.num_layers": "4 layers do not divide into PP x VPP = 8"},
+    ),
+    "heads and query groups": (
+        {f"{LAYOUT}.tensor_model_parallel_size": 8},
+        {
+            f"{ARCHITECTURE}.num_attention_heads": "4 heads do not divide among TP = 8",
+            f"{ARCHITECTURE}.num_query_groups": "2 query groups do not divide among TP = 8",
+        },
+    ),
+    "hidden size": ({f"{ARCHITECTURE}.hidden_size": 66}, {f"{ARCHITECTURE}.hidden_size": "set kv_channels"}),
+    "experts without a mixture": (
+        {f"{LAYOUT}.expert_model_parallel_size": 2},
+        {f"{LAYOUT}.expert_model_parallel_size": "architecture.moe"},
+    ),
+    "reference in another layout": (
+        {"reference.strategy_args.strategy_config": {"tensor_model_parallel_size": 2}},
+        {"reference.strategy_args.strategy_config.tensor_model_parallel_size": "share one parallel layout"},
+    ),
+    "rollouts in another layout": (
+        {
+            "actor_infer.strategy_args": {
+                "strategy_name": "megatron_infer",
+                "strategy_config": {"context_parallel_size": 2},
+            }
+        },
+        {"actor_infer.strategy_args.strategy_config.context_parallel_size": "share one parallel layout"},
+    ),
+    "reference on other devices": (
+        {"reference.device_mapping": "0-3"},
+        {"reference.device_mapping": "same devices"},
+    ),
+    "rollouts with another model": (
+        {"actor_infer.model_args.dtype": "bf16"},
+        {"actor_infer.model_args.dtype": "actor_train's model"},
+    ),
+    "dropout with shared plans": (
+        {f"{ARCHITECTURE}.hidden_dropout": 0.1},
+        {f"{ARCHITECTURE}.hidden_dropout": "logprob_plan"},
+    ),
+    "several epochs without old log-probs": (
+        {"actor_train.logprob_plan": "none", "ppo_epochs": 2},
+        {"actor_train.logprob_plan": "ppo_epochs"},
+    ),
+    "dropped groups with KL": (
+        {"drop_zero_advantage_groups": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        {"drop_zero_advantage_groups": "kl_loss_coef"},
+    ),
+    "dropped groups with entropy": (
+        {"drop_zero_advantage_groups": True, "entropy_loss_coef": 0.1},
+        {"drop_zero_advantage_groups": "entropy_loss_coef"},
+    ),
+    "KL without a reference": (
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "reference": None},
+        {"use_kl_loss": "reference"},
+    ),
+    "lengths that do not add up": (
+        {"prompt_length": 10, "response_length": 10, "sequence_length": 15},
+        {"sequence_length": "less than prompt_length 10 + response_length 10"},
+    ),
+    "roles that want different environments": (
+        {"actor_train.system_envs": {"A": "1"}, "reference.system_envs": {"A": "2"}},
+        {"reference.system_envs.A": "share one process"},
+    ),
+    "a variable that torchrun owns": (
+        {"system_envs": {"WORLD_SIZE": "2"}},
+        {"system_envs.WORLD_SIZE": "torchrun"},
+    ),
+}
+
+REFUSED = {
+    "critic": {"critic": {"model_args": {}}},
+    "gae": {"adv_estimator": "gae"},
+    "LoRA": {"actor_train.model_args.lora_rank": 8},
+    "vision-language": {f"{ARCHITECTURE.rsplit('.', 1)[0]}.vision_config": {"depth": 2}},
+    "FP8": {f"{LAYOUT}.fp8": "hybrid"},
+    "router replay": {"actor_train.router_replay": {"mode": "R3"}},
+    "MLA": {f"{ARCHITECTURE}.multi_latent_attention": True},
+    "MTP": {f"{LAYOUT}.mtp_num_layers": 1},
+    "YaRN": {f"{ARCHITECTURE}.rope_scaling": {"type": "yarn", "factor": 4}},
+    "distillation": {"teacher": {"model_args": {}}},
+    "context-parallel groups": {f"{LAYOUT}.dynamic_context_parallel": True},
+    "beam search": {"actor_infer.generating_args.num_beams": 4},
+    "checkpoints": {"pretrain": "Qwen/Qwen2.5-7B"},
+    "checkpoints are not written": {"save_steps": 5},
+    "dropout": {f"{ARCHITECTURE}.attention_dropout": 0.1},
+}
+
+
+def test_the_base_is_valid():
+    config = config_from_dict(BASE)
+    assert config.dp_size(8) == 8
+    assert config.reference.model_args.architecture == config.actor_train.model_args.architecture
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_rule(name, report):
+    changes, expected = BROKEN[name]
+    with pytest.raises(ConfigFileError) as caught:
+        config_from_dict(changed(changes))
+    found = {".".join(map(str, problem.path)): problem.message for problem in caught.value.problems}
+    assert found.keys() == expected.keys(), found
+    for path, words in expected.items():
+        assert words in found[path]
+        report(f"{name}: {path}: {found[path]}")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name, report):
+    with pytest.raises(ConfigFileError) as caught:
+        config_from_dict(changed(REFUSED[name]))
+    (problem,) = caught.value.problems
+    assert "refused" in problem.message and (name.lower() in problem.message.lower() or name == "gae")
+    report(f"{name}: {problem}")
+
+
+def test_processes_must_fit_the_layout():
+    config = config_from_dict(changed({f"{LAYOUT}.tensor_model_parallel_size": 2}))
+    assert config.dp_size(4) == 2
+    with pytest.raises(ConfigFileError, match="3 processes do not divide into copies of TP 2"):
+        config.dp_size(3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"kl_loss_coef": 0.1}, "kl_loss_coef"),
+        ({"pg_clip_low": 0.1}, "pg_clip_low"),
+        ({"use_pg_clip_range": True, "pg_clip": 0.1}, "pg_clip"),
+        ({}, "reference"),
+        ({"actor_train.padded_length": 32}, "actor_train.padded_length"),
+        ({"actor_train.sequence_length_round_in_train": 32}, "actor_train.sequence_length_round_in_train"),
+        ({"actor_train.planning_args": {"shared_shapes": True}}, "actor_train.planning_args.shared_shapes"),
+        (
+            {"actor_train.sequence_packing_args.max_packed_sequence_length_forward": 2048},
+            "actor_train.sequence_packing_args.max_packed_sequence_length_forward",
+        ),
+        (
+            {"num_return_sequences_in_group": 8, "actor_infer.generating_args.num_return_sequences": 1},
+            "actor_infer.generating_args.num_return_sequences",
+        ),
+        ({"prompt_length": 1000, "response_length": 1000}, "actor_train.planning_args.oversize"),
+    ],
+)
+def test_keys_without_effect_get_a_notice(changes, path):
+    notices = {notice.path for notice in config_from_dict(changed(changes)).notices}
+    assert path in notices

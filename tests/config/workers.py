@@ -1,0 +1,41 @@
+"""Stand-alone ranks for the tests of the launcher: `python -m tests.config.workers WHAT [FOLDER]`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from roll_batching.config import JobConfig
+from roll_batching.errors import DataError
+from roll_batching.launch.worker import run_worker
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+def environment(config: JobConfig) -> None:
+    assert "torch" not in sys.modules
+    Path(sys.argv[2], f"rank{RANK}").write_text(os.environ["NVTE_FLASH_ATTN"])
+
+
+def error(config: JobConfig) -> None:
+    if RANK == 1:
+        raise DataError("prompts.jsonl:7: not an object")
+    time.sleep(60)
+
+
+def aftermath(config: JobConfig) -> None:
+    time.sleep(0.3 * (2 - RANK))
+    raise RuntimeError("the cause" if RANK == 1 else "connection closed by peer")
+
+
+def killed(config: JobConfig) -> None:
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    run_worker(JobConfig(), globals()[sys.argv[1]])
