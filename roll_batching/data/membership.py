@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from roll_batching.errors import DataError
 
@@ -35,23 +36,31 @@ class MiniBatches(Sequence[np.ndarray]):
 
     @property
     def remainder(self) -> int:
-        """Samples of the last mini-batch when it is smaller than the others; else 0."""
-        last = self.batches[-1].size if self.batches else self.size
+        """Samples of the last mini-batch when it holds fewer than `size`; else 0."""
+        last = self.batches[-1].size
         return last if last != self.size else 0
 
     @property
     def notice(self) -> str | None:
-        """What to tell the user about a smaller last mini-batch; None when there is none."""
-        if not self.remainder:
+        """What to tell the user about mini-batches smaller than asked; None when there are none."""
+        small = [batch.size for batch in self.batches if batch.size != self.size]
+        if not small:
             return None
         total = sum(batch.size for batch in self.batches)
+        if len(small) == 1 and self.remainder:
+            return (
+                f"{total} samples do not divide into mini-batches of {self.size}: the last of {len(self)} "
+                f"holds {self.remainder}, and its optimizer step averages over those only."
+            )
         return (
-            f"{total} samples do not divide into mini-batches of {self.size}: the last of {len(self)} holds "
-            f"{self.remainder}, and its optimizer step averages over those only."
+            f"Groups that stay together do not fill mini-batches of {self.size} samples: {len(small)} of "
+            f"{len(self)} are smaller, down to {min(small)}."
         )
 
 
-def mini_batches(count: int, size: int, *, seed: int, epoch: int = 0) -> MiniBatches:
+def mini_batches(
+    count: int, size: int, *, seed: int, epoch: int = 0, group_ids: ArrayLike | None = None
+) -> MiniBatches:
     """Draw the mini-batches of an epoch over `count` samples: a pure function of its arguments.
 
     Args:
@@ -59,16 +68,47 @@ def mini_batches(count: int, size: int, *, seed: int, epoch: int = 0) -> MiniBat
         size: samples per mini-batch, over all ranks; at least 1. What remains is a smaller last mini-batch.
         seed: not negative; a run that draws for several rollout batches passes another seed for each.
         epoch: which pass over the same samples, from 0.
+        group_ids: int `[count]`; samples with one id share a mini-batch, side by side in their given order
+            (DPO's pairs, say). A group that would overfill a mini-batch begins the next.
 
     Raises:
-        DataError: for a count or size below 1, a negative seed or epoch.
+        DataError: for a count or size below 1, a negative seed or epoch, group ids of another length, a group
+            larger than a mini-batch.
     """
     if count < 1 or size < 1:
         raise DataError(f"Mini-batches need at least one sample and a size of at least 1: {count=}, {size=}.")
     if seed < 0 or epoch < 0:
         raise DataError(f"Seed and epoch are not negative: {seed=}, {epoch=}.")
-    order = np.random.default_rng([_MEMBERSHIP_STREAM, seed, epoch]).permutation(count).astype(np.int64)
-    return MiniBatches(tuple(order[start : start + size] for start in range(0, count, size)), size)
+    random = np.random.default_rng([_MEMBERSHIP_STREAM, seed, epoch])
+    if group_ids is None:
+        order = random.permutation(count).astype(np.int64)
+        return MiniBatches(tuple(order[start : start + size] for start in range(0, count, size)), size)
+    order, cuts = _grouped(np.asarray(group_ids), count, size, random)
+    return MiniBatches(tuple(np.split(order, cuts)), size)
+
+
+def _grouped(group_ids: np.ndarray, count: int, size: int, random: np.random.Generator) -> tuple[np.ndarray, list[int]]:
+    """The samples in the order drawn, groups side by side, and where one mini-batch ends and the next begins."""
+    if group_ids.shape != (count,):
+        raise DataError(f"group_ids needs one id for each of the {count} samples; its shape is {group_ids.shape}.")
+    names, group_of = np.unique(group_ids, return_inverse=True)
+    members = np.bincount(group_of)
+    if (members > size).any():
+        largest = int(members.argmax())
+        raise DataError(
+            f"Group {names[largest]} has {members[largest]} samples, more than a mini-batch of {size} holds."
+        )
+    draw = random.permutation(names.size)
+    place = np.empty_like(draw)
+    place[draw] = np.arange(names.size)
+    order = np.argsort(place[group_of], kind="stable").astype(np.int64)
+    cuts, used, end = [], 0, 0
+    for number in members[draw].tolist():
+        if used + number > size:
+            cuts.append(end)
+            used = 0
+        used, end = used + number, end + number
+    return order, cuts
 
 
 def rank_slice(count: int, rank: int, size: int) -> slice:

@@ -31,6 +31,34 @@ def test_membership_is_a_pure_function_of_seed_and_epoch():
     assert drawn(seed=1) != sorted(drawn(seed=1))
 
 
+def test_groups_share_a_mini_batch():
+    pairs = np.arange(20) // 2
+    drawn = mini_batches(20, 8, seed=3, group_ids=pairs)
+    assert [len(batch) for batch in drawn] == [8, 8, 4]
+    for batch in drawn:
+        assert (batch[1::2] == batch[::2] + 1).all() and (batch[::2] % 2 == 0).all()
+    assert sorted(np.concatenate(list(drawn)).tolist()) == list(range(20))
+    assert "the last of 3 holds 4" in drawn.notice
+    assert mini_batches(20, 8, seed=3, group_ids=pairs)[0].tolist() == drawn[0].tolist()
+    assert mini_batches(20, 8, seed=4, group_ids=pairs)[0].tolist() != drawn[0].tolist()
+
+
+def test_uneven_groups_never_overfill():
+    random = np.random.default_rng(0)
+    for seed in range(20):
+        groups = np.sort(random.integers(0, 30, 100))[random.permutation(100)]
+        drawn = mini_batches(100, 12, seed=seed, group_ids=groups)
+        assert all(0 < len(batch) <= 12 for batch in drawn)
+        homes = [set(groups[batch]) for batch in drawn]
+        assert sum(map(len, homes)) == len(set(groups))
+        assert "stay together" in drawn.notice
+        joined = np.concatenate(list(drawn))
+        assert sorted(joined.tolist()) == list(range(100))
+        for group in set(groups):
+            members = joined[groups[joined] == group]
+            assert (np.diff(members) > 0).all()
+
+
 def test_ranks_share_items_evenly():
     parts = [list(range(10))[rank_slice(10, rank, 4)] for rank in range(4)]
     assert sum(parts, []) == list(range(10)) and {len(p) for p in parts} == {2, 3}
@@ -44,5 +72,9 @@ def test_bad_numbers_are_refused():
             mini_batches(**arguments, seed=0)
     with pytest.raises(DataError, match="not negative"):
         mini_batches(1, 1, seed=-1)
+    with pytest.raises(DataError, match="Group 7 has 3 samples, more than a mini-batch of 2 holds"):
+        mini_batches(4, 2, seed=0, group_ids=[7, 1, 7, 7])
+    with pytest.raises(DataError, match=r"each of the 4 samples; its shape is \(3,\)"):
+        mini_batches(4, 2, seed=0, group_ids=[1, 2, 3])
     with pytest.raises(DataError, match="Rank 3 is not in a group of 3"):
         rank_slice(1, 3, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import traceback
 
 import numpy as np
 import pytest
@@ -24,7 +25,36 @@ from roll_batching.planning import Plan, PlanConstraints, plan_step
 from tests.data.batches import assert_same, make_batch
 from tests.support.ranks import run_ranks
 
-WORLDS = pytest.mark.parametrize("world", [2, 3])
+
+@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+def world(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def outcomes(world):
+    """What every case returned on every rank: one launch for all of them."""
+    ranks = run_ranks(world, "tests.data.test_movement:all_cases", timeout=240)
+    return {case: [rank[case] for rank in ranks] for case in ranks[0]}
+
+
+def returned(outcomes, case):
+    """The case's result on every rank, or a failure that shows the ranks' tracebacks."""
+    failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes[case]) if not ok]
+    if failures:
+        pytest.fail("\n".join(failures), pytrace=False)
+    return [result for _, result in outcomes[case]]
+
+
+def all_cases(payload: None) -> dict:
+    rank, world = join()
+    results = {}
+    for case in (round_trips, mini_batch, cut_and_dropped, renumbered, bad_states):
+        try:
+            results[case.__name__] = True, case(rank, world)
+        except Exception:
+            results[case.__name__] = False, traceback.format_exc()
+    return results
 
 
 def join() -> tuple[int, int]:
@@ -69,8 +99,11 @@ def computed(batch: SampleBatch) -> SampleBatch:
     )
 
 
-def round_trips(cases: list) -> list[str]:
-    rank, world = join()
+def round_trips(rank: int, world: int) -> list[str]:
+    cases: list = [(split(world, seed), {}) for seed in range(6)]
+    cases += [(split(world, 10 + rank, empty=rank), {}) for rank in range(world)]
+    cases += [([([7], [3]), *[([], [])] * (world - 1)], {})]
+    cases += [(split(world, 20), {"mode": "dynamic"}), (split(world, 21), {"mode": "padded", "rows": 2})]
     checked = []
     for parts, options in cases:
         everything = make_batch(sum((p[0] for p in parts), []), sum((p[1] for p in parts), []))
@@ -91,19 +124,13 @@ def round_trips(cases: list) -> list[str]:
     return checked
 
 
-@WORLDS
-def test_samples_travel_and_results_come_home_in_order(world):
-    cases = [(split(world, seed), {}) for seed in range(6)]
-    cases += [(split(world, 10 + rank, empty=rank), {}) for rank in range(world)]
-    cases += [([([7], [3]), *[([], [])] * (world - 1)], {})]
-    cases += [(split(world, 20), {"mode": "dynamic"}), (split(world, 21), {"mode": "padded", "rows": 2})]
-    results = run_ranks(world, "tests.data.test_movement:round_trips", cases)
-    assert len(results[0]) == len(cases) and all(r == results[0] for r in results)
+def test_samples_travel_and_results_come_home_in_order(outcomes):
+    results = returned(outcomes, "round_trips")
+    assert len(results[0]) > 9 and all(r == results[0] for r in results)
 
 
-def mini_batch(parts: list) -> None:
-    rank, world = join()
-    local = make_batch(*parts[rank])
+def mini_batch(rank: int, world: int) -> None:
+    local = make_batch(*split(world, 3)[rank])
     table = gather_lengths(local)
     chosen = np.arange(len(table))[::-2]
     plan = plan_for(table.select(chosen), world)
@@ -117,14 +144,12 @@ def mini_batch(parts: list) -> None:
     assert_same(collect(computed(mine), plan), computed(local.select(kept[::-1])))
 
 
-@WORLDS
-def test_a_mini_batch_is_taken_out_of_a_rollout_batch(world):
-    run_ranks(world, "tests.data.test_movement:mini_batch", split(world, 3))
+def test_a_mini_batch_is_taken_out_of_a_rollout_batch(outcomes):
+    returned(outcomes, "mini_batch")
 
 
-def cut_and_dropped(parts: list) -> int:
-    rank, world = join()
-    local = make_batch(*parts[rank])
+def cut_and_dropped(rank: int, world: int) -> int:
+    local = make_batch(*split(world, 4)[rank])
     table = gather_lengths(local)
     plan = plan_for(table, world, max_tokens=30, oversize="drop")
     gone = {record.id for record in plan.dropped}
@@ -157,56 +182,46 @@ def cut_and_dropped(parts: list) -> int:
     return len(gone)
 
 
-@WORLDS
-def test_dropped_and_truncated_samples_read_pad_where_nothing_was_computed(world):
-    assert all(n > 0 for n in run_ranks(world, "tests.data.test_movement:cut_and_dropped", split(world, 4)))
+def test_dropped_and_truncated_samples_read_pad_where_nothing_was_computed(outcomes):
+    assert all(dropped > 0 for dropped in returned(outcomes, "cut_and_dropped"))
 
 
-def in_sub_groups(payload: None) -> None:
-    """Two replicas side by side: ranks 0, 2 and 1, 3 exchange among themselves, with the same samples."""
+def renumbered(rank: int, world: int) -> list[int]:
+    local = make_batch(*[([5, 1], [2, 1]), ([], []), ([5], [4])][rank])
+    again = number_globally(local)
+    assert torch.equal(again["input_ids"], local["input_ids"])
+    return again.ids.tolist()
+
+
+def test_ids_are_numbered_over_all_ranks(outcomes):
+    results = returned(outcomes, "renumbered")
+    assert results == [[0, 1], [], [2]][: len(results)]
+
+
+def in_replicas(payload: None) -> list[int]:
+    """Four ranks, two replicas side by side: first by groups of our own, then by Megatron's."""
     rank, _ = join()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group, place = groups[rank % 2], rank // 2
-    parts = split(2, 5)
-    local = make_batch(*parts[place])
+    local = make_batch(*split(2, 5)[place])
     plan = plan_for(gather_lengths(local, group), 2)
     mine = distribute(local, plan, group)
     assert_same(collect(computed(mine), plan, group), computed(local))
 
-
-def test_every_replica_has_its_own_group():
-    run_ranks(4, "tests.data.test_movement:in_sub_groups")
-
-
-def on_megatrons_group(payload: None) -> list[int]:
-    rank, _ = join()
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    place = parallel_state.get_data_parallel_rank()
-    local = make_batch(*split(2, 6)[place])
+    local = make_batch(*split(2, 6)[parallel_state.get_data_parallel_rank()])
     table = gather_lengths(local)
     plan = plan_for(table, 2)
     assert_same(collect(computed(distribute(local, plan)), plan), computed(local))
     return table.ids.tolist()
 
 
-def test_the_default_group_is_megatrons():
-    results = run_ranks(4, "tests.data.test_movement:on_megatrons_group")
+def test_every_replica_exchanges_in_its_own_group():
+    pytest.importorskip("megatron.core")
+    results = run_ranks(4, "tests.data.test_movement:in_replicas")
     assert results == [sum((ids for ids, _ in split(2, 6)), [])] * 4
-
-
-def renumbered(parts: list) -> list[int]:
-    rank, _ = join()
-    local = make_batch(*parts[rank])
-    again = number_globally(local)
-    assert torch.equal(again["input_ids"], local["input_ids"])
-    return again.ids.tolist()
-
-
-def test_ids_are_numbered_over_all_ranks():
-    parts = [([5, 1], [2, 1]), ([], []), ([5], [4])]
-    assert run_ranks(3, "tests.data.test_movement:renumbered", parts) == [[0, 1], [], [2]]
 
 
 def test_one_process_needs_no_group():
@@ -352,12 +367,11 @@ BAD = {
 }
 
 
-def bad_states(names: list[str]) -> list[tuple[str, str]]:
-    rank, world = join()
+def bad_states(rank: int, world: int) -> list[tuple[str, str]]:
     errors = []
-    for name in names:
+    for state in BAD:
         try:
-            globals()[name](rank, world)
+            state(rank, world)
             errors.append(("none", ""))
         except (RankError, DataError) as error:
             errors.append((type(error).__name__, str(error)))
@@ -368,17 +382,11 @@ def bad_states(names: list[str]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.bad_input
-@WORLDS
-def test_a_bad_state_is_one_error_on_all_ranks(world, report):
-    names = [function.__name__ for function in BAD]
-    results = run_ranks(world, "tests.data.test_movement:bad_states", names, timeout=60)
-    for case, pattern in enumerate(BAD.values()):
-        kind, message = results[0][case]
-        assert kind in ("RankError", "DataError") and re.search(pattern, message), (
-            names[case],
-            kind,
-            message,
-        )
-        if world == 2:
-            report(f"{names[case]}: {kind}: {message}")
+def test_a_bad_state_is_one_error_on_all_ranks(outcomes, report):
+    results = returned(outcomes, "bad_states")
     assert all(errors == results[0] for errors in results)
+    for (state, pattern), (kind, message) in zip(BAD.items(), results[0], strict=True):
+        assert kind in ("RankError", "DataError"), state
+        assert re.search(pattern, message), (state, message)
+        if len(results) == 2:
+            report(f"{state.__name__.replace('_', ' ')}: {kind}: {message}")
