@@ -41,7 +41,9 @@ def _tensors(metric: Metric) -> tuple[torch.Tensor, ...]:
     return (metric.numerator, metric.denominator) if isinstance(metric, Mean) else (metric.value,)
 
 
-def to_host(losses: Sequence[torch.Tensor], metrics: Iterable[Mapping[str, Metric]]) -> tuple[list[float], dict[str, HostMetric]]:
+def to_host(
+    losses: Sequence[torch.Tensor], metrics: Iterable[Mapping[str, Metric]]
+) -> tuple[list[float], dict[str, HostMetric]]:
     """(loss per micro-batch, metrics joined over micro-batches), with a single device read.
 
     Raises `LossError` when a metric changes its kind between micro-batches.

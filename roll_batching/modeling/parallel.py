@@ -110,7 +110,8 @@ def make_layout(
         )
     if (world // replica * cp_size) % ep_size:
         raise LayoutError(
-            f"expert_model_parallel_size={ep_size} does not divide data x context parallel = {world // replica * cp_size}"
+            f"expert_model_parallel_size={ep_size} does not divide data x context parallel = "
+            f"{world // replica * cp_size}: change one of them"
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(

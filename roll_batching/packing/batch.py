@@ -64,8 +64,8 @@ def _check_samples(local: SampleBatch, plan: Plan, micro_batches: Iterable[Micro
         if not bool(found.all()):
             missing = ids[~found.numpy()][:8].tolist()
             raise DataError(
-                f"the plan gives this rank samples {missing}, which its local batch of {len(local)} does not hold: call "
-                "distribute(batch, plan) first, and pass what it returns"
+                f"the plan gives this rank samples {missing}, which its local batch of {len(local)} does not hold: "
+                "call distribute(batch, plan) first, and pass what it returns"
             )
         have, planned = local.lengths[rows].numpy(), plan.lengths[mb.samples]
         if (have != planned).any():

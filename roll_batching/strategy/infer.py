@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ from roll_batching.strategy.generation import GenerationSettings, generate
 from roll_batching.strategy.schedule import run_schedule
 
 
+logger = logging.getLogger(__name__)
+
+
 class MegatronInferStrategy:
     """Forward passes of one Megatron model over planned micro-batches.
 
@@ -45,6 +49,7 @@ class MegatronInferStrategy:
         self.cost: CostModel | None = None
         self.vocab_size: int | None = None
         self.dtype: torch.dtype
+        self._noticed_fillers = False
 
     # ---- building
 
@@ -274,7 +279,19 @@ class MegatronInferStrategy:
             what_within="the ranks of one replica hold different samples: give all tensor-, context- and "
             "pipeline-parallel ranks of a data-parallel rank the same batch",
         )
+        self._notice_fillers(plan)
         return packs
+
+    def _notice_fillers(self, plan: Plan) -> None:
+        placed = len(plan.samples)
+        if placed < self.layout.dp_size and dist.get_rank() == 0 and not self._noticed_fillers:
+            self._noticed_fillers = True
+            logger.warning(
+                "a step has %d samples for %d data-parallel ranks: the others compute filler micro-batches, which "
+                "change nothing in the result. Use larger mini-batches or fewer ranks (said once)",
+                placed,
+                self.layout.dp_size,
+            )
 
     def _check_plan(self, plan: Plan) -> None:
         planned, layout = plan.constraints, self.layout

@@ -66,8 +66,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         total = training.max_steps
         if total < 1 and training.lr_scheduler_type not in ("constant", "constant_with_warmup"):
             raise LossError(
-                f"lr_scheduler_type {training.lr_scheduler_type!r} needs training_args.max_steps, the optimizer steps that "
-                "it spans"
+                f"lr_scheduler_type {training.lr_scheduler_type!r} needs training_args.max_steps, the optimizer "
+                "steps that it spans"
             )
         settings = self.config.strategy_args.strategy_config
         self.optimizer = build_optimizer(self.chunks, training, settings, self.dtype)
@@ -88,8 +88,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         if hasattr(self, "token_loss") or hasattr(self, "sequence_loss"):
             return self
         raise LossError(
-            f"train_step got no loss, and {type(self).__name__} defines none: pass loss=SFTLoss() or another loss object, "
-            "or define token_loss in a subclass"
+            f"train_step got no loss, and {type(self).__name__} defines none: pass loss=SFTLoss() or another loss "
+            "object, or define token_loss in a subclass"
         )
 
     def train_step(

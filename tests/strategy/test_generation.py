@@ -1,0 +1,118 @@
+"""Sampling: the cache is exact, recorded log-probs are those of a packed forward pass, seeds are honoured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+
+
+def _strategy(dtype: str, **options: Any) -> Any:
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.models import fill, worker_config
+
+    strategy = MegatronTrainStrategy(worker_config("packed", 256, dtype=dtype), **options)
+    strategy.initialize()
+    fill(strategy.chunks, 61)
+    return strategy
+
+
+def _prompts(count: int = 7) -> Any:
+    from roll_batching.data import SampleBatch
+
+    g = torch.Generator().manual_seed(3)
+    rows = [torch.randint(0, 61, (1 + 3 * i,), generator=g) for i in range(count)]
+    return SampleBatch.from_lists({"input_ids": rows}, {"input_ids": "token"})
+
+
+def greedy_against_recompute(dtype: str) -> tuple[list[list[int]], list[list[int]]]:
+    from roll_batching.data import SampleBatch, gather_lengths
+    from roll_batching.modeling.head import gpt_of, head_attached
+    from roll_batching.packing import PackLayout, packed_params
+    from roll_batching.strategy import GenerationSettings
+
+    strategy = _strategy(dtype)
+    prompts = _prompts()
+    settings = GenerationSettings(max_new_tokens=24, eos_token_id=5, greedy=True)
+    out = strategy.generate(prompts, settings)
+    found = [row.tolist() for row in out.to_lists("input_ids")]
+    expected = []
+    chunk = strategy.chunks[0].eval()
+    for row in prompts.to_lists("input_ids"):
+        tokens = row.tolist()
+        for _ in range(24):
+            one = SampleBatch.from_lists({"input_ids": [tokens]}, {"input_ids": "token"})
+            mb = strategy.plan(gather_lengths(one), forward=True).micro_batches[0][0]
+            params = packed_params(PackLayout.of(mb), 0, torch.device("cpu"))
+            with torch.no_grad(), head_attached(gpt_of(chunk)):
+                logits = chunk(torch.tensor([tokens]), params.positions[None], None, packed_seq_params=params)
+            tokens = [*tokens, int(logits[0, -1, :61].argmax())]
+            if tokens[-1] == 5:
+                break
+        expected.append(tokens)
+    return found, expected
+
+
+def recorded_against_packed(payload: tuple[str, float]) -> float:
+    from roll_batching.data import gather_lengths
+    from roll_batching.strategy import GenerationSettings
+
+    dtype, temperature = payload
+    strategy = _strategy(dtype, temperature=temperature)
+    settings = GenerationSettings(
+        max_new_tokens=40, eos_token_id=5, temperature=temperature, seed=11, num_return_sequences=4
+    )
+    out = strategy.generate(_prompts(), settings)
+    plan = strategy.plan(gather_lengths(out), forward=True)
+    again = strategy.compute_log_probs(out, plan, masks=("response_mask",))
+    assert out["response_mask"].sum() > 100
+    counted = (out["log_probs"] != 0) | (again["log_probs"] != 0)
+    assert int(counted.sum()) == int(out["response_mask"].sum())
+    return float((out["log_probs"] - again["log_probs"]).abs().max())
+
+
+def sampling_rules(_: None) -> None:
+    from roll_batching.strategy import GenerationSettings
+
+    strategy = _strategy("fp32")
+    prompts = _prompts(3)
+
+    def sample(**settings: Any) -> list[list[int]]:
+        out = strategy.generate(prompts, GenerationSettings(max_new_tokens=12, eos_token_id=5, **settings))
+        return [row.tolist() for row in out.to_lists("input_ids")]
+
+    assert sample(seed=1, num_return_sequences=2) == sample(seed=1, num_return_sequences=2)
+    assert sample(seed=1) != sample(seed=2)
+    assert sample(seed=1, top_k=1) == sample(greedy=True)
+    assert sample(seed=1, top_p=1e-6) == sample(greedy=True)
+    out = strategy.generate(prompts, GenerationSettings(max_new_tokens=12, eos_token_id=5, num_return_sequences=3))
+    assert len(out) == 9
+    for i, row in enumerate(out.to_lists("input_ids")):
+        prompt = prompts.to_lists("input_ids")[i // 3]
+        assert row[: len(prompt)].tolist() == prompt.tolist()
+        response = row[len(prompt) :].tolist()
+        assert 5 not in response[:-1] and (response[-1] == 5 or len(response) == 12)
+        assert max(response) < 61
+    empty = strategy.generate(prompts.select([]), GenerationSettings(max_new_tokens=4, eos_token_id=5))
+    assert len(empty) == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_greedy_decoding_equals_full_recompute(dtype: str) -> None:
+    found, expected = run_ranks(1, "tests.strategy.test_generation:greedy_against_recompute", dtype)[0]
+    assert found == expected
+    assert len(set(map(len, found))) > 3
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("fp64", 1e-10), ("fp32", 1e-4)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_recorded_log_probs_equal_a_packed_forward(dtype: str, limit: float, temperature: float) -> None:
+    gap = run_ranks(1, "tests.strategy.test_generation:recorded_against_packed", (dtype, temperature))[0]
+    assert gap < limit
+
+
+def test_sampling_rules() -> None:
+    run_ranks(1, "tests.strategy.test_generation:sampling_rules")
