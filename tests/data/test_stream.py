@@ -154,7 +154,7 @@ def test_ranks_and_epochs_have_their_own_order():
 class Flaky(list):
     """A dataset that cannot read one of its samples the first time."""
 
-    broken = 7
+    broken = -1
 
     def __getitem__(self, index):
         if index == self.broken:
@@ -163,9 +163,13 @@ class Flaky(list):
         return super().__getitem__(index)
 
 
-def test_an_error_surfaces_and_nothing_is_lost():
+@pytest.mark.parametrize("broken", range(30))
+def test_an_error_surfaces_and_nothing_is_lost(broken):
     lengths = lengths_of(30)
-    stream = LengthAwareStream(Flaky(lengths), int, max_tokens=400, pool_size=4, infinite=False)
+    options = {"pool_size": 4, "batches_per_step": 3, "infinite": False}
+    dataset = Flaky(lengths)
+    dataset.broken = broken
+    stream = stream_of(dataset, **options)
     steps, errors = [], 0
     while True:
         try:
@@ -175,7 +179,7 @@ def test_an_error_surfaces_and_nothing_is_lost():
         except StopIteration:
             break
     assert errors == 1
-    assert steps == list(stream_of(lengths, pool_size=4, infinite=False))
+    assert steps == list(stream_of(lengths, **options))
 
 
 @pytest.mark.bad_input
