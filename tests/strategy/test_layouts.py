@@ -1,0 +1,186 @@
+"""Every parallel layout gives the loss, the gradients and the steps of one process that shares no code with ours.
+
+`./scripts/test.sh -m layouts` runs the whole matrix; a run without arguments keeps a part of it. One launch of
+processes runs all layouts of a size.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.layouts import EXPERTS, MOST_RANKS, Layout, pairwise, wanted_pairs
+from tests.support.layouts import _pairs as pairs_of
+from tests.support.models import ARCHITECTURE, MODES
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.layouts
+
+CAP = 64
+STEPS = 5
+RATE = 1e-3
+GRADIENT_LIMIT, LOSS_LIMIT, STEPS_LIMIT = 1e-5, 1e-5, 1e-4
+DEEP = {**ARCHITECTURE, "num_layers": 8}
+EXPERT_FIELDS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
+
+MATRIX = pairwise()
+CORE = [
+    Layout(tp=2, sp=True),
+    Layout(pp=2),
+    Layout(pp=2, vpp=2),
+    Layout(cp=2),
+    Layout(dp=2, distopt=True),
+    Layout(tp=2, sp=True, pp=2),
+    Layout(pp=2, vpp=2, cp=2),
+]
+
+
+def _batches() -> list[Any]:
+    from tests.support.models import random_batch
+
+    return [random_batch(40 + step, 9, 40) for step in range(STEPS)]
+
+
+def _loss() -> Any:
+    from roll_batching.losses import PolicyLoss
+
+    return PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, entropy_coef=0.02)
+
+
+def architecture(tied: bool, moe: bool) -> dict[str, Any]:
+    return {**DEEP, "tie_word_embeddings": tied, **({"moe": EXPERT_FIELDS, "num_layers": 4} if moe else {})}
+
+
+def write_references(payload: tuple[str, list[tuple[bool, bool]]]) -> None:
+    """Gradients of the first batch and the losses of five Adam steps, in one process, by stock Megatron and torch."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from roll_batching.modeling.parallel import make_layout, start_processes
+    from tests.support.reference import gradients, policy_loss, stock_model
+
+    folder, variants = payload
+    make_layout(device=start_processes())
+    model_parallel_cuda_manual_seed(0)
+    for tied, moe in variants:
+        options = {}
+        if moe:
+            options = {
+                "num_moe_experts": EXPERT_FIELDS["num_experts"],
+                "moe_router_topk": EXPERT_FIELDS["router_topk"],
+                "moe_ffn_hidden_size": EXPERT_FIELDS["ffn_hidden_size"],
+                "moe_router_load_balancing_type": "none",
+                "moe_token_dispatcher_type": "alltoall",
+            }
+        model = stock_model(architecture(tied, moe), **options)
+        adam = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+        losses, first = [], {}
+        for batch in _batches():
+            loss = policy_loss(model, batch, clip=(0.2, 0.28), kl=0.05, entropy=0.02)
+            losses.append(float(loss))
+            first = first or gradients(model, loss)
+            adam.zero_grad()
+            policy_loss(model, batch, clip=(0.2, 0.28), kl=0.05, entropy=0.02).backward()
+            adam.step()
+        torch.save((losses, first), Path(folder) / f"reference-{tied}-{moe}.pt")
+
+
+def compare(payload: tuple[str, list[dict[str, Any]]]) -> list[dict[str, tuple[float, float, float, str]]]:
+    """For each layout and mode: worst gradient, first loss and five losses against the reference, relatively."""
+    folder, layouts = payload
+    return [_compare_layout(folder, Layout(**layout)) for layout in layouts]
+
+
+def _compare_layout(folder: str, layout: Layout) -> dict[str, tuple[float, float, float, str]]:
+    from megatron.core import parallel_state
+    from roll_batching.config import TrainingArgs
+    from roll_batching.data import distribute, gather_lengths
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.models import fill, whole_gradients, worker_config, worst_difference
+
+    expected_losses, expected = torch.load(Path(folder) / f"reference-{layout.tied}-{layout.moe}.pt")
+
+    def config(mode: str) -> Any:
+        return worker_config(
+            mode, CAP, architecture=architecture(layout.tied, layout.moe), megatron=layout.megatron(), dtype=layout.dtype
+        )
+
+    strategy = MegatronTrainStrategy(config("packed"))
+    strategy.initialize()
+    found: dict[str, tuple[float, float, float, str]] = {}
+    place = strategy.layout
+    for mode in MODES:
+        strategy.batching = config(mode).batching()
+        fill(strategy.chunks, 61, place.tp_rank, place.tp_size)
+        strategy.start_phase(TrainingArgs(learning_rate=RATE, max_grad_norm=0.0))
+        losses, gradient, name = [], 0.0, ""
+        for step, whole in enumerate(_batches()):
+            local = whole.select(torch.arange(place.dp_rank, len(whole), place.dp_size))
+            plan = strategy.plan(gather_lengths(local))
+            losses.append(strategy.train_step(distribute(local, plan), plan, _loss()).loss)
+            if step == 0:
+                whole_gradient = whole_gradients(strategy.chunks, 61, place.tp_rank, layout.distopt)
+                gradient, name = worst_difference(whole_gradient, expected)
+                gradient = max(gradient, whole_gradient["spread"])
+        gaps = [abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True)]
+        found[mode] = (gradient, gaps[0], max(gaps), name)
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def _check(layout: Layout, found: dict[str, Any], report: Callable[[str], None]) -> list[str]:
+    """Lines for the report, and what is beyond a limit."""
+    beyond = []
+    for mode, (gradient, loss, steps, name) in found.items():
+        report(f"{layout!s:58} {mode:8} gradient {gradient:.1e} ({name}), loss {loss:.1e}, five steps {steps:.1e}")
+        if layout.dtype == "bf16":
+            fine = gradient <= 2 * found["padded"][0] and gradient < 0.3
+        else:
+            fine = gradient < GRADIENT_LIMIT and loss < LOSS_LIMIT and steps < STEPS_LIMIT
+        if not fine:
+            beyond.append(f"{layout} {mode}: gradient {gradient:.1e} of {name}, loss {loss:.1e}, steps {steps:.1e}")
+    return beyond
+
+
+def _run(layouts: list[Layout], references: Path, report: Callable[[str], None]) -> None:
+    beyond = []
+    for ranks in sorted({layout.ranks for layout in layouts}):
+        same = [layout for layout in layouts if layout.ranks == ranks]
+        payload = (str(references), [asdict(layout) for layout in same])
+        outcome = run_ranks(ranks, "tests.strategy.test_layouts:compare", payload, timeout=900)[0]
+        for layout, found in zip(same, outcome, strict=True):
+            beyond += _check(layout, found, report)
+    assert not beyond, "\n".join(beyond)
+
+
+@pytest.fixture(scope="module")
+def references() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        variants = [(False, False), (True, False)]
+        run_ranks(1, "tests.strategy.test_layouts:write_references", (folder, variants), timeout=300)
+        yield Path(folder)
+
+
+def test_every_pair_of_settings_is_covered() -> None:
+    covered = set().union(*map(pairs_of, MATRIX))
+    assert covered == wanted_pairs()
+    assert len(MATRIX) >= 40 and len(set(MATRIX)) == len(MATRIX)
+    assert max(layout.ranks for layout in MATRIX) <= MOST_RANKS
+
+
+def test_core_layouts(references: Path, report: Callable[[str], None]) -> None:
+    _run(CORE, references, report)
+
+
+@pytest.mark.slow
+def test_the_whole_matrix(references: Path, report: Callable[[str], None]) -> None:
+    _run([layout for layout in MATRIX if layout not in CORE], references, report)
+
+
+@pytest.mark.slow
+def test_pipeline_of_four_with_context_of_four(references: Path, report: Callable[[str], None]) -> None:
+    _run([Layout(pp=4, cp=4)], references, report)

@@ -1,0 +1,133 @@
+"""Parallel layouts to prove equal: every pair of settings that can stand together stands together in one of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2),
+    "sp": (False, True),
+    "pp": (1, 2, 4),
+    "vpp": (1, 2),
+    "cp": (1, 2, 4),
+    "dp": (1, 2),
+    "distopt": (False, True),
+    "recompute": (False, True),
+    "tied": (False, True),
+    "per_token": (True, False),
+    "dtype": ("fp32", "bf16"),
+}
+
+MOST_RANKS = 8
+"""Processes of one layout; PP 4 with CP 4 needs 16 and is tried once, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One parallel layout and the settings beside it."""
+
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    distopt: bool = False
+    recompute: bool = False
+    tied: bool = False
+    per_token: bool = True
+    dtype: str = "fp32"
+    moe: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def is_possible(self) -> bool:
+        """What Megatron itself allows."""
+        return (not self.sp or self.tp > 1) and (self.vpp == 1 or self.pp > 1)
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{k}{getattr(self, k)}" for k in ("tp", "pp", "vpp", "cp", "dp", "ep") if getattr(self, k) > 1)
+        flags = [k for k in ("sp", "distopt", "recompute", "tied", "moe") if getattr(self, k)]
+        scaling = [] if self.per_token else ["micro-batch-mean"]
+        return " ".join([sizes or "one rank", *flags, *scaling, self.dtype])
+
+    def megatron(self) -> dict[str, Any]:
+        """`strategy_config` of this layout."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "sequence_parallel": self.sp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "use_distributed_optimizer": self.distopt,
+            "recompute_granularity": "full" if self.recompute else None,
+            "calculate_per_token_loss": self.per_token,
+        }
+
+
+def _pairs(layout: Layout) -> set[tuple[str, Any, str, Any]]:
+    return {(a, getattr(layout, a), b, getattr(layout, b)) for a, b in itertools.combinations(CHOICES, 2)}
+
+
+def _all() -> Iterator[Layout]:
+    for values in itertools.product(*CHOICES.values()):
+        layout = Layout(**dict(zip(CHOICES, values, strict=True)))
+        if layout.is_possible and layout.ranks <= MOST_RANKS:
+            yield layout
+
+
+def wanted_pairs() -> set[tuple[str, Any, str, Any]]:
+    """Pairs of settings that stand together in at least one possible layout."""
+    return set().union(*(_pairs(layout) for layout in _all()))
+
+
+def pairwise(at_least: int = 40) -> list[Layout]:
+    """A deterministic greedy cover of all pairs by few, small layouts; more of them up to `at_least`."""
+    # Among equals the first wins: few ranks, and fp32, whose comparison is the sharper one.
+    candidates = sorted(_all(), key=lambda layout: (layout.ranks, layout.dtype != "fp32", str(layout)))
+    missing = wanted_pairs()
+    chosen: list[Layout] = []
+    seen = [(layout, _pairs(layout)) for layout in candidates]
+    while missing:
+        # Small layouts first: a rank more must buy new pairs.
+        best, covered = max(seen, key=lambda item: len(item[1] & missing) / (2 + item[0].ranks))
+        chosen.append(best)
+        missing -= covered
+    singles = [
+        Layout(tp=2),
+        Layout(tp=2, sp=True),
+        Layout(pp=2),
+        Layout(pp=4),
+        Layout(pp=2, vpp=2),
+        Layout(pp=4, vpp=2),
+        Layout(cp=2),
+        Layout(cp=4),
+        Layout(dp=2, distopt=True),
+        Layout(tp=2, sp=True, pp=2),
+        Layout(pp=2, vpp=2, cp=2),
+        Layout(tp=2, cp=2),
+    ]
+    chosen += [layout for layout in singles if layout not in chosen]
+    spare = [x for x in candidates if x.ranks == 4 and x.dtype == "fp32" and x not in chosen]
+    short = max(at_least - len(chosen), 0)
+    return chosen + [spare[i * len(spare) // short] for i in range(short)]
+
+
+EXPERTS = [
+    Layout(moe=True),
+    Layout(moe=True, dp=2, ep=2),
+    Layout(moe=True, dp=2, distopt=True),
+    Layout(moe=True, cp=2, ep=2),
+    Layout(moe=True, tp=2, sp=True),
+    Layout(moe=True, pp=2, dp=2, ep=2),
+    Layout(moe=True, pp=2, vpp=2),
+]
