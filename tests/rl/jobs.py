@@ -1,0 +1,88 @@
+"""A job so small that it runs in seconds, and the functions that test ranks call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = "0123456789+-=;#abcdefghijklmnopqrstuvwx$."
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Settings of a tiny job with its files in `folder`; `a__b=value` changes a.b."""
+    base: dict[str, Any] = {
+        "exp_name": "tiny",
+        "seed": 3,
+        "output_dir": str(folder / "runs"),
+        "max_steps": 2,
+        "eval_steps": 0,
+        "eval_samples": 5,
+        "prompt_length": 40,
+        "response_length": 24,
+        "rollout_batch_size": 4,
+        "num_return_sequences_in_group": 3,
+        "reward_function": "roll_batching.rl.rewards:final_answer",
+        "tokenizer": {"type": "char", "vocabulary": VOCABULARY, "eos_token": "$", "pad_token": "."},
+        "adv_estimator": "grpo",
+        "warmup": {
+            "file_name": str(folder / "corpus.jsonl"),
+            "training_args": {"max_steps": 2, "per_device_train_batch_size": 3, "learning_rate": 1e-3},
+        },
+        "actor_train": {
+            "model_args": {
+                "architecture": {
+                    "vocab_size": 41,
+                    "hidden_size": 32,
+                    "ffn_hidden_size": 48,
+                    "num_layers": 2,
+                    "num_attention_heads": 2,
+                    "max_position_embeddings": 128,
+                }
+            },
+            "training_args": {"learning_rate": 1e-3, "per_device_train_batch_size": 3},
+            "data_args": {
+                "file_name": str(folder / "prompts.jsonl"),
+                "eval_file_name": str(folder / "heldout.jsonl"),
+            },
+            "use_sequence_packing": True,
+            "sequence_packing_args": {"algorithm": "load_balance", "max_packed_sequence_length_train": 128},
+        },
+    }
+    for path, value in changes.items():
+        *above, last = path.split("__")
+        section = base
+        for key in above:
+            section = section.setdefault(key, {})
+        section[last] = value
+    return base
+
+
+def write_data(folder: Path) -> None:
+    """Three files as the demo has them, a few lines each."""
+    problems = [(f"a+{i % 9 + 1}b+{i % 7 + 1}=", f"{i % 9 + i % 7 + 2:02d}") for i in range(12)]
+    corpus = [{"prompt": p, "response": f"#{a}"} for p, a in problems]
+    prompts = [{"prompt": p, "answer": a, "level": len(p)} for p, a in problems]
+    for name, rows in (("corpus", corpus), ("prompts", prompts[:8]), ("heldout", prompts[8:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run(payload: dict[str, Any]) -> None:
+    """On a rank: the whole job."""
+    from roll_batching.config import JobConfig
+    from roll_batching.rl.job import run_job
+
+    run_job(JobConfig.model_validate(payload))
+
+
+# Reward functions that tests name by path.
+
+
+def length(completion: Any) -> float:
+    """A reward that differs between responses from the first step on."""
+    return completion.tokens / 10
+
+
+def nan_for_one(completion: Any) -> float:
+    """Not a number for one particular prompt."""
+    return float("nan") if completion.prompt.startswith("a+3b+3") else 1.0

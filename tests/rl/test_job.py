@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from roll_batching.config import JobConfig
+from roll_batching.observe.metrics import read_metrics
+from tests.rl.jobs import settings, write_data
+from tests.support.ranks import run_ranks
+
+RUN = "tests.rl.jobs:run"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_data(tmp_path)
+    return tmp_path
+
+
+def finished(folder):
+    run = folder / "runs" / "tiny"
+    return run, read_metrics(run / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_leaves_rows_events_settings_and_a_picture(folder, ranks):
+    run_ranks(ranks, RUN, settings(folder, reward_function="tests.rl.jobs:length"))
+    run, rows = finished(folder)
+    assert [(r["phase"], r["step"]) for r in rows] == [("warmup", 1), ("warmup", 2), ("rl", 1), ("rl", 2)]
+    keys = "step phase reward loss tokens_per_second padding_share imbalance grad_norm lr skipped_steps".split()
+    for row in rows:
+        assert set(keys) <= set(row), set(keys) - set(row)
+    more = "approx_kl clip_fraction entropy response_length_mean response_length_max".split()
+    for row in rows[2:]:
+        assert set(more) <= set(row), set(more) - set(row)
+        assert row["tokens_packed"] <= row["tokens_dynamic"] <= row["tokens_full"]
+        assert row["grad_norm"] > 0
+    assert (rows[2]["eval_updates"], rows[3]["eval_updates"]) == (0, 2)
+    assert rows[2]["eval_samples"] == 5
+    assert (run / "learning_curve.png").stat().st_size > 10_000
+    assert list((run / "tensorboard").iterdir())
+    assert JobConfig.model_validate(yaml.safe_load((run / "config.yaml").read_text())).exp_name == "tiny"
+
+
+def test_fewer_prompts_than_ranks_still_train(folder):
+    run_ranks(3, RUN, settings(folder, rollout_batch_size=2, num_return_sequences_in_group=2, warmup=None))
+    _, rows = finished(folder)
+    assert [r["step"] for r in rows] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"actor_train__logprob_plan": "own"},
+        {"actor_train__logprob_plan": "none", "actor_train__training_args__per_device_train_batch_size": 6},
+        {
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+            "reference": {},
+            "actor_train__training_args__per_device_train_batch_size": 6,
+        },
+        {"adv_estimator": "reinforce", "norm_mean_type": "batch", "whiten_advantages": True},
+        {"drop_zero_advantage_groups": True, "ppo_epochs": 2},
+        {"actor_train__use_sequence_packing": False, "actor_train__training_args__gradient_accumulation_steps": 2},
+    ],
+    ids=["own plan", "no old log-probs", "reference", "reinforce", "idle groups", "padded"],
+)
+def test_variants_of_the_objective_run(folder, changes):
+    base = {"reward_function": "tests.rl.jobs:length", "warmup": None}
+    run_ranks(2, RUN, settings(folder, **(base | changes)))
+    _, rows = finished(folder)
+    assert all(abs(r["loss"]) < 10 for r in rows)
+    if "kl_loss_coef" in changes:
+        assert rows[0]["ref_kl"] == pytest.approx(0, abs=1e-9), "the reference is the policy as RL begins"
+        assert rows[1]["ref_kl"] > 1e-6
+
+
+def test_the_control_gives_advantages_to_the_wrong_samples(folder):
+    seen = {}
+    for control in ("none", "shuffled"):
+        job = settings(folder, control=control, reward_function="tests.rl.jobs:length", warmup=None)
+        run_ranks(1, RUN, job)
+        seen[control] = finished(folder)[1]
+    plain, shuffled = seen["none"][0], seen["shuffled"][0]
+    assert plain["reward"] == shuffled["reward"], "the first rollout is the same"
+    assert plain["grad_norm"] != shuffled["grad_norm"]
+
+
+def both_say(folder, job, words, ranks=2):
+    """Every rank fails with the words; the error of one of them."""
+    outcomes = run_ranks(ranks, RUN, job, check=False, timeout=60)
+    for outcome in outcomes:
+        assert outcome.returncode not in (0, -9), outcome.output
+        assert words in outcome.output, outcome.output
+    return outcomes[0].output.strip().splitlines()[-1]
+
+
+@pytest.mark.bad_input
+def test_nan_in_rewards_names_the_sample_on_every_rank(folder, report):
+    job = settings(folder, reward_function="tests.rl.jobs:nan_for_one", rollout_batch_size=8)
+    report("NaN in rewards: " + both_say(folder, job, "(prompt 'a+3b+3="))
+
+
+@pytest.mark.bad_input
+def test_a_missing_prompt_file(folder, report):
+    (folder / "prompts.jsonl").unlink()
+    report("missing prompt file: " + both_say(folder, settings(folder), "prompts.jsonl does not exist"))
+
+
+@pytest.mark.bad_input
+def test_a_malformed_line_is_named_by_its_number(folder, report):
+    with (folder / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "a+1=", "answer"\n')
+    report("malformed JSONL line: " + both_say(folder, settings(folder), "prompts.jsonl:9"))
+
+
+@pytest.mark.bad_input
+def test_a_tokenizer_larger_than_the_model(folder, report):
+    job = settings(folder, actor_train__model_args__architecture__vocab_size=20)
+    report("tokenizer larger than the model: " + both_say(folder, job, "raise actor_train.model_args"))
+
+
+@pytest.mark.bad_input
+def test_a_prompt_longer_than_allowed_is_named_by_its_line(folder, report):
+    job = settings(folder, prompt_length=4, warmup=None)
+    report("prompt too long: " + both_say(folder, job, "more than the 4 allowed"))
+
+
+def test_data_files_that_differ_between_ranks(folder):
+    outcomes = run_ranks(2, "tests.rl.test_job:run_on_own_file", str(folder), check=False, timeout=60)
+    assert all("the data files differ between ranks" in o.output for o in outcomes)
+
+
+def run_on_own_file(folder):
+    import os
+    from pathlib import Path
+
+    from tests.rl.jobs import run
+
+    own = Path(folder) / f"prompts{os.environ['RANK']}.jsonl"
+    own.write_text(json.dumps({"prompt": f"a+{os.environ['RANK']}=", "answer": "1"}) + "\n")
+    run(settings(Path(folder), actor_train__data_args__file_name=str(own)))

@@ -1,0 +1,113 @@
+"""`train_on_rollouts` on real ranks: the same samples give the same updates, whoever holds them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.rl.jobs import settings
+from tests.support.ranks import run_ranks
+
+SAMPLES, GROUP = 12, 3
+
+
+def train(payload):
+    """On a rank: two updates on fixed samples, dealt to the ranks as the payload says."""
+    import torch
+
+    from roll_batching.config import JobConfig
+    from roll_batching.data import SampleBatch
+    from roll_batching.losses import PolicyLoss
+    from roll_batching.rl.update import UpdateSettings, train_on_rollouts
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    config = JobConfig.model_validate(payload["job"])
+    strategy = MegatronTrainStrategy(config.actor_train, seed=1)
+    strategy.initialize()
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(0, 39, n).tolist() for n in draw.integers(3, 40, SAMPLES)]
+    masks = [[i >= 2 for i in range(len(row))] for row in rows]
+    advantages = draw.normal(size=SAMPLES)
+    advantages[GROUP : 2 * GROUP] = 0.0
+    batch = SampleBatch.from_lists(
+        {"input_ids": rows, "response_mask": masks, "advantages": advantages.tolist()},
+        {"input_ids": "token", "response_mask": "token", "advantages": "sample"},
+    )
+    mine = np.flatnonzero(np.arange(SAMPLES) % strategy.layout.dp_size == strategy.layout.dp_rank)
+    home = batch.select(mine[:: payload.get("order", 1)])
+
+    def weights():
+        parameters = [p.detach().flatten() for chunk in strategy.chunks for p in chunk.parameters()]
+        return torch.cat(parameters).double().numpy()
+
+    before = weights()
+    updates = list(
+        train_on_rollouts(
+            strategy,
+            home,
+            PolicyLoss(),
+            UpdateSettings(mini_batch_size=8, epochs=payload.get("epochs", 1), skip_idle_groups=payload["skip"]),
+            seed=5,
+            idle=home.select(np.flatnonzero(home["advantages"].numpy() == 0)),
+        )
+    )
+    return {
+        "members": [sorted(u.plan.ids.tolist()) for u in updates],
+        "loss": [u.result.loss for u in updates],
+        "grad_norm": [u.result.grad_norm for u in updates],
+        "ratio_max": [u.result.metrics["ratio_max"] for u in updates],
+        "moved": weights() - before,
+    }
+
+
+def run(tmp_path, ranks, skip=False, **payload):
+    plan = payload.pop("logprob_plan", "train")
+    job = settings(tmp_path, warmup=None, max_steps=1, actor_train__logprob_plan=plan)
+    return run_ranks(ranks, "tests.rl.test_update:train", {"job": job, "skip": skip, **payload})[0]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("one"), 1)
+
+
+def same(left, right, tolerance=1e-5):
+    assert left["loss"] == pytest.approx(right["loss"], rel=tolerance, abs=1e-7)
+    assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=tolerance)
+    # Adam divides by the gradient's own size, so rounding shows most where a gradient is nearly zero.
+    gap = np.linalg.norm(left["moved"] - right["moved"]) / np.linalg.norm(right["moved"])
+    assert gap < 100 * tolerance, gap
+    return gap
+
+
+@pytest.mark.equality
+@pytest.mark.parametrize(("ranks", "order"), [(2, 1), (3, 1), (2, -1)])
+def test_who_holds_the_samples_changes_nothing(tmp_path, one_rank, ranks, order, report):
+    got = run(tmp_path, ranks, order=order)
+    assert got["members"] == one_rank["members"], "membership depends on the seed alone"
+    gap = same(got, one_rank)
+    report(f"change of the weights by two GRPO updates, DP {ranks} against DP 1: {gap:.1e}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_ratio_is_exactly_one(tmp_path, ranks):
+    got = run(tmp_path, ranks)
+    assert got["ratio_max"][0] == 1.0
+    assert got["ratio_max"][1] != 1.0, "the second mini-batch meets weights that have moved"
+
+
+def test_idle_groups_change_nothing_but_the_work(tmp_path, one_rank):
+    got = run(tmp_path, 2, skip=True)
+    same(got, one_rank)
+    idle = set(range(GROUP, 2 * GROUP))
+    assert [sorted(set(m) - idle) for m in one_rank["members"]] == got["members"]
+
+
+def test_a_second_epoch_has_other_members_and_the_same_old_log_probs(tmp_path):
+    got = run(tmp_path, 2, epochs=2)
+    assert got["members"][0] != got["members"][2]
+    assert sorted(sum(got["members"][2:], [])) == list(range(SAMPLES))
+
+
+def test_without_old_log_probs_every_ratio_is_one(tmp_path):
+    assert run(tmp_path, 1, logprob_plan="none")["ratio_max"] == [1.0, 1.0]
