@@ -51,9 +51,8 @@ def train(
 
     if os.environ["RANK"] == "0" and LAUNCHED not in os.environ:
         show_notices(job.notices)
-    # Workers that torchrun itself started have not been given these; nothing heavy is imported yet.
-    for name, value in job.environment().items():
-        os.environ.setdefault(name, value)
+    # Nothing that reads them is imported yet. Our own launcher has set them before this process began.
+    os.environ.update(job.environment())
     run_worker(job)
 
 

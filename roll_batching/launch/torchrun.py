@@ -23,6 +23,7 @@ def launch(module: str, arguments: Sequence[str], count: int, variables: Mapping
     `variables` are added to the workers' environment, before their interpreters start. Returns None when all
     ranks succeed, else one message about the first that failed; the others are ended within seconds.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -50,6 +51,8 @@ def launch(module: str, arguments: Sequence[str], count: int, variables: Mapping
                 return f"rank {said.rank} failed: {said.message}"
             rank, failure = error.get_first_failure()
             return f"rank {rank} {_how(failure.exitcode)} without a message; its output is above"
+        except SignalException as stopped:
+            return f"stopped by {stopped.sigval.name}; all ranks were ended"
         finally:
             del os.environ[FOLDER_VARIABLE]
     return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +82,17 @@ def test_visible_devices_count_within_what_is_visible():
     assert visible_devices([0, 1], {}) == {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert visible_devices([0, 2], {"CUDA_VISIBLE_DEVICES": "4,5,6"}) == {"CUDA_VISIBLE_DEVICES": "4,6"}
     assert visible_devices([], {}) == {}
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_stopping_the_launcher_ends_the_ranks(tmp_path, stop):
+    command = [sys.executable, "-c", LAUNCH, "wait", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("rank*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        pids = [int(file.read_text()) for file in tmp_path.glob("rank*")]
+        job.send_signal(stop)
+        _, said = job.communicate(timeout=30)
+    assert job.returncode != 0 and f"stopped by {stop.name}" in said
+    assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)

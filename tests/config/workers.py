@@ -10,6 +10,7 @@ from pathlib import Path
 
 from roll_batching.config import JobConfig
 from roll_batching.errors import DataError
+from roll_batching.launch.failures import FOLDER_VARIABLE
 from roll_batching.launch.worker import run_worker
 
 RANK = int(os.environ.get("RANK", 0))
@@ -20,6 +21,11 @@ def environment(config: JobConfig) -> None:
     Path(sys.argv[2], f"rank{RANK}").write_text(os.environ["NVTE_FLASH_ATTN"])
 
 
+def wait(config: JobConfig) -> None:
+    Path(sys.argv[2], f"rank{RANK}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
 def error(config: JobConfig) -> None:
     if RANK == 1:
         raise DataError("prompts.jsonl:7: not an object")
@@ -27,7 +33,8 @@ def error(config: JobConfig) -> None:
 
 
 def aftermath(config: JobConfig) -> None:
-    time.sleep(0.3 * (2 - RANK))
+    while RANK == 0 and not Path(os.environ[FOLDER_VARIABLE], "rank1.json").exists():
+        time.sleep(0.05)
     raise RuntimeError("the cause" if RANK == 1 else "connection closed by peer")
 
 
