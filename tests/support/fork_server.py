@@ -22,7 +22,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 PRELOADED = (
-    "numpy",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "numba",
+    "pydantic",
+    "rich.progress",
+    "torch.utils.tensorboard",
     "torch.distributed",
     "megatron.core",
     "megatron.core.models.gpt",
@@ -113,6 +118,10 @@ def serve(child: Callable[..., None]) -> None:
         for name in PRELOADED:
             with contextlib.suppress(ImportError):
                 __import__(name)
+        with contextlib.suppress(ImportError):
+            import numba
+
+            numba.njit(lambda x: x + 1)(1)  # loads its compiler, which takes seconds; no thread is started
     living: dict[int, int] = {}
     try:
         while True:
