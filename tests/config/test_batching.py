@@ -100,6 +100,21 @@ def test_the_short_form_sets_both_passes():
     assert (batching.train.max_tokens, batching.infer.max_tokens) == (64, 128)
 
 
+def test_passes_have_caps_of_their_own():
+    packing = {
+        "max_packed_sequence_length_train": 64,
+        "max_packed_sequence_length_forward": 256,
+        "min_num_micro_batches_train": 2,
+        "min_num_micro_batches_forward": 3,
+    }
+    role = {"use_sequence_packing": True, "sequence_packing_args": packing, "logprob_plan": "own"}
+    batching = config_from_dict({"actor_train": role}).actor_train.batching()
+    assert (batching.train.max_tokens, batching.infer.max_tokens) == (64, 256)
+    assert (batching.train.min_num_micro_batches, batching.infer.min_num_micro_batches) == (2, 3)
+    del packing["max_packed_sequence_length_forward"]
+    assert config_from_dict({"actor_train": role}).actor_train.batching().infer.max_tokens == 64
+
+
 @pytest.mark.parametrize(("written", "length"), [(None, 96), ("longest", None), (48, 48)])
 def test_padded_length(written, length):
     data = {"prompt_length": 32, "response_length": 64, "actor_train": {"padded_length": written}}

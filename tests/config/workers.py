@@ -1,4 +1,4 @@
-"""Stand-alone ranks for the tests of the launcher: `python -m tests.config.workers WHAT [FOLDER]`."""
+"""Stand-alone ranks for the tests of the launcher: `python -m tests.config.workers WHAT FOLDER`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,20 @@ def wait(config: JobConfig) -> None:
     time.sleep(60)
 
 
+def note_time() -> None:
+    Path(sys.argv[2], "failing").write_text(str(time.time()))
+
+
 def error(config: JobConfig) -> None:
     if RANK == 1:
+        note_time()
         raise DataError("prompts.jsonl:7: not an object")
     time.sleep(60)
 
 
 def aftermath(config: JobConfig) -> None:
+    if RANK == 1:
+        note_time()
     while RANK == 0 and not Path(os.environ[FOLDER_VARIABLE], "rank1.json").exists():
         time.sleep(0.05)
     raise RuntimeError("the cause" if RANK == 1 else "connection closed by peer")
@@ -40,6 +47,7 @@ def aftermath(config: JobConfig) -> None:
 
 def killed(config: JobConfig) -> None:
     if RANK == 1:
+        note_time()
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
