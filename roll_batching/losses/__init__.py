@@ -1,21 +1,36 @@
-"""Losses and what they see: contract, views, log-probs, objectives."""
+"""Losses and what they see: contract, views, log-probs, aggregations, objectives."""
 
+from roll_batching.losses.aggregation import constant_mean, sequence_mean, sequence_sum, token_mean
 from roll_batching.losses.contract import LossOutput, Max, Mean, Min, Sum, loss_spec
 from roll_batching.losses.counts import StepCounts
+from roll_batching.losses.estimators import k1, k2, k3
 from roll_batching.losses.objectives import PolicyLoss, SFTLoss
+from roll_batching.losses.overlong import mask_overlong
+from roll_batching.losses.preference import DPOLoss
+from roll_batching.losses.sequences import SequenceView
 from roll_batching.losses.views import TokenView
 from roll_batching.losses.vocab_parallel import token_log_probs
 
 __all__ = [
+    "DPOLoss",
     "LossOutput",
     "Max",
     "Mean",
     "Min",
     "PolicyLoss",
     "SFTLoss",
+    "SequenceView",
     "StepCounts",
     "Sum",
     "TokenView",
+    "constant_mean",
+    "k1",
+    "k2",
+    "k3",
     "loss_spec",
+    "mask_overlong",
+    "sequence_mean",
+    "sequence_sum",
     "token_log_probs",
+    "token_mean",
 ]

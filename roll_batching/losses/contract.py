@@ -5,19 +5,25 @@
         masks = ("response_mask",)
         def token_loss(self, tokens: TokenView) -> LossOutput: ...
 
-It has exactly one of `token_loss` (the whole pack, flat) and `sequence_loss` (one sequence at a
-time). The objectives of this package are such objects, and so is a strategy whose subclass defines
-one of the methods.
+It has exactly one of `token_loss` (the whole pack, flat, see `TokenView`) and `sequence_loss` (one
+sequence at a time with its logits, see `SequenceView`; `gather_cp = True` asks for whole sequences
+under context parallelism). `sums` names fields whose totals over the step it divides by. An optional
+`check(batch, micro_batches)` sees this rank's samples on the host before the step; what it raises is
+raised on every rank. The objectives of this package are such objects, and so is a strategy whose
+subclass defines one of the methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from roll_batching.data import SampleBatch
 from roll_batching.errors import LossError
 
 NEEDS = frozenset({"log_probs", "entropy", "logits"})
@@ -72,6 +78,8 @@ class LossSpec:
     sums: tuple[str, ...]
     by_sequence: bool
     gather_cp: bool
+    check: Callable[[SampleBatch, Sequence[npt.NDArray[np.int64]]], None] | None
+    """Called with this rank's samples and the rows of each micro-batch, before the step."""
 
 
 def loss_spec(loss: Any) -> LossSpec:
@@ -105,4 +113,5 @@ def loss_spec(loss: Any) -> LossSpec:
         sums=tuple(sums),
         by_sequence=by_sequence,
         gather_cp=bool(getattr(loss, "gather_cp", False)),
+        check=getattr(loss, "check", None),
     )

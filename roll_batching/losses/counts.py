@@ -21,13 +21,12 @@ class StepCounts:
     sequences: Mapping[str, int]
     """Per mask: sequences with at least one such row."""
     sums: Mapping[str, float]
-    """Per field that the loss declares in `sums`: its total (token fields over the rows that predict)."""
+    """Per field that the loss declares in `sums`: its total over what the first mask counts (rows for token fields,
+    sequences for sample fields)."""
 
     def vector(self) -> torch.Tensor:
         """All counts as one fp64 vector (exact up to 2^53), for one all-reduce."""
-        return torch.tensor(
-            [*self.tokens.values(), *self.sequences.values(), *self.sums.values()], dtype=torch.float64
-        )
+        return torch.tensor([*self.tokens.values(), *self.sequences.values(), *self.sums.values()], dtype=torch.float64)
 
     def with_vector(self, vector: torch.Tensor) -> StepCounts:
         """The same names with the values of a reduced `vector`."""
@@ -70,23 +69,29 @@ def local_counts(
         used[local.rows_of([sample])] = length
     sample = torch.repeat_interleave(torch.arange(len(local)), local.lengths)
     position = torch.arange(local.num_tokens) - local.offsets[:-1][sample]
-    within = {
-        "token": (position >= 1) & (position < used[sample]),
-        "next_token": position < used[sample] - 1,
-    }
+    predicts = position < used[sample] - 1
+
+    def as_rows(name: str) -> torch.Tensor:
+        # Row i shows token i + 1 of a token field; the row that wraps around predicts nothing.
+        values = local.fields[name].cpu()
+        return values.roll(-1, 0) if local.schema[name].kind == "token" else values
+
     tokens, sequences, totals = {}, {}, {}
-    for name in masks:
+    rows, present = predicts, torch.ones(len(local), dtype=torch.bool)
+    for place, name in enumerate(masks):
         if name not in local.schema or not local.schema[name].per_token:
             raise DataError(f"the loss counts over {name!r}, which is not a token or next_token field of the batch")
-        counted = (local.fields[name].cpu() != 0) & within[local.schema[name].kind]
+        counted = (as_rows(name) != 0) & predicts
         per_sample = torch.zeros(len(local), dtype=torch.int64).index_add_(0, sample, counted.long())
         tokens[name], sequences[name] = int(per_sample.sum()), int((per_sample > 0).sum())
+        if place == 0:
+            rows, present = counted, per_sample > 0
     for name in sums:
         spec = local.schema.get(name)
         if spec is None or spec.kind == "static":
             raise DataError(f"the loss sums {name!r}, which is not a token, next_token or sample field of the batch")
-        values = local.fields[name].cpu().double()
-        totals[name] = float((values * within[spec.kind] if spec.per_token else values).sum())
+        values = (as_rows(name) if spec.per_token else local.fields[name].cpu()).double()
+        totals[name] = float(values[rows if spec.per_token else present].sum())
     return StepCounts(tokens=tokens, sequences=sequences, sums=totals)
 
 

@@ -34,26 +34,66 @@ class HeadContext:
         """
         source, weight = self._source(output, chunk)
         rows = pack.head_rows[:0] if idle else pack.head_rows
-        values, entropies = token_log_probs(
+        values, entropies = self._token_log_probs(source, pack, weight, rows, entropy)
+        if idle:  # every row reads 0: nothing to gather
+            whole = values.new_zeros(len(pack.segment_ids)) + values.sum()
+            return whole, whole if entropy else None
+        if entropies is None:
+            return self.gather(values, pack), None
+        both = self.gather(torch.stack([values, entropies], -1), pack)
+        return both[:, 0], both[:, 1]
+
+    def logits(self, output: torch.Tensor, chunk: Any) -> torch.Tensor:
+        """Logits of this rank's rows after temperature, [tokens / cp, vocabulary / tp], with gradient.
+
+        Columns beyond the real vocabulary are set so low that their probability is 0.
+        """
+        source, weight = self._source(output, chunk)
+        logits = source if weight is None else F.linear(source, weight)
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        shard = logits.shape[-1]
+        real = shard if self.vocab_size is None else self.vocab_size - shard * self.layout.tp_rank
+        if real >= shard:
+            return logits
+        padded = torch.arange(shard, device=logits.device) >= real
+        # Half of the smallest number, so that what is subtracted from it stays finite.
+        return logits.masked_fill(padded, torch.finfo(logits.dtype).min / 2)
+
+    def statistics_of(
+        self, logits: torch.Tensor, pack: PackedBatch, *, whole: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs, entropies) of what `logits` returned: of this rank's rows, or gathered to [tokens]."""
+        values, entropies = self._token_log_probs(logits, pack, None, pack.head_rows, True, temperature=1.0)
+        assert entropies is not None  # asked for
+        if not whole:
+            return values, entropies
+        both = self.gather(torch.stack([values, entropies], -1), pack)
+        return both[:, 0], both[:, 1]
+
+    def gather(self, local: torch.Tensor, pack: PackedBatch) -> torch.Tensor:
+        """[tokens / cp, ...] -> [tokens, ...] in pack order; the backward takes this rank's rows."""
+        return gather_results(local, pack.params, self.layout.cp_group)
+
+    def _token_log_probs(
+        self,
+        source: torch.Tensor,
+        pack: PackedBatch,
+        weight: torch.Tensor | None,
+        rows: torch.Tensor,
+        entropy: bool,
+        temperature: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return token_log_probs(
             source,
             pack.labels,
             weight=weight,
             rows=rows,
             vocab_size=self.vocab_size,
-            temperature=self.temperature,
+            temperature=self.temperature if temperature is None else temperature,
             entropy=entropy,
             tp_group=self.layout.tp_group,
         )
-        if entropies is None:
-            return gather_results(values, pack.params, self.layout.cp_group), None
-        both = gather_results(torch.stack([values, entropies], -1), pack.params, self.layout.cp_group)
-        return both[:, 0], both[:, 1]
-
-    def logits(self, output: torch.Tensor, chunk: Any) -> torch.Tensor:
-        """Logits of this rank's rows after temperature, [tokens / cp, vocabulary / tp], with gradient."""
-        source, weight = self._source(output, chunk)
-        logits = source if weight is None else F.linear(source, weight)
-        return logits if self.temperature == 1.0 else logits / self.temperature
 
     def _source(self, output: torch.Tensor, chunk: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         gpt = gpt_of(chunk)

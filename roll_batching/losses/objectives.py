@@ -1,4 +1,4 @@
-"""Objectives as loss objects: supervised fine-tuning and the clipped policy gradient of PPO and GRPO."""
+"""Objectives as loss objects: supervised fine-tuning and the clipped policy gradients of PPO, GRPO and kin."""
 
 from __future__ import annotations
 
@@ -8,20 +8,10 @@ from typing import ClassVar, Literal
 import torch
 
 from roll_batching.errors import LossError
+from roll_batching.losses.aggregation import Aggregation, resolve_aggregation
 from roll_batching.losses.contract import LossOutput, Max, Metric
+from roll_batching.losses.estimators import ESTIMATORS, KlEstimator, k3
 from roll_batching.losses.views import TokenView
-
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
-
-
-def aggregate(view: TokenView, per_token: torch.Tensor, how: Aggregation) -> torch.Tensor:
-    """This pack's share of a [tokens] loss, averaged over the whole step as `how` says.
-
-    token_mean: over all tokens; sequence_mean: over sequences, each the mean of its tokens;
-    sequence_sum: over sequences, each the sum of its tokens.
-    """
-    reductions = {"token_mean": view.mean, "sequence_mean": view.sequence_mean, "sequence_sum": view.sequence_sum}
-    return reductions[how](per_token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,27 +28,39 @@ class SFTLoss:
     def token_loss(self, tokens: TokenView) -> LossOutput:
         """The pack's share of the loss."""
         nll = -tokens.log_probs
-        return LossOutput(aggregate(tokens, nll, self.aggregation), {"nll": tokens.mean_metric(nll)})
+        return LossOutput(resolve_aggregation(self.aggregation)(tokens, nll), {"nll": tokens.mean_metric(nll)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
     """Clipped policy gradient (PPO, Schulman et al. 2017, arXiv 1707.06347) with GRPO-style advantages.
 
-    `clip_low` and `clip_high` bound the ratio to [1 - clip_low, 1 + clip_high] (clip-higher: DAPO,
-    Yu et al. 2025, arXiv 2503.14476). `kl_coef` weights the k3 estimate of the divergence from the
-    reference (Schulman 2020; GRPO, Shao et al. 2024, arXiv 2402.03300), `entropy_coef` an entropy bonus.
-
     Reads `response_mask`, `advantages` (sample or token field), `old_log_probs` (next_token; absent
-    means strictly on-policy: the detached current ones), and `ref_log_probs` (next_token) when `kl_coef` > 0.
+    means strictly on-policy: the detached current ones), and what single options name.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"log_probs", "entropy"})
     masks: ClassVar[tuple[str, ...]] = ("response_mask",)
     clip_low: float = 0.2
     clip_high: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high] (clip-higher: DAPO, Yu et al. 2025, arXiv 2503.14476)."""
+    dual_clip: float | None = None
+    """Under a negative advantage A the loss is at most -dual_clip * A, above 1 (Ye et al. 2020, arXiv 1912.09729)."""
+    ratio: Literal["token", "sequence"] = "token"
+    """"sequence": one ratio per sequence, the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv
+    2507.18071; its clip range is much narrower, about 3e-4, and its aggregation "sequence_mean")."""
     kl_coef: float = 0.0
+    """Weight of the divergence from the reference (GRPO, Shao et al. 2024, arXiv 2402.03300); reads
+    `ref_log_probs` (next_token)."""
+    kl_estimator: KlEstimator = "k3"
     entropy_coef: float = 0.0
+    """Weight of an entropy bonus."""
+    engine_ratio_cap: float | None = None
+    """Weights each token by min(p_trainer / p_engine, cap), the truncated importance weight (IMPALA, Espeholt et
+    al. 2018, arXiv 1802.01561) that corrects for an inference engine's different numbers; reads
+    `rollout_log_probs` (next_token), the engine's, against the old log-probs."""
+    sample_weights: str | None = None
+    """Name of a sample field of non-negative weights; they are scaled to a mean of 1 over the whole mini-batch."""
     aggregation: Aggregation = "token_mean"
 
     def __post_init__(self) -> None:
@@ -66,14 +68,31 @@ class PolicyLoss:
             raise LossError(
                 f"clip range ({self.clip_low}, {self.clip_high}): give clip_low in (0, 1] and clip_high above 0"
             )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise LossError(f"dual_clip is {self.dual_clip}: give a number above 1, such as 3, or None")
+        if self.engine_ratio_cap is not None and self.engine_ratio_cap <= 0:
+            raise LossError(f"engine_ratio_cap is {self.engine_ratio_cap}: give a positive number, such as 2, or None")
+        if self.ratio not in ("token", "sequence") or self.kl_estimator not in ESTIMATORS:
+            raise LossError(
+                f"ratio {self.ratio!r}, kl_estimator {self.kl_estimator!r}: give token or sequence, and one of "
+                f"{', '.join(ESTIMATORS)}"
+            )
         if self.kl_coef < 0:
             raise LossError(f"kl_coef is {self.kl_coef}: give 0 or more")
+        resolve_aggregation(self.aggregation)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Fields whose totals over the step are needed."""
+        return () if self.sample_weights is None else (self.sample_weights,)
 
     def token_loss(self, tokens: TokenView) -> LossOutput:
         """The pack's share of the loss, with the usual diagnostics."""
         log_probs, advantages = tokens.log_probs, tokens.per_token("advantages")
         old = tokens["old_log_probs"] if "old_log_probs" in tokens else log_probs.detach()
         log_ratio = log_probs - old
+        if self.ratio == "sequence":
+            log_ratio = tokens.expand(tokens.segment_mean(log_ratio))
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         per_token = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -84,19 +103,21 @@ class PolicyLoss:
             "entropy": tokens.mean_metric(tokens.entropy),
             "ratio_max": Max(torch.where(tokens.mask(), ratio, 0.0).max().detach()),
         }
+        if self.dual_clip is not None:
+            bound = torch.where(advantages < 0, -self.dual_clip * advantages, float("inf"))
+            metrics["dual_clip_fraction"] = tokens.mean_metric((per_token > bound).float())
+            per_token = torch.minimum(per_token, bound)
+        if self.engine_ratio_cap is not None:
+            weight = (old - tokens["rollout_log_probs"]).exp()
+            metrics["engine_ratio"] = tokens.mean_metric(weight)
+            per_token = per_token * weight.clamp(max=self.engine_ratio_cap).detach()
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * tokens.entropy
         if self.kl_coef:
-            divergence = k3(tokens["ref_log_probs"], log_probs)
+            divergence = ESTIMATORS[self.kl_estimator](tokens["ref_log_probs"], log_probs)
             per_token = per_token + self.kl_coef * divergence
             metrics["ref_kl"] = tokens.mean_metric(divergence)
-        return LossOutput(aggregate(tokens, per_token, self.aggregation), metrics)
-
-
-def k3(other: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """Schulman's k3 estimate of KL(sampled || other) per token: exp(d) - 1 - d >= 0, d = other - sampled.
-
-    `sampled` are log-probs under the policy that the tokens are drawn from.
-    """
-    difference = other - sampled
-    return difference.exp() - 1 - difference
+        if self.sample_weights is not None:
+            scale = tokens.num_sequences() / (tokens.total(self.sample_weights) or 1.0)
+            per_token = per_token * tokens.per_token(self.sample_weights) * scale
+        return LossOutput(resolve_aggregation(self.aggregation)(tokens, per_token), metrics)

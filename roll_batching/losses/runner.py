@@ -17,6 +17,7 @@ from roll_batching.errors import LossError
 from roll_batching.losses.contract import LossOutput, LossSpec, Max, Mean, Metric, Min, Sum
 from roll_batching.losses.counts import StepCounts
 from roll_batching.losses.head import HeadContext
+from roll_batching.losses.sequences import SequenceParts, SequenceView, join_metrics
 from roll_batching.losses.views import TokenView
 from roll_batching.packing.batch import PackedBatch
 
@@ -25,52 +26,68 @@ from roll_batching.packing.batch import PackedBatch
 class Scaling:
     """How Megatron will treat the loss, and what cancels it (facts of `forward_step_calc_loss` and DDP).
 
-    With `per_token` Megatron applies no factor to a 3-tuple whose token count is 0. Otherwise it
-    divides by the number of micro-batches, and data-parallel gradients are averaged; multiplying by
-    both cancels them (context parallelism cancels itself). `apply` False leaves the loss as Megatron
-    scales it: the gradient of a step is then divided by micro-batches x data-parallel size.
+    With `per_token` Megatron divides gradients by the step's sum of the token counts that its loss
+    functions return, unless it is 0. Otherwise it divides by the number of micro-batches, and
+    data-parallel gradients are averaged; multiplying by both cancels them (context parallelism cancels
+    itself). `apply` False leaves the loss as Megatron scales it: the gradient of a step is then divided
+    by micro-batches x data-parallel size.
     """
 
     per_token: bool
     num_micro_batches: int
     dp_size: int
     apply: bool = True
+    router_tokens: int = 0
+    """Real tokens of the step on all ranks when MoE routers add losses of their own, else 0. With `per_token`
+    routers multiply those by the tokens they count and expect the division, so it must then take place."""
 
-    def outputs(self, loss: torch.Tensor, record: Any) -> tuple[Any, ...]:
-        """What a Megatron loss function returns for this micro-batch. The loss is a fresh tensor: Megatron
-        scales it in place.
+    def outputs(self, loss: torch.Tensor, record: Any, tokens: int) -> tuple[Any, ...]:
+        """What a Megatron loss function returns for a micro-batch of `tokens` real tokens on this rank.
+
+        The loss is a fresh tensor: Megatron scales it in place.
         """
         both = self.num_micro_batches * self.dp_size
-        if self.per_token:
-            return loss * (1.0 if self.apply else 1.0 / both), _no_tokens(loss), record
-        return loss * (float(both) if self.apply else 1.0), record
+        if not self.per_token:
+            return loss * (float(both) if self.apply else 1.0), record
+        factor = (self.router_tokens or 1.0) / (1.0 if self.apply else both)
+        counted = tokens if self.router_tokens else 0
+        return loss * factor, torch.full((), counted, dtype=torch.int, device=loss.device), record
 
 
-def _no_tokens(loss: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.int, device=loss.device)
+def has_router_losses(config: Any) -> bool:
+    """Whether the model's routers add auxiliary or z-losses to the gradients."""
+    if config.num_moe_experts is None:
+        return False
+    auxiliary = config.moe_aux_loss_coeff
+    return bool(any(auxiliary) if isinstance(auxiliary, (list, tuple)) else auxiliary) or bool(config.moe_z_loss_coeff)
 
 
 class MicroBatchRecord:
     """What a micro-batch leaves behind on the device, read once at the step's end."""
 
-    def __init__(self, loss: torch.Tensor, metrics: dict[str, Metric], pack: PackedBatch) -> None:
+    def __init__(
+        self, loss: torch.Tensor, metrics: dict[str, Metric], pack: PackedBatch, per_sample: torch.Tensor | None = None
+    ) -> None:
         self.loss, self.metrics, self._pack = loss.detach().clone(), metrics, pack
+        self._per_sample = None if per_sample is None else per_sample.detach()
         self._bad_rows: torch.Tensor | None = None
 
     def watch(self, log_probs: torch.Tensor | None) -> None:
-        """Remembers which rows get a gradient that is not finite."""
+        """Remembers which counted rows get a gradient that is not finite."""
         if log_probs is not None and log_probs.requires_grad:
             log_probs.register_hook(self._see)
 
     def _see(self, gradient: torch.Tensor) -> None:
-        self._bad_rows = ~torch.isfinite(gradient)
+        self._bad_rows = ~torch.isfinite(gradient) & torch.stack(list(self._pack.masks.values())).any(0)
 
     def culprits(self) -> list[int]:
-        """Ids of the samples with a gradient by log-prob that is not finite; all of the pack's if none is known."""
-        if self._bad_rows is not None and bool(self._bad_rows.any()):
-            segments = self._pack.segment_ids[self._bad_rows].unique().tolist()
-            return [int(self._pack.ids[s]) for s in segments if s < self._pack.samples]
-        return [int(sample) for sample in self._pack.ids]
+        """Ids of the samples whose own loss, or gradient by log-prob, is not finite; all of the pack's if none is."""
+        bad: list[int] = []
+        if self._per_sample is not None:
+            bad = (~torch.isfinite(self._per_sample)).nonzero()[:, 0].tolist()
+        elif self._bad_rows is not None:
+            bad = self._pack.segment_ids[self._bad_rows].unique().tolist()
+        return [int(self._pack.ids[s]) for s in bad] or [int(sample) for sample in self._pack.ids]
 
 
 class LossRunner:
@@ -92,31 +109,28 @@ class LossRunner:
 
     def bind(self, pack: PackedBatch, chunk: Any) -> Callable[[torch.Tensor], tuple[Any, ...]]:
         """The loss function of one micro-batch, as Megatron's schedule calls it with the model's output."""
+        tokens = int(pack.layout.real[pack.layout.rows(self._head.layout.cp_rank)].sum())
 
         def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
             if not pack.samples or self.breach is not None:
                 idle, _ = self._head.log_probs(output, pack, chunk, entropy=False, idle=True)
-                return self._scaling.outputs(idle.sum(), None)
-            result, watched = self._call(output, pack, chunk)
+                return self._scaling.outputs(idle.sum(), None, tokens)
             try:
-                loss = self._checked(result)
+                call = self._by_sequence if self._spec.by_sequence else self._by_token
+                loss, record = call(output, pack, chunk)
             except LossError as error:
                 self.breach = error
                 return loss_func(output)
-            record = MicroBatchRecord(loss, dict(result.metrics), pack)
-            record.watch(watched)
-            return self._scaling.outputs(loss, record)
+            return self._scaling.outputs(loss, record, tokens)
 
         return loss_func
 
-    def _call(
-        self, output: torch.Tensor, pack: PackedBatch, chunk: Any
-    ) -> tuple[LossOutput, torch.Tensor | None]:
+    def _by_token(self, output: torch.Tensor, pack: PackedBatch, chunk: Any) -> tuple[torch.Tensor, MicroBatchRecord]:
         needs, log_probs, entropy, logits = self._spec.needs, None, None, None
         if needs & {"log_probs", "entropy"}:
             log_probs, entropy = self._head.log_probs(output, pack, chunk, entropy="entropy" in needs)
         if "logits" in needs:
-            logits = self._head.logits(output, chunk)
+            logits = self._head.gather(self._head.logits(output, chunk), pack)
         view = TokenView(
             pack,
             self._counts,
@@ -124,7 +138,21 @@ class LossRunner:
             entropy=entropy,
             logits=logits,
         )
-        return self._loss.token_loss(view), log_probs
+        result = self._loss.token_loss(view)
+        loss = self._checked(result)
+        record = MicroBatchRecord(loss, dict(result.metrics), pack)
+        record.watch(log_probs)
+        return loss, record
+
+    def _by_sequence(
+        self, output: torch.Tensor, pack: PackedBatch, chunk: Any
+    ) -> tuple[torch.Tensor, MicroBatchRecord]:
+        parts = SequenceParts(output, pack, chunk, self._head, whole=self._spec.gather_cp)
+        views = [SequenceView(self._counts, parts, place) for place in range(pack.samples)]
+        results = [self._loss.sequence_loss(view) for view in views]
+        losses = torch.stack([self._checked(result) for result in results])
+        loss = losses.sum()
+        return loss, MicroBatchRecord(loss, join_metrics(results), pack, losses)
 
     def _checked(self, result: Any) -> torch.Tensor:
         name = type(self._loss).__name__
@@ -133,9 +161,10 @@ class LossRunner:
         loss = result.loss
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            unit = "sequence" if self._spec.by_sequence else "micro-batch"
             raise LossError(
-                f"{name} returned a loss of shape {shape}: return one number per micro-batch, reduced with the view's "
-                "mean, sequence_mean or sequence_sum"
+                f"{name} returned a loss of shape {shape}: return one number per {unit}, reduced with the view's mean, "
+                "sequence_mean or sequence_sum"
             )
         if self._train and not loss.requires_grad:
             raise LossError(

@@ -3,7 +3,7 @@
 Row i is a prediction: its log-prob, entropy, mask, advantage and old log-prob all speak of the token
 after token i. The last row of a sample predicts nothing and no mask counts it. Reductions divide by
 counts over the whole optimizer step and all ranks, so that a micro-batch contributes its share and
-gradients add up the same under every partition.
+gradients add up the same under every partition. One sequence with its logits: `losses.sequences`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,49 @@ from roll_batching.losses.counts import StepCounts
 from roll_batching.packing.batch import PackedBatch
 
 
-class TokenView:
+class View:
+    """What every view has: names of masks, and the step's counts."""
+
+    def __init__(self, pack: PackedBatch, counts: StepCounts) -> None:
+        self._pack, self._counts = pack, counts
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pack.fields
+
+    def num_tokens(self, mask: str | None = None) -> int:
+        """Counted tokens of the whole step on all ranks, at least 1."""
+        return self._counts.denominator("tokens", self._mask_name(mask))
+
+    def num_sequences(self, mask: str | None = None) -> int:
+        """Sequences of the whole step, on all ranks, with at least one counted token; at least 1."""
+        return self._counts.denominator("sequences", self._mask_name(mask))
+
+    def total(self, name: str) -> float:
+        """Total over the step and all ranks of a field that the loss declares in `sums`.
+
+        It runs over what the first mask counts: rows for token fields, sequences for sample fields.
+        """
+        if name not in self._counts.sums:
+            raise LossError(f"the loss asks for the total of {name!r}: add it to the loss's `sums`")
+        return self._counts.sums[name]
+
+    def _mask_name(self, name: str | None) -> str:
+        chosen = next(iter(self._pack.masks)) if name is None else name
+        if chosen not in self._pack.masks:
+            raise LossError(
+                f"the loss reduces over {chosen!r} and declares masks {tuple(self._pack.masks)}: add it to `masks`"
+            )
+        return chosen
+
+    def _field(self, name: str) -> Any:
+        try:
+            return self._pack.fields[name]
+        except KeyError:
+            have = ", ".join(sorted(self._pack.fields))
+            raise LossError(f"the loss asks for the field {name!r}; the batch has {have}") from None
+
+
+class TokenView(View):
     """A pack in pack order, identical on all tensor- and context-parallel ranks.
 
     Indexing gives a field of the batch: `view["advantages"]`. Token and next_token fields are
@@ -34,7 +76,7 @@ class TokenView:
         entropy: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
     ) -> None:
-        self._pack, self._counts = pack, counts
+        super().__init__(pack, counts)
         self._log_probs, self._entropy, self._logits = log_probs, entropy, logits
         self.segment_ids = pack.segment_ids
         """[tokens] int64: which sample a row belongs to; `samples` and above are filler."""
@@ -53,7 +95,10 @@ class TokenView:
 
     @property
     def logits(self) -> torch.Tensor:
-        """[tokens / cp, vocabulary / tp] of this rank's rows, after temperature."""
+        """[tokens, vocabulary / tp] after temperature, gathered over context parallelism.
+
+        A loss that is made of logits holds cp times less as a `sequence_loss`, which sees this rank's rows.
+        """
         return self._needed("logits", self._logits)
 
     @property
@@ -62,14 +107,7 @@ class TokenView:
         return self._pack.fields["input_ids"]
 
     def __getitem__(self, name: str) -> Any:
-        try:
-            return self._pack.fields[name]
-        except KeyError:
-            have = ", ".join(sorted(self._pack.fields))
-            raise LossError(f"the loss asks for the field {name!r}; the batch has {have}") from None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._pack.fields
+        return self._field(name)
 
     def per_token(self, name: str) -> torch.Tensor:
         """A field as [tokens, ...], sample fields expanded to their rows."""
@@ -120,31 +158,9 @@ class TokenView:
         present = self.segment_count(mask) > 0
         return torch.where(present, per_sample, 0.0).sum() / self.num_sequences(mask)
 
-    def num_tokens(self, mask: str | None = None) -> int:
-        """Counted tokens of the whole step on all ranks, at least 1."""
-        return self._counts.denominator("tokens", self._mask_name(mask))
-
-    def num_sequences(self, mask: str | None = None) -> int:
-        """Sequences of the whole step, on all ranks, with at least one counted token; at least 1."""
-        return self._counts.denominator("sequences", self._mask_name(mask))
-
-    def total(self, name: str) -> float:
-        """Total over the step and all ranks of a field that the loss declares in `sums`."""
-        if name not in self._counts.sums:
-            raise LossError(f"the loss asks for the total of {name!r}: add it to the loss's `sums`")
-        return self._counts.sums[name]
-
     def mean_metric(self, x: torch.Tensor, mask: str | None = None) -> Mean:
         """The mean of x over all counted tokens, as a metric."""
         return Mean(self.sum(x.detach(), mask), self.mask(mask).sum())
-
-    def _mask_name(self, name: str | None) -> str:
-        chosen = next(iter(self._pack.masks)) if name is None else name
-        if chosen not in self._pack.masks:
-            raise LossError(
-                f"the loss reduces over {chosen!r} and declares masks {tuple(self._pack.masks)}: add it to `masks`"
-            )
-        return chosen
 
     def _needed(self, name: str, value: torch.Tensor | None) -> torch.Tensor:
         if value is None:

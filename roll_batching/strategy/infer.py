@@ -19,13 +19,15 @@ from roll_batching.losses.head import HeadContext
 from roll_batching.losses.metrics import HostMetric, join_ranks, to_host
 from roll_batching.losses.runner import LossRunner, MicroBatchRecord, Scaling
 from roll_batching.modeling.builder import build_chunks, resolve_dtype
+from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.parallel import ParallelLayout, make_layout, start_processes
 from roll_batching.packing.batch import PackedBatch, pack_step, unpack_results
-from roll_batching.planning import CostModel, FlopsCost, Plan, plan_step
+from roll_batching.planning import CostModel, Plan, plan_step
 from roll_batching.strategy.agreement import agree, digest
 from roll_batching.strategy.generation import GenerationSettings, generate
 from roll_batching.strategy.schedule import run_schedule
+from roll_batching.strategy.settings import StepSettings
 
 
 logger = logging.getLogger(__name__)
@@ -39,13 +41,16 @@ class MegatronInferStrategy:
     """
 
     def __init__(self, config: WorkerConfig, *, seed: int = 0, temperature: float = 1.0) -> None:
-        self.config = config
+        self.config: WorkerConfig | None = config
+        self.settings = StepSettings.of(config)
         self.seed = seed
         self.temperature = temperature
         """Logits are divided by it wherever log-probs are computed; rollouts should sample with the same."""
         self.batching: BatchingConfig = config.batching()
         self.layout: ParallelLayout
         self.chunks: list[Any]
+        self.pg_collection: Any = None
+        """Megatron's process groups, where they are not those of its parallel state."""
         self.cost: CostModel | None = None
         self.vocab_size: int | None = None
         self.dtype: torch.dtype
@@ -58,11 +63,12 @@ class MegatronInferStrategy:
 
         Raises `LayoutError` or `ConfigError` when model, layout and processes do not fit.
         """
-        architecture = self.config.model_args.architecture
+        config = self._configured()
+        architecture = config.model_args.architecture
         if architecture is None:
             raise LayoutError("model_args.architecture is missing: it gives the shape of the model to build")
-        device = start_processes(self.config.backend_timeout)
-        settings = self.config.strategy_args.strategy_config
+        device = start_processes(config.backend_timeout)
+        settings = config.strategy_args.strategy_config
         self.layout = make_layout(
             tp_size=settings.tensor_model_parallel_size,
             pp_size=settings.pipeline_model_parallel_size,
@@ -73,22 +79,14 @@ class MegatronInferStrategy:
             device=device,
         )
         self.vocab_size = architecture.vocab_size
-        self.dtype = resolve_dtype(self.config.model_args.dtype, device)
-        self.cost = FlopsCost.from_model(
-            hidden_size=architecture.hidden_size,
-            ffn_hidden_size=architecture.ffn_width,
-            num_layers=architecture.num_layers,
-            num_attention_heads=architecture.num_attention_heads,
-            num_query_groups=architecture.kv_heads,
-            kv_channels=architecture.head_dim,
-            vocab_size=architecture.vocab_size,
-            num_experts=architecture.moe.num_experts if architecture.moe else None,
-            moe_router_topk=architecture.moe.router_topk if architecture.moe else 1,
-            moe_ffn_hidden_size=architecture.moe.ffn_hidden_size if architecture.moe else None,
-            tp_size=self.layout.tp_size,
-            cp_size=self.layout.cp_size,
-        )
+        self.dtype = resolve_dtype(config.model_args.dtype, device)
         self._build()
+        self.cost = model_cost(self.chunks[0].config, architecture.vocab_size, self.layout)
+
+    def _configured(self) -> WorkerConfig:
+        if self.config is None:
+            raise LayoutError("a strategy made by from_parts is ready as it is: its model and optimizer are the caller's")
+        return self.config
 
     def _build(self) -> None:
         self.chunks = self._build_chunks()
@@ -96,11 +94,12 @@ class MegatronInferStrategy:
             chunk.eval()
 
     def _build_chunks(self) -> list[Any]:
-        architecture = self.config.model_args.architecture
+        config = self._configured()
+        architecture = config.model_args.architecture
         assert architecture is not None  # checked by initialize
         return build_chunks(
             architecture,
-            self.config.strategy_args.strategy_config,
+            config.strategy_args.strategy_config,
             self.layout,
             self.dtype,
             seed=self.seed,
@@ -130,7 +129,6 @@ class MegatronInferStrategy:
         """
         batching = self.batching.infer if forward else self.batching.train
         layout = self.layout
-        group_size = self.config.strategy_args.strategy_config.microbatch_group_size_per_vp_stage
         constraints = batching.constraints(
             dp_size=layout.dp_size,
             tp_size=layout.tp_size,
@@ -138,7 +136,7 @@ class MegatronInferStrategy:
             pp_size=layout.pp_size,
             vpp_size=layout.vpp_size,
             sequence_parallel=layout.sequence_parallel,
-            group_size=group_size if layout.vpp_size > 1 else None,
+            group_size=self.settings.group_size if layout.vpp_size > 1 else None,
         )
         return plan_step(
             table.lengths,
@@ -209,7 +207,7 @@ class MegatronInferStrategy:
     def evaluate(self, local: SampleBatch, plan: Plan, loss: Any) -> dict[str, float]:
         """The loss (under "loss") and metrics of a loss object over the planned samples, without gradient."""
         spec = loss_spec(loss)
-        packs = self._pack(local, plan, spec.masks)
+        packs = self._pack(local, plan, spec.masks, spec.check)
         counts = self._reduce_counts(self._local_counts(local, plan, spec.masks, spec.sums))
         scaling = Scaling(per_token=True, num_micro_batches=1, dp_size=1)
         runner = LossRunner(loss, spec, counts, self._head(), scaling, train=False)
@@ -232,7 +230,9 @@ class MegatronInferStrategy:
             self.chunks,
             bind,
             self.layout,
-            pipeline_shapes=self.config.strategy_args.strategy_config.pipeline_shapes,
+            pipeline_shapes=self.settings.pipeline_shapes,
+            rows_form=self.settings.rows_form,
+            pg_collection=self.pg_collection,
             **options,
         )
 
@@ -253,8 +253,13 @@ class MegatronInferStrategy:
             for chunk, mode in zip(self.chunks, modes, strict=True):
                 chunk.train(mode)
 
-    def _pack(self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> list[PackedBatch]:
-        """Packs this rank's micro-batches; raises on every rank when any rank's samples or plan are wrong."""
+    def _pack(
+        self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None, check: Any = None
+    ) -> list[PackedBatch]:
+        """Packs this rank's micro-batches; raises on every rank when any rank's samples or plan are wrong.
+
+        `check` is a loss's own look at the samples of each micro-batch.
+        """
         packs: list[PackedBatch] = []
         error: Exception | None = None
         try:
@@ -266,7 +271,10 @@ class MegatronInferStrategy:
                 cp_rank=self.layout.cp_rank,
                 device=self.device,
                 masks=masks,
+                tokens=int(plan.tokens.max()) if self.settings.pipeline_shapes == "shared" else None,
             )
+            if check is not None:
+                check(local, [local.rows_of(pack.ids).numpy() for pack in packs if pack.samples])
         except Exception as caught:  # whatever it is, the other ranks must hear of it
             error = caught
         agree(

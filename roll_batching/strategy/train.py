@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from roll_batching.config import TrainingArgs, WorkerConfig
+from roll_batching.config import BatchingConfig, TrainingArgs, WorkerConfig
 from roll_batching.data import SampleBatch
-from roll_batching.errors import LossError
+from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import loss_spec
 from roll_batching.losses.counts import StepCounts
-from roll_batching.losses.runner import LossRunner, Scaling
+from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, wrap_ddp
-from roll_batching.planning import Plan
+from roll_batching.planning import CostModel, Plan
 from roll_batching.strategy.infer import MegatronInferStrategy
+from roll_batching.strategy.parts import adopt_parts
+from roll_batching.strategy.settings import StepSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +57,66 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self.skipped_steps = 0
         """Steps so far whose gradient was not finite."""
 
+    @classmethod
+    def from_parts(
+        cls,
+        model_chunks: Sequence[Any],
+        optimizer: Any,
+        batching: BatchingConfig,
+        *,
+        scheduler: Any = None,
+        pg_collection: Any = None,
+        defer_head: bool = False,
+        rows_form: bool = False,
+        vocab_size: int | None = None,
+        temperature: float = 1.0,
+        cost: CostModel | None = None,
+        settings: StepSettings | None = None,
+    ) -> MegatronTrainStrategy:
+        """Puts plan, packing, schedule and loss under a Megatron model and optimizer that exist already.
+
+        Changes nothing in the model, except its output layer's class when `defer_head` asks for it:
+        parameters, optimizer state and state-dict keys stay. A collective call.
+
+        Args:
+            model_chunks: GPTModels of this pipeline stage, one per virtual stage, in Megatron's DDP or not.
+            optimizer: a Megatron optimizer, or None for loops that step it themselves (`forward_backward`).
+            batching: how passes are cut into micro-batches.
+            scheduler: an OptimizerParamScheduler, stepped once per optimizer step.
+            pg_collection: the model's process groups; None takes those of Megatron's parallel state.
+            defer_head: never hold whole logits; log-probs are computed from hidden states in chunks.
+            rows_form: for models that cannot take packs: rectangles (padded and dynamic modes) as [rows, length].
+            vocab_size: real vocabulary, when the head has padded columns; None counts all.
+            temperature: logits are divided by it.
+            cost: the planner's cost model; None derives one from the model's config.
+            settings: further settings; `rows_form` is set here.
+
+        Raises:
+            LayoutError: on all ranks, naming everything about the parts that cannot work and what to set.
+        """
+        strategy = cls.__new__(cls)
+        strategy.config, strategy.seed, strategy.temperature = None, 0, temperature
+        strategy.batching, strategy.vocab_size = batching, vocab_size
+        strategy.settings = replace(settings or StepSettings(), rows_form=rows_form)
+        strategy.optimizer, strategy.scheduler = optimizer, scheduler
+        strategy.skipped_steps, strategy._noticed_fillers = 0, False
+        strategy.pg_collection = pg_collection
+        strategy.chunks = list(model_chunks)
+        adopted = adopt_parts(
+            strategy.chunks,
+            batching,
+            strategy.settings,
+            pg_collection=pg_collection,
+            defer_head=defer_head,
+        )
+        strategy.layout, strategy.dtype = adopted.layout, adopted.dtype
+        strategy.cost = cost or adopted.cost
+        return strategy
+
     def _build(self) -> None:
-        self.chunks = wrap_ddp(self._build_chunks(), self.config.strategy_args.strategy_config)
-        self.start_phase(self.config.training_args)
+        config = self._configured()
+        self.chunks = wrap_ddp(self._build_chunks(), config.strategy_args.strategy_config)
+        self.start_phase(config.training_args)
 
     def start_phase(self, training: TrainingArgs) -> None:
         """A fresh optimizer and learning-rate schedule for the weights as they are.
@@ -69,7 +129,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 f"lr_scheduler_type {training.lr_scheduler_type!r} needs training_args.max_steps, the optimizer "
                 "steps that it spans"
             )
-        settings = self.config.strategy_args.strategy_config
+        settings = self._configured().strategy_args.strategy_config
         self.optimizer = build_optimizer(self.chunks, training, settings, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, training, max(total, 1))
 
@@ -95,39 +155,20 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     def train_step(
         self, local: SampleBatch, plan: Plan, loss: Any = None, counts: StepCounts | None = None
     ) -> StepResult:
-        """One optimizer step over the planned samples of all ranks.
+        """One optimizer step over the planned samples of all ranks: `forward_backward` from zeroed gradients,
+        then the optimizer and its schedule.
 
-        Args:
-            local: this rank's samples, those that `plan` gives its replica (see `distribute`).
-            plan: the plan of the mini-batch, equal on all ranks.
-            loss: a loss object; None takes this strategy's own method.
-            counts: denominators, when they are not those of the planned samples; see `count`.
-
-        Raises:
-            RankError: on all ranks, before the model runs, when samples or plan are wrong on any.
-            LossError: on all ranks, before the optimizer steps, when the loss is not finite or breaks its
-                contract; names the samples.
+        Takes what `forward_backward` takes, and raises what it raises, before the optimizer steps.
         """
         started = time.perf_counter()
-        loss = self._loss(loss)
-        spec = loss_spec(loss)
-        packs = self._pack(local, plan, spec.masks)
-        if counts is None:
-            counts = self._reduce_counts(self._local_counts(local, plan, spec.masks, spec.sums))
-        config = self.chunks[0].config
-        scaling = Scaling(
-            per_token=config.calculate_per_token_loss,
-            num_micro_batches=plan.num_micro_batches,
-            dp_size=self.layout.dp_size,
-            apply=self.config.apply_loss_scale,
-        )
-        runner = LossRunner(loss, spec, counts, self._head(), scaling, train=True)
+        if self.optimizer is None:
+            raise LayoutError("this strategy was made without an optimizer: call forward_backward and step yours")
+        self._loss(loss)
         for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        records = self._run(plan, packs, runner.bind)
-        total, metrics = self._finish([r for r in records if r is not None], runner)
+        total, metrics = self.forward_backward(local, plan, loss, counts)
         lr = self.optimizer.param_groups[0]["lr"]
         grad_norm, skipped = self._update()
         return StepResult(
@@ -140,16 +181,50 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             tokens=plan.report.real_tokens,
         )
 
+    def forward_backward(
+        self, local: SampleBatch, plan: Plan, loss: Any = None, counts: StepCounts | None = None
+    ) -> tuple[float, dict[str, float]]:
+        """Adds the gradient of the planned samples of all ranks to the gradient buffers; (loss, metrics).
+
+        For training loops that zero gradients and step their optimizer themselves.
+
+        Args:
+            local: this rank's samples, those that `plan` gives its replica (see `distribute`).
+            plan: the plan of the mini-batch, equal on all ranks.
+            loss: a loss object; None takes this strategy's own method.
+            counts: denominators, when they are not those of the planned samples; see `count`.
+
+        Raises:
+            RankError: on all ranks, before the model runs, when samples or plan are wrong on any.
+            LossError: on all ranks, when the loss is not finite or breaks its contract; names the samples.
+        """
+        loss = self._loss(loss)
+        spec = loss_spec(loss)
+        packs = self._pack(local, plan, spec.masks, spec.check)
+        if counts is None:
+            counts = self._reduce_counts(self._local_counts(local, plan, spec.masks, spec.sums))
+        config = self.chunks[0].config
+        scaling = Scaling(
+            per_token=config.calculate_per_token_loss,
+            num_micro_batches=plan.num_micro_batches,
+            dp_size=self.layout.dp_size,
+            apply=self.settings.apply_loss_scale,
+            router_tokens=plan.report.real_tokens if has_router_losses(config) else 0,
+        )
+        runner = LossRunner(loss, spec, counts, self._head(), scaling, train=True)
+        for chunk in self.chunks:
+            chunk.train()
+        records = self._run(plan, packs, runner.bind)
+        return self._finish([r for r in records if r is not None], runner)
+
     def _update(self) -> tuple[float, bool]:
         """Steps optimizer and schedule unless a gradient is not finite; (norm before clipping, skipped)."""
-        largest = torch.stack(
-            [
-                torch.linalg.vector_norm(buffer.grad_data, float("inf"), dtype=torch.float32)
-                for chunk in self.chunks
-                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-            ]
-        ).max()
-        finite = torch.isfinite(largest).to(torch.int32).cpu()
+        largest = [
+            torch.linalg.vector_norm(gradient, float("inf"), dtype=torch.float32)
+            for chunk in self.chunks
+            for gradient in _gradient_storage(chunk)
+        ]
+        finite = torch.isfinite(torch.stack(largest).max()).to(torch.int32).cpu()
         dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self.layout.host_group)
         if not int(finite):
             self.skipped_steps += 1
@@ -158,5 +233,13 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         if not stepped:
             self.skipped_steps += 1
             return float("nan"), True
-        self.scheduler.step(1)
+        if self.scheduler is not None:
+            self.scheduler.step(1)
         return float(norm) if norm is not None else float(self.optimizer.get_grad_norm()), False
+
+
+def _gradient_storage(chunk: Any) -> list[torch.Tensor]:
+    """The tensors that hold a chunk's gradients: DDP's buffers, or each parameter's own."""
+    if hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers"):
+        return [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return [p.grad for p in chunk.parameters() if p.grad is not None]

@@ -1,0 +1,57 @@
+"""From a loss per token to a micro-batch's share of the step's loss.
+
+An aggregation is a function of a view and a [tokens] loss. Each of these divides by counts over the
+whole step, so the sum of all shares does not depend on how the mini-batch was cut. A user's own is
+such a function, built on the view's reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from roll_batching.errors import LossError
+from roll_batching.losses.views import TokenView
+
+AggregationName = Literal["token_mean", "sequence_mean", "sequence_sum"]
+Aggregation = AggregationName | Callable[[TokenView, torch.Tensor], torch.Tensor]
+
+
+def token_mean(view: TokenView, per_token: torch.Tensor) -> torch.Tensor:
+    """Mean over all counted tokens of the step (ROLL and verl: token-mean)."""
+    return view.mean(per_token)
+
+
+def sequence_mean(view: TokenView, per_token: torch.Tensor) -> torch.Tensor:
+    """Mean over sequences, each the mean of its tokens (seq-mean-token-mean)."""
+    return view.sequence_mean(per_token)
+
+
+def sequence_sum(view: TokenView, per_token: torch.Tensor) -> torch.Tensor:
+    """Mean over sequences, each the sum of its tokens (seq-mean-token-sum)."""
+    return view.sequence_sum(per_token)
+
+
+def constant_mean(length: int) -> Callable[[TokenView, torch.Tensor], torch.Tensor]:
+    """Mean over sequences, each the sum of its tokens over a constant, such as the longest response allowed.
+
+    Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): no response is weighted by its own length.
+    Raises `LossError` unless `length` is positive.
+    """
+    if length <= 0:
+        raise LossError(f"constant_mean({length}): give a positive length, such as the longest response allowed")
+    return lambda view, per_token: view.sequence_sum(per_token) / length
+
+
+_BY_NAME = {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_sum": sequence_sum}
+
+
+def resolve_aggregation(how: Aggregation) -> Callable[[TokenView, torch.Tensor], torch.Tensor]:
+    """The function behind a name; functions are returned as they are. Raises `LossError` for other names."""
+    if callable(how):
+        return how
+    if how not in _BY_NAME:
+        raise LossError(f"aggregation {how!r}: give one of {', '.join(_BY_NAME)}, or a function of (view, per_token)")
+    return _BY_NAME[how]

@@ -1,0 +1,199 @@
+"""What a per-sequence loss sees: `SequenceView`, one sequence with its logits, unpacked.
+
+The logits of a pack are cut once, with one `torch.split`: its backward is one concatenation, where a
+slice per sequence would allocate a gradient of the whole pack for each. By default a view holds what
+this rank holds: all its tensors have `[rows]` with the rows of this context-parallel rank (in order
+of position; a short sequence may have none here), and the vocabulary of this tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_batching.errors import LossError
+from roll_batching.losses.contract import LossOutput, Max, Mean, Metric, Min, Sum
+from roll_batching.losses.counts import StepCounts
+from roll_batching.losses.head import HeadContext
+from roll_batching.losses.views import View
+from roll_batching.packing.batch import PackedBatch
+from roll_batching.packing.layout import PackLayout
+
+
+def row_counts(layout: PackLayout, cp_rank: int, cp_size: int) -> list[int]:
+    """Rows of a pack's segments on one context-parallel rank, cut into real ones and padding.
+
+    Two numbers per sample (its real rows here, then padding of its slot), then one for the tail
+    filler, if any. Under the zigzag a sequence's real rows are always the first ones of its slot.
+    """
+    slots = layout.segments[: layout.samples]
+    real = layout.lengths
+    if cp_size > 1:
+        chunk = slots // (2 * cp_size)
+        real = sum(np.clip(layout.lengths - at * chunk, 0, chunk) for at in (cp_rank, 2 * cp_size - 1 - cp_rank))
+    both = np.stack([real, slots // cp_size - real], axis=1).reshape(-1)
+    tail = int(layout.segments[layout.samples :].sum()) // cp_size
+    return [*both.tolist(), *([tail] if tail else [])]
+
+
+class SequenceParts:
+    """A pack's logits, log-probs and fields as one piece per sequence, each cut on first use."""
+
+    def __init__(self, output: torch.Tensor, pack: PackedBatch, chunk: Any, head: HeadContext, *, whole: bool) -> None:
+        layout = head.layout
+        self.pack, self.tp_group, self.cp_group = pack, layout.tp_group, layout.cp_group
+        cp_size, cp_rank = (1, 0) if whole else (layout.cp_size, layout.cp_rank)
+        self._sizes = row_counts(pack.layout, cp_rank, cp_size)
+        self._rows = None if cp_size == 1 else pack.params.rows
+        local = head.logits(output, chunk)
+        self._head, self._local, self._whole = head, local, whole
+        self.logits = self._cut(head.gather(local, pack) if whole else local)
+        self._cached: dict[str, Sequence[torch.Tensor]] = {}
+
+    def field(self, name: str, make: Callable[[], torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Pieces of a [tokens, ...] tensor in pack order, made once."""
+        if name not in self._cached:
+            values = make()
+            self._cached[name] = self._cut(values if self._rows is None else values[self._rows])
+        return self._cached[name]
+
+    def statistics(self, name: str) -> Sequence[torch.Tensor]:
+        """Pieces of "log_probs" or "entropy", computed for the whole pack at once."""
+        if name not in self._cached:
+            log_probs, entropy = self._head.statistics_of(self._local, self.pack, whole=self._whole)
+            self._cached["log_probs"], self._cached["entropy"] = self._cut(log_probs), self._cut(entropy)
+        return self._cached[name]
+
+    def per_sample(self, name: str, make: Callable[[], torch.Tensor]) -> Sequence[torch.Tensor]:
+        """A [samples, ...] tensor as one entry per sequence."""
+        if name not in self._cached:
+            self._cached[name] = make().unbind(0)
+        return self._cached[name]
+
+    def _cut(self, local: torch.Tensor) -> Sequence[torch.Tensor]:
+        return local.split(self._sizes)[0 : 2 * self.pack.samples : 2]
+
+
+class SequenceView(View):
+    """One sequence, unpacked, with its vocabulary-parallel logits and its fields.
+
+    Indexing gives a field: token and next_token fields are [rows, ...] in the row convention of
+    `TokenView` (row i speaks of the token after it), sample fields [...]. Without `gather_cp` the rows
+    are those of this context-parallel rank and reductions give this rank's part; with it every rank
+    sees all `length` rows and the same loss.
+    """
+
+    def __init__(self, counts: StepCounts, parts: SequenceParts, place: int) -> None:
+        super().__init__(parts.pack, counts)
+        self._parts, self._place = parts, place
+        self.id = int(parts.pack.ids[place])
+        """The sample's global id."""
+        self.length = int(parts.pack.layout.lengths[place])
+        """Tokens of the whole sequence."""
+        self.logits = parts.logits[place]
+        """[rows, vocabulary / tp] after temperature; columns beyond the real vocabulary have probability 0."""
+        self.tp_group, self.cp_group = parts.tp_group, parts.cp_group
+
+    def __getitem__(self, name: str) -> Any:
+        values = self._field(name)
+        kind = self._pack.kinds[name]
+        if kind == "static":
+            return values
+        if kind == "sample":
+            return self._parts.per_sample(name, lambda: values)[self._place]
+        return self._parts.field(name, lambda: values)[self._place]
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """[rows] int64, the token at each row (the one field that is not shifted)."""
+        return self["input_ids"]
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """[rows] int64, the token after each row; 0 in the sequence's last row, which has none."""
+        pack = self._pack
+        make = lambda: torch.where(pack.predicts, pack.fields["input_ids"].roll(-1, 0), 0)  # noqa: E731
+        return self._parts.field(":labels", make)[self._place]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[rows] int64, place of each row in the sequence."""
+        make = lambda: torch.from_numpy(self._pack.layout.position_ids).to(self.logits.device)  # noqa: E731
+        return self._parts.field(":positions", make)[self._place]
+
+    def log_probs(self) -> torch.Tensor:
+        """[rows] fp32 log-probability of each row's label; 0 without gradient where no mask counts.
+
+        Computed for all sequences of the pack at once, on the first call; together with the entropy.
+        """
+        return self._parts.statistics("log_probs")[self._place]
+
+    def entropy(self) -> torch.Tensor:
+        """[rows] fp32 entropy of each row's distribution; 0 without gradient where no mask counts."""
+        return self._parts.statistics("entropy")[self._place]
+
+    def mask(self, name: str | None = None) -> torch.Tensor:
+        """[rows] bool of a declared mask; the first one by default."""
+        chosen = self._mask_name(name)
+        return self._parts.field(f":mask {chosen}", lambda: self._pack.masks[chosen])[self._place]
+
+    def count(self, mask: str | None = None) -> torch.Tensor:
+        """Counted tokens of this sequence on all context-parallel ranks, an int64 scalar on the device."""
+        chosen = self._mask_name(mask)
+
+        def make() -> torch.Tensor:
+            counted = self._pack.masks[chosen].long()
+            empty = counted.new_zeros(len(self._pack.layout.segments))
+            return empty.index_add(0, self._pack.segment_ids, counted)
+
+        return self._parts.per_sample(f":count {chosen}", make)[self._place]
+
+    def sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """Sum of [rows] values over the counted rows held here, undivided."""
+        return torch.where(self.mask(mask), x, 0.0).sum()
+
+    def mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """This sequence's share of the mean over all counted tokens of the step (token-mean)."""
+        return self.sum(x, mask) / self.num_tokens(mask)
+
+    def sequence_mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """Share of the mean over sequences of each one's mean over tokens (seq-mean-token-mean)."""
+        return self.sum(x, mask) / self.count(mask).clamp(min=1) / self.num_sequences(mask)
+
+    def sequence_sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
+        """Share of the mean over sequences of each one's sum over tokens (seq-mean-token-sum)."""
+        return self.sum(x, mask) / self.num_sequences(mask)
+
+    def mean_metric(self, x: torch.Tensor, mask: str | None = None) -> Mean:
+        """The mean of [rows] values over all counted tokens, as a metric."""
+        return Mean(self.sum(x.detach(), mask), self.mask(mask).sum())
+
+
+def join_metrics(parts: Sequence[LossOutput]) -> dict[str, Metric]:
+    """Metrics of several sequences as one of each name, on the device.
+
+    Raises `LossError` when a metric changes its kind between sequences.
+    """
+    names = dict.fromkeys(name for part in parts for name in part.metrics)
+    device = parts[0].loss.device
+    return {name: _join(name, [p.metrics[name] for p in parts if name in p.metrics], device) for name in names}
+
+
+def _join(name: str, metrics: Sequence[Metric], device: torch.device) -> Metric:
+    kinds = {type(metric) for metric in metrics}
+    if len(kinds) > 1:
+        raise LossError(f"the metric {name!r} is a {' and a '.join(sorted(k.__name__ for k in kinds))}: choose one")
+
+    def stacked(part: str) -> torch.Tensor:
+        values = [torch.as_tensor(getattr(metric, part)).detach().reshape(()) for metric in metrics]
+        return torch.stack([value.to(device, torch.float64) for value in values])
+
+    if kinds == {Mean}:
+        return Mean(stacked("numerator").sum(), stacked("denominator").sum())
+    values = stacked("value")
+    if kinds == {Sum}:
+        return Sum(values.sum())
+    return Max(values.max()) if kinds == {Max} else Min(values.min())
