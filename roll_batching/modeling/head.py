@@ -84,7 +84,7 @@ def head_weight(gpt: Any) -> torch.Tensor:
 
 
 def head_input(hidden: torch.Tensor, weight: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
-    """Hidden states of the last stage, ready for the head: [tokens / cp, hidden] on every tensor-parallel rank.
+    """Hidden states of the last stage, ready for the head: [rows * s, hidden] on every tensor-parallel rank.
 
     `hidden` is the model's output [rows, s, hidden] (with sequence parallelism s is a shard). Both
     mappings sum the vocabulary shards' parts of the gradient over TP in their backward; without
@@ -95,4 +95,4 @@ def head_input(hidden: torch.Tensor, weight: torch.Tensor, sequence_parallel: bo
         rows = tensor_parallel.gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True)
     else:
         rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
-    return rows.reshape(-1, rows.shape[-1])
+    return rows.transpose(0, 1).reshape(-1, rows.shape[-1])

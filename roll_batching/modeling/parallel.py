@@ -121,7 +121,8 @@ def make_layout(
             context_parallel_size=cp_size,
             expert_model_parallel_size=ep_size,
         )
-    layout = describe_layout(sequence_parallel=sequence_parallel, device=device)
+    running_vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    layout = describe_layout(vpp_size=running_vpp, sequence_parallel=sequence_parallel, device=device)
     asked = (tp_size, pp_size, vpp_size, cp_size, ep_size)
     found = (layout.tp_size, layout.pp_size, layout.vpp_size, layout.cp_size, layout.ep_size)
     if asked != found:
@@ -133,50 +134,54 @@ def make_layout(
 
 
 _host_groups: dict[Any, tuple[Any, Any]] = {}
+"""By data-parallel group: what `describe_layout` has created already."""
 
 
-def describe_layout(*, sequence_parallel: bool, device: torch.device) -> ParallelLayout:
-    """The layout that Megatron's parallel state has already. A collective call: every rank makes it."""
-    from megatron.core import parallel_state as mpu
+def describe_layout(
+    *, vpp_size: int, sequence_parallel: bool, device: torch.device, groups: Any = None
+) -> ParallelLayout:
+    """The layout of process groups that exist. A collective call: every rank makes it.
 
-    pp_group = mpu.get_pipeline_model_parallel_group()
-    key = mpu.get_model_parallel_group()
-    if key not in _host_groups:
-        _host_groups.clear()
-        _host_groups[key] = _make_host_groups()
-    host_group, replica_group = _host_groups[key]
+    `groups` is a ProcessGroupCollection; None takes the groups of Megatron's parallel state.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if groups is None:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+    if groups.dp not in _host_groups:
+        _host_groups[groups.dp] = _make_host_groups(groups.dp)
+    host_group, replica_group = _host_groups[groups.dp]
+    expert_group = getattr(groups, "ep", None)
     return ParallelLayout(
-        tp_size=mpu.get_tensor_model_parallel_world_size(),
-        cp_size=mpu.get_context_parallel_world_size(),
-        pp_size=pp_group.size(),
-        vpp_size=mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
-        ep_size=mpu.get_expert_model_parallel_world_size(),
-        dp_size=mpu.get_data_parallel_world_size(),
+        tp_size=groups.tp.size(),
+        cp_size=groups.cp.size(),
+        pp_size=groups.pp.size(),
+        vpp_size=vpp_size,
+        ep_size=expert_group.size() if expert_group is not None else 1,
+        dp_size=groups.dp.size(),
         sequence_parallel=sequence_parallel,
-        tp_rank=mpu.get_tensor_model_parallel_rank(),
-        cp_rank=mpu.get_context_parallel_rank(),
-        pp_rank=pp_group.rank(),
-        dp_rank=mpu.get_data_parallel_rank(),
-        tp_group=mpu.get_tensor_model_parallel_group(),
-        cp_group=mpu.get_context_parallel_group(),
-        pp_group=pp_group,
-        dp_group=mpu.get_data_parallel_group(),
+        tp_rank=groups.tp.rank(),
+        cp_rank=groups.cp.rank(),
+        pp_rank=groups.pp.rank(),
+        dp_rank=groups.dp.rank(),
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+        pp_group=groups.pp,
+        dp_group=groups.dp,
         host_group=host_group,
         replica_group=replica_group,
         device=device,
     )
 
 
-def _make_host_groups() -> tuple[Any, Any]:
-    from megatron.core import parallel_state as mpu
-
+def _make_host_groups(dp_group: Any) -> tuple[Any, Any]:
     world = dist.new_group(backend="gloo")
-    placed: list[tuple[int, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(placed, (mpu.get_data_parallel_rank(), dist.get_rank()), group=world)
+    placed: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(placed, dp_group.rank(), group=world)
     mine = None
-    for replica in range(mpu.get_data_parallel_world_size()):
-        ranks = [rank for dp_rank, rank in filter(None, placed) if dp_rank == replica]
+    for replica in range(dp_group.size()):
+        ranks = [rank for rank, dp_rank in enumerate(placed) if dp_rank == replica]
         group = dist.new_group(ranks, backend="gloo")
-        if replica == mpu.get_data_parallel_rank():
+        if replica == dp_group.rank():
             mine = group
     return world, mine

@@ -84,6 +84,7 @@ def pack_step(
     cp_rank: int = 0,
     device: torch.device,
     masks: Sequence[str] | None = None,
+    tokens: int | None = None,
 ) -> list[PackedBatch]:
     """All micro-batches of `dp_rank`, packed in the plan's order.
 
@@ -93,6 +94,7 @@ def pack_step(
         dp_rank, cp_rank: this rank's coordinates.
         device: where the packed tensors go.
         masks: names of the fields that say which rows count; None counts every row that predicts.
+        tokens: fill every pack up to this many tokens; None keeps the plan's.
 
     Raises:
         DataError: when local samples and plan disagree, or a field is missing or has the wrong kind.
@@ -110,19 +112,23 @@ def pack_step(
     micro_batches = plan.micro_batches[dp_rank]
     _check_samples(local, plan, micro_batches)
     host_masks = {name: local.fields[name].cpu() != 0 for name in names}
-    return [_pack(local, plan, mb, cp_rank, device, host_masks, masks is None) for mb in micro_batches]
+    layouts = [PackLayout.of(mb, plan.constraints.cp_size, tokens) for mb in micro_batches]
+    return [
+        _pack(local, plan, mb, layout, cp_rank, device, host_masks, masks is None)
+        for mb, layout in zip(micro_batches, layouts, strict=True)
+    ]
 
 
 def _pack(
     local: SampleBatch,
     plan: Plan,
     mb: MicroBatch,
+    layout: PackLayout,
     cp_rank: int,
     device: torch.device,
     host_masks: dict[str, torch.Tensor],
     every_row: bool,
 ) -> PackedBatch:
-    layout = PackLayout.of(mb, plan.constraints.cp_size)
     ids = plan.ids[mb.samples]
     sample_rows = local.rows_of(ids)
     source = torch.from_numpy(layout.source(local.offsets[sample_rows].numpy()))

@@ -37,15 +37,18 @@ class PackLayout:
     """Tokens of each segment, slots first and tail filler last, [segments]."""
     cp_size: int
     """Context-parallel size that the rows are dealt to."""
+    rectangle_rows: int = 1
+    """Rows of equal length that a rectangle consists of; 1 for a pack."""
 
     @classmethod
-    def of(cls, micro_batch: MicroBatch, cp_size: int = 1) -> PackLayout:
+    def of(cls, micro_batch: MicroBatch, cp_size: int = 1, tokens: int | None = None) -> PackLayout:
         """Layout of a planned micro-batch (a filler is tail filler only).
 
-        Raises `PlanError` when a segment cannot be cut into `2 * cp_size` equal chunks.
+        `tokens` fills the pack up to more tokens than planned. Raises `PlanError` when a segment
+        cannot be cut into `2 * cp_size` equal chunks.
         """
         slots = np.asarray(micro_batch.slots, dtype=np.int64)
-        tail = int(micro_batch.tokens) - int(slots.sum())
+        tail = int(tokens or micro_batch.tokens) - int(slots.sum())
         unit = 2 * cp_size if cp_size > 1 else 1
         longest = max(unit, TAIL_SEGMENT // unit * unit)
         full, rest = divmod(tail, longest)
@@ -58,7 +61,12 @@ class PackLayout:
                 f"context parallel size {cp_size}: every slot and the tail must be non-negative multiples of {unit}. "
                 f"Plan with PlanConstraints(cp_size={cp_size}, ...)"
             )
-        return cls(lengths=np.asarray(micro_batch.lengths, np.int64), segments=segments, cp_size=cp_size)
+        return cls(
+            lengths=np.asarray(micro_batch.lengths, np.int64),
+            segments=segments,
+            cp_size=cp_size,
+            rectangle_rows=1 if tokens else int(micro_batch.rows),
+        )
 
     @property
     def samples(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from roll_batching.modeling.parallel import ParallelLayout, make_layout, start_p
 from roll_batching.packing.batch import PackedBatch, pack_step, unpack_results
 from roll_batching.planning import CostModel, Plan, plan_step
 from roll_batching.strategy.agreement import agree, digest
+from roll_batching.strategy.checkpoint import load_strategy, save_strategy
 from roll_batching.strategy.generation import GenerationSettings, generate
 from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.settings import StepSettings
-
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class MegatronInferStrategy:
 
     def _configured(self) -> WorkerConfig:
         if self.config is None:
-            raise LayoutError("a strategy made by from_parts is ready as it is: its model and optimizer are the caller's")
+            raise LayoutError("a strategy made by from_parts is ready: its model and optimizer are the caller's")
         return self.config
 
     def _build(self) -> None:
@@ -220,6 +221,32 @@ class MegatronInferStrategy:
         """Samples responses to this rank's prompts; see `strategy.generation.generate`."""
         with self._evaluating():
             return generate(self, prompts, settings)
+
+    # ---- checkpoints
+
+    def save(self, path: str | Path) -> None:
+        """Writes weights, and with an optimizer its state, schedule position and skipped steps, to the folder `path`.
+
+        Collective; `path` is on a file system that all ranks see. It appears when it is whole and not before; a
+        checkpoint that was there is replaced. Any parallel layout can load it.
+
+        Raises:
+            RankError: on all ranks: `path` holds something else, the optimizer is Megatron's distributed one,
+                psutil is missing, or a rank could not write.
+        """
+        save_strategy(self, path)
+
+    def load(self, path: str | Path, *, optimizer: bool = True) -> None:
+        """Takes over what `save` wrote, in this or another parallel layout. Collective.
+
+        Learning rate, decay and the like stay as configured: the schedule goes on from the saved position. With
+        `optimizer=False`, and in a strategy that has none, only the weights are read.
+
+        Raises:
+            RankError: on all ranks, before anything is changed: there is no such checkpoint, it belongs to a model of
+                another shape or architecture (both named), or holds no optimizer.
+        """
+        load_strategy(self, path, optimizer=optimizer and hasattr(self, "optimizer"))
 
     # ---- shared by the strategies
 

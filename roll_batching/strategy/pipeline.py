@@ -7,6 +7,7 @@ Every rank knows the plan, so the answer is known beforehand: receives follow th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,15 +18,24 @@ from roll_batching.errors import LayoutError
 
 Shape = tuple[int, int, int]
 
+_ASKED_WITH = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"]
+
 
 class PlannedP2P(P2PCommunicator):
     """A P2PCommunicator for one call of a schedule, answering the shape exchange from the plan.
 
-    Overrides the private `_communicate_shapes`, whose signature is the same from 0.16 to 0.19.
+    Overrides the private `_communicate_shapes`, whose signature is the same from 0.16 to 0.19. Raises
+    `LayoutError` where it is another.
     """
 
     def __init__(self, pp_group: Any, config: Any, shapes: Sequence[Shape], vpp_size: int, group_size: int) -> None:
         super().__init__(pp_group, config)
+        asked = getattr(P2PCommunicator, "_communicate_shapes", None)
+        if asked is None or list(inspect.signature(asked).parameters) != _ASKED_WITH:
+            raise LayoutError(
+                "this Megatron-Core exchanges pipeline shapes in a way that planned shapes do not know: set "
+                "pipeline_shapes: exchanged, or use a version that this package was tried with"
+            )
         rank, size, count = pp_group.rank(), pp_group.size(), len(shapes)
         table = (
             get_schedule_table(count, vpp_size, group_size)

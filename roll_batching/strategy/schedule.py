@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from roll_batching.errors import LayoutError
@@ -19,10 +21,13 @@ from roll_batching.strategy.pipeline import PlannedP2P
 LossBinder = Callable[[PackedBatch, Any], Callable[..., Any]]
 
 
-def receive_shape(pack: PackedBatch, layout: ParallelLayout, hidden_size: int) -> tuple[int, int, int]:
-    """Shape of a stage's input for this pack: [tokens / cp (/ tp with sequence parallelism), 1, hidden]."""
+def receive_shape(
+    pack: PackedBatch, layout: ParallelLayout, hidden_size: int, rows_form: bool = False
+) -> tuple[int, int, int]:
+    """Shape of a stage's input: [tokens / cp (/ tp with sequence parallelism), 1, hidden], or its rows form."""
     split = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
-    return pack.layout.tokens // split, 1, hidden_size
+    rows = pack.layout.rectangle_rows if rows_form else 1
+    return pack.layout.tokens // rows // split, rows, hidden_size
 
 
 def run_schedule(
@@ -35,6 +40,8 @@ def run_schedule(
     forward_only: bool = False,
     collect: bool = False,
     pipeline_shapes: str = "planned",
+    rows_form: bool = False,
+    pg_collection: Any = None,
 ) -> list[Any]:
     """Runs forward (and backward) over `packs`, each with its own length also under a pipeline.
 
@@ -46,8 +53,10 @@ def run_schedule(
         layout: the parallel layout.
         forward_only: no backward pass.
         collect: hand back whatever the loss function returns instead of a loss.
-        pipeline_shapes: "planned" (no exchange), or "exchanged" (Megatron's own, which waits for the device
-            at every transfer and hangs or mis-pairs in some layouts).
+        pipeline_shapes: "planned" (no exchange), "exchanged" (Megatron's own, which waits for the device
+            at every transfer and hangs or mis-pairs in some layouts), or "shared" (packs of one length).
+        rows_form: give rectangles to the model as [rows, length], without PackedSeqParams.
+        pg_collection: Megatron's process groups; None takes those of its parallel state.
 
     Returns:
         One entry per micro-batch on the last stage, an empty list elsewhere.
@@ -62,41 +71,60 @@ def run_schedule(
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
         pack = next(iterator)
-        extra = {"padding_mask": pack.padding_mask} if pads_matter else {}
+        rows = pack.layout.rectangle_rows if rows_form else 1
+        extra = {"padding_mask": pack.padding_mask.view(rows, -1)} if pads_matter else {}
         output = chunk(
-            input_ids=pack.input_ids,
-            position_ids=pack.params.positions[None],
+            input_ids=pack.input_ids.view(rows, -1),
+            position_ids=pack.params.positions.view(rows, -1),
             attention_mask=None,
-            packed_seq_params=pack.params,
+            packed_seq_params=None if rows_form else pack.params,
             **extra,
         )
         return output, bind_loss(pack, chunk)
 
-    communicator, options = None, {}
+    communicator, options, changes = None, {}, {}
     if layout.vpp_size > 1:
-        config.microbatch_group_size_per_vp_stage = plan.group_size
-    if layout.pp_size > 1 and pipeline_shapes == "planned":
-        shapes = [receive_shape(pack, layout, config.hidden_size) for pack in packs]
-        communicator = PlannedP2P(layout.pp_group, config, shapes, layout.vpp_size, plan.group_size)
-        options = {
-            "p2p_communicator": communicator,
-            "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
-        }
+        changes["microbatch_group_size_per_vp_stage"] = plan.group_size
+    if layout.pp_size > 1:
+        changes["variable_seq_lengths"] = pipeline_shapes != "shared"
+        options["pg_collection"] = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        shapes = [receive_shape(pack, layout, config.hidden_size, rows_form) for pack in packs]
+        if pipeline_shapes == "planned":
+            communicator = PlannedP2P(layout.pp_group, config, shapes, layout.vpp_size, plan.group_size or 1)
+        else:
+            communicator = P2PCommunicator(layout.pp_group, config)
+        options["p2p_communicator"] = communicator
+    elif pg_collection is not None:
+        options["pg_collection"] = pg_collection
     interleaved = layout.vpp_size > 1
-    results = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(packs) for _ in chunks] if interleaved else iter(packs),
-        model=list(chunks) if interleaved else chunks[0],
-        num_microbatches=len(packs),
-        seq_length=max(pack.layout.tokens for pack in packs),
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=collect,
-        **options,
-    )
-    if communicator is not None:
+    with _changed(config, changes):
+        results = get_forward_backward_func(layout.pp_size, layout.vpp_size if interleaved else None)(
+            forward_step_func=forward_step,
+            data_iterator=[iter(packs) for _ in chunks] if interleaved else iter(packs),
+            model=list(chunks) if interleaved else chunks[0],
+            num_microbatches=len(packs),
+            seq_length=max(pack.layout.tokens for pack in packs),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=collect,
+            **options,
+        )
+    if isinstance(communicator, PlannedP2P):
         communicator.check_exhausted(forward_only)
     return results
+
+
+@contextlib.contextmanager
+def _changed(config: Any, changes: dict[str, Any]) -> Iterator[None]:
+    """Sets what this call needs on the model's config, and puts back what was there."""
+    before = {name: getattr(config, name) for name in changes}
+    for name, value in changes.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def _accepts_padding_mask(gpt: Any) -> bool:

@@ -1,0 +1,249 @@
+"""Taking over a model that exists: what must hold for it to train right, checked before anything runs.
+
+Most checks stand for a defect that Megatron does not report: it hangs, or trains on wrong gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from roll_batching.config import BatchingConfig
+from roll_batching.errors import LayoutError
+from roll_batching.modeling.attention import PackedAttention
+from roll_batching.modeling.cost import model_cost
+from roll_batching.modeling.head import defer_head as defer
+from roll_batching.modeling.head import gpt_of
+from roll_batching.modeling.parallel import ParallelLayout, describe_layout
+from roll_batching.planning import CostModel
+from roll_batching.strategy.agreement import agree
+from roll_batching.strategy.settings import StepSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdoptedParts:
+    """What a strategy needs to know about chunks that somebody else built."""
+
+    layout: ParallelLayout
+    dtype: torch.dtype
+    cost: CostModel
+
+
+def adopt_parts(
+    chunks: Sequence[Any],
+    batching: BatchingConfig,
+    settings: StepSettings,
+    *,
+    pg_collection: Any,
+    defer_head: bool,
+) -> AdoptedParts:
+    """Checks the chunks, defers their head if asked, and describes them. A collective call.
+
+    Raises `LayoutError` (one rank) or `RankError` (several) that lists all that cannot work.
+    """
+    if not dist.is_initialized():
+        raise LayoutError("no process group: call torch.distributed.init_process_group and build the model first")
+    gpt = gpt_of(chunks[0])
+    config = gpt.config
+    layout = describe_layout(
+        vpp_size=len(chunks),
+        sequence_parallel=config.sequence_parallel,
+        device=next(gpt.parameters()).device,
+        groups=pg_collection,
+    )
+    problems = part_problems(chunks, layout, batching, settings, defer_head=defer_head)
+    error = None
+    if problems:
+        error = LayoutError("the parts cannot be trained as they are: " + "; ".join(problems))
+    if dist.get_world_size() == 1:
+        if error is not None:
+            raise error
+    else:
+        agree(layout.host_group, error)
+    if not settings.rows_form and gpt.position_embedding_type == "rope" and dist.get_rank() == 0:
+        logger.warning(
+            "the model rotates packed sequences itself, which without TransformerEngine's fused kernel waits for the "
+            "device in every layer; packed_layer_spec(config, RotarySettings(...)) with position_embedding_type='none' "
+            "does not"
+        )
+    if defer_head:
+        for chunk in chunks:
+            _defer_in(chunk)
+    return AdoptedParts(
+        layout=layout,
+        dtype=config.params_dtype,
+        cost=model_cost(config, gpt.vocab_size, layout),
+    )
+
+
+def _defer_in(chunk: Any) -> None:
+    # DDP with overlapped parameter gathering keeps its hook handles by module object and class.
+    hooked = getattr(chunk, "use_forward_hook", False)
+    if hooked:
+        chunk.disable_forward_pre_hook()
+    defer(gpt_of(chunk))
+    if hooked:
+        chunk.enable_forward_pre_hook()
+
+
+def part_problems(
+    chunks: Sequence[Any],
+    layout: ParallelLayout,
+    batching: BatchingConfig,
+    settings: StepSettings,
+    *,
+    defer_head: bool = False,
+) -> list[str]:
+    """Everything about chunks and config that cannot work, each with what to set; empty when all is well."""
+    config = gpt_of(chunks[0]).config
+    return [
+        *_model_problems(chunks, layout, defer_head),
+        *_attention_problems(chunks, batching, settings),
+        *_reduction_problems(chunks, layout),
+        *_pipeline_problems(config, layout, settings),
+        *_dropout_problems(config, batching),
+    ]
+
+
+def _version() -> tuple[int, int]:
+    major, minor = megatron.core.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _model_problems(chunks: Sequence[Any], layout: ParallelLayout, defer_head: bool) -> list[str]:
+    problems = []
+    config = gpt_of(chunks[0]).config
+    for chunk in chunks:
+        gpt = gpt_of(chunk)
+        if not hasattr(gpt, "decoder") or not hasattr(gpt, "post_process"):
+            problems.append(f"{type(gpt).__name__} is not a GPTModel: pass model_chunks of GPTModel")
+        elif getattr(gpt, "mtp_process", False):
+            problems.append("multi-token prediction rolls labels across packed sequences: build without mtp_block_spec")
+    if config.virtual_pipeline_model_parallel_size not in (None, len(chunks)):
+        problems.append(
+            f"{len(chunks)} chunks for virtual_pipeline_model_parallel_size="
+            f"{config.virtual_pipeline_model_parallel_size}: pass one chunk per virtual stage"
+        )
+    if config.context_parallel_size != layout.cp_size or config.tensor_model_parallel_size != layout.tp_size:
+        problems.append(
+            f"the config says tensor {config.tensor_model_parallel_size} and context {config.context_parallel_size} "
+            f"parallel, the process groups {layout.tp_size} and {layout.cp_size}: build both from the same sizes"
+        )
+    if getattr(config, "fp8", None):
+        problems.append("fp8 is not supported for now: unset it")
+    if getattr(config, "enable_cuda_graph", False) or getattr(config, "cuda_graph_impl", "none") not in ("none", None):
+        problems.append("CUDA graphs need one shape and packs have many: set cuda_graph_impl='none'")
+    if config.num_moe_experts is not None and config.moe_token_dispatcher_type == "allgather":
+        problems.append(
+            "moe_token_dispatcher_type='allgather' needs equal lengths on all ranks: set it to 'alltoall' or 'flex'"
+        )
+    if defer_head and config.defer_embedding_wgrad_compute:
+        problems.append("defer_head and defer_embedding_wgrad_compute exclude each other: unset one")
+    return problems
+
+
+def _attention_problems(
+    chunks: Sequence[Any], batching: BatchingConfig, settings: StepSettings
+) -> list[str]:
+    gpt = gpt_of(chunks[0])
+    config = gpt.config
+    if config.multi_latent_attention:
+        return ["multi-latent attention is not supported for now"]
+    if settings.rows_form:
+        packed = [name for name in ("train", "infer") if getattr(batching, name).mode == "packed"]
+        problems = []
+        if packed:
+            problems.append(f"rows_form serves padded and dynamic batching only, and {' and '.join(packed)} is packed")
+        if settings.pipeline_shapes == "shared":
+            problems.append("rows_form and pipeline_shapes='shared' exclude each other: use 'planned' or 'exchanged'")
+        return problems
+    problems = []
+    cores = [layer.self_attention.core_attention for chunk in chunks for layer in gpt_of(chunk).decoder.layers]
+    if any(isinstance(core, DotProductAttention) for core in cores):
+        problems.append(
+            "Megatron's local DotProductAttention refuses packed input: build the model from "
+            "packed_layer_spec(config), use TransformerEngine's attention, or pass rows_form=True with padded or dynamic batching"
+        )
+    rotates = any(isinstance(core, PackedAttention) and core.rotary is not None for core in cores)
+    if rotates and gpt.position_embedding_type != "none":
+        problems.append(
+            f"both the model (position_embedding_type={gpt.position_embedding_type!r}) and its attention core rotate: "
+            "build it with position_embedding_type='none', or packed_layer_spec(config) without rotary"
+        )
+    if gpt.position_embedding_type in ("yarn", "mrope"):
+        problems.append(
+            f"position_embedding_type={gpt.position_embedding_type!r} is not supported for packed sequences for now"
+        )
+    if gpt.position_embedding_type == "rope" and config.apply_rope_fusion and config.rotary_interleaved:
+        problems.append("the fused rotation of packs ignores rotary_interleaved before 0.17: unset apply_rope_fusion")
+    if getattr(config, "qk_clip", False) and any(isinstance(core, PackedAttention) for core in cores):
+        problems.append("qk_clip reads attention logits that PackedAttention does not keep: unset it")
+    return problems
+
+
+def _reduction_problems(chunks: Sequence[Any], layout: ParallelLayout) -> list[str]:
+    config = gpt_of(chunks[0]).config
+    in_ddp = [hasattr(chunk, "finish_grad_sync") for chunk in chunks]
+    problems = []
+    if not all(in_ddp):
+        if layout.dp_size * layout.cp_size > 1 or layout.sequence_parallel or layout.pp_size > 1:
+            problems.append(
+                "chunks outside Megatron's DistributedDataParallel leave gradients unreduced over data, context, "
+                "sequence and pipeline parallel ranks: wrap them"
+            )
+        return problems
+    if config.finalize_model_grads_func is None:
+        problems.append(
+            "config.finalize_model_grads_func is None, so gradients are never reduced: set it to "
+            "megatron.core.distributed.finalize_model_grads"
+        )
+    if chunks[0].ddp_config.overlap_grad_reduce and config.no_sync_func is None:
+        problems.append(
+            "overlap_grad_reduce without config.no_sync_func reduces after every micro-batch: set it to the chunks' "
+            "no_sync"
+        )
+    return problems
+
+
+def _pipeline_problems(config: Any, layout: ParallelLayout, settings: StepSettings) -> list[str]:
+    if layout.pp_size == 1:
+        return []
+    problems = []
+    if config.batch_p2p_comm:
+        problems.append(
+            "batch_p2p_comm=True crashes with planned shapes and pairs transfers wrongly at pipeline size 2 with "
+            "virtual stages: set config.batch_p2p_comm=False"
+        )
+    if config.overlap_p2p_comm and (layout.device.type == "cpu" or _version() < (0, 18)):
+        problems.append(
+            "overlap_p2p_comm is not reproducible on CPU and races with freed outputs before Megatron-Core 0.18: set "
+            "config.overlap_p2p_comm=False"
+        )
+    if config.deallocate_pipeline_outputs and config.overlap_p2p_comm and _version() < (0, 18):
+        problems.append("deallocate_pipeline_outputs corrupts overlapped transfers before 0.18: unset it")
+    if config.num_moe_experts is None and config.moe_token_dispatcher_type == "allgather":
+        if settings.pipeline_shapes != "shared":
+            problems.append(
+                "Megatron refuses variable lengths with moe_token_dispatcher_type='allgather' even for dense models: "
+                "set it to 'alltoall'"
+            )
+    return problems
+
+
+def _dropout_problems(config: Any, batching: BatchingConfig) -> list[str]:
+    if batching.logprob_plan != "train" or not (config.hidden_dropout or config.attention_dropout):
+        return []
+    return [
+        f"hidden_dropout={config.hidden_dropout} and attention_dropout={config.attention_dropout} draw other masks in "
+        "the training pass than in the log-prob pass, so the first ratio is not 1: set them to 0, or logprob_plan to "
+        "'own' or 'none'"
+    ]
