@@ -31,5 +31,9 @@ class LossError(RollBatchingError, ValueError):
     """A loss that breaks its contract: wrong shape, no gradient, not finite, undeclared mask."""
 
 
+class CheckpointError(RollBatchingError, ValueError):
+    """A checkpoint that cannot be written, found, or read into the model at hand."""
+
+
 class RankError(RollBatchingError, RuntimeError):
     """An error seen by at least one rank and raised, with the same message, on all of them."""

@@ -1,0 +1,345 @@
+"""Checkpoints of a strategy, by Megatron's distributed checkpointing: saved in one parallel layout, loaded in another.
+
+A checkpoint is a folder: Megatron's files with the weights and the optimizer's state, cut into global tensors, and
+`strategy.json` with everything that is no tensor. It is written under another name and renamed when it is whole,
+so that what a killed process leaves is never taken for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import queue
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from roll_batching.errors import CheckpointError
+from roll_batching.modeling.head import gpt_of
+from roll_batching.strategy.agreement import agree, digest
+
+if TYPE_CHECKING:
+    from roll_batching.strategy.infer import MegatronInferStrategy
+
+RECORD = "strategy.json"
+_NOT_OF_THE_FUNCTION = ("init_std", "hidden_dropout", "max_position_embeddings", "aux_loss_coeff", "z_loss_coeff")
+"""Settings of an architecture that may change between saving and loading."""
+_SHOWN = 6
+"""Differences that an error lists."""
+
+
+def check_saving(strategy: MegatronInferStrategy) -> None:
+    """Raises `CheckpointError` when this strategy cannot be saved, whatever the path."""
+    if importlib.util.find_spec("psutil") is None:
+        raise CheckpointError(
+            "psutil is not installed, and Megatron's checkpoint writer hangs or fails without it: pip install psutil"
+        )
+    if _optimizer_of(strategy) is None:
+        return
+    if any(type(part).__name__ == "DistributedOptimizer" for part in _parts(_optimizer_of(strategy))):
+        raise CheckpointError(
+            "the state of Megatron's distributed optimizer is not saved: set use_distributed_optimizer: false in "
+            "strategy_config, or do not save"
+        )
+
+
+def save_strategy(strategy: MegatronInferStrategy, path: str | Path) -> None:
+    """Writes the strategy's checkpoint `path`, a folder. All ranks call it; see `MegatronInferStrategy.save`."""
+    with whole_or_nothing(path, strategy.layout.host_group) as folder:
+        write_strategy(strategy, folder)
+
+
+@contextlib.contextmanager
+def whole_or_nothing(path: str | Path, group: Any) -> Iterator[Path]:
+    """An empty folder that becomes `path`, when the block has ended well on all ranks of `group`. Collective.
+
+    A checkpoint that lies at `path` is replaced; any other folder with something in it is refused. Raises
+    `RankError` on all ranks with what went wrong on any.
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    with _agreed(group):
+        if dist.get_rank() == 0:
+            if path.exists() and not (path / RECORD).is_file() and not (path.is_dir() and not any(path.iterdir())):
+                raise CheckpointError(f"{path} exists and is no checkpoint: give another path")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    with _agreed(group):
+        if not partial.is_dir():
+            raise CheckpointError(f"{path.parent} is not the same folder on all machines: save to a shared file system")
+        yield partial
+    with _agreed(group):
+        if dist.get_rank() == 0:
+            replaced = path.with_name(path.name + ".replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
+            if path.exists():
+                path.rename(replaced)
+            partial.rename(path)
+            shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _agreed(group: Any) -> Iterator[None]:
+    """What any rank raises inside becomes the same `RankError` on all ranks."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    agree(group, error)
+
+
+def write_strategy(strategy: MegatronInferStrategy, folder: Path) -> None:
+    """Writes the strategy's files into the empty `folder`. All ranks call it."""
+    from megatron.core import dist_checkpointing
+
+    check_saving(strategy)
+    optimizer = _optimizer_of(strategy)
+    record: dict[str, Any] = {
+        "architecture": _architecture(strategy),
+        "dtype": str(strategy.dtype).removeprefix("torch."),
+        "layout": {
+            name: getattr(strategy.layout, name)
+            for name in ("tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "dp_size")
+        },
+        "optimizer": None,
+    }
+    if optimizer is not None:
+        record["optimizer"] = {
+            "steps": _prepare_state(optimizer),
+            "skipped_steps": strategy.skipped_steps,  # type: ignore[attr-defined]
+            "schedule_steps": getattr(strategy.scheduler, "num_steps", None),  # type: ignore[attr-defined]
+        }
+    state = _sharded_state(strategy, optimizer)
+    with _results_in_process():
+        dist_checkpointing.save(state, str(folder))
+    if dist.get_rank() == 0:
+        (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def load_strategy(strategy: MegatronInferStrategy, path: str | Path, *, optimizer: bool) -> None:
+    """Loads weights, and on request the optimizer. All ranks call it; see `MegatronInferStrategy.load`."""
+    from megatron.core import dist_checkpointing
+
+    path = Path(path)
+    group = strategy.layout.host_group
+    record: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        record = _read_record(path)
+        _check_architecture(strategy, record, path)
+        if optimizer:
+            check_saving(strategy)
+            if record["optimizer"] is None:
+                raise CheckpointError(
+                    f"{path} holds a model without optimizer state: load it with optimizer=False, which starts from "
+                    "its weights with a fresh optimizer"
+                )
+    except Exception as caught:
+        error = caught
+    agree(group, error, same=digest(json.dumps(record)), what=f"the contents of {path}")
+    mine = _optimizer_of(strategy) if optimizer else None
+    if mine is not None:
+        _prepare_state(mine)
+    state = _sharded_state(strategy, mine)
+    _check_tensors(state, path, group, optimizer=mine is not None)
+    loaded = dist_checkpointing.load(state, str(path))
+    for index, chunk in enumerate(strategy.chunks):
+        gpt_of(chunk).load_state_dict(loaded[f"model{index}"])
+    if mine is not None:
+        _restore_optimizer(strategy, mine, loaded["optimizer"], record["optimizer"])
+    elif (own := _optimizer_of(strategy)) is not None:
+        own.reload_model_params()  # its fp32 copies, where it has some
+
+
+# ---- what is saved
+
+
+def _optimizer_of(strategy: MegatronInferStrategy) -> Any:
+    return getattr(strategy, "optimizer", None)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers that Megatron chained (dense and expert parameters), or the only one."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _sharded_state(strategy: MegatronInferStrategy, optimizer: Any) -> dict[str, Any]:
+    """Weights and optimizer state as shards of global tensors, whose names do not depend on the layout.
+
+    Options of the parameter groups are left out: they are the present configuration's.
+    """
+    from megatron.core import parallel_state
+
+    groups = strategy.pg_collection
+    data = parallel_state.get_data_parallel_group(with_context_parallel=True) if groups is None else groups.dp_cp
+    metadata = {
+        "dp_cp_group": data,
+        "chained_optim_avoid_prefix": True,
+    }
+    state: dict[str, Any] = {
+        f"model{index}": gpt_of(chunk).sharded_state_dict(metadata=dict(metadata))
+        for index, chunk in enumerate(strategy.chunks)
+    }
+    if optimizer is not None:
+        found = optimizer.sharded_state_dict(dict(state), metadata=dict(metadata))
+        for part in _inner(optimizer, found):
+            part.pop("param_groups")
+            part["state"].pop("common_step", None)
+        state["optimizer"] = found
+    return state
+
+
+def _inner(optimizer: Any, state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The torch optimizers' dicts in Megatron's, one per part: mixed precision nests them."""
+    parts = [state] if len(_parts(optimizer)) == 1 else [state[i] for i in range(len(_parts(optimizer)))]
+    return [part.get("optimizer", part) for part in parts]
+
+
+def _prepare_state(optimizer: Any) -> int:
+    """Gives every parameter the state that the first step would create; returns the steps made so far.
+
+    Megatron's own initialisation leaves torch's step counter out, and torch then fails for want of it.
+    """
+    steps = 0
+    for part in _parts(optimizer):
+        if part.init_state_fn is None:
+            continue
+        part.init_state_fn(part.optimizer, part.config)
+        for group in part.optimizer.param_groups:
+            steps = max(steps, int(group.get("step", 0)))
+            if not isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+                continue
+            for parameter in group["params"]:
+                step = part.optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
+                steps = max(steps, int(step))
+    return steps
+
+
+def _restore_optimizer(strategy: Any, optimizer: Any, loaded: dict[Any, Any], record: dict[str, Any]) -> None:
+    steps = record["steps"]
+    for part, state in zip(_parts(optimizer), _inner(optimizer, loaded), strict=True):
+        state["param_groups"] = part.optimizer.state_dict()["param_groups"]
+        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            state["state"]["common_step"] = torch.tensor(float(steps))
+        else:  # fused optimizers count per group
+            for group in state["param_groups"]:
+                group["step"] = steps
+    optimizer.load_state_dict(loaded)
+    strategy.skipped_steps = record["skipped_steps"]
+    if strategy.scheduler is not None and record["schedule_steps"] is not None:
+        strategy.scheduler.num_steps = record["schedule_steps"]
+        strategy.scheduler.step(0)
+
+
+@contextlib.contextmanager
+def _results_in_process() -> Iterator[None]:
+    """Megatron hands results over by a manager process that it starts once and that outlives a killed rank.
+
+    Saving without overlap, writer and reader are this process, and a plain queue does.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    name = "_results_queue"
+    if not hasattr(filesystem_async, name):
+        yield
+        return
+    before = getattr(filesystem_async, name)
+    setattr(filesystem_async, name, queue.Queue())
+    try:
+        yield
+    finally:
+        setattr(filesystem_async, name, before)
+
+
+# ---- checks
+
+
+def _architecture(strategy: MegatronInferStrategy) -> dict[str, Any] | None:
+    """The settings that the weights belong to; None for a model that the caller built."""
+    architecture = strategy.config and strategy.config.model_args.architecture
+    return None if architecture is None else _functional(architecture.model_dump(mode="json"))
+
+
+def _functional(settings: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in settings.items() if key not in _NOT_OF_THE_FUNCTION}
+    return {key: _functional(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    file = path / RECORD
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {path}: look for the folder's name")
+    if not file.is_file():
+        raise CheckpointError(f"{path} is no checkpoint of a strategy: it has no {RECORD}")
+    try:
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return record
+
+
+def _check_architecture(strategy: MegatronInferStrategy, record: dict[str, Any], path: Path) -> None:
+    saved, own = record["architecture"], _architecture(strategy)
+    if saved is None or own is None:
+        return
+    differing = [
+        f"{key} is {saved[key]} there and {own[key]} here" for key in own if key in saved and saved[key] != own[key]
+    ]
+    if differing:
+        raise CheckpointError(
+            f"the checkpoint {path} is of another model: {_some(differing)}. Set model_args.architecture as it was"
+        )
+
+
+def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: bool) -> None:
+    """Raises `RankError` on all ranks when the checkpoint lacks a tensor, has another shape, or has more."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    wanted: dict[str, tuple[int, ...] | None] = {}
+    found: dict[str, tuple[int, ...]] = {}
+    problems: list[str] = []
+    with _agreed(group):
+        for item in _leaves(state):
+            pieces = list(_leaves(item.build())) if isinstance(item, ShardedTensorFactory) else [item]
+            for piece in pieces:
+                if isinstance(piece, ShardedTensor):  # a vocabulary padded for another layout has another size
+                    wanted[piece.key] = None if piece.allow_shape_mismatch else tuple(piece.global_shape)
+        found = {
+            tensor.key: tuple(tensor.global_shape)
+            for tensor in dist_checkpointing.load_tensors_metadata(str(path)).values()
+            if optimizer or not tensor.key.startswith("optimizer.")
+        }
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, wanted, group=group)
+    wanted = {key: shape for one in everyone for key, shape in one.items()}
+    for key in sorted(wanted.keys() | found.keys()):
+        if key not in found:
+            problems.append(f"{key} is missing there")
+        elif key not in wanted:
+            problems.append(f"{key} {list(found[key])} is not in the model here")
+        elif (shape := wanted[key]) is not None and shape != found[key]:
+            problems.append(f"{key} is {list(found[key])} there and {list(shape)} here")
+    if problems:
+        raise CheckpointError(f"the checkpoint {path} does not fit: {_some(problems)}")
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _leaves(item)
+    else:
+        yield tree
+
+
+def _some(texts: list[str]) -> str:
+    more = len(texts) - _SHOWN
+    return "; ".join(texts[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
