@@ -152,9 +152,7 @@ def plan_from_bins(
     samples = np.concatenate(flat) if flat else np.zeros(0, dtype=np.int64)
     outside = (samples < 0) | (samples >= len(inputs.lengths))
     if outside.any():
-        raise PlanError(
-            f"bins name sample {samples[outside][0]}, but there are {len(inputs.lengths)} samples"
-        )
+        raise PlanError(f"bins name sample {samples[outside][0]}, but there are {len(inputs.lengths)} samples")
     gone = {record.index for record in inputs.dropped}
     if gone:
         kept = np.array([int(sample) not in gone for sample in samples], dtype=bool)

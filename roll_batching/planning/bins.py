@@ -17,9 +17,7 @@ from roll_batching.planning.first_fit import descending, first_fit
 from roll_batching.planning.inputs import Ints, as_lengths
 
 
-def pack_bins(
-    lengths: ArrayLike, capacity: int, algorithm: str = "best", *, seed: int = 0
-) -> list[list[int]]:
+def pack_bins(lengths: ArrayLike, capacity: int, algorithm: str = "best", *, seed: int = 0) -> list[list[int]]:
     """Pack items of `lengths` (int[n], at least 1 each) into bins of `capacity`.
 
     Algorithms: "concatenative" (next-fit in the given order), "first_fit_decreasing", "first_fit_shuffle",

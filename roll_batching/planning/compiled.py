@@ -33,3 +33,9 @@ def seed_state(seed: int) -> int:
     for _ in range(4):
         state = next_random(state)
     return state
+
+
+@compiled
+def draw(state: int, bound: int) -> int:
+    """An index below `bound` (at most 2^31) from a state of the generator."""
+    return state * bound >> 31

@@ -114,16 +114,12 @@ class PlanConstraints:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise PlanError(f"seed={self.seed!r} must be an integer of at least 0")
         if self.oversize not in OVERSIZE_POLICIES:
-            raise PlanError(
-                f"oversize={self.oversize!r} is unknown; choose one of {', '.join(OVERSIZE_POLICIES)}"
-            )
+            raise PlanError(f"oversize={self.oversize!r} is unknown; choose one of {', '.join(OVERSIZE_POLICIES)}")
         if self.objective not in OBJECTIVES:
             raise PlanError(f"objective={self.objective!r} is unknown; choose one of {', '.join(OBJECTIVES)}")
         if isinstance(self.sequence_multiple, str):
             if self.sequence_multiple != "2*cp*tp":
-                raise PlanError(
-                    f'sequence_multiple={self.sequence_multiple!r} must be an integer, None or "2*cp*tp"'
-                )
+                raise PlanError(f'sequence_multiple={self.sequence_multiple!r} must be an integer, None or "2*cp*tp"')
         elif self.sequence_multiple is not None:
             _require_positive("sequence_multiple", self.sequence_multiple)
         self._check_pipeline()

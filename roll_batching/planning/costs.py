@@ -91,15 +91,32 @@ def sequence_costs(lengths: NDArray[np.int64], cost: Any) -> ScaledCosts:
 
     A cost above zero never becomes zero. Raises `PlanError` for a model that returns no integer.
     """
+    if isinstance(cost, LinearQuadraticCost):
+        unscaled = _in_int64(lengths, cost)
+        if unscaled is not None:
+            return unscaled
     distinct, inverse, counts = _distinct(lengths)
-    if type(cost) is LinearQuadraticCost or isinstance(cost, LinearQuadraticCost):
-        exact = [cost.sequence(int(length)) for length in distinct]
-    else:
-        exact = [_checked(cost, int(length)) for length in distinct]
+    exact = _exact_costs(distinct, cost)
     total = sum(value * int(count) for value, count in zip(exact, counts, strict=True))
     shift = max(0, total.bit_length() - TOTAL_BITS)
     scaled = np.array([max(value >> shift, 1) if value else 0 for value in exact], dtype=np.int64)
     return ScaledCosts(values=scaled[inverse], fixed=int(cost.fixed) >> shift, shift=shift)
+
+
+def _in_int64(lengths: NDArray[np.int64], cost: LinearQuadraticCost) -> ScaledCosts | None:
+    """Costs of `lengths` by array arithmetic, where they need no scaling; else None."""
+    largest = cost.sequence(int(lengths.max(initial=0)))
+    if largest * len(lengths) >= 1 << TOTAL_BITS:
+        return None
+    values = cost.linear * lengths + cost.quadratic * lengths * lengths
+    return ScaledCosts(values=values, fixed=cost.fixed, shift=0)
+
+
+def _exact_costs(distinct: NDArray[np.int64], cost: Any) -> list[int]:
+    if isinstance(cost, LinearQuadraticCost):
+        linear, quadratic = cost.linear, cost.quadratic
+        return [(linear + quadratic * length) * length for length in distinct.tolist()]
+    return [_checked(cost, length) for length in distinct.tolist()]
 
 
 def _distinct(
@@ -220,9 +237,7 @@ def fit_cost(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> FittedCost:
         raise PlanError(f"fit_cost: {len(times)} measurements cannot fix three coefficients; measure more")
     if not np.all(np.isfinite(times)) or np.any(times <= 0):
         raise PlanError("fit_cost: seconds must be finite and above 0")
-    design = np.array(
-        [[1.0, float(pack.sum()), float((pack.astype(np.float64) ** 2).sum())] for pack in packs]
-    )
+    design = np.array([[1.0, float(pack.sum()), float((pack.astype(np.float64) ** 2).sum())] for pack in packs])
     # Weighted by 1/time: a relative error is what a planner needs, short micro-batches count as well.
     coefficients = _non_negative_fit(design / times[:, None], np.ones_like(times))
     residual = float(np.sqrt(np.mean((design @ coefficients / times - 1.0) ** 2)))

@@ -63,14 +63,11 @@ def check_count(count: int, constraints: PlanConstraints) -> None:
             f"min_num_micro_batches={constraints.min_num_micro_batches}"
         )
         raise PlanError(
-            f"{count} micro-batches per rank are not {rule}; the next legal number is "
-            f"{legal_count(count, constraints)}"
+            f"{count} micro-batches per rank are not {rule}; the next legal number is {legal_count(count, constraints)}"
         )
 
 
-def count_by_makespan(
-    least: int, most: int, work: int, largest: int, fixed: int, constraints: PlanConstraints
-) -> int:
+def count_by_makespan(least: int, most: int, work: int, largest: int, fixed: int, constraints: PlanConstraints) -> int:
     """The legal count in `[least, most]` with the smallest predicted makespan; the smaller one of equals.
 
     `work` is the cost of the busiest rank without `fixed`, `largest` its costliest unit. The prediction:

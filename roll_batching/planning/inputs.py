@@ -91,8 +91,7 @@ def prepare_inputs(
     short = np.flatnonzero(sizes < 1)
     if len(short):
         raise PlanError(
-            f"{_name(short[0], identifiers)} has length {sizes[short[0]]}; "
-            "every sample needs at least one token"
+            f"{_name(short[0], identifiers)} has length {sizes[short[0]]}; every sample needs at least one token"
         )
     home = _ranks(home_rank, "home_rank", count, constraints.dp_size)
     where = _ranks(location, "location", count, constraints.dp_size)
@@ -177,8 +176,7 @@ def _ranks(values: ArrayLike | None, name: str, count: int, dp_size: int) -> Int
     wrong = np.flatnonzero((array < 0) | (array >= dp_size))
     if len(wrong):
         raise PlanError(
-            f"{name}[{wrong[0]}]={array[wrong[0]]} is not a data-parallel rank (dp_size={dp_size}: 0 to "
-            f"{dp_size - 1})"
+            f"{name}[{wrong[0]}]={array[wrong[0]]} is not a data-parallel rank (dp_size={dp_size}: 0 to {dp_size - 1})"
         )
     return array
 
@@ -268,9 +266,7 @@ def _fit_under_cap(
                 raise PlanError(f"{what} and cannot be truncated: it has too many samples; raise the cap")
             used[inside] = np.minimum(lengths[inside], limit)
         else:
-            raise PlanError(
-                f'{what}; raise the cap, shorten it, or choose oversize="truncate", "drop" or "alone"'
-            )
+            raise PlanError(f'{what}; raise the cap, shorten it, or choose oversize="truncate", "drop" or "alone"')
     return used, alone, dropped, reasons
 
 
@@ -284,9 +280,7 @@ def _describe(inside: Ints, lengths: Ints, ids: Ints, constraints: PlanConstrain
         )
         if limit is not None
     ]
-    alignment = (
-        constraints.sequence_alignment if constraints.mode == "packed" else constraints.rectangle_alignment
-    )
+    alignment = constraints.sequence_alignment if constraints.mode == "packed" else constraints.rectangle_alignment
     aligned = "" if alignment == 1 else f" (aligned to {alignment})"
     longest = int(inside[np.argmax(lengths[inside])])
     if len(inside) == 1:

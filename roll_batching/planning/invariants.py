@@ -25,9 +25,7 @@ def check_plan(plan: Plan, *, groups: tuple[Ints, Ints] | None = None, home: Int
     if groups is not None:
         _check_groups(plan, *groups, micro_batch_of)
     if home is not None:
-        moved = np.flatnonzero(
-            (micro_batch_of >= 0) & (home >= 0) & (micro_batch_of // plan.num_micro_batches != home)
-        )
+        moved = np.flatnonzero((micro_batch_of >= 0) & (home >= 0) & (micro_batch_of // plan.num_micro_batches != home))
         if len(moved):
             i = int(moved[0])
             raise PlanError(
@@ -99,9 +97,7 @@ def _check_tokens(plan: Plan) -> None:
     if np.any(entry_length < 1) or np.any(entry_length > plan.lengths[plan.samples]):
         raise PlanError("a sample uses fewer than one or more than all of its tokens")
     if np.any(plan.slots < entry_length) or np.any(plan.slots % constraints.sequence_alignment):
-        raise PlanError(
-            f"a slot is shorter than its sample or no multiple of {constraints.sequence_alignment}"
-        )
+        raise PlanError(f"a slot is shorter than its sample or no multiple of {constraints.sequence_alignment}")
     slot_sum = np.zeros(len(counts), dtype=np.int64)
     if len(plan.slots):
         slot_sum[filled] = np.add.reduceat(plan.slots, plan.offsets[:-1][filled])
@@ -140,9 +136,7 @@ def _check_groups(plan: Plan, members: Ints, offsets: Ints, micro_batch_of: Ints
         torn = np.flatnonzero(place != first)
         if len(torn):
             i = int(members[torn[0]])
-            raise PlanError(
-                f"sample {i} (id {plan.ids[i]}) is apart from its group; keep groups in one micro-batch"
-            )
+            raise PlanError(f"sample {i} (id {plan.ids[i]}) is apart from its group; keep groups in one micro-batch")
     if plan.constraints.max_tokens is None or plan.constraints.oversize != "alone":
         return
     units_of = np.zeros(len(plan.tokens), dtype=np.int64)

@@ -1,13 +1,29 @@
-"""Algorithm "load_balance": few packs under the hard cap, balanced for the topology's objective."""
+"""Algorithm "load_balance": few packs under the hard cap, balanced for the topology's objective.
+
+Count first, then a placement by cost, then swaps that lower the lockstep cost, then exchanges inside a
+column that level the rank totals, then the order of the columns.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from roll_batching.planning.arrange import home_groups, lockstep_groups, small_at_ends
+from roll_batching.planning.arrange import small_at_ends
 from roll_batching.planning.counts import count_by_makespan, legal_count
 from roll_batching.planning.first_fit import descending, first_fit
 from roll_batching.planning.inputs import Ints, PlanInputs
+from roll_batching.planning.search import assign_ranks, swap_units
+from roll_batching.planning.spread import cheapest_first, level_ranks, mend_overflow
+
+SEARCH_ITERATIONS = 300_000
+ITERATIONS_PER_UNIT = 1_200
+WIDE_COLUMN = 128
+MEND_ITERATIONS = 200_000
+LEVEL_BUDGET = 4_000_000
+THRESHOLD_DIVISOR = 50
+
+OBJECTIVE_WEIGHTS = {"balanced": (1, 1), "lockstep": (1, 0), "rank_total": (0, 1), "pipeline": (1, 1)}
+"""Weights of the lockstep cost and of the rank excess."""
 
 
 def balance_units(inputs: PlanInputs) -> tuple[Ints, Ints, int]:
@@ -15,76 +31,146 @@ def balance_units(inputs: PlanInputs) -> tuple[Ints, Ints, int]:
     constraints = inputs.constraints
     units = inputs.units
     dp_size = constraints.dp_size
-    cap = constraints.usable_tokens
     pooled = not np.any(units.home >= 0)
-    pools = (
-        [np.arange(len(units))] if pooled else [np.flatnonzero(units.home == rank) for rank in range(dp_size)]
-    )
-    first = [_first_fit_decreasing(inputs, pool, cap) for pool in pools]
-    needed = max(int(bins.max(initial=-1)) + 1 for bins in first)
-    parts = dp_size if pooled else 1
-    least = -(-needed // parts)
-    count = legal_count(least, constraints)
+    if pooled:
+        pools = [_Pool(inputs, np.arange(len(units)), dp_size)]
+    else:
+        pools = [_Pool(inputs, np.flatnonzero(units.home == rank), 1) for rank in range(dp_size)]
+    count = _choose_count(inputs, pools)
+    place = np.empty(len(units), dtype=np.int64)
+    for index, pool in enumerate(pools):
+        place[pool.units] = pool.place(count) + index * count * pool.ranks
+    place, table = _balance(inputs, place, count)
+    load = _pack_costs(inputs, place, count)
     if constraints.pp_size > 1:
-        most = max(-(-len(pool) // parts) for pool in pools)
-        work = max(-(-int(units.costs[pool].sum()) // parts) for pool in pools)
-        count = count_by_makespan(count, most, work, int(units.costs.max()), inputs.fixed_cost, constraints)
-    assigned = np.empty(len(units), dtype=np.int64)
-    for index, (pool, bins) in enumerate(zip(pools, first, strict=True)):
-        spread = _spread(inputs, pool, bins, count * parts, cap)
-        assigned[pool] = spread + index * count * parts
-    costs = np.bincount(assigned, weights=units.costs, minlength=count * dp_size).astype(np.int64)
-    table = lockstep_groups(costs, dp_size) if pooled else home_groups(costs, dp_size)
-    if constraints.pp_size > 1:
-        table = table[:, small_at_ends(costs[table].max(axis=0))]
-    place = np.empty(count * dp_size, dtype=np.int64)
-    place[table.reshape(-1)] = np.arange(count * dp_size)
-    final = place[assigned]
+        table = table[:, small_at_ends(load[table].max(axis=0))]
+    where = np.empty(dp_size * count, dtype=np.int64)
+    where[table.reshape(-1)] = np.arange(dp_size * count)
+    final = where[place]
     order = np.argsort(final, kind="stable").astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(final, minlength=count * dp_size))])
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(final, minlength=dp_size * count))])
     return order, offsets.astype(np.int64), count
 
 
-def _first_fit_decreasing(inputs: PlanInputs, pool: Ints, cap: int) -> Ints:
-    sizes = inputs.units.slots[pool]
-    return first_fit(sizes, descending(sizes), cap)
+def _iterations(units: int, dp_size: int) -> int:
+    """Steps of the swap search; a step costs more where columns are wide."""
+    return min(SEARCH_ITERATIONS, ITERATIONS_PER_UNIT * units) * WIDE_COLUMN // max(WIDE_COLUMN, dp_size)
 
 
-def _spread(inputs: PlanInputs, pool: Ints, bins: Ints, target: int, cap: int) -> Ints:
-    """Bins 0 to target - 1 for `pool`, near-equal in cost, none above the cap.
+class _Pool:
+    """Units that share packs: all of them, or those of one rank."""
 
-    The costliest unit goes to the cheapest micro-batch with room; where a unit finds none, first-fit's own
-    bins are kept and the costliest of them split.
-    """
-    costs, slots = inputs.units.costs[pool], inputs.units.slots[pool]
-    load = np.zeros(target, dtype=np.int64)
-    room = np.full(target, cap, dtype=np.int64)
-    assigned = np.empty(len(pool), dtype=np.int64)
-    for unit in descending(costs):
-        if slots[unit] > cap:
-            free = np.flatnonzero(room == cap)
-        else:
-            free = np.flatnonzero(room >= slots[unit])
-        if not len(free):
-            break
-        chosen = free[np.argmin(load[free])]
-        assigned[unit] = chosen
-        load[chosen] += costs[unit]
-        room[chosen] -= slots[unit]
-    else:
-        return assigned
-    assigned = bins.copy()
-    load = np.bincount(assigned, weights=costs, minlength=target).astype(np.int64)
-    sizes = np.bincount(assigned, minlength=target)
-    for new in range(int(assigned.max()) + 1, target):
-        splittable = np.flatnonzero(sizes > 1)
-        if not len(splittable):
-            break
-        heaviest = splittable[np.argmax(load[splittable])]
-        members = np.flatnonzero(assigned == heaviest)
-        moved = members[descending(costs[members])][1::2]
-        assigned[moved] = new
-        load[new] = costs[moved].sum()
-        load[heaviest] -= load[new]
-        sizes[new], sizes[heaviest] = len(moved), sizes[heaviest] - len(moved)
-    return assigned
+    def __init__(self, inputs: PlanInputs, units: Ints, ranks: int) -> None:
+        self.units = units
+        self.ranks = ranks
+        self.cap = inputs.constraints.usable_tokens
+        self.seed = inputs.constraints.seed
+        self.slots = inputs.units.slots[units]
+        self.costs = inputs.units.costs[units]
+        self.order = descending(self.slots)
+        self.first_fit = first_fit(self.slots, self.order, self.cap)
+        self.first_fit_count = -(-(int(self.first_fit.max(initial=-1)) + 1) // ranks)
+        self._placed: dict[int, Ints | None] = {}
+
+    def least_count(self) -> int:
+        """No placement needs fewer micro-batches per rank: by tokens, and by units above half the cap."""
+        alone = self.slots > self.cap
+        inside = self.slots[~alone]
+        halves = int((2 * inside > self.cap).sum())
+        packs = int(alone.sum()) + max(halves, -(-int(inside.sum()) // self.cap))
+        return -(-packs // self.ranks)
+
+    def try_place(self, count: int) -> Ints | None:
+        """Packs (int64[n], 0 to ranks * count - 1) for `count` micro-batches per rank, or None."""
+        if count not in self._placed:
+            self._placed[count] = self._try_place(count)
+        return self._placed[count]
+
+    def _try_place(self, count: int) -> Ints | None:
+        packs = count * self.ranks
+        if not len(self.units):
+            return np.empty(0, dtype=np.int64)
+        place, homeless = cheapest_first(self.slots, self.costs, self.order, packs, self.cap)
+        if not homeless:
+            return place
+        if count >= self.first_fit_count:
+            return self.first_fit
+        if np.any(self.slots > self.cap):
+            return None
+        place, overflow = mend_overflow(place, self.slots, self.order, packs, self.cap, MEND_ITERATIONS, self.seed)
+        return None if overflow else place
+
+    def place(self, count: int) -> Ints:
+        """As `try_place`, for a count that is known to work."""
+        place = self.try_place(count)
+        assert place is not None
+        return place
+
+
+def _choose_count(inputs: PlanInputs, pools: list[_Pool]) -> int:
+    """K: the fewest micro-batches found, or the count with the smallest predicted makespan."""
+    constraints = inputs.constraints
+    needed = 1
+    for pool in pools:
+        least, fewest = pool.least_count(), pool.first_fit_count
+        while (
+            fewest > max(least, needed)
+            and legal_count(fewest - 1, constraints) < legal_count(fewest, constraints)
+            and pool.try_place(fewest - 1) is not None
+        ):
+            fewest -= 1
+        needed = max(needed, fewest)
+    if constraints.pp_size == 1:
+        return legal_count(needed, constraints)
+    most = max(-(-len(pool.units) // pool.ranks) for pool in pools)
+    work = max(-(-int(pool.costs.sum()) // pool.ranks) for pool in pools)
+    return count_by_makespan(needed, most, work, int(inputs.units.costs.max()), inputs.fixed_cost, constraints)
+
+
+def _balance(inputs: PlanInputs, place: Ints, count: int) -> tuple[Ints, Ints]:
+    """Swap units for the objective: packs of all units, and the pack at each place (int64[dp, K])."""
+    constraints = inputs.constraints
+    units = inputs.units
+    dp_size = constraints.dp_size
+    column_weight, rank_weight = OBJECTIVE_WEIGHTS[constraints.resolved_objective]
+    # The first accepted loss: a share of a mean pack.
+    threshold = int(units.costs.sum()) // (THRESHOLD_DIVISOR * dp_size * count)
+    place, columns, rank_of_pack = swap_units(
+        place,
+        units.slots,
+        units.costs,
+        units.home,
+        dp_size,
+        count,
+        constraints.usable_tokens,
+        _iterations(len(units), dp_size),
+        threshold,
+        column_weight,
+        rank_weight,
+        # With both aims, ranks may be above their mean by a fraction of what lockstep loses, a smaller one
+        # where there are many of them.
+        6 + dp_size // 8 if column_weight else 0,
+        constraints.seed,
+    )
+    return place, _level(inputs, place, count, columns, rank_of_pack)
+
+
+def _level(inputs: PlanInputs, place: Ints, count: int, columns: Ints, rank_of_pack: Ints) -> Ints:
+    """The pack at each place (int64[dp, K]), with rank totals as level as whole packs allow."""
+    dp_size = inputs.constraints.dp_size
+    table = np.empty((dp_size, count), dtype=np.int64)
+    table[rank_of_pack[columns], np.arange(count)[:, None]] = columns
+    if np.any(inputs.units.home >= 0):
+        return table
+    load = _pack_costs(inputs, place, count)
+    # The search stops at its level; a fresh assignment of its columns may be the better start.
+    fresh, totals = assign_ranks(columns, load, False)
+    if totals.max() < load[table].sum(axis=1).max():
+        table[fresh[columns], np.arange(count)[:, None]] = columns
+    return np.take_along_axis(table, level_ranks(load[table], LEVEL_BUDGET), axis=0)
+
+
+def _pack_costs(inputs: PlanInputs, place: Ints, count: int) -> Ints:
+    """Cost of every pack; the float sums are exact, since all costs together stay below 2^53."""
+    packs = inputs.constraints.dp_size * count
+    return np.bincount(place, weights=inputs.units.costs, minlength=packs).astype(np.int64)

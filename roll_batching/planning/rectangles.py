@@ -68,8 +68,7 @@ def _plan_by_shared_index(inputs: PlanInputs) -> Plan:
         parts = [rows[:half], rows[half:]]
         micro_batches[largest : largest + 1] = parts
         lengths[largest : largest + 1] = [
-            lengths[largest] if constraints.shared_shapes else _width(inputs, _longest(units, part))
-            for part in parts
+            lengths[largest] if constraints.shared_shapes else _width(inputs, _longest(units, part)) for part in parts
         ]
     fillers = target - len(micro_batches)
     micro_batches.extend([] for _ in range(fillers))
@@ -275,9 +274,7 @@ def _prefer_closest(inputs: PlanInputs, pool: Ints) -> list[Bin]:
     return bins
 
 
-def _take(
-    by_shape: dict[tuple[int, int], deque[int]], by_rows: dict[int, list[int]], unit: int, units: Units
-) -> None:
+def _take(by_shape: dict[tuple[int, int], deque[int]], by_rows: dict[int, list[int]], unit: int, units: Units) -> None:
     shape = (int(units.longest[unit]), int(units.rows[unit]))
     by_shape[shape].remove(unit)
     if not by_shape[shape]:

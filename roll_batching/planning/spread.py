@@ -1,0 +1,203 @@
+"""First placements: units over a given number of packs, by cost, below the cap."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from roll_batching.planning.compiled import compiled, next_random, seed_state
+from roll_batching.planning.inputs import Ints
+
+
+@compiled
+def _sift_down(heap: Ints, key: Ints, length: int, start: int) -> None:
+    """Restore a heap of packs with the smallest (key, pack) on top after `start` grew."""
+    pack = heap[start]
+    while True:
+        child = 2 * start + 1
+        if child >= length:
+            break
+        right = child + 1
+        if right < length and (
+            key[heap[right]] < key[heap[child]] or (key[heap[right]] == key[heap[child]] and heap[right] < heap[child])
+        ):
+            child = right
+        below = heap[child]
+        if key[below] > key[pack] or (key[below] == key[pack] and below > pack):
+            break
+        heap[start] = below
+        start = child
+    heap[start] = pack
+
+
+@compiled
+def _sift_up(heap: Ints, key: Ints, start: int) -> None:
+    """Restore a heap of packs after an entry was put at `start`."""
+    pack = heap[start]
+    while start > 0:
+        parent = (start - 1) // 2
+        above = heap[parent]
+        if key[above] < key[pack] or (key[above] == key[pack] and above < pack):
+            break
+        heap[start] = above
+        start = parent
+    heap[start] = pack
+
+
+@compiled
+def cheapest_first(slots: Ints, costs: Ints, order: Ints, packs: int, cap: int) -> tuple[Ints, int]:
+    """Each unit, largest slots first, into the cheapest pack that has room: O(n log packs).
+
+    `order` sorts slots descending. Returns the packs (int64[n], -1 where none had room) and how many units
+    found none. A unit above the cap takes an empty pack and closes it.
+    """
+    count = len(order)
+    place = np.full(count, -1, dtype=np.int64)
+    load = np.zeros(packs, dtype=np.int64)
+    used = np.zeros(packs, dtype=np.int64)
+    ready = np.arange(packs)
+    ready_length = packs
+    # Packs without room for the current unit wait, the emptiest on top, until a unit is small enough.
+    waiting = np.empty(packs, dtype=np.int64)
+    waiting_length = 0
+    homeless = 0
+    for position in range(count):
+        unit = order[position]
+        size = slots[unit]
+        while waiting_length and used[waiting[0]] + size <= cap:
+            pack = waiting[0]
+            waiting_length -= 1
+            if waiting_length:
+                waiting[0] = waiting[waiting_length]
+                _sift_down(waiting, used, waiting_length, 0)
+            ready[ready_length] = pack
+            _sift_up(ready, load, ready_length)
+            ready_length += 1
+        while ready_length:
+            pack = ready[0]
+            if used[pack] + size <= cap or (size > cap and used[pack] == 0):
+                break
+            ready_length -= 1
+            if ready_length:
+                ready[0] = ready[ready_length]
+                _sift_down(ready, load, ready_length, 0)
+            waiting[waiting_length] = pack
+            _sift_up(waiting, used, waiting_length)
+            waiting_length += 1
+        if not ready_length:
+            homeless += 1
+            continue
+        pack = ready[0]
+        place[unit] = pack
+        load[pack] += costs[unit]
+        used[pack] += size
+        _sift_down(ready, load, ready_length, 0)
+    return place, homeless
+
+
+@compiled
+def mend_overflow(
+    place: Ints, slots: Ints, order: Ints, packs: int, cap: int, iterations: int, seed: int
+) -> tuple[Ints, int]:
+    """Place the units that found no room, then swap until no pack is above the cap.
+
+    `place` as `cheapest_first` returns it, `order` the same. Returns the packs and the tokens that are still
+    above the cap in all.
+    """
+    count = len(place)
+    place = place.copy()
+    used = np.zeros(packs, dtype=np.int64)
+    for unit in range(count):
+        if place[unit] >= 0:
+            used[place[unit]] += slots[unit]
+    for position in range(count):
+        unit = order[position]
+        if place[unit] < 0:
+            emptiest = 0
+            for pack in range(packs):
+                if used[pack] < used[emptiest]:
+                    emptiest = pack
+            place[unit] = emptiest
+            used[emptiest] += slots[unit]
+    overflow = 0
+    for pack in range(packs):
+        overflow += max(0, used[pack] - cap)
+    rank_in_order = np.empty(count, dtype=np.int64)
+    for position in range(count):
+        rank_in_order[order[position]] = position
+    state = seed_state(seed)
+    for _ in range(iterations):
+        if overflow == 0:
+            break
+        state = next_random(state)
+        unit = state % count
+        pack_a = place[unit]
+        state = next_random(state)
+        if state % 8 == 0:
+            # A move instead of a swap.
+            pack_b = state // 8 % packs
+            other = -1
+            moved = slots[unit]
+        else:
+            reach = 4 << (state // 8 % 4 * 2)
+            p = rank_in_order[unit] + state // 32 % (2 * reach + 1) - reach
+            if p < 0 or p >= count:
+                continue
+            other = order[p]
+            pack_b = place[other]
+            moved = slots[unit] - slots[other]
+        if pack_a == pack_b:
+            continue
+        before = max(0, used[pack_a] - cap) + max(0, used[pack_b] - cap)
+        after = max(0, used[pack_a] - moved - cap) + max(0, used[pack_b] + moved - cap)
+        if after > before:
+            continue
+        overflow += after - before
+        used[pack_a] -= moved
+        used[pack_b] += moved
+        place[unit] = pack_b
+        if other >= 0:
+            place[other] = pack_a
+    return place, overflow
+
+
+@compiled
+def level_ranks(table: Ints, budget: int) -> Ints:
+    """Exchange packs of one column between ranks until the rank totals are level.
+
+    `table` is int64[dp, K], the cost of each rank's pack at each index; returns int64[dp, K], for each place
+    the rank whose pack goes there. Columns keep their packs, so the lockstep cost stays. The costliest rank
+    exchanges with the one where it helps most, until nothing helps; `budget` bounds the comparisons.
+    """
+    ranks, count = table.shape
+    origin = np.empty((ranks, count), dtype=np.int64)
+    total = np.zeros(ranks, dtype=np.int64)
+    for rank in range(ranks):
+        for k in range(count):
+            origin[rank, k] = rank
+            total[rank] += table[rank, k]
+    while budget > 0:
+        top = np.argmax(total)
+        best_gain = 0
+        best_rank = -1
+        best_k = -1
+        # Against the lightest rank alone where looking at all of them would cost too much.
+        everyone = ranks * count <= 65536
+        for rank in range(ranks) if everyone else range(np.argmin(total), np.argmin(total) + 1):
+            budget -= count
+            for k in range(count):
+                change = table[origin[top, k], k] - table[origin[rank, k], k]
+                if change > 0:
+                    gain = total[top] - max(total[top] - change, total[rank] + change)
+                    if gain > best_gain:
+                        best_gain = gain
+                        best_rank = rank
+                        best_k = k
+        if best_rank < 0:
+            break
+        change = table[origin[top, best_k], best_k] - table[origin[best_rank, best_k], best_k]
+        total[top] -= change
+        total[best_rank] += change
+        swap = origin[top, best_k]
+        origin[top, best_k] = origin[best_rank, best_k]
+        origin[best_rank, best_k] = swap
+    return origin
