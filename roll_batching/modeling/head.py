@@ -90,9 +90,12 @@ def head_input(hidden: torch.Tensor, weight: torch.Tensor, sequence_parallel: bo
     mappings sum the vocabulary shards' parts of the gradient over TP in their backward; without
     them the loss looks right and the gradients are wrong.
     """
-    rows = hidden.transpose(0, 1).to(weight.dtype)  # Float16Module made the output fp32
+    hidden = hidden.to(weight.dtype)  # Float16Module made the output fp32
     if sequence_parallel:
-        rows = tensor_parallel.gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True)
-    else:
-        rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
-    return rows.transpose(0, 1).reshape(-1, rows.shape[-1])
+        whole = tensor_parallel.gather_from_sequence_parallel_region(
+            hidden.transpose(0, 1), tensor_parallel_output_grad=True
+        )
+        return whole.transpose(0, 1).reshape(-1, whole.shape[-1])
+    # Nothing may be transposed behind this mapping: its backward all-reduces a copy of a gradient that is
+    # not contiguous, and returns the original (Megatron's mappings, `_reduce`).
+    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden).reshape(-1, hidden.shape[-1])

@@ -171,7 +171,8 @@ def _attention_problems(
     if any(isinstance(core, DotProductAttention) for core in cores):
         problems.append(
             "Megatron's local DotProductAttention refuses packed input: build the model from "
-            "packed_layer_spec(config), use TransformerEngine's attention, or pass rows_form=True with padded or dynamic batching"
+            "packed_layer_spec(config), use TransformerEngine's attention, or pass rows_form=True with padded or "
+            "dynamic batching"
         )
     rotates = any(isinstance(core, PackedAttention) and core.rotary is not None for core in cores)
     if rotates and gpt.position_embedding_type != "none":

@@ -1,0 +1,266 @@
+"""Bring your own: a Megatron model that exists is trained by our plan, packing, schedule and loss, unchanged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import ROOT, run_ranks
+
+pytestmark = pytest.mark.layouts
+
+CAP = 64
+
+
+def _batch() -> Any:
+    from tests.support.models import random_batch
+
+    return random_batch(17, 9, 40)
+
+
+def _loss() -> Any:
+    from roll_batching.losses import PolicyLoss
+
+    return PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, entropy_coef=0.02)
+
+
+def _batching(mode: str) -> Any:
+    from roll_batching.config import BatchingConfig, PassBatching
+
+    options: dict[str, Any] = {"padded": {"rows": 3, "algorithm": "none"}}.get(mode, {"max_tokens": CAP})
+    if mode == "dynamic":
+        options |= {"algorithm": "roll", "sequence_length_round": 4}
+    one = PassBatching(mode=mode, **options)
+    return BatchingConfig(train=one, infer=one)
+
+
+def _start(**sizes: int) -> None:
+    from megatron.core import parallel_state
+    from roll_batching.modeling.parallel import start_processes
+
+    start_processes()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    vpp = sizes.get("vpp", 1)
+    parallel_state.initialize_model_parallel(
+        sizes.get("tp", 1), sizes.get("pp", 1), vpp if vpp > 1 else None, context_parallel_size=sizes.get("cp", 1)
+    )
+
+
+def _compare(chunks: list[Any], optimizer: Any, mode: str, folder: str, **options: Any) -> tuple[float, float, str]:
+    """(loss difference, worst gradient difference, its parameter) of one forward and backward."""
+    from roll_batching.data import distribute, gather_lengths
+    from roll_batching.modeling.head import gpt_of
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.models import whole_gradients, worst_difference
+
+    keys = [sorted(chunk.state_dict()) for chunk in chunks]
+    parameters = [[id(p) for p in chunk.parameters()] for chunk in chunks]
+    strategy = MegatronTrainStrategy.from_parts(chunks, optimizer, _batching(mode), vocab_size=61, **options)
+    whole, dp = _batch(), strategy.layout
+    local = whole.select(torch.arange(dp.dp_rank, len(whole), dp.dp_size))
+    plan = strategy.plan(gather_lengths(local))
+    loss, _ = strategy.forward_backward(distribute(local, plan), plan, _loss())
+    if optimizer is None:
+        for p in gpt_of(chunks[0]).parameters():
+            p.main_grad = torch.zeros_like(p) if p.grad is None else p.grad
+    assert [sorted(chunk.state_dict()) for chunk in chunks] == keys
+    assert [[id(p) for p in chunk.parameters()] for chunk in chunks] == parameters
+    expected_loss, expected = torch.load(Path(folder) / "reference.pt")
+    gradient, name = worst_difference(whole_gradients(chunks, 61, dp.tp_rank, False), expected)
+    return abs(loss - expected_loss) / abs(expected_loss), gradient, name
+
+
+def write_reference(folder: str) -> None:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from tests.support.reference import gradients, policy_loss, stock_model
+
+    _start()
+    model_parallel_cuda_manual_seed(0)
+    model = stock_model()
+    loss = policy_loss(model, _batch(), clip=(0.2, 0.28), kl=0.05, entropy=0.02)
+    torch.save((float(loss), gradients(model, loss)), Path(folder) / "reference.pt")
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(1, "tests.strategy.test_parts:write_reference", folder)
+        yield folder
+
+
+def one_rank_cases(folder: str) -> dict[str, tuple[float, float, str]]:
+    from tests.support.own_model import build
+
+    _start()
+    found = {}
+    for per_token in (True, False):
+        for defer in (False, True):
+            for rotate in ("model", "core"):
+                parts = build("packed", rotate=rotate, calculate_per_token_loss=per_token)
+                key = f"packed per_token={per_token} defer={defer} rotation by {rotate}"
+                found[key] = _compare(*parts, "packed", folder, defer_head=defer)
+        for mode in ("padded", "dynamic"):
+            parts = build("stock", calculate_per_token_loss=per_token)
+            found[f"rows form {mode} per_token={per_token}"] = _compare(*parts, mode, folder, rows_form=True)
+    found["outside DDP"] = _compare(*build("packed", wrapped=False, calculate_per_token_loss=True), "packed", folder)
+    found["outside DDP, mean"] = _compare(*build("packed", wrapped=False), "packed", folder)
+    return found
+
+
+def two_rank_cases(folder: str) -> dict[str, tuple[float, float, str]]:
+    from tests.support.own_model import build
+
+    found = {}
+    for name, sizes in {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}.items():
+        _start(**sizes)
+        for per_token in (True, False):
+            rotate = "core" if name == "cp2" else "model"
+            parts = build("packed", rotate=rotate, calculate_per_token_loss=per_token, variable_seq_lengths=True)
+            key = f"{name} packed per_token={per_token}"
+            found[key] = _compare(*parts, "packed", folder, defer_head=per_token)
+        core = "rows" if name == "cp2" else "stock"
+        for mode in ("padded", "dynamic"):
+            for defer in (False, True):
+                parts = build(core, variable_seq_lengths=True)
+                key = f"{name} rows form {mode} defer={defer}"
+                found[key] = _compare(*parts, mode, folder, rows_form=True, defer_head=defer)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_callers_model_gives_the_reference_loss_and_gradients(reference: str, ranks: int, report: Any) -> None:
+    cases = "one_rank_cases" if ranks == 1 else "two_rank_cases"
+    found = run_ranks(ranks, f"tests.strategy.test_parts:{cases}", reference, timeout=300)[0]
+    for name, (loss, gradient, parameter) in found.items():
+        report(f"a caller's model: {name:52} loss {loss:.1e}, gradient {gradient:.1e} ({parameter})")
+    assert max(loss for loss, _, _ in found.values()) < 1e-5
+    assert max(gradient for _, gradient, _ in found.values()) < 1e-5
+
+
+# ---- what cannot work is said at construction
+
+
+def problems(_: None) -> dict[str, str]:
+    from roll_batching.errors import LayoutError, RankError
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.own_model import build
+
+    def attempt(parts: Any, mode: str = "packed", **options: Any) -> str:
+        try:
+            MegatronTrainStrategy.from_parts(*parts, _batching(mode), **options)
+        except (LayoutError, RankError) as error:
+            return str(error)
+        return "nothing"
+
+    def changed(name: str, value: Any, **options: Any) -> Any:
+        parts = build("packed", **options)
+        setattr(parts[0][0].config, name, value)
+        return parts
+
+    _start()
+    said = {
+        "fine": attempt(build("packed")),
+        "stock core": attempt(build("stock")),
+        "rows form packed": attempt(build("stock"), rows_form=True),
+        "no finalize": attempt(changed("finalize_model_grads_func", None)),
+        "overlap without no_sync": attempt(build("packed", bucketed=True)),
+        "dropout": attempt(build("packed", hidden_dropout=0.1)),
+        "fp8": attempt(changed("fp8", "e4m3")),
+        "cuda graphs": attempt(changed("cuda_graph_impl", "local")),
+        "interleaved fused rope": attempt(_interleaved(build("packed"))),
+        "yarn": attempt(_positions(build("packed"), "yarn")),
+        "two rotations": attempt(_positions(build("packed", rotate="core"), "rope")),
+        "deferred wgrad": attempt(changed("defer_embedding_wgrad_compute", True), defer_head=True),
+    }
+    return said
+
+
+def _interleaved(parts: Any) -> Any:
+    parts[0][0].config.apply_rope_fusion = parts[0][0].config.rotary_interleaved = True
+    return parts
+
+
+def _positions(parts: Any, kind: str) -> Any:
+    parts[0][0].module.position_embedding_type = kind
+    return parts
+
+
+def pipeline_problems(_: None) -> dict[str, str]:
+    from roll_batching.errors import LayoutError, RankError
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.own_model import build
+
+    said = {}
+    _start(pp=2)
+    cases: dict[str, dict[str, Any]] = {
+        "batched p2p": {"batch_p2p_comm": True},
+        "overlapped p2p": {"overlap_p2p_comm": True},
+    }
+    for name, options in cases.items():
+        parts = build("packed")
+        for key, value in options.items():
+            setattr(parts[0][0].config, key, value)
+        try:
+            MegatronTrainStrategy.from_parts(*parts, _batching("packed"))
+        except (LayoutError, RankError) as error:
+            said[name] = str(error)
+    _start()
+    try:
+        MegatronTrainStrategy.from_parts(*build("packed", wrapped=False), _batching("packed"))
+    except RankError as error:
+        said["outside DDP"] = str(error)
+    return said
+
+
+SAYS = {
+    "stock core": "packed_layer_spec(config)",
+    "rows form packed": "rows_form serves padded and dynamic batching only",
+    "no finalize": "finalize_model_grads_func is None",
+    "overlap without no_sync": "set it to the chunks' no_sync",
+    "dropout": "logprob_plan to 'own' or 'none'",
+    "fp8": "fp8 is not supported",
+    "cuda graphs": "cuda_graph_impl='none'",
+    "interleaved fused rope": "unset apply_rope_fusion",
+    "yarn": "position_embedding_type='yarn' is not supported",
+    "two rotations": "position_embedding_type='none'",
+    "deferred wgrad": "exclude each other",
+    "batched p2p": "set config.batch_p2p_comm=False",
+    "overlapped p2p": "set config.overlap_p2p_comm=False",
+    "outside DDP": "wrap them",
+}
+
+
+def test_what_cannot_work_is_said_at_construction() -> None:
+    said = run_ranks(1, "tests.strategy.test_parts:problems")[0]
+    said |= run_ranks(2, "tests.strategy.test_parts:pipeline_problems")[1]
+    assert said.pop("fine") == "nothing"
+    assert set(said) == set(SAYS)
+    for name, part in SAYS.items():
+        assert part in said[name], (name, said[name])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_prints_equal_losses(ranks: int) -> None:
+    launcher = [sys.executable, "-W", "ignore"]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*launcher, "examples/your_megatron_loop.py"],
+        cwd=ROOT,
+        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(lines) == 3
