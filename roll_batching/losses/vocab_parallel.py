@@ -1,15 +1,17 @@
-"""Log-probabilities and entropies of labels under a vocabulary-parallel head, in chunks of tokens.
+"""Log-probabilities and entropies of labels under a vocabulary-parallel head, in tiles.
 
 One entry point, `token_log_probs`, for logits that exist and for hidden states whose head was
-deferred. Both walk over the rows in chunks, keep one fp32 buffer of a chunk, save two numbers per
-row, and recompute the chunk in the backward, so that nothing of size `[tokens, vocabulary]` is ever
-allocated beyond the gradient of given logits itself.
+deferred. Both walk over the `[rows, vocabulary]` matrix in tiles, keep one or two buffers of a tile,
+save two numbers per row, and recompute the tile in the backward, so that nothing of that size is ever
+allocated beyond the gradient of given logits itself. Logits are cut into rows, each tile of a size
+for the cache. Hidden states are cut into blocks of the vocabulary, with all rows in each: the head's
+weight is then read once, and each block of its gradient is one product, written where it belongs.
 
 Per row, with x the logits after temperature, m a bound and z = sum exp(x - m):
 log p(label) = x[label] - m - log z, entropy = log z - sum exp(x - m) (x - m) / z, and
 d x = d_log_prob * (onehot - p) - d_entropy * p * (log p + entropy).
-Vocabulary shards are joined by their (m, z, sum exp(x - m)(x - m), x[label]): two small all-reduces
-over all rows. Columns beyond the real vocabulary never count.
+Tiles, and then vocabulary shards, are joined by their (m, z, sum exp(x - m)(x - m), x[label]); over
+shards that is two small all-reduces. Columns beyond the real vocabulary never count.
 """
 
 from __future__ import annotations
@@ -21,70 +23,93 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LOGIT_CHUNK_BYTES = 4 << 20
-"""fp32 buffer for logits that exist: small enough for a CPU's cache."""
-HIDDEN_CHUNK_BYTES = 64 << 20
-"""fp32 buffer for logits computed from hidden states: large enough for an efficient matrix product."""
+TILE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""fp32 buffer of a tile: on a CPU about what its cache holds, on CUDA enough to fill the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Head:
-    """What turns a chunk of rows into logits, and the label columns of this vocabulary shard."""
+class _Logits:
+    """The matrix of logits, tile by tile, and the label columns of this vocabulary shard."""
 
-    rows: torch.Tensor
-    """[n, columns] logits or [n, hidden] hidden states."""
+    source: torch.Tensor
+    """[any, shard] logits, of which `index` names the rows, or [rows, hidden] hidden states."""
     weight: torch.Tensor | None
+    index: torch.Tensor | None
     columns: int
     """Real vocabulary columns on this rank."""
     column: torch.Tensor
-    """[n] label's column on this rank, clamped into range."""
-    owned: torch.Tensor
-    """[n] bool, whether the label lies on this rank."""
+    """[rows] the label's column counted from this rank's first; may lie outside."""
     temperature: float
-    chunk: int
+    tile: tuple[int, int]
+    """Rows and columns of a tile."""
 
-    def slices(self) -> Iterator[slice]:
-        for start in range(0, self.rows.shape[0], self.chunk):
-            yield slice(start, min(start + self.chunk, self.rows.shape[0]))
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.source.dtype is torch.float64 else torch.float32
 
-    def logits(self, at: slice, buffer: torch.Tensor) -> torch.Tensor:
-        """Logits of a chunk after temperature, [chunk, columns], in the first rows of `buffer`."""
-        out = buffer[: at.stop - at.start]
-        if self.weight is None:
-            out.copy_(self.rows[at, : self.columns])
-        elif out.dtype == self.rows.dtype:
-            torch.mm(self.rows[at], self.weight[: self.columns].t(), out=out)
-        else:
-            out.copy_(self.rows[at] @ self.weight[: self.columns].t())
-        return out if self.temperature == 1.0 else out.div_(self.temperature)
+    def tiles(self) -> Iterator[tuple[slice, slice]]:
+        count = len(self.column)
+        for row in range(0, count, self.tile[0]):
+            for column in range(0, self.columns, self.tile[1]):
+                yield (
+                    slice(row, min(row + self.tile[0], count)),
+                    slice(column, min(column + self.tile[1], self.columns)),
+                )
 
     def buffer(self) -> torch.Tensor:
-        rows = min(self.chunk, self.rows.shape[0])
-        return torch.empty(rows, self.columns, dtype=_working_dtype(self.rows), device=self.rows.device)
+        """Room for any tile."""
+        size = min(self.tile[0], len(self.column)) * min(self.tile[1], self.columns)
+        return torch.empty(size, dtype=self.dtype, device=self.source.device)
+
+    def load(self, rows: slice, columns: slice, out: torch.Tensor) -> torch.Tensor:
+        """A tile's logits after temperature, in `out`."""
+        if self.weight is None:
+            if self.index is None:
+                out.copy_(self.source[rows, columns])
+            elif out.dtype == self.source.dtype and columns.stop == self.source.shape[1]:
+                torch.index_select(self.source, 0, self.index[rows], out=out)
+            else:
+                out.copy_(self.source.index_select(0, self.index[rows])[:, columns])
+        elif out.dtype == self.source.dtype:
+            torch.mm(self.source[rows], self.weight[columns].t(), out=out)
+        else:
+            out.copy_(self.source[rows] @ self.weight[columns].t())
+        return out if self.temperature == 1.0 else out.div_(self.temperature)
+
+    def labels_in(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """([n, 1] label's place in the tile, clamped into it; [n] whether it lies there)."""
+        place = self.column[rows] - columns.start
+        width = columns.stop - columns.start
+        return place.clamp(0, width - 1)[:, None], (place >= 0) & (place < width)
 
 
-def _working_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
+def _shaped(buffer: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+    shape = rows.stop - rows.start, columns.stop - columns.start
+    return buffer[: shape[0] * shape[1]].view(shape)
 
 
-def _statistics(head: _Head, want_entropy: bool, group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log prob of the label, log-sum-exp, entropy), each [n]; entropy is zeros when not wanted."""
-    count, like = head.rows.shape[0], {"dtype": _working_dtype(head.rows), "device": head.rows.device}
+def _statistics(logits: _Logits, want_entropy: bool, group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log prob of the label, log-sum-exp, entropy), each [rows]; entropy is zeros when not wanted."""
+    count, like = len(logits.column), {"dtype": logits.dtype, "device": logits.source.device}
     # A shard without real columns bounds nothing and adds nothing.
     top = torch.full((count,), torch.finfo(torch.float32).min / 4, **like)
     total, moment, target = (torch.zeros(count, **like) for _ in range(3))
-    if head.columns:
-        x_buffer, e_buffer = head.buffer(), head.buffer()
-        for at in head.slices():
-            x = head.logits(at, x_buffer)
-            torch.amax(x, -1, out=top[at])
-            target[at] = x.gather(1, head.column[at, None])[:, 0]
-            x.sub_(top[at, None])
-            e = torch.exp(x, out=e_buffer[: x.shape[0]])
-            torch.sum(e, -1, out=total[at])
-            if want_entropy:
-                torch.sum(e.mul_(x), -1, out=moment[at])
-        target *= head.owned
+    x_buffer, e_buffer = logits.buffer(), logits.buffer()
+    for rows, columns in logits.tiles():
+        x = logits.load(rows, columns, _shaped(x_buffer, rows, columns))
+        place, inside = logits.labels_in(rows, columns)
+        target[rows] += x.gather(1, place)[:, 0] * inside
+        bound = torch.maximum(top[rows], x.amax(-1))
+        x.sub_(bound[:, None])
+        e = torch.exp(x, out=_shaped(e_buffer, rows, columns))
+        shift = top[rows] - bound
+        scale = shift.exp()
+        if want_entropy:
+            moment[rows] = scale * (moment[rows] + shift * total[rows])
+        total[rows] = scale * total[rows] + e.sum(-1)
+        if want_entropy:
+            moment[rows] += e.mul_(x).sum(-1)
+        top[rows] = bound
     if group is not None and group.size() > 1:
         peak = top.clone()
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
@@ -98,25 +123,28 @@ def _statistics(head: _Head, want_entropy: bool, group: Any) -> tuple[torch.Tens
     return target - lse, lse, log_total - moment / total if want_entropy else torch.zeros_like(lse)
 
 
-def _logit_gradients(
-    head: _Head, lse: torch.Tensor, entropy: torch.Tensor, d_log_prob: torch.Tensor, d_entropy: torch.Tensor | None
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Gradients of the logits before temperature, chunk by chunk, in a buffer that the next chunk reuses."""
-    if not head.columns:
-        return
-    x_buffer = head.buffer()
-    p_buffer = head.buffer() if d_entropy is not None else None
-    for at in head.slices():
-        log_p = head.logits(at, x_buffer).sub_(lse[at, None])
-        if d_entropy is None or p_buffer is None:
-            gradient = log_p.exp_().mul_(-d_log_prob[at, None])
-        else:
-            p = torch.exp(log_p, out=p_buffer[: log_p.shape[0]])
-            # -(d_log_prob + d_entropy * (log p + entropy)) * p
-            gradient = log_p.add_(entropy[at, None]).mul_(d_entropy[at, None]).add_(d_log_prob[at, None])
-            gradient = gradient.neg_().mul_(p)
-        gradient.scatter_add_(1, head.column[at, None], (d_log_prob[at] * head.owned[at])[:, None])
-        yield at, gradient if head.temperature == 1.0 else gradient.div_(head.temperature)
+def _gradient(
+    logits: _Logits,
+    rows: slice,
+    columns: slice,
+    x: torch.Tensor,
+    p_buffer: torch.Tensor | None,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+) -> torch.Tensor:
+    """A tile's gradient of the logits before temperature, computed in `x`."""
+    lse, entropy, d_log_prob, d_entropy = saved
+    log_p = logits.load(rows, columns, x).sub_(lse[rows, None])
+    if d_entropy is None or p_buffer is None:
+        gradient = log_p.exp_().mul_(-d_log_prob[rows, None])
+    else:
+        p = torch.exp(log_p, out=_shaped(p_buffer, rows, columns))
+        # -p * (d_log_prob + d_entropy * (log p + entropy)) = p * (scale * log p + offset)
+        scale = -d_entropy[rows]
+        offset = scale * entropy[rows] - d_log_prob[rows]
+        gradient = torch.addcmul(offset[:, None], log_p, scale[:, None], out=log_p).mul_(p)
+    place, inside = logits.labels_in(rows, columns)
+    gradient.scatter_add_(1, place, (d_log_prob[rows] * inside)[:, None])
+    return gradient if logits.temperature == 1.0 else gradient.div_(logits.temperature)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -125,65 +153,83 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rows: torch.Tensor,
+        source: torch.Tensor,
         weight: torch.Tensor | None,
+        index: torch.Tensor | None,
         labels: torch.Tensor,
         vocab_size: int,
         temperature: float,
         want_entropy: bool,
         group: Any,
-        chunk: int,
+        tile: tuple[int, int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        shard = rows.shape[-1] if weight is None else weight.shape[0]
+        shard = source.shape[-1] if weight is None else weight.shape[0]
         first = shard * (group.rank() if group is not None else 0)
         columns = min(max(vocab_size - first, 0), shard)
         column = labels - first
-        owned = (column >= 0) & (column < columns)
-        ctx.head = (columns, temperature, chunk, want_entropy)
-        column = column.clamp(0, max(columns - 1, 0))
-        head = _Head(
-            rows=rows,
-            weight=weight,
-            columns=columns,
-            column=column,
-            owned=owned,
-            temperature=temperature,
-            chunk=chunk,
-        )
-        log_prob, lse, entropy = _statistics(head, want_entropy, group)
-        ctx.save_for_backward(rows, weight, column, owned, lse, entropy)
+        ctx.options = {"columns": columns, "temperature": temperature, "tile": tile}
+        logits = _Logits(source=source, weight=weight, index=index, column=column, **ctx.options)
+        log_prob, lse, entropy = _statistics(logits, want_entropy, group)
+        ctx.save_for_backward(source, weight, index, column, lse, entropy)
+        ctx.set_materialize_grads(False)
+        if not want_entropy:
+            ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        rows, weight, column, owned, lse, entropy = ctx.saved_tensors
-        columns, temperature, chunk, want_entropy = ctx.head
-        head = _Head(
-            rows=rows,
-            weight=weight,
-            columns=columns,
-            column=column,
-            owned=owned,
-            temperature=temperature,
-            chunk=chunk,
-        )
-        chunks = _logit_gradients(head, lse, entropy, grads[0], grads[1] if want_entropy else None)
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        source, weight, index, column, lse, entropy = ctx.saved_tensors
+        logits = _Logits(source=source, weight=weight, index=index, column=column, **ctx.options)
+        d_log_prob, d_entropy = grads
+        if d_log_prob is None:
+            d_log_prob = torch.zeros_like(lse)
+        saved = lse, entropy, d_log_prob, d_entropy
         if weight is None:
-            d_rows = torch.empty_like(rows)
-            d_rows[:, columns:] = 0
-            for at, gradient in chunks:
-                d_rows[at, :columns] = gradient
-            return d_rows, None, None, None, None, None, None, None
-        d_rows = torch.zeros_like(rows)
-        d_weight = torch.zeros(weight.shape, dtype=_working_dtype(rows), device=weight.device)
-        for at, gradient in chunks:
-            gradient = gradient.to(rows.dtype)
-            torch.mm(gradient, weight[:columns], out=d_rows[at])
-            if d_weight.dtype == rows.dtype:
-                d_weight[:columns].addmm_(gradient.t(), rows[at])
-            else:
-                d_weight[:columns] += gradient.t() @ rows[at]
-        return d_rows, d_weight.to(weight.dtype), None, None, None, None, None, None
+            return _backward_logits(logits, saved), *[None] * 8
+        return *_backward_hidden(logits, saved, weight), *[None] * 7
+
+
+def _backward_logits(logits: _Logits, saved: Any) -> torch.Tensor:
+    every_row = logits.index is None
+    found = torch.empty_like(logits.source) if every_row else torch.zeros_like(logits.source)
+    found[:, logits.columns :] = 0
+    in_place = every_row and found.dtype == logits.dtype
+    x_buffer = logits.buffer()
+    p_buffer = None if saved[3] is None else logits.buffer()
+    for rows, columns in logits.tiles():
+        x = found[rows, columns] if in_place else _shaped(x_buffer, rows, columns)
+        gradient = _gradient(logits, rows, columns, x, p_buffer, saved)
+        if logits.index is not None:
+            found[:, columns].index_copy_(0, logits.index[rows], gradient.to(found.dtype))
+        elif not in_place:
+            found[rows, columns] = gradient
+    return found
+
+
+def _backward_hidden(logits: _Logits, saved: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    source = logits.source
+    d_rows = torch.zeros(source.shape, dtype=logits.dtype, device=source.device)
+    d_weight = torch.empty_like(weight)
+    d_weight[logits.columns :] = 0
+    x_buffer = logits.buffer()
+    p_buffer = None if saved[3] is None else logits.buffer()
+    for rows, columns in logits.tiles():
+        gradient = _gradient(logits, rows, columns, _shaped(x_buffer, rows, columns), p_buffer, saved)
+        gradient = gradient.to(source.dtype)
+        torch.mm(gradient.t(), source, out=d_weight[columns])
+        if d_rows.dtype == source.dtype:
+            d_rows.addmm_(gradient, weight[columns])
+        else:
+            d_rows += gradient @ weight[columns]
+    return d_rows.to(source.dtype), d_weight
+
+
+def _tile(count: int, columns: int, device: torch.device, *, deferred: bool, chunk: int | None) -> tuple[int, int]:
+    """Rows and columns of a tile: whole rows of given logits, whole columns of a deferred head."""
+    numbers = TILE_BYTES.get(device.type, TILE_BYTES["cuda"]) // 4
+    if deferred:
+        return max(count, 1), max(chunk or numbers // max(count, 1), 64)
+    return max(chunk or numbers // max(columns, 1), 1), max(columns, 1)
 
 
 def token_log_probs(
@@ -196,7 +242,7 @@ def token_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     tp_group: Any = None,
-    chunk_rows: int | None = None,
+    chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each row's label, and on request the entropy of its distribution.
 
@@ -211,7 +257,8 @@ def token_log_probs(
         temperature: logits are divided by it.
         entropy: also return entropies.
         tp_group: process group over which the vocabulary is split.
-        chunk_rows: rows per chunk; by default as many as a fixed buffer holds.
+        chunk: rows of given logits, or vocabulary columns of a deferred head, that are computed at a time; by
+            default as many as a buffer of `TILE_BYTES` holds.
 
     Returns:
         log-probs [n] and entropies [n] or None, in fp32 (fp64 for fp64 sources).
@@ -219,16 +266,18 @@ def token_log_probs(
     size = tp_group.size() if tp_group is not None else 1
     shard = source.shape[-1] if weight is None else weight.shape[0]
     real = shard * size if vocab_size is None else vocab_size
-    count, idle = source.shape[0], False
+    count, idle, index = source.shape[0], False, None
     if rows is not None:
         idle = rows.numel() == 0
         rows = rows.new_zeros(1) if idle else rows
-        source, labels = source.index_select(0, rows), labels.index_select(0, rows)
-    if chunk_rows is None:
-        budget = LOGIT_CHUNK_BYTES if weight is None else HIDDEN_CHUNK_BYTES
-        chunk_rows = max(8, budget // (4 * shard))
+        labels = labels.index_select(0, rows)
+        if weight is None:
+            index = rows  # picked tile by tile: a copy of all rows would be as large as the logits
+        else:
+            source = source.index_select(0, rows)
+    tile = _tile(len(labels), shard, source.device, deferred=weight is not None, chunk=chunk)
     log_probs, entropies = _TokenLogProbs.apply(
-        source, weight, labels, real, temperature, entropy, tp_group, chunk_rows
+        source, weight, index, labels, real, temperature, entropy, tp_group, tile
     )
     if idle:
         log_probs, entropies = (torch.nan_to_num(x, 0.0, 0.0, 0.0) * 0 for x in (log_probs, entropies))
