@@ -12,7 +12,7 @@ from roll_batching.planning.arrange import small_at_ends
 from roll_batching.planning.counts import count_by_makespan, legal_count
 from roll_batching.planning.first_fit import descending, first_fit
 from roll_batching.planning.inputs import Ints, PlanInputs
-from roll_batching.planning.search import assign_ranks, swap_units
+from roll_batching.planning.search import assign_ranks, sort_columns, swap_units
 from roll_batching.planning.spread import cheapest_first, level_ranks, mend_overflow
 
 SEARCH_ITERATIONS = 300_000
@@ -37,9 +37,7 @@ def balance_units(inputs: PlanInputs) -> tuple[Ints, Ints, int]:
     else:
         pools = [_Pool(inputs, np.flatnonzero(units.home == rank), 1) for rank in range(dp_size)]
     count = _choose_count(inputs, pools)
-    place = np.empty(len(units), dtype=np.int64)
-    for index, pool in enumerate(pools):
-        place[pool.units] = pool.place(count) + index * count * pool.ranks
+    place = _better_start(inputs, count, [pool.place(count) for pool in pools], pools)
     place, table = _balance(inputs, place, count)
     load = _pack_costs(inputs, place, count)
     if constraints.pp_size > 1:
@@ -127,6 +125,30 @@ def _choose_count(inputs: PlanInputs, pools: list[_Pool]) -> int:
     return count_by_makespan(needed, most, work, int(inputs.units.costs.max()), inputs.fixed_cost, constraints)
 
 
+def _better_start(inputs: PlanInputs, count: int, placed: list[Ints], pools: list[_Pool]) -> Ints:
+    """The placement by cost, or first-fit-decreasing's own packs where those are the better balanced."""
+    dp_size = inputs.constraints.dp_size
+    homes = bool(np.any(inputs.units.home >= 0))
+    column_weight, rank_weight = OBJECTIVE_WEIGHTS[inputs.constraints.resolved_objective]
+    starts = [placed]
+    if all(pool.first_fit_count <= count for pool in pools):
+        starts.append([pool.first_fit for pool in pools])
+    best, best_energy = None, 0
+    for start in starts:
+        place = np.empty(len(inputs.units), dtype=np.int64)
+        for index, (pool, packs) in enumerate(zip(pools, start, strict=True)):
+            place[pool.units] = packs + index * count * pool.ranks
+        load = _pack_costs(inputs, place, count)
+        columns, _ = sort_columns(load, dp_size, count, homes)
+        _, totals = assign_ranks(columns, load, homes)
+        above = int(np.maximum(totals - totals.sum() // dp_size, 0).sum())
+        energy = column_weight * int(load[columns].max(axis=1).sum()) + rank_weight * above
+        if best is None or energy < best_energy:
+            best, best_energy = place, energy
+    assert best is not None
+    return best
+
+
 def _balance(inputs: PlanInputs, place: Ints, count: int) -> tuple[Ints, Ints]:
     """Swap units for the objective: packs of all units, and the pack at each place (int64[dp, K])."""
     constraints = inputs.constraints
@@ -156,13 +178,14 @@ def _balance(inputs: PlanInputs, place: Ints, count: int) -> tuple[Ints, Ints]:
 
 
 def _level(inputs: PlanInputs, place: Ints, count: int, columns: Ints, rank_of_pack: Ints) -> Ints:
-    """The pack at each place (int64[dp, K]), with rank totals as level as whole packs allow."""
+    """The pack at each place (int64[dp, K]), columns by falling cost, rank totals as level as packs allow."""
     dp_size = inputs.constraints.dp_size
+    load = _pack_costs(inputs, place, count)
+    columns = columns[np.argsort(-load[columns].max(axis=1), kind="stable")]
     table = np.empty((dp_size, count), dtype=np.int64)
     table[rank_of_pack[columns], np.arange(count)[:, None]] = columns
     if np.any(inputs.units.home >= 0):
         return table
-    load = _pack_costs(inputs, place, count)
     # The search stops at its level; a fresh assignment of its columns may be the better start.
     fresh, totals = assign_ranks(columns, load, False)
     if totals.max() < load[table].sum(axis=1).max():
