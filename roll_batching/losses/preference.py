@@ -39,6 +39,15 @@ class DPOLoss:
         for name in ("pair", "chosen"):
             if name not in batch.schema or batch.schema[name].kind != "sample":
                 raise DataError(f"DPOLoss needs the sample field {name!r}")
+        sample = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
+        counted = (batch[self.masks[0]].cpu() != 0).long()
+        counted[batch.offsets[:-1]] = 0  # a sample's first token is never predicted
+        per_sample = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, sample, counted)
+        if len(empty := batch.ids[per_sample == 0]):
+            raise DataError(
+                f"the samples {empty[:8].tolist()} have no counted response token: a pair needs two responses; leave "
+                "such pairs out"
+            )
         pair, chosen = batch["pair"].cpu().numpy(), batch["chosen"].cpu().numpy().astype(bool)
         for rows in micro_batches:
             order = rows[np.lexsort((~chosen[rows], pair[rows]))]
