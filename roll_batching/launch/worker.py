@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -28,6 +29,8 @@ def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None
 
 
 def _default_job() -> Callable[[JobConfig], None]:
+    # Megatron says several times per process that it does without these; on a CPU it always does.
+    warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
     from roll_batching.rl.job import run_job
 
     return run_job

@@ -8,16 +8,22 @@ equal those of a packed forward pass to rounding.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from roll_batching.data import FieldSpec, SampleBatch
 from roll_batching.errors import DataError, LayoutError
 from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, head_attached
+from roll_batching.modeling.parallel import ParallelLayout
+from roll_batching.packing.batch import PackedBatch, pack_step
+from roll_batching.planning import PlanConstraints, plan_step
+from roll_batching.strategy.schedule import run_schedule
 
 if TYPE_CHECKING:
     from roll_batching.strategy.infer import MegatronInferStrategy
@@ -98,36 +104,43 @@ def generate(strategy: MegatronInferStrategy, prompts: SampleBatch, settings: Ge
 
     Raises:
         LayoutError: under virtual pipelining or context parallelism.
+
+    Without a pipeline a key-value cache makes every token one small step; with one, whole sequences are
+    computed again for every token, which serves checks more than rollouts. Ranks that share experts
+    decode in lockstep until the last of them has ended.
     """
     layout = strategy.layout
-    if layout.vpp_size > 1 or layout.cp_size > 1 or layout.pp_size > 1:
+    if layout.vpp_size > 1 or layout.cp_size > 1:
         raise LayoutError(
-            f"generate is not possible with pipeline {layout.pp_size}, virtual {layout.vpp_size} and context parallel "
-            f"size {layout.cp_size}: roll out with an engine, or in a job without them"
+            f"generate is not possible with virtual pipeline {layout.vpp_size} and context parallel size "
+            f"{layout.cp_size}: roll out with an engine, or in a job without them"
         )
-    chunk = strategy.chunks[0]
-    gpt = gpt_of(chunk)
+    gpt = gpt_of(strategy.chunks[0])
     vocab_size = strategy.vocab_size or gpt.vocab_size
     sampler = _Sampler(settings, vocab_size, layout.device, settings.seed * 1_000_003 + layout.dp_rank)
-    rows: list[torch.Tensor] = [row.to(layout.device) for row in prompts.to_lists("input_ids")] if len(prompts) else []
-    with _decoding(layout.device), head_attached(gpt):
-        if not rows:
-            return _as_batch([], [], [])
-        lengths = torch.tensor([len(row) for row in rows], device=layout.device)
-        capacity = int(lengths.max()) + settings.max_new_tokens
-        cache = KeyValueCache(capacity)
-        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        logits = _prefill(chunk, gpt, padded, lengths, cache)
-        repeat = torch.arange(len(rows), device=layout.device).repeat_interleave(settings.num_return_sequences)
-        cache.select(repeat)
-        tokens, log_probs = _decode(chunk, gpt, logits[repeat], lengths[repeat], cache, sampler, settings)
-    prompts_of = [rows[i] for i in repeat.tolist()]
-    return _as_batch(prompts_of, tokens, log_probs)
+    rows = [row.to(layout.device) for row in prompts.to_lists("input_ids")] if len(prompts) else []
+    idle = not rows
+    if idle and layout.ep_size == 1:
+        return _as_batch([], [], [])
+    if idle:  # the other ranks need this rank's experts
+        rows = [torch.full((1,), settings.eos_token_id, device=layout.device)]
+    copies = 1 if idle else settings.num_return_sequences
+    repeat = torch.arange(len(rows), device=layout.device).repeat_interleave(copies)
+    with head_attached(gpt):
+        if layout.pp_size > 1:
+            source: _Cached | _Recomputed = _Recomputed(strategy, [rows[i] for i in repeat.tolist()])
+        else:
+            source = _Cached(strategy.chunks[0], gpt, rows, repeat, settings.max_new_tokens)
+        with _decoding(layout.device, quick=layout.pp_size == 1):
+            tokens, log_probs = _decode(source, len(repeat), sampler, settings, layout, idle=idle)
+    if idle:
+        return _as_batch([], [], [])
+    return _as_batch([rows[i] for i in repeat.tolist()], tokens, log_probs)
 
 
 @contextlib.contextmanager
-def _decoding(device: torch.device) -> Any:
-    if device.type == "cuda":
+def _decoding(device: torch.device, *, quick: bool) -> Iterator[None]:
+    if device.type == "cuda" or not quick:
         yield
         return
     from roll_batching.modeling import cpu_platform
@@ -137,6 +150,7 @@ def _decoding(device: torch.device) -> Any:
 
 
 def _whole(logits: torch.Tensor, gpt: Any) -> torch.Tensor:
+    """All vocabulary columns of this rank's [rows, vocabulary / tp]."""
     group = gpt.pg_collection.tp
     if group.size() == 1:
         return logits
@@ -145,35 +159,125 @@ def _whole(logits: torch.Tensor, gpt: Any) -> torch.Tensor:
     return torch.cat(parts, -1)
 
 
-def _prefill(
-    chunk: Any, gpt: Any, padded: torch.Tensor, lengths: torch.Tensor, cache: KeyValueCache
-) -> torch.Tensor:
-    """Logits after each prompt's last token, [prompts, vocabulary]."""
-    count, width = padded.shape
-    positions = torch.arange(width, device=padded.device)[:, None].expand(width, count)
-    params = DecodeParams(qkv_format="sbhd", cache=cache, positions=positions)
-    logits = chunk(padded, positions.t(), None, packed_seq_params=params)
-    last = logits[torch.arange(count, device=padded.device), lengths - 1]
-    return _whole(last, gpt)
+class _Cached:
+    """Next-token logits with a key-value cache; the rows may sit at different positions."""
+
+    def __init__(
+        self, chunk: Any, gpt: Any, prompts: list[torch.Tensor], repeat: torch.Tensor, max_new_tokens: int
+    ) -> None:
+        self._chunk, self._gpt = chunk, gpt
+        self._lengths = torch.tensor([len(row) for row in prompts], device=repeat.device)
+        self._prompts, self._repeat = prompts, repeat
+        self._positions = self._lengths[repeat]
+        # Sequence parallelism cuts positions into this many parts: a step carries as many, of which one counts.
+        self._unit = gpt.pg_collection.tp.size() if gpt.config.sequence_parallel else 1
+        self._cache = KeyValueCache(int(self._lengths.max()) + max_new_tokens + self._unit - 1)
+
+    def first(self) -> torch.Tensor:
+        """Logits after each prompt, [rows, vocabulary]; every prompt is computed once."""
+        padded = torch.nn.utils.rnn.pad_sequence(self._prompts, batch_first=True)
+        padded = F.pad(padded, (0, -padded.shape[1] % self._unit))
+        count, width = padded.shape
+        positions = torch.arange(width, device=padded.device)[:, None].expand(width, count)
+        params = DecodeParams(qkv_format="sbhd", cache=self._cache, positions=positions)
+        logits = self._chunk(padded, positions.t(), None, packed_seq_params=params)
+        self._cache.select(self._repeat)
+        last = logits[torch.arange(count, device=padded.device), self._lengths - 1]
+        return _whole(last, self._gpt)[self._repeat]
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Goes on with these rows only."""
+        self._cache.select(rows)
+        self._positions = self._positions[rows]
+
+    def following(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits after one more token per row, [rows, vocabulary]."""
+        positions, cache = self._positions, self._cache
+        width = min(cache.length, -(-(int(positions.max()) + 1) // _WIDTH_STEP) * _WIDTH_STEP)
+        visible = (torch.arange(width, device=positions.device) <= positions[:, None])[:, None, None]
+        repeated = positions.expand(self._unit, -1)
+        params = DecodeParams(qkv_format="sbhd", cache=cache, positions=repeated, visible=visible)
+        ids = tokens[:, None].expand(-1, self._unit)
+        logits = self._chunk(ids, repeated.t(), None, packed_seq_params=params)[:, 0]
+        self._positions = (positions + 1).clamp(max=cache.length - 1)
+        return _whole(logits, self._gpt)
+
+
+class _Recomputed:
+    """Next-token logits under a pipeline: whole sequences are computed again for every token.
+
+    The last stage's logits reach all stages, so that all draw the same tokens.
+    """
+
+    def __init__(self, strategy: MegatronInferStrategy, rows: list[torch.Tensor]) -> None:
+        self._strategy, self._rows = strategy, rows
+
+    def first(self) -> torch.Tensor:
+        """Logits after each row, [rows, vocabulary]."""
+        strategy, layout = self._strategy, self._strategy.layout
+        lengths = [len(row) for row in self._rows]
+        # A replica generates by itself: a plan of one data-parallel rank.
+        cap = max(strategy.batching.infer.max_tokens or 0, *(-(-n // _WIDTH_STEP) * _WIDTH_STEP for n in lengths))
+        constraints = PlanConstraints(
+            dp_size=1,
+            max_tokens=cap,
+            algorithm="none",
+            tp_size=layout.tp_size,
+            pp_size=layout.pp_size,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        plan = plan_step(lengths, constraints)
+        batch = SampleBatch.from_lists({"input_ids": self._rows}, {"input_ids": "token"})
+        packs = pack_step(batch, plan, dp_rank=0, device=layout.device)
+
+        def bind(pack: PackedBatch, chunk: Any) -> Any:
+            last = torch.from_numpy(pack.layout.cu_seqlens[:-1][: pack.samples] + pack.layout.lengths - 1)
+
+            def collect(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+                return _whole(output[0][last.to(output.device)], gpt_of(chunk))
+
+            return collect
+
+        parts = run_schedule(
+            plan, packs, strategy.chunks, bind, layout, forward_only=True, collect=True,
+            pg_collection=strategy.pg_collection,
+        )  # fmt: skip
+        vocabulary = gpt_of(strategy.chunks[0]).vocab_size
+        logits = torch.zeros(len(lengths), vocabulary, dtype=strategy._result_dtype(), device=layout.device)
+        if layout.is_last_stage:
+            order = torch.from_numpy(plan.rank_samples(0)).to(layout.device)
+            logits[order] = torch.cat([part for part in parts if len(part)]).to(logits.dtype)
+        dist.broadcast(logits, dist.get_global_rank(layout.pp_group, layout.pp_size - 1), group=layout.pp_group)
+        return logits
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Goes on with these rows only."""
+        self._rows = [self._rows[i] for i in rows.tolist()]
+
+    def following(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits after one more token per row, [rows, vocabulary]."""
+        self._rows = [torch.cat([row, token]) for row, token in zip(self._rows, tokens.split(1), strict=True)]
+        return self.first()
 
 
 def _decode(
-    chunk: Any,
-    gpt: Any,
-    logits: torch.Tensor,
-    lengths: torch.Tensor,
-    cache: KeyValueCache,
+    source: _Cached | _Recomputed,
+    count: int,
     sampler: _Sampler,
     settings: GenerationSettings,
+    layout: ParallelLayout,
+    *,
+    idle: bool,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Responses with their end token where it came, and the log-probs of their tokens, per row."""
-    count, device = len(lengths), lengths.device
-    tokens = torch.zeros(count, settings.max_new_tokens, dtype=torch.int64, device=device)
+    device = layout.device
+    logits = source.first()
     kept = torch.float64 if logits.dtype is torch.float64 else torch.float32
+    tokens = torch.zeros(count, settings.max_new_tokens, dtype=torch.int64, device=device)
     log_probs = torch.zeros(count, settings.max_new_tokens, dtype=kept, device=device)
     sizes = torch.zeros(count, dtype=torch.int64, device=device)
-    live, positions = torch.arange(count, device=device), lengths.clone()
-    running = torch.ones(count, dtype=torch.bool, device=device)
+    live = torch.arange(count, device=device)
+    running = torch.full((count,), not idle, dtype=torch.bool, device=device)
     for step in range(settings.max_new_tokens):
         drawn, drawn_log_probs = sampler(logits)
         at = live[running]
@@ -181,22 +285,28 @@ def _decode(
         sizes[at] += 1
         running = running & (drawn != settings.eos_token_id)
         left = int(running.sum())
-        if left == 0 or step + 1 == settings.max_new_tokens:
+        if _none_runs(left, layout) or step + 1 == settings.max_new_tokens:
             break
         if left < _COMPACT_BELOW * len(live):
-            keep = running.nonzero()[:, 0]
-            cache.select(keep)
-            live, positions, drawn, running = live[keep], positions[keep], drawn[keep], running[keep]
-        width = min(cache.length, -(-(int(positions.max()) + 1) // _WIDTH_STEP) * _WIDTH_STEP)
-        visible = (torch.arange(width, device=device) <= positions[:, None])[:, None, None]
-        params = DecodeParams(qkv_format="sbhd", cache=cache, positions=positions[None], visible=visible)
-        logits = _whole(chunk(drawn[:, None], positions[:, None], None, packed_seq_params=params)[:, 0], gpt)
-        positions = (positions + 1).clamp(max=cache.length - 1)
-    split = [slice(0, size) for size in sizes.tolist()]
+            # A rank that is done keeps a row for as long as others need its experts.
+            rows = running.nonzero()[:, 0] if left else torch.zeros(1, dtype=torch.int64, device=device)
+            source.keep(rows)
+            live, drawn, running = live[rows], drawn[rows], running[rows]
+        logits = source.following(drawn)
+    ends = sizes.tolist()
     return (
-        [row[at] for row, at in zip(tokens, split, strict=True)],
-        [row[at] for row, at in zip(log_probs, split, strict=True)],
+        [row[:end] for row, end in zip(tokens, ends, strict=True)],
+        [row[:end] for row, end in zip(log_probs, ends, strict=True)],
     )
+
+
+def _none_runs(left: int, layout: ParallelLayout) -> bool:
+    """Whether generation is over: on this rank or, where ranks share experts, on all of them."""
+    if layout.ep_size == 1:
+        return left == 0
+    most = torch.tensor([left])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=layout.host_group)
+    return int(most) == 0
 
 
 def _as_batch(

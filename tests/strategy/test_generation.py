@@ -7,16 +7,20 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.models import cpu_runs_experts
 from tests.support.ranks import run_ranks
 
 
-def _strategy(dtype: str, **options: Any) -> Any:
+def _strategy(dtype: str, megatron: Any = None, moe: bool = False, layers: int = 2, **options: Any) -> Any:
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.support.models import fill, worker_config
+    from tests.support.models import ARCHITECTURE, fill, worker_config
 
-    strategy = MegatronTrainStrategy(worker_config("packed", 256, dtype=dtype), **options)
+    experts = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}} if moe else {}
+    architecture = {**ARCHITECTURE, **experts, "num_layers": layers}
+    config = worker_config("packed", 256, dtype=dtype, megatron=megatron, architecture=architecture)
+    strategy = MegatronTrainStrategy(config, **options)
     strategy.initialize()
-    fill(strategy.chunks, 61)
+    fill(strategy.chunks, 61, strategy.layout.tp_rank, strategy.layout.tp_size)
     return strategy
 
 
@@ -98,6 +102,76 @@ def sampling_rules(_: None) -> None:
         assert max(response) < 61
     empty = strategy.generate(prompts.select([]), GenerationSettings(max_new_tokens=4, eos_token_id=5))
     assert len(empty) == 0
+
+
+def greedy_in_layout(payload: tuple[dict[str, Any], bool]) -> tuple[list[list[int]], float]:
+    """(this rank's sequences, gap of their log-probs to a packed forward); ranks of one replica agree."""
+    from roll_batching.data import distribute, gather_lengths, number_globally
+    from roll_batching.strategy import GenerationSettings
+
+    strategy = _strategy("fp64", *payload)
+    prompts = _prompts()
+    dp = strategy.layout
+    # Uneven on purpose: with two data-parallel ranks the second has one prompt, or none at all.
+    mine = prompts if dp.dp_size == 1 else prompts.select([0, 1, 2, 3, 4, 5] if dp.dp_rank == 0 else [6])
+    out = strategy.generate(mine, GenerationSettings(max_new_tokens=16, eos_token_id=5, greedy=True))
+    numbered = number_globally(out)
+    plan = strategy.plan(gather_lengths(numbered), forward=True)
+    again = strategy.compute_log_probs(distribute(numbered, plan), plan, masks=("response_mask",))
+    recorded = distribute(numbered, plan)["log_probs"]
+    return [row.tolist() for row in out.to_lists("input_ids")], float((recorded - again["log_probs"]).abs().max())
+
+
+LAYOUTS = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "dp2": {},
+}
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_generate_the_same(name: str) -> None:
+    target = "tests.strategy.test_generation:greedy_in_layout"
+    (alone, _), *_ = run_ranks(1, target, ({}, False))
+    ranks = run_ranks(2, target, (LAYOUTS[name], False))
+    assert max(gap for _, gap in ranks) < 1e-10
+    if name == "dp2":
+        assert ranks[0][0] + ranks[1][0] == alone
+    else:
+        assert ranks[0][0] == ranks[1][0] == alone
+
+
+def refused(megatron: dict[str, Any]) -> str:
+    from roll_batching.errors import LayoutError
+    from roll_batching.strategy import GenerationSettings
+
+    strategy = _strategy("fp32", megatron, layers=4)
+    with pytest.raises(LayoutError) as caught:
+        strategy.generate(_prompts(), GenerationSettings(max_new_tokens=4, eos_token_id=5))
+    return str(caught.value)
+
+
+@pytest.mark.layouts
+def test_generation_under_context_parallelism_and_virtual_stages_is_refused_by_name() -> None:
+    target = "tests.strategy.test_generation:refused"
+    for message in run_ranks(2, target, {"context_parallel_size": 2}):
+        assert "context parallel size 2" in message and "engine" in message
+    virtual = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    for message in run_ranks(2, target, virtual):
+        assert "virtual pipeline 2" in message and "engine" in message
+
+
+@pytest.mark.layouts
+def test_ranks_that_share_experts_generate_in_lockstep() -> None:
+    if not cpu_runs_experts():
+        pytest.skip("this Megatron-Core cannot run a mixture of experts without TransformerEngine")
+    target = "tests.strategy.test_generation:greedy_in_layout"
+    (alone, _), *_ = run_ranks(1, target, ({}, True))
+    ranks = run_ranks(2, target, ({"expert_model_parallel_size": 2}, True))
+    assert max(gap for _, gap in ranks) < 1e-10
+    assert ranks[0][0] + ranks[1][0] == alone
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])

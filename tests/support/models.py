@@ -26,6 +26,13 @@ ARCHITECTURE = {
 MODES = ("padded", "dynamic", "packed")
 
 
+def cpu_runs_experts() -> bool:
+    """Whether the installed Megatron-Core runs a mixture of experts here: 0.16 needs TransformerEngine for it."""
+    from importlib.metadata import version
+
+    return torch.cuda.is_available() or tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)
+
+
 def worker_config(
     mode: str,
     cap: int,
