@@ -13,7 +13,6 @@ from roll_batching.config.source import Source
 from roll_batching.config.worker import DISTILLATION, TrainingArgs, WorkerConfig
 
 ROLES = ("actor_train", "actor_infer", "reference")
-NO_CHECKPOINTS = "checkpoints are not written for now; leave it out"
 CRITIC = "critics and value heads are not supported for now; use adv_estimator: grpo"
 
 
@@ -51,14 +50,20 @@ class JobConfig(Settings):
     exp_name: str = honoured("roll-batching", help="Name of the run: its folder under output_dir.", min_length=1)
     seed: int = honoured(42, help="Seed of everything that draws at random.", ge=0)
     output_dir: str = honoured("runs", help="Folder that receives the run's folder.")
-    resume_from_checkpoint: bool | str = refused(False, help="Continue from a checkpoint.", reason=NO_CHECKPOINTS)
+    resume_from_checkpoint: bool | str = honoured(
+        False,
+        help="true: go on from the run's last checkpoint, from the beginning where there is none. Or the path of a "
+        "checkpoint or of a run's folder.",
+    )
     system_envs: dict[str, str] = honoured(
         default_factory=dict,
         help="Environment variables for all roles, set before the workers import anything.",
     )
 
     max_steps: int = honoured(500, help="RL steps; 0: only the warm-up.", ge=0)
-    save_steps: int = refused(0, help="Steps between checkpoints.", reason=NO_CHECKPOINTS)
+    save_steps: int = honoured(
+        0, help="Write a checkpoint every so many steps and after the last one of each phase; 0: none.", ge=0
+    )
     logging_steps: int = honoured(1, help="Show progress every so many steps; metrics are written at each.", ge=1)
     eval_steps: int = honoured(
         10, help="Evaluate on held-out prompts every so many steps, beside first and last.", ge=0
@@ -143,7 +148,7 @@ class JobConfig(Settings):
     checkpoint_config: dict[str, Any] | None = noticed(
         None,
         help="Where checkpoints go.",
-        notice="checkpoints are not written for now",
+        notice="checkpoints lie in the run's folder",
     )
     num_gpus_per_node: int | None = noticed(
         None, help="Devices per machine.", notice="actor_train.device_mapping counts the processes"

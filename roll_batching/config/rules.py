@@ -33,6 +33,7 @@ def broken_rules(job: JobConfig) -> list[Problem]:
         if role.strategy_args.runs_on_megatron or name != "actor_infer":
             problems += _batching(name, role)
     problems += _layout("actor_train", job.actor_train)
+    problems += _saving(job)
     own = job.reference.model_args.architecture if job.reference is not None else None
     if own is not None and own != job.actor_train.model_args.architecture:
         problems += _model_fits("reference", own, job.actor_train.strategy_args.strategy_config)
@@ -79,6 +80,17 @@ def _layout(name: str, role: WorkerConfig) -> Iterator[Problem]:
         yield Problem((name, "device_mapping"), misfit(len(role.device_mapping), layout))
     if role.model_args.architecture is not None:
         yield from _model_fits(name, role.model_args.architecture, layout)
+
+
+def _saving(job: JobConfig) -> Iterator[Problem]:
+    if not job.actor_train.strategy_args.strategy_config.use_distributed_optimizer:
+        return
+    path = ("actor_train", "strategy_args", "strategy_config", "use_distributed_optimizer")
+    text = "keeps the optimizer's state in shards that checkpoints do not hold; set it to false"
+    if job.save_steps:
+        yield Problem(path, f"{text}, or save_steps to 0")
+    elif job.resume_from_checkpoint:
+        yield Problem(path, f"{text}, or resume_from_checkpoint to false")
 
 
 def _recompute(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:

@@ -46,6 +46,8 @@ class MetricsWriter:
             from torch.utils.tensorboard import SummaryWriter
 
             self._events = SummaryWriter(str(folder / "tensorboard"))
+            for row in self.rows:
+                self._add_events(row)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add one row. It is flushed before this returns."""
@@ -56,10 +58,14 @@ class MetricsWriter:
         self._file.write(_as_line(kept))
         self._file.flush()
         if self._events is not None:
-            for key, value in kept.items():
-                if key != "step" and isinstance(value, (int, float)):
-                    self._events.add_scalar(f"{kept['phase']}/{key}", value, kept["step"])
+            self._add_events(kept)
             self._events.flush()
+
+    def _add_events(self, row: Row) -> None:
+        assert self._events is not None
+        for key, value in row.items():
+            if key != "step" and isinstance(value, (int, float)):
+                self._events.add_scalar(f"{row['phase']}/{key}", value, row["step"])
 
     def close(self) -> None:
         """Close the files. Safe to call twice."""

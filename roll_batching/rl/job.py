@@ -16,6 +16,7 @@ from roll_batching.data.epochs import DocumentStream, PromptStream
 from roll_batching.losses import PolicyLoss
 from roll_batching.observe.metrics import Row
 from roll_batching.rl.advantages import AdvantageRule, compute_advantages, shuffled, zero_groups
+from roll_batching.rl.checkpoint import JobCheckpoints
 from roll_batching.rl.comparison import ModeComparison
 from roll_batching.rl.evaluation import Evaluator
 from roll_batching.rl.inputs import JobInputs, load_inputs
@@ -55,7 +56,13 @@ class Job:
         self.strategy.initialize()
         layout = self.strategy.layout
         agree(layout.host_group, None, same=digest(inputs.fingerprint), what="the data files")
-        self.recorder = RunRecorder(config, enabled=torch.distributed.get_rank() == 0)
+        self.checkpoints = JobCheckpoints(config, RunRecorder.folder_of(config), self.strategy)
+        resumed = self.checkpoints.resumed
+        self.recorder = RunRecorder(
+            config,
+            enabled=torch.distributed.get_rank() == 0,
+            resume_after=None if resumed is None else (resumed.phase, resumed.step),
+        )
         self.generation = GenerationSettings(
             max_new_tokens=sampling.max_new_tokens or 1,
             eos_token_id=inputs.tokenizer.eos_token_id,
@@ -69,7 +76,7 @@ class Job:
     def run(self) -> None:
         """Warm-up, RL, and the closing table."""
         try:
-            if self.config.warmup is not None:
+            if self.config.warmup is not None and not self.checkpoints.is_past("warmup"):
                 self._warm_up()
             if self.config.max_steps:
                 Grpo(self).run()
@@ -84,8 +91,9 @@ class Job:
         size = args.per_device_train_batch_size * args.gradient_accumulation_steps * dp_size
         stream = DocumentStream(self.inputs.corpus, size, seed=self.config.seed)
         strategy.start_phase(args)
-        self.recorder.start("warmup", args.max_steps)
-        for step in range(1, args.max_steps + 1):
+        behind = self.checkpoints.restore("warmup", stream)
+        self.recorder.start("warmup", args.max_steps, behind)
+        for step in range(behind + 1, args.max_steps + 1):
             started = time.perf_counter()
             plan, result = train_on_documents(
                 strategy, next(stream), self.inputs.tokenizer, max_length=self.config.sequence_length or 1
@@ -94,6 +102,7 @@ class Job:
             row |= {"reward": None, "skipped_steps": strategy.skipped_steps}
             row["seconds"] = time.perf_counter() - started
             self.recorder.step(step, row, shown={"loss": result.loss})
+            self.checkpoints.save_if_due("warmup", step, args.max_steps, stream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +138,11 @@ class Grpo:
 
     def run(self) -> None:
         """All steps. The first row holds the evaluation before any update, the last the one after all."""
-        config, strategy, recorder = self.config, self.strategy, self.job.recorder
+        config, strategy, recorder, checkpoints = self.config, self.strategy, self.job.recorder, self.job.checkpoints
         strategy.start_phase(self._schedule())
-        recorder.start("rl", config.max_steps)
-        for step in range(1, config.max_steps + 1):
+        behind = checkpoints.restore("rl", self.stream, self.reference)
+        recorder.start("rl", config.max_steps, behind)
+        for step in range(behind + 1, config.max_steps + 1):
             started = time.perf_counter()
             before = self._evaluate(0) if step == 1 else {}
             rolling = time.perf_counter()
@@ -151,6 +161,7 @@ class Grpo:
             }
             shown = {"reward": row["reward"], "length": row["response_length_mean"]}
             recorder.step(step, row, shown=shown | {"held-out": row.get("eval_reward")})
+            checkpoints.save_if_due("rl", step, config.max_steps, self.stream, self.reference)
 
     def _schedule(self) -> Any:
         """The RL phase's training arguments, with the number of optimizer steps that it will make."""

@@ -18,11 +18,14 @@ from roll_batching.observe.summary import show_summary, summarize
 class RunRecorder:
     """Writes `output_dir/exp_name`: config.yaml, metrics.jsonl, tensorboard/, learning_curve.png.
 
-    Every method does nothing where `enabled` is False: one rank records.
+    Every method does nothing where `enabled` is False: one rank records. `resume_after`, (phase, step), keeps the
+    rows up to there and cuts off the later ones; without it the rows of an earlier run of this name go.
     """
 
-    def __init__(self, config: JobConfig, *, enabled: bool) -> None:
-        self.folder = Path(config.output_dir) / config.exp_name
+    def __init__(
+        self, config: JobConfig, *, enabled: bool, resume_after: tuple[str, int] | None = None
+    ) -> None:
+        self.folder = self.folder_of(config)
         self._config, self._enabled = config, enabled
         self._phase = ""
         self.progress = ProgressReporter(enabled=enabled)
@@ -31,12 +34,17 @@ class RunRecorder:
             self.folder.mkdir(parents=True, exist_ok=True)
             text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
             (self.folder / "config.yaml").write_text(text, encoding="utf-8")
-        self.metrics = MetricsWriter(self.folder, enabled=enabled)
+        self.metrics = MetricsWriter(self.folder, enabled=enabled, resume_after=resume_after)
 
-    def start(self, phase: str, steps: int) -> None:
-        """A phase of `steps` steps begins."""
+    @staticmethod
+    def folder_of(config: JobConfig) -> Path:
+        """Where a run leaves its files."""
+        return Path(config.output_dir) / config.exp_name
+
+    def start(self, phase: str, steps: int, done: int = 0) -> None:
+        """A phase of `steps` steps begins, or goes on after `done` of them."""
         self._phase = phase
-        self.progress.start(phase, steps)
+        self.progress.start(phase, steps, done)
 
     def step(self, step: int, row: Row, *, shown: Mapping[str, float | None]) -> None:
         """A step is over: `row` holds its figures, `shown` those for the progress display."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from roll_batching.strategy.infer import MegatronInferStrategy
 
 RECORD = "strategy.json"
+PARTIAL = ".partial"
+"""Ends the name of a checkpoint that is being written."""
 _NOT_OF_THE_FUNCTION = ("init_std", "hidden_dropout", "max_position_embeddings", "aux_loss_coeff", "z_loss_coeff")
 """Settings of an architecture that may change between saving and loading."""
 _SHOWN = 6
@@ -62,7 +64,7 @@ def whole_or_nothing(path: str | Path, group: Any) -> Iterator[Path]:
     `RankError` on all ranks with what went wrong on any.
     """
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + PARTIAL)
     with _agreed(group):
         if dist.get_rank() == 0:
             if path.exists() and not (path / RECORD).is_file() and not (path.is_dir() and not any(path.iterdir())):

@@ -191,6 +191,14 @@ BROKEN = {
         {"actor_train.system_envs": {"A": "1"}, "reference.system_envs": {"A": "2"}},
         {"reference.system_envs.A": "share one process"},
     ),
+    "checkpoints of a sharded optimizer": (
+        {"save_steps": 5, f"{LAYOUT}.use_distributed_optimizer": True},
+        {f"{LAYOUT}.use_distributed_optimizer": "set it to false, or save_steps to 0"},
+    ),
+    "resuming with a sharded optimizer": (
+        {"resume_from_checkpoint": True, f"{LAYOUT}.use_distributed_optimizer": True},
+        {f"{LAYOUT}.use_distributed_optimizer": "resume_from_checkpoint to false"},
+    ),
     "a variable that torchrun owns": (
         {"system_envs": {"WORLD_SIZE": "2"}},
         {"system_envs.WORLD_SIZE": "torchrun"},
@@ -211,7 +219,6 @@ REFUSED = {
     "context-parallel groups": {f"{LAYOUT}.dynamic_context_parallel": True},
     "beam search": {"actor_infer.generating_args.num_beams": 4},
     "checkpoints": {"pretrain": "Qwen/Qwen2.5-7B"},
-    "checkpoints are not written": {"save_steps": 5},
     "dropout": {f"{ARCHITECTURE}.attention_dropout": 0.1},
 }
 

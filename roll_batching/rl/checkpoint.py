@@ -1,0 +1,256 @@
+"""Checkpoints of a job: the strategy's, and beside it all that decides how the run goes on.
+
+They lie in the run's folder under `checkpoints`, named by phase and step. A run that was killed and goes on from its
+last one draws the same data and the same random numbers, and writes the same rows as one that was never killed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from roll_batching.config import JobConfig
+from roll_batching.data.epochs import EpochStream
+from roll_batching.errors import CheckpointError
+from roll_batching.modeling.parallel import ParallelLayout
+from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
+from roll_batching.strategy.agreement import agree, digest
+from roll_batching.strategy.checkpoint import PARTIAL, check_saving, whole_or_nothing, write_strategy
+
+logger = logging.getLogger(__name__)
+
+PHASES = ("warmup", "rl")
+FOLDER = "checkpoints"
+SET_ASIDE = "checkpoints-previous"
+_RECORD = "job.json"
+_NAME = re.compile(rf"({'|'.join(PHASES)})-(\d{{6,}})")
+_SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "dp_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPoint:
+    """Where a job was when a checkpoint was written."""
+
+    path: Path
+    phase: str
+    step: int
+    """The last step that was done in the phase."""
+    position: dict[str, Any]
+    """State of the phase's data stream."""
+    layout: dict[str, int]
+    """Sizes of the parallel layout."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Later points of a run compare greater."""
+        return PHASES.index(self.phase), self.step
+
+
+class JobCheckpoints:
+    """Writes the checkpoints of a run, and restores the one that it goes on from.
+
+    Building it is collective. It sets aside, into `checkpoints-previous`, what an earlier run of the same name left
+    beyond the point that is resumed. Raises RankError, the same on all ranks, when the job is to save and cannot, or
+    when the checkpoint that `resume_from_checkpoint` names is not there.
+    """
+
+    def __init__(self, config: JobConfig, folder: Path, strategy: MegatronTrainStrategy) -> None:
+        self.folder = folder / FOLDER
+        self.strategy = strategy
+        self.every = config.save_steps
+        self.resumed: SavedPoint | None = None
+        """The point that the run goes on from; None where it starts at the beginning."""
+        group = strategy.layout.host_group
+        self._agreed(self._check)
+        if config.resume_from_checkpoint:
+            self.resumed = self._agreed(lambda: _resumed(config, self.folder))
+            agree(group, None, same=digest(str(self.resumed)), what="the checkpoints that the ranks found")
+        if dist.get_rank() == 0:
+            self._set_aside()
+        dist.barrier(group=group)
+
+    def _agreed(self, act: Callable[[], Any]) -> Any:
+        result, error = None, None
+        try:
+            result = act()
+        except Exception as caught:  # whatever it is, the other ranks must hear of it
+            error = caught
+        agree(self.strategy.layout.host_group, error)
+        return result
+
+    def _check(self) -> None:
+        if self.every:
+            check_saving(self.strategy)
+
+    def _set_aside(self) -> None:
+        """What is left of an interrupted write goes, and what a later resume must not take is moved away."""
+        if not self.folder.is_dir():
+            return
+        kept = self.resumed if self.resumed is not None and self.resumed.path.parent == self.folder else None
+        aside = self.folder.with_name(SET_ASIDE)
+        for path in list(self.folder.iterdir()):
+            place = _place(path)
+            if path.suffix == PARTIAL:
+                shutil.rmtree(path, ignore_errors=True)
+            elif place is not None and (kept is None or place > kept.order):
+                aside.mkdir(exist_ok=True)
+                shutil.rmtree(aside / path.name, ignore_errors=True)
+                path.rename(aside / path.name)
+
+    def is_past(self, phase: str) -> bool:
+        """Whether the resumed point belongs to a later phase, so that `phase` is not run."""
+        return self.resumed is not None and PHASES.index(self.resumed.phase) > PHASES.index(phase)
+
+    def restore(self, phase: str, stream: EpochStream[Any], reference: MegatronInferStrategy | None = None) -> int:
+        """Puts model, optimizer, data and random numbers where they were; returns the steps done in `phase`.
+
+        Does nothing and returns 0 when the run does not go on from inside this phase. To be called when everything
+        that draws random numbers is built and the phase's optimizer is new. Collective.
+        """
+        point = self.resumed
+        if point is None or point.phase != phase:
+            return 0
+        self.strategy.load(point.path)
+        if reference is not None:
+            reference.load(point.path / "reference")
+        stream.load_state_dict(point.position)
+        if point.layout == _sizes(self.strategy.layout):
+            self._agreed(lambda: _set_random_states(torch.load(point.path / _random_file(), weights_only=True)))
+        elif dist.get_rank() == 0:
+            logger.warning(
+                "%s was saved with %s and this run has %s: it goes on from the same weights and data, with other "
+                "mini-batches and random numbers than the saved run would have had",
+                point.path,
+                point.layout,
+                _sizes(self.strategy.layout),
+            )
+        return point.step
+
+    def save_if_due(
+        self,
+        phase: str,
+        step: int,
+        last: int,
+        stream: EpochStream[Any],
+        reference: MegatronInferStrategy | None = None,
+    ) -> None:
+        """Writes a checkpoint after every `save_steps`-th and the `last` step of a phase. Collective."""
+        if not self.every or (step % self.every and step != last):
+            return
+        group = self.strategy.layout.host_group
+        with whole_or_nothing(self.folder / f"{phase}-{step:06d}", group) as folder:
+            write_strategy(self.strategy, folder)
+            if reference is not None:
+                (folder / "reference").mkdir(exist_ok=True)
+                dist.barrier(group=group)
+                write_strategy(reference, folder / "reference")
+            torch.save(_random_states(), folder / _random_file())
+            if dist.get_rank() == 0:
+                record = {
+                    "phase": phase,
+                    "step": step,
+                    "position": stream.state_dict(),
+                    "layout": _sizes(self.strategy.layout),
+                }
+                (folder / _RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _sizes(layout: ParallelLayout) -> dict[str, int]:
+    return {name: getattr(layout, name) for name in _SIZES}
+
+
+# ---- finding
+
+
+def _place(path: Path) -> tuple[int, int] | None:
+    """Phase and step of a checkpoint by its name; None for anything else, half-written ones included."""
+    match = _NAME.fullmatch(path.name)
+    return (PHASES.index(match[1]), int(match[2])) if match and (path / _RECORD).is_file() else None
+
+
+def _resumed(config: JobConfig, folder: Path) -> SavedPoint | None:
+    """The point that `resume_from_checkpoint` names; None when the run that is to go on has saved none yet."""
+    given = config.resume_from_checkpoint
+    point = _find(folder if given is True else Path(str(given)), given)
+    phases = {"warmup": config.warmup is not None, "rl": config.max_steps > 0}
+    if point is not None and not phases[point.phase]:
+        missing = "no warmup section" if point.phase == "warmup" else "max_steps: 0"
+        raise CheckpointError(f"{point.path} is of the phase {point.phase}, and this configuration has {missing}")
+    return point
+
+
+def _find(path: Path, given: bool | str) -> SavedPoint | None:
+    """The checkpoint at `path`, or the latest below it."""
+    if (path / _RECORD).is_file():
+        return _read(path)
+    found = [place for place in _candidates(path) if _place(place) is not None]
+    if found:
+        return _read(max(found, key=lambda place: _place(place) or (-1, -1)))
+    if given is True:
+        if dist.get_rank() == 0:
+            logger.warning("there is no checkpoint in %s: the run starts at the beginning", path)
+        return None
+    raise CheckpointError(
+        f"resume_from_checkpoint: {path} is neither a checkpoint of a job nor a folder that holds some: name one, or "
+        "use true for the run's own last one"
+    )
+
+
+def _candidates(path: Path) -> Iterator[Path]:
+    for folder in (path, path / FOLDER):
+        if folder.is_dir():
+            yield from folder.iterdir()
+
+
+def _read(path: Path) -> SavedPoint:
+    file = path / _RECORD
+    try:
+        return SavedPoint(path=path, **json.loads(file.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+# ---- random numbers
+
+
+def _random_file() -> str:
+    return f"random-{dist.get_rank():05d}.pt"
+
+
+def _random_states() -> dict[str, Any]:
+    """This rank's generators: torch's, Megatron's, and those that a reward function may use, as plain values."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    numbers = np.random.get_state(legacy=False)
+    numbers["state"]["key"] = numbers["state"]["key"].tolist()
+    return {
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": dict(get_cuda_rng_tracker().get_states()),
+        "python": random.getstate(),
+        "numpy": numbers,
+    }
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    numbers = states["numpy"]
+    numbers["state"]["key"] = np.array(numbers["state"]["key"], dtype=np.uint32)
+    np.random.set_state(numbers)
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if states["device"] is not None:
+        torch.cuda.set_rng_state(states["device"])
+    get_cuda_rng_tracker().set_states(states["megatron"])
