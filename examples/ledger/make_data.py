@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-TAGS = "abcdefghijklmnopqrstuvwx"
+TAGS = "abcdefghijklmnopqrstuvwxyz"
 ALPHABET = "0123456789+-=;#" + TAGS
 HELDOUT_SEED = 1_000_003
 
@@ -83,9 +83,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4096)
     parser.add_argument("--heldout", type=int, default=512)
     parser.add_argument("--fewest", type=int, default=5, help="entries of the shortest problem")
-    parser.add_argument("--most", type=int, default=24, help="entries of the longest problem (at most 24)")
-    parser.add_argument("--median", type=float, default=6.0, help="of the lognormal number of entries")
-    parser.add_argument("--sigma", type=float, default=0.7, help="of the lognormal number of entries")
+    parser.add_argument("--most", type=int, default=len(TAGS), help="entries of the longest problem (at most 26)")
+    parser.add_argument("--median", type=float, default=3.0, help="of the lognormal before it is clipped")
+    parser.add_argument("--sigma", type=float, default=1.2, help="of the lognormal before it is clipped")
     args = parser.parse_args()
     if not 1 <= args.fewest <= args.most <= len(TAGS):
         parser.error(f"1 <= --fewest <= --most <= {len(TAGS)} must hold")

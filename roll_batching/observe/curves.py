@@ -96,7 +96,7 @@ def _warmup_panel(axes: Axes, rows: Sequence[Row]) -> None:
 def _dress(axes: Axes, title: str, *, percent: bool) -> None:
     axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=8)
     axes.set_xlabel("step", fontsize=9, color=SOFT)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=SOFT, labelsize=9, length=0)

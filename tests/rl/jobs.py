@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = "0123456789+-=;#abcdefghijklmnopqrstuvwx$."
+VOCABULARY = "0123456789+-=;#abcdefghijklmnopqrstuvwxyz$."
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "actor_train": {
             "model_args": {
                 "architecture": {
-                    "vocab_size": 41,
+                    "vocab_size": 43,
                     "hidden_size": 32,
                     "ffn_hidden_size": 48,
                     "num_layers": 2,
