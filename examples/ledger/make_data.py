@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data/ledger"), help="folder for the three files")
     parser.add_argument("--seed", type=int, default=1, help="of the corpus and the prompts")
-    parser.add_argument("--documents", type=int, default=65_000, help="lines of the corpus")
+    parser.add_argument("--documents", type=int, default=85_000, help="lines of the corpus")
     parser.add_argument("--worked-share", type=float, default=0.4, help="share of documents that show their work")
     parser.add_argument("--prompts", type=int, default=4096)
     parser.add_argument("--heldout", type=int, default=512)
