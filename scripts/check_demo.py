@@ -34,7 +34,8 @@ def run_demo(name: str, seed: int, control: str) -> None:
     environment = dict(os.environ)
     if os.environ.get("INSTALL") == "no":
         environment["PYTHON"] = sys.executable
-    subprocess.run(command, check=True, env=environment)
+    if subprocess.run(command, env=environment).returncode:
+        raise SystemExit(f"the demo {name} failed; its output is above")
     (ROOT / "runs" / name / "seconds.json").write_text(json.dumps(time.monotonic() - start))
 
 
