@@ -46,6 +46,10 @@ def launch(module: str, arguments: Sequence[str], count: int, variables: Mapping
         try:
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
         except ChildFailedError as error:
+            # A rank that a signal ended could say nothing; the others then complain about a lost connection.
+            for rank, failure in sorted(error.failures.items()):
+                if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+                    return f"rank {rank} {_how(failure.exitcode)} without a message; its output is above"
             said = first_failure(folder)
             if said is not None:
                 return f"rank {said.rank} failed: {said.message}"
