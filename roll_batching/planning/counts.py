@@ -67,22 +67,12 @@ def check_count(count: int, constraints: PlanConstraints) -> None:
         )
 
 
-def count_by_makespan(least: int, most: int, work: int, largest: int, fixed: int, constraints: PlanConstraints) -> int:
-    """The legal count in `[least, most]` with the smallest predicted makespan; the smaller one of equals.
-
-    `work` is the cost of the busiest rank without `fixed`, `largest` its costliest unit. The prediction:
-    every micro-batch costs `fixed + work/K` (and the one around the costliest unit at least that), and a
-    pipeline adds (pp_size - 1) of the largest micro-batch, divided by vpp_size when interleaved.
-    """
-    best = legal_count(least, constraints)
-    best_time: int | None = None
-    count = best
-    stages = constraints.pp_size - 1
-    while count <= max(most, best):
-        widest = max(-(-work // count), largest) + fixed
-        # In units of 1/vpp_size, to stay in integers.
-        time = (work + count * fixed) * constraints.vpp_size + stages * widest
-        if best_time is None or time < best_time:
-            best, best_time = count, time
-        count = legal_count(count + 1, constraints)
-    return best
+def legal_counts(least: int, most: int, constraints: PlanConstraints, limit: int) -> list[int]:
+    """Legal counts from `least` to `most` (at least one), thinned to about `limit` in equal ratios."""
+    first = legal_count(least, constraints)
+    last = max(most, first)
+    counts = []
+    for step in range(limit):
+        wanted = round(first * (last / first) ** (step / (limit - 1)))
+        counts.append(legal_count(wanted, constraints))
+    return sorted({count for count in counts if count <= last} | {first})

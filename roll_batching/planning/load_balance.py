@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from roll_batching.planning.arrange import small_at_ends
-from roll_batching.planning.counts import count_by_makespan, legal_count
+from roll_batching.planning.counts import group_size_of, legal_count, legal_counts
 from roll_batching.planning.first_fit import descending, first_fit
 from roll_batching.planning.inputs import Ints, PlanInputs
+from roll_batching.planning.order import MOST_ORDERS, order_for_pipeline, pipeline_makespan
 from roll_batching.planning.search import assign_ranks, sort_columns, swap_units
 from roll_batching.planning.spread import cheapest_first, level_ranks, mend_overflow
 
@@ -20,14 +20,21 @@ ITERATIONS_PER_UNIT = 1_200
 WIDE_COLUMN = 128
 MEND_ITERATIONS = 200_000
 LEVEL_BUDGET = 4_000_000
+TRIED_COUNTS = 12
+NEIGHBOURS = 2
+ESTIMATE_ORDERS = 3_000
+"""Micro-batch counts whose makespan is simulated, how far around the best of them, and orders tried for it."""
 THRESHOLD_DIVISOR = 50
 
 OBJECTIVE_WEIGHTS = {"balanced": (1, 1), "lockstep": (1, 0), "rank_total": (0, 1), "pipeline": (1, 1)}
 """Weights of the lockstep cost and of the rank excess."""
 
 
-def balance_units(inputs: PlanInputs) -> tuple[Ints, Ints, int]:
-    """Units in micro-batch order, offsets (int64[dp*K + 1], rank-major) and K."""
+def balance_units(inputs: PlanInputs, *, count: int | None = None) -> tuple[Ints, Ints, int]:
+    """Units in micro-batch order, offsets (int64[dp*K + 1], rank-major) and K.
+
+    `count` prescribes K (it must be legal and large enough); None chooses it.
+    """
     constraints = inputs.constraints
     units = inputs.units
     dp_size = constraints.dp_size
@@ -36,18 +43,51 @@ def balance_units(inputs: PlanInputs) -> tuple[Ints, Ints, int]:
         pools = [_Pool(inputs, np.arange(len(units)), dp_size)]
     else:
         pools = [_Pool(inputs, np.flatnonzero(units.home == rank), 1) for rank in range(dp_size)]
-    count = _choose_count(inputs, pools)
-    place = _better_start(inputs, count, [pool.place(count) for pool in pools], pools)
-    place, table = _balance(inputs, place, count)
-    load = _pack_costs(inputs, place, count)
+    if count is None:
+        count = _choose_count(inputs, pools)
+    start = _better_start(inputs, count, [pool.place(count) for pool in pools], pools)
+    place, table = _balance(inputs, start, count)
     if constraints.pp_size > 1:
-        table = table[:, small_at_ends(load[table].max(axis=0))]
+        place, table = _for_pipeline(inputs, start, place, table)
     where = np.empty(dp_size * count, dtype=np.int64)
     where[table.reshape(-1)] = np.arange(dp_size * count)
     final = where[place]
     order = np.argsort(final, kind="stable").astype(np.int64)
     offsets = np.concatenate([[0], np.cumsum(np.bincount(final, minlength=dp_size * count))])
     return order, offsets.astype(np.int64), count
+
+
+def _for_pipeline(inputs: PlanInputs, start: Ints, place: Ints, table: Ints) -> tuple[Ints, Ints]:
+    """The better of the searched packs and those it started from, columns in the order of a pipeline.
+
+    The search levels ranks inside columns; a pipeline also gains from columns that are alike, as the
+    placement by cost makes them.
+    """
+    constraints = inputs.constraints
+    count = table.shape[1]
+    homes = bool(np.any(inputs.units.home >= 0))
+    load = _pack_costs(inputs, start, count)
+    columns, _ = sort_columns(load, constraints.dp_size, count, homes)
+    ranks, _ = assign_ranks(columns, load, homes)
+    candidates = [(place, table), (start, _level(inputs, start, count, columns, ranks))]
+    best, best_time = candidates[0], -1
+    for candidate in candidates:
+        tops = _pack_costs(inputs, candidate[0], count)[candidate[1]].max(axis=0) + inputs.fixed_cost
+        order, time = _pipeline_order(inputs, tops, MOST_ORDERS)
+        if best_time < 0 or time < best_time:
+            best, best_time = (candidate[0], candidate[1][:, order]), time
+    return best
+
+
+def _pipeline_order(inputs: PlanInputs, tops: Ints, tries: int) -> tuple[Ints, int]:
+    """The order of columns, given the largest cost in each, and its makespan."""
+    constraints = inputs.constraints
+    stages, chunks = constraints.pp_size, constraints.vpp_size
+    group_size = group_size_of(len(tops), constraints)
+    order = order_for_pipeline(
+        tops, stages=stages, chunks=chunks, group_size=group_size, seed=constraints.seed, tries=tries
+    )
+    return order, pipeline_makespan(tops[order], stages=stages, chunks=chunks, group_size=group_size)
 
 
 def _iterations(units: int, dp_size: int) -> int:
@@ -120,9 +160,36 @@ def _choose_count(inputs: PlanInputs, pools: list[_Pool]) -> int:
         needed = max(needed, fewest)
     if constraints.pp_size == 1:
         return legal_count(needed, constraints)
+    return _count_by_makespan(inputs, pools, needed)
+
+
+def _count_by_makespan(inputs: PlanInputs, pools: list[_Pool], needed: int) -> int:
+    """The count whose packs, placed by cost and ordered for the pipeline, have the smallest makespan.
+
+    Counts in equal ratios are tried first, then the neighbours of the best; of equals the smaller is taken.
+    """
+    constraints = inputs.constraints
     most = max(-(-len(pool.units) // pool.ranks) for pool in pools)
-    work = max(-(-int(pool.costs.sum()) // pool.ranks) for pool in pools)
-    return count_by_makespan(needed, most, work, int(inputs.units.costs.max()), inputs.fixed_cost, constraints)
+    homes = bool(np.any(inputs.units.home >= 0))
+    times: dict[int, int] = {}
+
+    def time(count: int) -> int:
+        if count not in times:
+            place = np.empty(len(inputs.units), dtype=np.int64)
+            for index, pool in enumerate(pools):
+                place[pool.units] = pool.place(count) + index * count * pool.ranks
+            load = _pack_costs(inputs, place, count)
+            columns, _ = sort_columns(load, constraints.dp_size, count, homes)
+            tops = load[columns].max(axis=1) + inputs.fixed_cost
+            _, times[count] = _pipeline_order(inputs, tops, ESTIMATE_ORDERS)
+        return times[count]
+
+    best = min(legal_counts(needed, most, constraints, TRIED_COUNTS), key=lambda count: (time(count), count))
+    least = legal_count(needed, constraints)
+    for nearby in range(max(least, best - NEIGHBOURS), best + NEIGHBOURS + 1):
+        if legal_count(nearby, constraints) == nearby:
+            time(nearby)
+    return min(times, key=lambda count: (times[count], count))
 
 
 def _better_start(inputs: PlanInputs, count: int, placed: list[Ints], pools: list[_Pool]) -> Ints:

@@ -11,14 +11,14 @@ from roll_batching.planning.arrange import (
     home_groups,
     lockstep_groups,
     raise_count,
-    small_at_ends,
     split_in_two,
 )
 from roll_batching.planning.assemble import assemble_units
 from roll_batching.planning.bins import assign_bins, group_by_bin, next_fit
-from roll_batching.planning.counts import legal_count
+from roll_batching.planning.counts import group_size_of, legal_count
 from roll_batching.planning.inputs import Ints, PlanInputs
 from roll_batching.planning.load_balance import balance_units
+from roll_batching.planning.order import order_for_pipeline
 from roll_batching.planning.plan import Plan
 
 
@@ -112,7 +112,16 @@ def _plan_by_packer(inputs: PlanInputs) -> Plan:
         table = home_groups(np.array([bin_cost(units, b) for b in bins]), dp_size)
     if constraints.pp_size > 1:
         largest = np.array([max(bin_cost(units, bins[i]) for i in column) for column in table.T])
-        table = table[:, small_at_ends(largest)]
+        table = table[
+            :,
+            order_for_pipeline(
+                largest + inputs.fixed_cost,
+                stages=constraints.pp_size,
+                chunks=constraints.vpp_size,
+                group_size=group_size_of(count, constraints),
+                seed=constraints.seed,
+            ),
+        ]
     return _assemble(inputs, [bins[i] for i in table.reshape(-1)], count)
 
 

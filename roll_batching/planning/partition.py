@@ -9,45 +9,206 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from roll_batching.errors import PlanError
+from roll_batching.planning.compiled import compiled
 from roll_batching.planning.costs import DEFAULT_COST, sequence_costs
+from roll_batching.planning.first_fit import descending
 from roll_batching.planning.inputs import Ints, as_lengths
+
+REFINEMENT_BUDGET = 10_000_000
+"""Pairs of items that the refinement may compare."""
 
 
 def karmarkar_karp(weights: ArrayLike, k: int, *, equal_size: bool = False) -> list[list[int]]:
-    """Partition items into `k` parts of near-equal weight by largest differencing.
+    """Partition items into `k` parts of near-equal weight by largest differencing, then exchanges with
+    the largest part.
 
     `weights` is int[n], none negative. With `equal_size` all parts hold n / k items (n must be divisible).
     Parts come by their first item; items in the given order; parts may be empty when n < k. Deterministic.
     """
     array = np.asarray(weights)
+    if array.size == 0:
+        array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu" or np.any(array < 0):
         raise PlanError("karmarkar_karp: weights must be a one-dimensional array of integers of at least 0")
     if k < 1:
         raise PlanError(f"karmarkar_karp: k={k} must be at least 1")
+    if array.sum(dtype=object) >= 1 << 62:
+        raise PlanError("karmarkar_karp: the weights' sum must stay below 2^62; divide them by a power of two")
     if equal_size and len(array) % k:
         raise PlanError(f"karmarkar_karp: {len(array)} items cannot form {k} parts of equal size")
-    values = [int(value) for value in array]
-    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
-    State = tuple[int, int, list[tuple[int, list[int]]]]
-    heap: list[State] = []
-    if equal_size:
-        for start in range(0, len(order), k):
-            parts = [(values[i], [i]) for i in order[start : start + k]]
-            heap.append((parts[-1][0] - parts[0][0], start, parts))
-    else:
-        for i in order:
-            heap.append((-values[i], i, [(values[i], [i])] + [(0, []) for _ in range(k - 1)]))
+    values = array.astype(np.int64)
+    if len(values) == 0:
+        return [[] for _ in range(k)]
+    order = descending(values)
+    part_of = _largest_differencing(values, order, k, k if equal_size else 1)
+    part_of = _lower_largest(values, part_of, k, equal_size, REFINEMENT_BUDGET)
+    by_part = np.argsort(part_of, kind="stable")
+    counts = np.bincount(part_of, minlength=k)
+    parts = [part.tolist() for part in np.split(by_part, np.cumsum(counts)[:-1])]
+    return sorted(parts, key=lambda items: (not items, items[:1]))
+
+
+@compiled
+def _largest_differencing(values: Ints, order: Ints, k: int, width: int) -> Ints:
+    """Part of every item (int64[n]) by k-way largest differencing.
+
+    A state is a partial partition: its non-empty parts by falling sum (missing ones are empty). The two
+    states with the largest spread between their largest and smallest part are merged, largest with smallest,
+    until one is left. States start with `width` items of `order` each. Only non-empty parts are stored, so
+    that merging an item into a state costs what the state holds, not k.
+    """
+    count = len(values)
+    states = (count + width - 1) // width
+    # A state's parts lie in one piece of the arena: sums, and the first and last item of each part's chain.
+    arena = np.empty(4 * count + 4 * k, dtype=np.int64)
+    head = np.empty(len(arena), dtype=np.int64)
+    tail = np.empty(len(arena), dtype=np.int64)
+    following = np.full(count, -1, dtype=np.int64)
+    start = np.empty(states, dtype=np.int64)
+    length = np.empty(states, dtype=np.int64)
+    room = np.empty(states, dtype=np.int64)
+    sums = np.empty(k, dtype=np.int64)
+    heads = np.empty(k, dtype=np.int64)
+    tails = np.empty(k, dtype=np.int64)
+    used = 0
+    heap = [(np.int64(0), np.int64(0)) for _ in range(0)]
+    for state in range(states):
+        first = state * width
+        start[state] = used
+        length[state] = min(width, count - first)
+        room[state] = width
+        for i in range(length[state]):
+            item = order[first + i]
+            arena[used + i] = values[item]
+            head[used + i] = item
+            tail[used + i] = item
+        used += width
+        smallest = arena[start[state] + k - 1] if length[state] == k else 0
+        heap.append((smallest - arena[start[state]], np.int64(state)))
     heapq.heapify(heap)
-    tie = len(order)
     while len(heap) > 1:
-        _, _, left = heapq.heappop(heap)
-        _, _, right = heapq.heappop(heap)
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(left, reversed(right), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        tie += 1
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], tie, merged))
-    groups = [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(k)]
-    return sorted(groups, key=lambda items: (not items, items[:1]))
+        a = heapq.heappop(heap)[1]
+        b = heapq.heappop(heap)[1]
+        if length[a] < length[b]:
+            a, b = b, a
+        start_a = start[a]
+        start_b = start[b]
+        alone_a = min(length[a], k - length[b])
+        alone_b = min(length[b], k - length[a])
+        both = length[a] - alone_a
+        # Parts that meet: the i-th of a with the (k - 1 - i)-th of b.
+        met = np.empty(both, dtype=np.int64)
+        for i in range(both):
+            met[i] = -(arena[start_a + alone_a + i] + arena[start_b + k - 1 - alone_a - i])
+        falling = np.argsort(met, kind="mergesort")
+        size = alone_a + alone_b + both
+        i = j = m = 0
+        for out in range(size):
+            value_a = arena[start_a + i] if i < alone_a else -1
+            value_b = arena[start_b + j] if j < alone_b else -1
+            value_m = -met[falling[m]] if m < both else -1
+            if value_a >= value_b and value_a >= value_m:
+                sums[out] = value_a
+                heads[out] = head[start_a + i]
+                tails[out] = tail[start_a + i]
+                i += 1
+            elif value_b >= value_m:
+                sums[out] = value_b
+                heads[out] = head[start_b + j]
+                tails[out] = tail[start_b + j]
+                j += 1
+            else:
+                left = start_a + alone_a + falling[m]
+                right = start_b + k - 1 - alone_a - falling[m]
+                sums[out] = value_m
+                following[tail[left]] = head[right]
+                heads[out] = head[left]
+                tails[out] = tail[right]
+                m += 1
+        if size > room[a]:
+            room[a] = min(k, 2 * size)
+            if used + room[a] > len(arena):
+                longer = np.empty(2 * len(arena) + room[a], dtype=np.int64)
+                longer[:used] = arena[:used]
+                arena = longer
+                longer = np.empty(len(arena), dtype=np.int64)
+                longer[:used] = head[:used]
+                head = longer
+                longer = np.empty(len(arena), dtype=np.int64)
+                longer[:used] = tail[:used]
+                tail = longer
+            start[a] = used
+            used += room[a]
+        length[a] = size
+        arena[start[a] : start[a] + size] = sums[:size]
+        head[start[a] : start[a] + size] = heads[:size]
+        tail[start[a] : start[a] + size] = tails[:size]
+        smallest = sums[k - 1] if size == k else 0
+        heapq.heappush(heap, (smallest - sums[0], a))
+    last = heap[0][1]
+    part_of = np.empty(count, dtype=np.int64)
+    for part in range(length[last]):
+        item = head[start[last] + part]
+        while item >= 0:
+            part_of[item] = part
+            item = following[item]
+    return part_of
+
+
+@compiled
+def _lower_largest(values: Ints, part_of: Ints, k: int, equal_size: bool, budget: int) -> Ints:
+    """Exchange items of the largest part, or move one, while the largest sum falls.
+
+    Each round looks at every pair of an item in the largest part and one outside it, and at every move, and
+    takes the one that leaves the two parts lowest. Ties of the differencing matter in small cases only.
+    """
+    part_of = part_of.copy()
+    count = len(values)
+    sums = np.zeros(k, dtype=np.int64)
+    for item in range(count):
+        sums[part_of[item]] += values[item]
+    least = -(-sums.sum() // k)
+    inside = np.empty(count, dtype=np.int64)
+    while budget > 0:
+        top = int(np.argmax(sums))
+        if sums[top] <= least:
+            break
+        held = 0
+        for item in range(count):
+            if part_of[item] == top:
+                inside[held] = item
+                held += 1
+        best = sums[top]
+        best_item = -1
+        best_other = -1
+        best_part = -1
+        budget -= held * (count + k)
+        if budget < 0:
+            break
+        for i in range(held):
+            item = inside[i]
+            for other in range(count):
+                part = part_of[other]
+                change = values[item] - values[other]
+                if part != top and change > 0:
+                    after = max(sums[top] - change, sums[part] + change)
+                    if after < best:
+                        best, best_item, best_other, best_part = after, item, other, part
+            if not equal_size:
+                part = int(np.argmin(sums))
+                after = max(sums[top] - values[item], sums[part] + values[item])
+                if after < best:
+                    best, best_item, best_other, best_part = after, item, -1, part
+        if best_item < 0:
+            break
+        change = values[best_item]
+        if best_other >= 0:
+            change -= values[best_other]
+            part_of[best_other] = top
+        part_of[best_item] = best_part
+        sums[top] -= change
+        sums[best_part] += change
+    return part_of
 
 
 def batch_balance(lengths: ArrayLike, dp_size: int, *, cost: Any = None) -> Ints:

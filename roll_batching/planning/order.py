@@ -1,0 +1,140 @@
+"""The order of micro-batches in a pipeline: small makespan under Megatron's schedules."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from roll_batching.errors import PlanError
+from roll_batching.planning.arrange import small_at_ends
+from roll_batching.planning.compiled import compiled, draw, next_random, seed_state
+from roll_batching.planning.inputs import Ints
+from roll_batching.planning.schedule import static_schedule
+
+OPERATION_BUDGET = 20_000_000
+MOST_ORDERS = 60_000
+"""Orders that the search tries: at most this many, and no more operations than the budget."""
+
+
+def pipeline_makespan(costs: ArrayLike, *, stages: int, chunks: int = 1, group_size: int | None = None) -> int:
+    """Time from the first forward to the last backward pass, in units of `costs` / chunks.
+
+    `costs` (int[K]) is the forward time of each micro-batch on one stage, in the order of execution; backward
+    takes twice as long; communication is free. Interleaving splits a stage's work evenly over `chunks`.
+    """
+    values = _as_costs(costs)
+    schedule = static_schedule(stages, len(values), chunks, group_size)
+    return int(
+        _makespan(
+            values,
+            np.arange(len(values)),
+            schedule.micro_batch,
+            schedule.backward,
+            schedule.previous,
+            schedule.awaited,
+            np.empty(len(schedule.previous), dtype=np.int64),
+        )
+    )
+
+
+def order_for_pipeline(
+    costs: ArrayLike,
+    *,
+    stages: int,
+    chunks: int = 1,
+    group_size: int | None = None,
+    seed: int = 0,
+    tries: int = MOST_ORDERS,
+) -> Ints:
+    """An order of the micro-batches (int64[K], positions into `costs`) with a small makespan.
+
+    Starts from small-at-ends and is never worse; swaps and moves with a falling threshold of acceptance, at
+    most `tries` of them.
+    """
+    values = _as_costs(costs)
+    start = small_at_ends(values)
+    if len(values) < 3 or stages == 1:
+        return start
+    schedule = static_schedule(stages, len(values), chunks, group_size)
+    tries = min(tries, OPERATION_BUDGET // len(schedule.previous))
+    return _search_order(
+        values,
+        start,
+        schedule.micro_batch,
+        schedule.backward,
+        schedule.previous,
+        schedule.awaited,
+        tries,
+        int(values.sum()) // (4 * len(values)),
+        seed,
+    )
+
+
+def _as_costs(costs: ArrayLike) -> Ints:
+    values = np.asarray(costs)
+    if values.ndim != 1 or len(values) == 0 or values.dtype.kind not in "iu" or np.any(values < 0):
+        raise PlanError("costs must be a one-dimensional array of integers of at least 0")
+    return values.astype(np.int64)
+
+
+@compiled
+def _makespan(
+    costs: Ints, order: Ints, micro_batch: Ints, backward: Ints, previous: Ints, awaited: Ints, end: Ints
+) -> int:
+    latest = 0
+    for operation in range(len(previous)):
+        begin = 0
+        if previous[operation] >= 0:
+            begin = end[previous[operation]]
+        if awaited[operation] >= 0:
+            begin = max(begin, end[awaited[operation]])
+        end[operation] = begin + (costs[order[micro_batch[operation]]] << backward[operation])
+        latest = max(latest, end[operation])
+    return latest
+
+
+@compiled
+def _search_order(
+    costs: Ints,
+    start: Ints,
+    micro_batch: Ints,
+    backward: Ints,
+    previous: Ints,
+    awaited: Ints,
+    tries: int,
+    threshold: int,
+    seed: int,
+) -> Ints:
+    count = len(start)
+    end = np.empty(len(previous), dtype=np.int64)
+    order = start.copy()
+    best = start.copy()
+    current = _makespan(costs, order, micro_batch, backward, previous, awaited, end)
+    best_time = current
+    trial = order.copy()
+    state = seed_state(seed)
+    for attempt in range(tries):
+        state = next_random(state)
+        i = draw(state, count)
+        kind = state % 3
+        state = next_random(state)
+        j = draw(state, count)
+        if i == j:
+            continue
+        trial[:] = order
+        if kind:
+            trial[i], trial[j] = trial[j], trial[i]
+        else:
+            moved = trial[i]
+            step = 1 if j > i else -1
+            for place in range(i, j, step):
+                trial[place] = trial[place + step]
+            trial[j] = moved
+        time = _makespan(costs, trial, micro_batch, backward, previous, awaited, end)
+        if time - current <= threshold * (tries - attempt) // tries:
+            current = time
+            order[:] = trial
+            if time < best_time:
+                best_time = time
+                best[:] = trial
+    return best

@@ -1,0 +1,110 @@
+"""Megatron's pipeline schedules as lists of operations that wait for each other.
+
+An operation is the forward or backward pass of one micro-batch through one model chunk on one stage. Which
+operations a stage runs, in which order, depends on the counts alone, never on costs, so one static list
+serves every order of micro-batches that a search tries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from roll_batching.errors import PlanError
+from roll_batching.planning.counts import is_admissible
+from roll_batching.planning.inputs import Ints
+
+Operation = tuple[str, int, int]
+"""("F" or "B", micro-batch, chunk)."""
+
+
+def schedule_table(count: int, chunks: int, group_size: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) of every forward pass of an interleaved stage, in order.
+
+    Groups of `group_size` micro-batches pass through all chunks, chunk by chunk; the last group may be
+    smaller. Backward passes follow the same table with the chunks reversed.
+    """
+    table: list[tuple[int, int]] = []
+    for first in range(0, count, group_size):
+        group = range(first, min(first + group_size, count))
+        table.extend((micro_batch, chunk) for chunk in range(chunks) for micro_batch in group)
+    return table
+
+
+def stage_operations(
+    stage: int, stages: int, count: int, chunks: int = 1, group_size: int | None = None
+) -> list[Operation]:
+    """The operations of one stage, in order: warm-up, one forward and one backward in turn, cool-down."""
+    if chunks == 1:
+        table = [(micro_batch, 0) for micro_batch in range(count)]
+        warm_up = stages - stage - 1
+    else:
+        size = stages if group_size is None else group_size
+        if not is_admissible(count, stages, size):
+            raise PlanError(f"{count} micro-batches in groups of {size} cannot interleave over {stages} stages")
+        table = schedule_table(count, chunks, size)
+        warm_up = 2 * (stages - stage - 1) + (chunks - 1) * size
+    warm_up = min(warm_up, len(table))
+    forward = [("F", micro_batch, chunk) for micro_batch, chunk in table]
+    backward = [("B", micro_batch, chunks - 1 - chunk) for micro_batch, chunk in table]
+    steady = len(table) - warm_up
+    operations = forward[:warm_up]
+    for i in range(steady):
+        operations += [forward[warm_up + i], backward[i]]
+    return operations + backward[steady:]
+
+
+def needs(operation: Operation, stage: int, stages: int, chunks: int) -> tuple[Operation, int] | None:
+    """The operation, and its stage, whose output `operation` on `stage` receives; None at the very start."""
+    kind, micro_batch, chunk = operation
+    if kind == "F":
+        if stage > 0:
+            return ("F", micro_batch, chunk), stage - 1
+        return (("F", micro_batch, chunk - 1), stages - 1) if chunk > 0 else None
+    if stage < stages - 1:
+        return ("B", micro_batch, chunk), stage + 1
+    if chunk < chunks - 1:
+        return ("B", micro_batch, chunk + 1), 0
+    return ("F", micro_batch, chunk), stage
+
+
+@dataclass(frozen=True)
+class StaticSchedule:
+    """All operations in an order in which none waits for a later one; int64 arrays of equal length."""
+
+    micro_batch: Ints
+    backward: Ints
+    """1 for a backward pass, 0 for a forward."""
+    previous: Ints
+    """Index of the stage's operation before, or -1."""
+    awaited: Ints
+    """Index of the operation whose output is received, or -1."""
+
+
+@lru_cache(maxsize=256)
+def static_schedule(stages: int, count: int, chunks: int = 1, group_size: int | None = None) -> StaticSchedule:
+    """The schedule of `count` micro-batches over `stages` x `chunks`, as arrays."""
+    lists = [stage_operations(stage, stages, count, chunks, group_size) for stage in range(stages)]
+    index: dict[tuple[Operation, int], int] = {}
+    rows: list[tuple[int, int, int, int]] = []
+    position = [0] * stages
+    last = [-1] * stages
+    while len(rows) < sum(map(len, lists)):
+        before = len(rows)
+        for stage, operations in enumerate(lists):
+            while position[stage] < len(operations):
+                operation = operations[position[stage]]
+                source = needs(operation, stage, stages, chunks)
+                if source is not None and source not in index:
+                    break
+                awaited = -1 if source is None else index[source]
+                index[operation, stage] = len(rows)
+                rows.append((operation[1], int(operation[0] == "B"), last[stage], awaited))
+                last[stage] = len(rows) - 1
+                position[stage] += 1
+        if len(rows) == before:
+            raise PlanError(f"the schedule of {count} micro-batches over {stages} stages waits for itself")
+    columns = np.array(rows, dtype=np.int64).T
+    return StaticSchedule(*(np.ascontiguousarray(column) for column in columns))
