@@ -4,6 +4,7 @@
 #   ./scripts/demo.sh                          seed 1, into runs/demo-seed1
 #   ./scripts/demo.sh --seed 2                 another seed, into runs/demo-seed2
 #   ./scripts/demo.sh --control shuffled       advantages shuffled among samples: nothing may be learned
+#   ./scripts/demo.sh --seed 2 --resume        go on with that run from its last checkpoint
 #   ./scripts/demo.sh --name mine max_steps=5  a name for the run; name.path=value changes any setting
 #   ./scripts/demo.sh --no-install             in the current interpreter, as it is
 #   PYTHON=python3.12 ./scripts/demo.sh        another interpreter, in .venv-3.12
@@ -17,6 +18,7 @@ while [ $# -gt 0 ]; do
         --seed) seed=${2:?--seed needs a number}; shift 2 ;;
         --control) control=${2:?--control needs a word: shuffled}; shift 2 ;;
         --name) name=${2:?--name needs a word}; shift 2 ;;
+        --resume) overrides+=(resume_from_checkpoint=true); shift ;;
         --no-install) INSTALL=no; shift ;;
         -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
         *=*) overrides+=("$1"); shift ;;

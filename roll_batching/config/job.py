@@ -64,6 +64,9 @@ class JobConfig(Settings):
     save_steps: int = honoured(
         0, help="Write a checkpoint every so many steps and after the last one of each phase; 0: none.", ge=0
     )
+    save_total_limit: int | None = honoured(
+        None, help="Keep only so many checkpoints of the run, the latest. Default: all.", ge=1
+    )
     logging_steps: int = honoured(1, help="Show progress every so many steps; metrics are written at each.", ge=1)
     eval_steps: int = honoured(
         10, help="Evaluate on held-out prompts every so many steps, beside first and last.", ge=0

@@ -69,6 +69,7 @@ class JobCheckpoints:
         self.folder = folder / FOLDER
         self.strategy = strategy
         self.every = config.save_steps
+        self.kept = config.save_total_limit
         self.resumed: SavedPoint | None = None
         """The point that the run goes on from; None where it starts at the beginning."""
         group = strategy.layout.host_group
@@ -164,6 +165,10 @@ class JobCheckpoints:
                     "layout": _sizes(self.strategy.layout),
                 }
                 (folder / _RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if self.kept is not None and dist.get_rank() == 0:
+            placed = sorted((place, path) for path in self.folder.iterdir() if (place := _place(path)) is not None)
+            for _, path in placed[: -self.kept]:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _sizes(layout: ParallelLayout) -> dict[str, int]:
@@ -194,9 +199,9 @@ def _find(path: Path, given: bool | str) -> SavedPoint | None:
     """The checkpoint at `path`, or the latest below it."""
     if (path / _RECORD).is_file():
         return _read(path)
-    found = [place for place in _candidates(path) if _place(place) is not None]
+    found = [(place, inside) for inside in _candidates(path) if (place := _place(inside)) is not None]
     if found:
-        return _read(max(found, key=lambda place: _place(place) or (-1, -1)))
+        return _read(max(found)[1])
     if given is True:
         if dist.get_rank() == 0:
             logger.warning("there is no checkpoint in %s: the run starts at the beginning", path)

@@ -144,7 +144,7 @@ def load_strategy(strategy: MegatronInferStrategy, path: str | Path, *, optimize
                 )
     except Exception as caught:
         error = caught
-    agree(group, error, same=digest(json.dumps(record)), what=f"the contents of {path}")
+    agree(group, error, same=digest(json.dumps(record)), what="the checkpoints that they load")
     mine = _optimizer_of(strategy) if optimizer else None
     if mine is not None:
         _prepare_state(mine)
@@ -328,8 +328,9 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
             problems.append(f"{key} {list(found[key])} is not in the model here")
         elif (shape := wanted[key]) is not None and shape != found[key]:
             problems.append(f"{key} is {list(found[key])} there and {list(shape)} here")
-    if problems:
-        raise CheckpointError(f"the checkpoint {path} does not fit: {_some(problems)}")
+    with _agreed(group):
+        if problems:
+            raise CheckpointError(f"the checkpoint {path} does not fit: {_some(problems)}")
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.layouts import Layout
@@ -107,7 +113,7 @@ CHAINS: dict[str, list[Layout]] = {
         Layout(dp=2),
         Layout(tp=2, pp=2, vpp=2),
     ],
-    "tied": [Layout(tp=2), Layout(pp=2, vpp=2), Layout(tp=2, pp=2)],
+    "tied": [Layout(tp=2), Layout(pp=2, vpp=2)],
     "experts": [Layout(tp=2, sp=True), Layout(dp=2), Layout(pp=2)],
     "bf16": [Layout(tp=2), Layout(pp=2, vpp=2)],
 }
@@ -173,9 +179,187 @@ def test_saved_in_one_layout_and_loaded_in_another(tmp_path, report):
         for layout in CHAINS[kind]:
             found = went_on[kind, str(layout)]
             gaps = [abs(a[0] - b[0]) / abs(b[0]) for a, b in zip(found, expected, strict=True)]
-            report(f"{kind:8} {layout!s:24} next loss {gaps[0]:.1e}, the one after {gaps[1]:.1e}")
+            name = str(layout).rsplit(" ", 1)[0]
+            report(f"{kind:8} {name:14} next loss {gaps[0]:.1e}, the one after {gaps[1]:.1e}")
             assert [x[2] for x in found] == [x[2] for x in expected], "the schedule goes on"
             if kind != "bf16":
                 assert gaps[0] < FIRST_LOSS and gaps[1] < LATER_LOSS, f"{kind} {layout}: {gaps}"
             else:
                 assert max(gaps) < 1e-2
+
+
+# ---- other ways in
+
+
+def other_uses(folder: str) -> None:
+    """On one rank: a frozen model, weights alone, a model that the caller built, a checkpoint before the first step."""
+    from roll_batching.data import gather_lengths
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.models import random_batch
+
+    for kind in ("dense", "bf16"):
+        path = f"{folder}/{kind}"
+        first = strategy_of(_case(kind, fill=True))
+        steps(first, 0, 3)
+        first.save(path)
+
+        batch = random_batch(7, 6, 24)
+        frozen = strategy_of(_case(kind, seed=99), train=False)
+        plan = frozen.plan(gather_lengths(batch), forward=True)
+        frozen.load(path)
+        assert torch.equal(
+            frozen.compute_log_probs(batch, plan)["log_probs"], first.compute_log_probs(batch, plan)["log_probs"]
+        )
+
+        fresh = strategy_of(_case(kind, seed=99))
+        fresh.load(path, optimizer=False)
+        assert fresh.optimizer.param_groups[0]["lr"] == 1e-2
+        for part in fresh.optimizer.chained_optimizers:
+            for low, high in zip(
+                getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []), strict=True
+            ):
+                assert not part.optimizer.state
+                assert all(torch.equal(a.float(), b) for a, b in zip(low, high, strict=True)), "main weights follow"
+        with torch.no_grad():
+            found = {n: p for n, p in fresh.chunks[0].named_parameters()}
+            assert all(torch.equal(p, found[n]) for n, p in first.chunks[0].named_parameters())
+
+        other = strategy_of(_case(kind, seed=99))
+        adopted = MegatronTrainStrategy.from_parts(
+            other.chunks, other.optimizer, other.batching, scheduler=other.scheduler, defer_head=True, vocab_size=61
+        )
+        adopted.load(path)
+        adopted.save(path + "-adopted")
+        again = strategy_of(_case(kind, seed=98))
+        again.load(path + "-adopted")
+        assert steps(again, 3, 5) == steps(adopted, 3, 5) == steps(first, 3, 5)
+
+        untouched = strategy_of(_case(kind, fill=True))
+        untouched.save(path + "-before")
+        late = strategy_of(_case(kind, seed=99))
+        late.load(path + "-before")
+        assert steps(late, 0, 2) == steps(untouched, 0, 2)
+
+
+def test_frozen_models_weights_alone_and_models_of_the_caller(tmp_path):
+    run_ranks(1, HERE + "other_uses", str(tmp_path))
+
+
+# ---- what goes wrong
+
+
+def die_in_the_second_save(path: str) -> None:
+    from roll_batching.strategy.checkpoint import whole_or_nothing, write_strategy
+
+    strategy = strategy_of({"fill": True, "layout": Layout(tp=2).megatron()})
+    steps(strategy, 0, 2)
+    strategy.save(path)
+    steps(strategy, 2, 3)
+    with whole_or_nothing(path, strategy.layout.host_group) as folder:
+        write_strategy(strategy, folder)
+        if strategy.layout.tp_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def same_as_before_it(path: str) -> bool:
+    strategy = strategy_of({"fill": True, "layout": Layout(tp=2).megatron()})
+    steps(strategy, 0, 2)
+    before = bits(strategy)
+    steps(strategy, 2, 3)
+    strategy.load(path)
+    after = bits(strategy)
+    strategy.save(path)  # over what lies there, and over what the killed process left
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_process_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
+    path = tmp_path / "state"
+    outcomes = run_ranks(2, HERE + "die_in_the_second_save", str(path), check=False, timeout=60, grace=2)
+    assert outcomes[1].returncode == -signal.SIGKILL and outcomes[0].returncode != 0, outcomes[1].output
+    assert (tmp_path / "state.partial" / "strategy.json").is_file(), "it had come far"
+    assert run_ranks(2, HERE + "same_as_before_it", str(path)) == [True, True]
+    assert [place.name for place in tmp_path.iterdir()] == ["state"]
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """What each wrong call ends with on this rank; none changes anything."""
+    import sys
+
+    import torch.distributed as dist
+
+    from roll_batching.errors import RankError
+
+    home = Path(folder)
+    strategy = strategy_of({"fill": True, "layout": Layout(tp=2).megatron()})
+    steps(strategy, 0, 1)
+    before = bits(strategy)
+    strategy.save(home / "whole")
+    frozen = strategy_of({"layout": Layout(tp=2).megatron()}, train=False)
+    frozen.save(home / "weights")
+    wide = strategy_of({"layout": Layout(tp=2).megatron(), "architecture": {"ffn_hidden_size": 32, "num_layers": 2}})
+    turned = strategy_of({"layout": Layout(tp=2).megatron(), "architecture": {"rotary_base": 500000.0}})
+    if dist.get_rank() == 0:
+        (home / "empty").mkdir()
+        (home / "empty" / "note").write_text("not a checkpoint")
+        shutil.copytree(home / "whole", home / "nameless")
+        record = json.loads((home / "whole" / "strategy.json").read_text())
+        (home / "nameless" / "strategy.json").write_text(json.dumps({**record, "architecture": None}))
+    dist.barrier()
+    said: dict[str, str] = {}
+
+    def refused(name: str, act: Any) -> None:
+        try:
+            act()
+        except RankError as error:
+            said[name] = str(error)
+
+    refused("no checkpoint at the path", lambda: strategy.load(home / "nowhere"))
+    refused("another folder", lambda: strategy.load(home / "empty"))
+    refused("rank 1 reads another one", lambda: strategy.load(home / ("whole", "nameless")[dist.get_rank()]))
+    refused("weights only, optimizer wanted", lambda: strategy.load(home / "weights"))
+    refused("another shape", lambda: wide.load(home / "nameless"))
+    refused("another model of the same shape", lambda: turned.load(home / "whole"))
+    refused("a folder in the way", lambda: strategy.save(home / "empty"))
+    psutil = sys.modules.pop("psutil", None)
+    sys.modules["psutil"] = None  # type: ignore[assignment]
+    refused("psutil is missing", lambda: strategy.save(home / "more"))
+    sys.modules["psutil"] = psutil  # type: ignore[assignment]
+    unchanged = bits(strategy)
+    assert all(torch.equal(before[name], unchanged[name]) for name in before)
+    return said
+
+
+def sharded_optimizer(folder: str) -> str:
+    from roll_batching.errors import RankError
+
+    strategy = strategy_of({"layout": Layout(dp=2, distopt=True).megatron()})
+    try:
+        strategy.save(folder + "/never")
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+REFUSED = {
+    "no checkpoint at the path": "there is no checkpoint",
+    "another folder": "it has no strategy.json",
+    "rank 1 reads another one": "differ between ranks: [0] | [1]",
+    "weights only, optimizer wanted": "load it with optimizer=False",
+    "another shape": "decoder.layers.mlp.linear_fc1.weight is [4, 48, 16] there and [2, 64, 16] here",
+    "another model of the same shape": "rotary_base is",
+    "a folder in the way": "exists and is no checkpoint",
+    "psutil is missing": "pip install psutil",
+}
+
+
+@pytest.mark.bad_input
+def test_refused_on_all_ranks(tmp_path, report):
+    first, second = run_ranks(2, HERE + "refusals", str(tmp_path))
+    assert first == second and first.keys() == REFUSED.keys(), first.keys() ^ REFUSED.keys()
+    for name, words in REFUSED.items():
+        assert words in first[name], first[name]
+        report(f"{name}: {first[name]}")
+    assert not (tmp_path / "more").exists()
+    said = run_ranks(2, HERE + "sharded_optimizer", str(tmp_path))
+    assert said[0] == said[1] and "set use_distributed_optimizer: false" in said[0]
+    report(f"distributed optimizer: {said[0]}")
