@@ -1,0 +1,1 @@
+"""Other frameworks' names for what is done here."""
