@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from roll_batching.config import JobConfig
+from roll_batching.config import JobConfig, TrainingArgs
 from roll_batching.data import FieldSpec, SampleBatch
 from roll_batching.data.epochs import DocumentStream, PromptStream
 from roll_batching.losses import PolicyLoss
@@ -163,7 +162,7 @@ class Grpo:
             recorder.step(step, row, shown=shown | {"held-out": row.get("eval_reward")})
             checkpoints.save_if_due("rl", step, config.max_steps, self.stream, self.reference)
 
-    def _schedule(self) -> Any:
+    def _schedule(self) -> TrainingArgs:
         """The RL phase's training arguments, with the number of optimizer steps that it will make."""
         args = self.config.actor_train.training_args
         if args.max_steps > 0:
@@ -228,7 +227,7 @@ class Grpo:
         idle = np.flatnonzero(zero_groups(advantages, config.group_size)[here])
         return _Rollout(home=home, idle=home.select(idle), scores=scores)
 
-    def _train(self, rollout: _Rollout, step: int) -> Any:
+    def _train(self, rollout: _Rollout, step: int) -> Iterator[Update]:
         return train_on_rollouts(
             self.strategy,
             rollout.home,

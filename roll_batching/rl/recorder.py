@@ -22,9 +22,7 @@ class RunRecorder:
     rows up to there and cuts off the later ones; without it the rows of an earlier run of this name go.
     """
 
-    def __init__(
-        self, config: JobConfig, *, enabled: bool, resume_after: tuple[str, int] | None = None
-    ) -> None:
+    def __init__(self, config: JobConfig, *, enabled: bool, resume_after: tuple[str, int] | None = None) -> None:
         self.folder = self.folder_of(config)
         self._config, self._enabled = config, enabled
         self._phase = ""

@@ -129,10 +129,8 @@ def _with_log_probs(
         local = distribute(home, plan)
         parts.append(collect(strategy.compute_log_probs(local, plan, masks=masks), plan, like=home))
     computed = SampleBatch.concat(parts)
-    rows, found = computed.find(home.ids)
-    values = torch.zeros(home.num_tokens, dtype=computed["log_probs"].dtype)
-    sources = computed.to_lists("log_probs")
-    for start, row, there in zip(home.offsets.tolist(), rows.tolist(), found.tolist(), strict=False):
-        if there:
-            values[start : start + len(sources[row])] = sources[row]
+    absent = home.select(torch.nonzero(~computed.find(home.ids)[1])[:, 0])
+    zeros = torch.zeros(absent.num_tokens, dtype=computed["log_probs"].dtype)
+    filled = SampleBatch(absent.ids, absent.lengths, {"log_probs": zeros}, computed.schema)
+    values = SampleBatch.concat([computed, filled]).select_ids(home.ids)["log_probs"]
     return home.with_fields({name: values}, {name: FieldSpec("next_token")})
