@@ -90,9 +90,7 @@ class PackedAttention(torch.nn.Module):
         tables: Tables = params.rotary
         return rotate(query, tables), rotate(key, tables)
 
-    def _buckets(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: BucketSpans
-    ) -> torch.Tensor:
+    def _buckets(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: BucketSpans) -> torch.Tensor:
         outputs = []
         for bucket in spans.buckets:
             out = self._dense(
@@ -104,9 +102,7 @@ class PackedAttention(torch.nn.Module):
             outputs.append(out.transpose(1, 2).reshape(bucket.queries.numel(), -1))
         return torch.cat(outputs)[spans.inverse]
 
-    def _varlen(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: VarlenSpans
-    ) -> torch.Tensor:
+    def _varlen(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: VarlenSpans) -> torch.Tensor:
         if spans.key_rows is not None:
             key, value = key[spans.key_rows], value[spans.key_rows]
         out = _varlen_attention(

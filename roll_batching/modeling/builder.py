@@ -205,9 +205,7 @@ def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:
     return wrapped
 
 
-def build_optimizer(
-    chunks: list[Any], training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype
-) -> Any:
+def build_optimizer(chunks: list[Any], training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype) -> Any:
     """Megatron's Adam for the wrapped chunks, with clipping and, if set, its state over the DP ranks."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

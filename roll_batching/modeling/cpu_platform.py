@@ -8,6 +8,7 @@ when CUDA is absent; on a GPU machine nobody imports it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,8 +84,30 @@ def install() -> None:
     cuda.Stream, cuda.Event = _Stream, _Event
     cuda.current_stream = lambda *args, **kwargs: _Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.distributed.all_to_all_single = _with_listed_splits(torch.distributed.all_to_all_single)
     _mode.__enter__()
     _installed = True
+
+
+def _with_listed_splits(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's MoE dispatcher turns split sizes into lists only when they lie on a CUDA device."""
+
+    @functools.wraps(exchange)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        splits = (
+            sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+            for sizes in (output_split_sizes, input_split_sizes)
+        )
+        return exchange(output, input, *splits, *args, **kwargs)
+
+    return all_to_all_single
 
 
 @contextlib.contextmanager

@@ -30,9 +30,7 @@ class KeyValueCache:
 
     def select(self, rows: torch.Tensor) -> None:
         """Keeps (and repeats) the given rows, in their order."""
-        self._layers = {
-            layer: (keys[rows], values[rows]) for layer, (keys, values) in self._layers.items()
-        }
+        self._layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._layers.items()}
 
 
 @dataclass

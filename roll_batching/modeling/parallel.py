@@ -105,9 +105,7 @@ def make_layout(
             f"x context {cp_size}): start a multiple of {replica} processes or change strategy_config"
         )
     if vpp_size > 1 and pp_size == 1:
-        raise LayoutError(
-            f"virtual_pipeline_model_parallel_size={vpp_size} needs pipeline_model_parallel_size > 1"
-        )
+        raise LayoutError(f"virtual_pipeline_model_parallel_size={vpp_size} needs pipeline_model_parallel_size > 1")
     if (world // replica * cp_size) % ep_size:
         raise LayoutError(
             f"expert_model_parallel_size={ep_size} does not divide data x context parallel = "

@@ -35,9 +35,7 @@ class RotarySettings:
 
     def __post_init__(self) -> None:
         if self.scaling not in (None, "linear", "llama3"):
-            raise LayoutError(
-                f"RoPE scaling {self.scaling!r} is not supported: use linear, llama3 or leave it out"
-            )
+            raise LayoutError(f"RoPE scaling {self.scaling!r} is not supported: use linear, llama3 or leave it out")
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
         """[rotated / 2] fp32 on the CPU; `rotated` = head_dim * percent."""

@@ -41,9 +41,7 @@ def packed_layer_spec(config: TransformerConfig, rotary: RotarySettings | None =
     """
     norms: dict[str, type[torch.nn.Module]] = {"RMSNorm": PackedRMSNorm, "LayerNorm": PackedLayerNorm}
     if config.normalization not in norms:
-        raise LayoutError(
-            f"normalization {config.normalization!r} is not supported: use one of {', '.join(norms)}"
-        )
+        raise LayoutError(f"normalization {config.normalization!r} is not supported: use one of {', '.join(norms)}")
     norm = norms[config.normalization]
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,

@@ -184,9 +184,7 @@ def _pack(
     )
 
 
-def unpack_results(
-    local: SampleBatch, packs: Sequence[PackedBatch], results: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def unpack_results(local: SampleBatch, packs: Sequence[PackedBatch], results: Sequence[torch.Tensor]) -> torch.Tensor:
     """Per-row results [tokens, ...] of each pack -> one flat next_token field [sum(lengths), ...] of `local`.
 
     Rows that no pack holds (samples that the plan dropped, tokens it truncated) and each sample's

@@ -52,9 +52,7 @@ class PackLayout:
         unit = 2 * cp_size if cp_size > 1 else 1
         longest = max(unit, TAIL_SEGMENT // unit * unit)
         full, rest = divmod(tail, longest)
-        segments = np.concatenate(
-            [slots, np.full(full, longest, np.int64), np.full(int(rest > 0), rest, np.int64)]
-        )
+        segments = np.concatenate([slots, np.full(full, longest, np.int64), np.full(int(rest > 0), rest, np.int64)])
         if tail < 0 or (segments % unit).any():
             raise PlanError(
                 f"a micro-batch of {micro_batch.tokens} tokens with slots {slots.tolist()} cannot be packed for "

@@ -57,11 +57,7 @@ def packed_params(layout: PackLayout, cp_rank: int, device: torch.device) -> Pac
     return PackedParams(
         **{name: value for name, value in fields.items() if name in _BASE_FIELDS},
         positions=torch.from_numpy(layout.position_ids[rows]).to(device),
-        spans=(
-            varlen_spans(layout, cp_rank, device)
-            if device.type == "cuda"
-            else bucket_spans(layout, cp_rank)
-        ),
+        spans=(varlen_spans(layout, cp_rank, device) if device.type == "cuda" else bucket_spans(layout, cp_rank)),
         rows=torch.from_numpy(rows).to(device) if sharded else None,
         restore=torch.from_numpy(layout.restore).to(device) if sharded else None,
     )

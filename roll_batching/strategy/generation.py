@@ -309,9 +309,7 @@ def _none_runs(left: int, layout: ParallelLayout) -> bool:
     return int(most) == 0
 
 
-def _as_batch(
-    prompts: list[torch.Tensor], responses: list[torch.Tensor], log_probs: list[torch.Tensor]
-) -> SampleBatch:
+def _as_batch(prompts: list[torch.Tensor], responses: list[torch.Tensor], log_probs: list[torch.Tensor]) -> SampleBatch:
     schema = {
         "input_ids": FieldSpec("token"),
         "response_mask": FieldSpec("token", pad=False),

@@ -121,9 +121,7 @@ class MegatronInferStrategy:
 
     # ---- planning
 
-    def plan(
-        self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None
-    ) -> Plan:
+    def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
         """A plan over the samples of `table`, by this role's settings and the model's cost.
 
         `forward` plans a pass without gradient. Pure: all ranks get the same plan from the same table.
@@ -199,9 +197,7 @@ class MegatronInferStrategy:
         fields = {name: rows[:, i].contiguous().cpu() for i, name in enumerate(wanted)}
         return SampleBatch(local.ids, local.lengths, fields, {name: FieldSpec("next_token") for name in wanted})
 
-    def compute_log_probs(
-        self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None = None
-    ) -> SampleBatch:
+    def compute_log_probs(self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None = None) -> SampleBatch:
         """Log-probability of every token given those before it, as `forward` returns it."""
         return self.forward(local, plan, ("log_probs",), masks)
 
@@ -354,9 +350,7 @@ class MegatronInferStrategy:
         dist.all_reduce(vector, group=layout.host_group)
         return counts.with_vector(vector)
 
-    def _finish(
-        self, records: list[MicroBatchRecord], runner: LossRunner
-    ) -> tuple[float, dict[str, float]]:
+    def _finish(self, records: list[MicroBatchRecord], runner: LossRunner) -> tuple[float, dict[str, float]]:
         """(loss of the step, metrics over all ranks); raises what any rank found, on all.
 
         The first host read of the step. Every rank tells its loss, its metrics and, where a loss is
@@ -372,8 +366,10 @@ class MegatronInferStrategy:
                 f"the loss is {value} for sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:16]))}: "
                 "look at these samples' fields and at what the loss computes from them. The optimizer made no step"
             )
-        speaks = self.layout.is_last_stage and self.layout.tp_rank == 0 and (
-            self.layout.cp_rank == 0 or runner.partial_over_cp
+        speaks = (
+            self.layout.is_last_stage
+            and self.layout.tp_rank == 0
+            and (self.layout.cp_rank == 0 or runner.partial_over_cp)
         )
         mine: tuple[str | None, float, dict[str, HostMetric]] = (
             problem,

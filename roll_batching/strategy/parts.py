@@ -151,9 +151,7 @@ def _model_problems(chunks: Sequence[Any], layout: ParallelLayout, defer_head: b
     return problems
 
 
-def _attention_problems(
-    chunks: Sequence[Any], batching: BatchingConfig, settings: StepSettings
-) -> list[str]:
+def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, settings: StepSettings) -> list[str]:
     gpt = gpt_of(chunks[0])
     config = gpt.config
     if config.multi_latent_attention:

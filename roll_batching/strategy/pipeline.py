@@ -42,9 +42,7 @@ class PlannedP2P(P2PCommunicator):
             if vpp_size > 1
             else [(micro_batch, 0) for micro_batch in range(count)]
         )
-        self._activations: Iterator[Shape] = iter(
-            [shapes[m] for m, chunk in table if not (rank == 0 and chunk == 0)]
-        )
+        self._activations: Iterator[Shape] = iter([shapes[m] for m, chunk in table if not (rank == 0 and chunk == 0)])
         # A backward pass visits the chunks in reverse: the table's chunk 0 is the model's last, whose gradient
         # the last rank computes itself.
         self._gradients: Iterator[Shape] = iter(

@@ -21,9 +21,7 @@ PAD = -1
 
 def _one_pack(lengths: list[int], **constraints: object) -> tuple[SampleBatch, Plan]:
     options = {"dp_size": 1, "max_tokens": 512, "algorithm": "none", **constraints}
-    batch = SampleBatch.from_lists(
-        {"input_ids": [[i] * n for i, n in enumerate(lengths)]}, {"input_ids": "token"}
-    )
+    batch = SampleBatch.from_lists({"input_ids": [[i] * n for i, n in enumerate(lengths)]}, {"input_ids": "token"})
     return batch, plan_step(lengths, PlanConstraints(**options))
 
 
@@ -136,7 +134,9 @@ def _seen(spans: BucketSpans, layout: PackLayout) -> np.ndarray:
     for bucket in spans.buckets:
         count, width = bucket.queries.shape
         depth = bucket.keys.shape[1]
-        mask = torch.ones(width, depth).tril().bool().expand(count, -1, -1) if bucket.mask is None else bucket.mask[:, 0]
+        mask = (
+            torch.ones(width, depth).tril().bool().expand(count, -1, -1) if bucket.mask is None else bucket.mask[:, 0]
+        )
         grid = torch.zeros(count, width, layout.tokens, dtype=torch.bool)
         keys = bucket.keys[:, None].expand(-1, width, -1)
         # Repeated keys must not make a key seen that the mask hides: OR over repetitions.

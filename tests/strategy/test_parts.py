@@ -44,6 +44,7 @@ def _batching(mode: str) -> Any:
 
 def _start(**sizes: int) -> None:
     from megatron.core import parallel_state
+
     from roll_batching.modeling.parallel import start_processes
 
     start_processes()
@@ -81,6 +82,7 @@ def _compare(chunks: list[Any], optimizer: Any, mode: str, folder: str, **option
 
 def write_reference(folder: str) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     from tests.support.reference import gradients, policy_loss, stock_model
 
     _start()

@@ -34,6 +34,7 @@ def count_exchanges(payload: tuple[dict[str, Any], str]) -> dict[str, int]:
     """Transfers of a training step and a forward pass: activations, shapes (three integers), device syncs."""
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import p2p_communication
+
     from roll_batching.data import gather_lengths
     from roll_batching.losses import SFTLoss
 

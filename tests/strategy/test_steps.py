@@ -189,9 +189,7 @@ def loss_as_megatron_scales_it(_: None) -> list[float]:
     norms = []
     for per_token in (True, False):
         for apply in (True, False):
-            strategy = _strategy(
-                cap=48, megatron={"calculate_per_token_loss": per_token}, apply_loss_scale=apply
-            )
+            strategy = _strategy(cap=48, megatron={"calculate_per_token_loss": per_token}, apply_loss_scale=apply)
             local = _mine(strategy, random_batch(2, 12, 40))
             plan = strategy.plan(gather_lengths(local))
             strategy.train_step(distribute(local, plan), plan, SFTLoss())

@@ -54,7 +54,9 @@ class Layout:
         return (not self.sp or self.tp > 1) and (self.vpp == 1 or self.pp > 1)
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{k}{getattr(self, k)}" for k in ("tp", "pp", "vpp", "cp", "dp", "ep") if getattr(self, k) > 1)
+        sizes = " ".join(
+            f"{k}{getattr(self, k)}" for k in ("tp", "pp", "vpp", "cp", "dp", "ep") if getattr(self, k) > 1
+        )
         flags = [k for k in ("sp", "distopt", "recompute", "tied", "moe") if getattr(self, k)]
         scaling = [] if self.per_token else ["micro-batch-mean"]
         return " ".join([sizes or "one rank", *flags, *scaling, self.dtype])

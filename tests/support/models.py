@@ -116,6 +116,12 @@ def global_name(gpt: Any, name: str) -> str:
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(gpt.decoder.layers[int(parts[2])].layer_number - 1)
+    if "local_experts" in parts:
+        from megatron.core import parallel_state
+
+        at = parts.index("local_experts") + 1
+        mine = gpt.config.num_moe_experts // gpt.config.expert_model_parallel_size
+        parts[at] = str(int(parts[at]) + mine * parallel_state.get_expert_model_parallel_rank())
     name = ".".join(parts)
     if gpt.share_embeddings_and_output_weights and name == "output_layer.weight":
         return "embedding.word_embeddings.weight"
