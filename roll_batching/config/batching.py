@@ -83,8 +83,8 @@ class PassBatching:
         pp_size: int = 1,
         vpp_size: int = 1,
         sequence_parallel: bool = False,
-        group_size: int | None = None,
-        pack_multiple: int | None = None,
+        group_size: int | str | None = None,
+        pack_multiple: int = 1,
     ) -> PlanConstraints:
         """What `plan_step` needs to plan this pass in the given parallel layout.
 
@@ -93,9 +93,6 @@ class PassBatching:
         """
         from roll_batching.planning import PlanConstraints
 
-        optional = {"group_size": group_size, "pack_multiple": pack_multiple}
-        optional["sequence_multiple"] = self.sequence_multiple  # type: ignore[assignment]
-        given = {name: value for name, value in optional.items() if value is not None}
         return PlanConstraints(
             dp_size=dp_size,
             tp_size=tp_size,
@@ -114,7 +111,9 @@ class PassBatching:
             oversize=self.oversize,
             objective=self.objective,
             seed=self.seed,
-            **given,
+            group_size=group_size,
+            sequence_multiple=self.sequence_multiple,
+            pack_multiple=pack_multiple,
         )
 
 

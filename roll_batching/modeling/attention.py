@@ -177,4 +177,5 @@ def _varlen_attention(
         else:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    return varlen_attn(query, key, value, cu_queries, cu_keys, max_queries, max_keys, **options)
+    out: Any = varlen_attn(query, key, value, cu_queries, cu_keys, max_queries, max_keys, **options)
+    return out
