@@ -60,10 +60,11 @@ def adopt_parts(
         device=next(gpt.parameters()).device,
         groups=pg_collection,
     )
-    problems = part_problems(chunks, layout, batching, settings, defer_head=defer_head)
     error = None
-    if problems:
-        error = LayoutError("the parts cannot be trained as they are: " + "; ".join(problems))
+    try:
+        check_parts(chunks, layout, batching, settings, defer_head=defer_head)
+    except LayoutError as caught:
+        error = caught
     if dist.get_world_size() == 1:
         if error is not None:
             raise error
@@ -93,6 +94,20 @@ def _defer_in(chunk: Any) -> None:
     defer(gpt_of(chunk))
     if hooked:
         chunk.enable_forward_pre_hook()
+
+
+def check_parts(
+    chunks: Sequence[Any],
+    layout: ParallelLayout,
+    batching: BatchingConfig,
+    settings: StepSettings,
+    *,
+    defer_head: bool = False,
+) -> None:
+    """Raises `LayoutError` with all of `part_problems`, if there are any."""
+    problems = part_problems(chunks, layout, batching, settings, defer_head=defer_head)
+    if problems:
+        raise LayoutError("the model cannot be trained as it is: " + "; ".join(problems))
 
 
 def part_problems(

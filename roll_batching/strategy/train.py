@@ -19,7 +19,7 @@ from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, wrap_ddp
 from roll_batching.planning import CostModel, Plan
 from roll_batching.strategy.infer import MegatronInferStrategy
-from roll_batching.strategy.parts import adopt_parts
+from roll_batching.strategy.parts import adopt_parts, check_parts
 from roll_batching.strategy.settings import StepSettings
 
 
@@ -116,6 +116,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     def _build(self) -> None:
         config = self._configured()
         self.chunks = wrap_ddp(self._build_chunks(), config.strategy_args.strategy_config)
+        check_parts(self.chunks, self.layout, self.batching, self.settings)
         self.start_phase(config.training_args)
 
     def start_phase(self, training: TrainingArgs) -> None:
