@@ -1,0 +1,144 @@
+"""What the benchmarks of the loss path share: time, memory, the machine, and the check of their figures."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive at the same time, by following every operator's outputs.
+
+    Memory that a kernel takes and returns inside one operator is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor):
+                self._see(value.untyped_storage(), 0)  # older than this mode, or counted already
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                self._see(storage, storage.nbytes())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def peak_bytes(run: Callable[[], Any], device: str) -> int:
+    """Most bytes alive during `run` beyond those alive before it; its result counts until it returns."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with LiveBytes() as live:
+        run()
+    return live.peak
+
+
+def seconds(runs: Mapping[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:
+    """Least time of each, the candidates taking turns so that they meet the same machine.
+
+    On the CPU the process's own CPU time on one thread, which other programs disturb least; on CUDA the time
+    on the clock with the device drained before and after.
+    """
+    best = dict.fromkeys(runs, float("inf"))
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            clock = time.perf_counter if device == "cuda" else time.process_time
+            start = clock()
+            run()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if turn:  # the first warms up
+                best[name] = min(best[name], clock() - start)
+    return best
+
+
+def relative(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Largest norm of a difference over the norm of what is expected."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)) for a, b in pairs)
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Machine and versions, for the JSON file."""
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "clock": "wall" if device == "cuda" else "process CPU time",
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
+    }
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """The command line of both benchmarks; one thread on the CPU."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--check", action="store_true", help="exit 1 unless every figure keeps its limit")
+    parser.add_argument("--rounds", type=int, default=3, help="times each candidate is timed; the least counts")
+    parser.add_argument("--tokens", type=int, help="tokens, for a quicker run")
+    parser.add_argument("--vocabulary", type=int, help="columns, for a quicker run")
+    given = parser.parse_args()
+    if given.device == "cpu":
+        torch.set_num_threads(1)
+    return given
+
+
+def finish(given: argparse.Namespace, cases: list[dict[str, Any]]) -> None:
+    """Prints the table, writes the file, and, with --check, exits by the limits.
+
+    A case is {"case": name, "figures": {name: value}, "limits": {name: [value, limit]}}, kept when value <= limit.
+    """
+    broken = []
+    for case in cases:
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in case["figures"].items())
+        print(f"{case['case']}: {shown}")
+        for name, (value, limit) in case["limits"].items():
+            kept = value <= limit
+            print(f"    {name}: {value:.3g} (at most {limit:g}) {'ok' if kept else 'BROKEN'}")
+            if not kept:
+                broken.append(f"{case['case']}: {name}")
+    if given.json:
+        content = {"environment": environment(given.device), "cases": cases}
+        given.json.write_text(json.dumps(content, indent=1) + "\n")
+    if given.check and broken:
+        sys.exit("limits broken: " + "; ".join(broken))

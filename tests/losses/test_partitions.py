@@ -1,0 +1,125 @@
+"""Any random re-partition of a mini-batch changes loss and gradients by rounding only; through the real strategy."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.losses.steps import CAP, gap, make_strategy, step
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.loss
+
+HERE = "tests.losses.test_partitions:"
+PARTITIONS = 4
+SAMPLES = 11
+
+
+def losses() -> dict[str, Any]:
+    from roll_batching.losses import DPOLoss, PolicyLoss, SFTLoss, constant_mean
+
+    return {
+        "token-mean": PolicyLoss(kl_coef=0.05, entropy_coef=0.02),
+        "seq-mean-token-mean": PolicyLoss(aggregation="sequence_mean"),
+        "seq-mean-token-sum": PolicyLoss(aggregation="sequence_sum", dual_clip=2.0),
+        "Dr. GRPO": PolicyLoss(aggregation=constant_mean(40), engine_ratio_cap=1.5),
+        "a user's own": PolicyLoss(aggregation=lambda view, x: view.sample_mean(view.segment_sum(x).tanh())),
+        "GSPO, weighted": PolicyLoss(ratio="sequence", aggregation="sequence_mean", sample_weights="weights"),
+        "SFT": SFTLoss(),
+        "DPO": DPOLoss(),
+    }
+
+
+def batch() -> Any:
+    import torch
+
+    from tests.support.models import random_batch
+
+    data = random_batch(17, SAMPLES + 1, 30)
+    data = data.select([i for i, n in enumerate(data.lengths.tolist()) if n > 1][: SAMPLES - 1])
+    g = torch.Generator().manual_seed(1)
+    mask = data["response_mask"].clone()
+    mask[data.offsets[:-1] + 1] = True  # every response has a token
+    extra = {
+        "weights": torch.rand(len(data), generator=g) + 0.1,
+        "pair": torch.arange(len(data)) // 2,
+        "chosen": torch.arange(len(data)) % 2 == 0,
+        "rollout_log_probs": data["old_log_probs"] + 0.2 * torch.randn(data.num_tokens, generator=g),
+    }
+    kinds = dict.fromkeys(("weights", "pair", "chosen"), "sample") | {"rollout_log_probs": "next_token"}
+    return data.with_fields(extra | {"response_mask": mask}, kinds | {"response_mask": "token"})
+
+
+def random_plan(strategy: Any, data: Any, seed: int, pairs: bool) -> Any:
+    """Random bins under the cap for every data-parallel rank, some left empty, in random order."""
+    from roll_batching.data import gather_lengths
+    from roll_batching.planning import Plan
+    from tests.losses.steps import mine
+
+    table = gather_lengths(mine(strategy, data))
+    r = random.Random(seed)
+    at = {sample: i for i, sample in enumerate(table.ids.tolist())}
+    ids = data.ids.tolist()
+    units = [[at[a], at[b]] for a, b in zip(ids[::2], ids[1::2], strict=True)] if pairs else [[at[i]] for i in ids]
+    for unit in units:
+        r.shuffle(unit)
+    r.shuffle(units)
+    bins: list[list[list[int]]] = [[[], []] for _ in range(strategy.layout.dp_size)]
+
+    def tokens(samples: list[int]) -> int:  # with room for any layout's alignment
+        return sum(-(-int(table.lengths[i]) // 4) * 4 for i in samples)
+
+    for unit in units:
+        room = [b for rank in bins for b in rank if tokens(b) + tokens(unit) <= CAP]
+        if not room or r.random() < 0.2:
+            room = [[] for _ in bins]
+            for rank, new in zip(bins, room, strict=True):
+                rank.insert(r.randint(0, len(rank)), new)
+        r.choice(room).extend(unit)
+    constraints = strategy.plan(table).constraints
+    return Plan.from_bins(bins, table.lengths, constraints, ids=table.ids, location=table.location)
+
+
+def repartition(megatron: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    strategy = make_strategy(megatron=megatron)
+    data, worst = batch(), {}
+    for name, loss in losses().items():
+        plans = [random_plan(strategy, data, seed, name == "DPO") for seed in range(PARTITIONS)]
+        assert len({plan.fingerprint for plan in plans}) == PARTITIONS
+        first, *others = [step(strategy, data, loss, plan) for plan in plans]
+        for other in others:
+            for key, value in first[0].metrics.items():
+                assert abs(other[0].metrics[key] - value) < 1e-4 * max(1.0, abs(value)), (name, key)
+        gaps = [gap(other, first) for other in others]
+        worst[name] = (max(g[0] for g in gaps), max(g[1] for g in gaps), first[0].loss)
+    return worst
+
+
+LAYOUTS = {
+    "one rank": (1, {}),
+    "data 2": (2, {}),
+    "context 2, micro-batch mean": (2, {"context_parallel_size": 2, "calculate_per_token_loss": False}),
+    "pipeline 2": (2, {"pipeline_model_parallel_size": 2}),
+}
+found: dict[str, dict[str, tuple[float, float, float]]] = {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_random_partition_changes_rounding_only(layout: str, report) -> None:
+    ranks, megatron = LAYOUTS[layout]
+    found[layout] = run_ranks(ranks, HERE + "repartition", megatron)[0]
+    for name, (loss, gradient, _) in found[layout].items():
+        report(f"{name:20} {layout:28} {PARTITIONS} partitions: loss {loss:.1e}, gradient {gradient:.1e}")
+    assert max(loss for loss, _, _ in found[layout].values()) < 1e-5
+    assert max(gradient for _, gradient, _ in found[layout].values()) < 1e-5
+
+
+def test_and_so_does_the_layout() -> None:
+    missing = [layout for layout in LAYOUTS if layout not in found]
+    if missing:
+        pytest.skip(f"runs after the partitions of {', '.join(missing)}")
+    for name in losses():
+        values = [found[layout][name][2] for layout in LAYOUTS]
+        assert max(values) - min(values) < 1e-5 * max(abs(values[0]), 1e-2), name
