@@ -5,6 +5,9 @@
     python scripts/bench_planner.py --lengths FILE --json out.json
     python scripts/bench_planner.py --verl PATH --slime PATH --trl PATH --prtpy
 
+Time is wall time. On a machine that others use at the same moment, `--slack 2` doubles the limits and
+`--clock cpu` counts this process's CPU time instead (planning runs on one core); both are printed.
+
 Peers are called through their own functions, in this process, from a checkout's path; what they exceed is
 shown. Columns: `lockstep` = sum over k of the largest cost among ranks / (total / dp) - 1; `rank` = largest
 rank total / mean - 1; `K` = micro-batches per rank; `over` = packs above the cap.
@@ -42,6 +45,8 @@ from roll_batching.planning.order import order_for_pipeline, pipeline_makespan  
 
 COST = LinearQuadraticCost(linear=24576, quadratic=1)
 CAP = 16384
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+now = time.perf_counter
 Bins = list[list[list[int]]]
 Planner = Callable[[np.ndarray, int, int], Bins]
 
@@ -200,9 +205,9 @@ def prtpy_planner() -> Planner:
 
 
 def measure(planner: Planner, lengths: np.ndarray, dp: int, cap: int) -> dict[str, float]:
-    start = time.perf_counter()
+    start = now()
     bins = planner(lengths, dp, cap)
-    seconds = time.perf_counter() - start
+    seconds = now() - start
     costs = [[sum(COST.sequence(int(lengths[i])) for i in pack) for pack in rank] for rank in bins]
     count = max(map(len, costs))
     table = np.array([rank + [0] * (count - len(rank)) for rank in costs], dtype=float)
@@ -257,9 +262,9 @@ def show(rows: list[dict]) -> None:
 def median_seconds(call: Callable[[], object], repeats: int = 5) -> float:
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = now()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(now() - start)
     return statistics.median(times)
 
 
@@ -335,9 +340,9 @@ def check_order(checks: Checks) -> None:
                     else rng.lognormal(0, np.sqrt(np.log(1.16)), count)
                 )
                 costs = (drawn * 1e6).astype(np.int64)
-                start = time.perf_counter()
+                start = now()
                 order = order_for_pipeline(costs, stages=stages)
-                times.append(time.perf_counter() - start)
+                times.append(now() - start)
                 baseline = pipeline_makespan(costs[small_at_ends(costs)], stages=stages)
                 gains.append(1 - pipeline_makespan(costs[order], stages=stages) / baseline)
             name = f"order pp{stages} m{count} {kind}"
@@ -346,15 +351,15 @@ def check_order(checks: Checks) -> None:
             checks.seconds(name, statistics.median(times), 0.1)
 
 
-def run_checks(slack: float) -> list[dict]:
-    started = time.perf_counter()
+def run_checks(slack: float, clock: str) -> list[dict]:
+    started = now()
     plan_step(w1(0, 1024), PlanConstraints(dp_size=8, max_tokens=CAP), cost=COST)
-    first = time.perf_counter() - started
+    first = now() - started
     pack_bins([3, 2, 1], 4)
     checks = Checks(slack)
     for part in (check_balance, check_speed, check_bins, check_order):
         part(checks)
-    print(f"\nfirst call (compiling or loading the compiled code): {first:.2f} s; time limits x {slack:g}")
+    print(f"\nfirst call (compiling or loading the compiled code): {first:.2f} s; {clock} time, limits x {slack:g}")
     print("| figure | found | limit | holds |\n|---|---|---|---|")
     for row in checks.rows:
         print(f"| {row['figure']} | {row['found']:.5g} | {row['limit']:.5g} | {'yes' if row['holds'] else 'NO'} |")
@@ -373,7 +378,10 @@ def main() -> int:
     parser.add_argument("--slime", type=Path, help="path of a slime checkout")
     parser.add_argument("--trl", type=Path, help="path of a TRL checkout")
     parser.add_argument("--prtpy", action="store_true", help="use the installed prtpy")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="what times are measured in")
     options = parser.parse_args()
+    global now
+    now = CLOCKS[options.clock]
 
     planners: dict[str, Planner] = {"roll-batching": ours, "FFD + cost-sorted groups": sorted_groups}
     for name, make in (("verl", verl), ("slime", slime), ("trl", trl)):
@@ -395,7 +403,7 @@ def main() -> int:
         batches = [lengths[i : i + 1024] for i in range(0, min(len(lengths) - 1023, 5 * 1024), 1024)]
         rows += compare(planners, {f"{file.stem} n=1024 cap={cap}": batches or [lengths]}, options.dp, cap)
     show(rows)
-    checked = run_checks(options.slack) if options.check else []
+    checked = run_checks(options.slack, options.clock) if options.check else []
     if options.json:
         machine = {
             "python": platform.python_version(),
@@ -403,7 +411,9 @@ def main() -> int:
             "numba": numba.__version__,
             "processor": platform.processor() or platform.machine(),
         }
-        options.json.write_text(json.dumps({"machine": machine, "table": rows, "check": checked}, indent=1))
+        options.json.write_text(
+            json.dumps({"machine": machine, "clock": options.clock, "table": rows, "check": checked}, indent=1)
+        )
     return 0 if all(row["holds"] for row in checked) else 1
 
 

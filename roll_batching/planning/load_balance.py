@@ -16,8 +16,10 @@ from roll_batching.planning.search import assign_ranks, sort_columns, swap_units
 from roll_batching.planning.spread import cheapest_first, level_ranks, mend_overflow
 
 SEARCH_ITERATIONS = 300_000
+LARGE_ITERATIONS = 200_000
+MANY_UNITS = 512
 ITERATIONS_PER_UNIT = 1_200
-WIDE_COLUMN = 128
+WIDE_COLUMN = 192
 MEND_ITERATIONS = 200_000
 LEVEL_BUDGET = 4_000_000
 TRIED_COUNTS = 12
@@ -91,8 +93,9 @@ def _pipeline_order(inputs: PlanInputs, tops: Ints, tries: int) -> tuple[Ints, i
 
 
 def _iterations(units: int, dp_size: int) -> int:
-    """Steps of the swap search; a step costs more where columns are wide."""
-    return min(SEARCH_ITERATIONS, ITERATIONS_PER_UNIT * units) * WIDE_COLUMN // max(WIDE_COLUMN, dp_size)
+    """Steps of the swap search: fewer where many units level sooner, and where columns are wide and slow."""
+    steps = min(SEARCH_ITERATIONS if units <= MANY_UNITS else LARGE_ITERATIONS, ITERATIONS_PER_UNIT * units)
+    return steps * WIDE_COLUMN // max(WIDE_COLUMN, dp_size)
 
 
 class _Pool:
