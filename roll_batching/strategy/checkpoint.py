@@ -12,6 +12,7 @@ import importlib.util
 import json
 import queue
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +119,7 @@ def write_strategy(strategy: MegatronInferStrategy, folder: Path) -> None:
             "schedule_steps": getattr(strategy.scheduler, "num_steps", None),  # type: ignore[attr-defined]
         }
     state = _sharded_state(strategy, optimizer)
-    with _results_in_process():
+    with _quiet(), _results_in_process():
         dist_checkpointing.save(state, str(folder))
     if dist.get_rank() == 0:
         (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -150,7 +151,8 @@ def load_strategy(strategy: MegatronInferStrategy, path: str | Path, *, optimize
         _prepare_state(mine)
     state = _sharded_state(strategy, mine)
     _check_tensors(state, path, group, optimizer=mine is not None)
-    loaded = dist_checkpointing.load(state, str(path))
+    with _quiet():
+        loaded = dist_checkpointing.load(state, str(path))
     for index, chunk in enumerate(strategy.chunks):
         gpt_of(chunk).load_state_dict(loaded[f"model{index}"])
     if mine is not None:
@@ -237,6 +239,14 @@ def _restore_optimizer(strategy: Any, optimizer: Any, loaded: dict[Any, Any], re
     if strategy.scheduler is not None and record["schedule_steps"] is not None:
         strategy.scheduler.num_steps = record["schedule_steps"]
         strategy.scheduler.step(0)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron still calls what torch has announced to rename: nothing that a user could change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 @contextlib.contextmanager
