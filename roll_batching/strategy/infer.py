@@ -43,11 +43,14 @@ class MegatronInferStrategy:
 
     def __init__(self, config: WorkerConfig, *, seed: int = 0, temperature: float = 1.0) -> None:
         self.config: WorkerConfig | None = config
-        self.settings = StepSettings.of(config)
         self.seed = seed
+        self._start(config.batching(), StepSettings.of(config), temperature)
+
+    def _start(self, batching: BatchingConfig, settings: StepSettings, temperature: float) -> None:
+        """What a strategy holds, however it is made."""
+        self.batching, self.settings = batching, settings
         self.temperature = temperature
         """Logits are divided by it wherever log-probs are computed; rollouts should sample with the same."""
-        self.batching: BatchingConfig = config.batching()
         self.layout: ParallelLayout
         self.chunks: list[Any]
         self.pg_collection: Any = None

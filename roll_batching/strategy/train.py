@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roll_batching.config import BatchingConfig, TrainingArgs, WorkerConfig
+from roll_batching.config import BatchingConfig, TrainingArgs
 from roll_batching.data import SampleBatch
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import loss_spec
@@ -50,8 +50,8 @@ class StepResult:
 class MegatronTrainStrategy(MegatronInferStrategy):
     """Training steps over planned micro-batches; subclass it and define `token_loss` for your own loss."""
 
-    def __init__(self, config: WorkerConfig, *, seed: int = 0, temperature: float = 1.0) -> None:
-        super().__init__(config, seed=seed, temperature=temperature)
+    def _start(self, batching: BatchingConfig, settings: StepSettings, temperature: float) -> None:
+        super()._start(batching, settings, temperature)
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.skipped_steps = 0
@@ -95,12 +95,10 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             LayoutError: on all ranks, naming everything about the parts that cannot work and what to set.
         """
         strategy = cls.__new__(cls)
-        strategy.config, strategy.seed, strategy.temperature = None, 0, temperature
-        strategy.batching, strategy.vocab_size = batching, vocab_size
-        strategy.settings = replace(settings or StepSettings(), rows_form=rows_form)
+        strategy.config, strategy.seed = None, 0
+        strategy._start(batching, replace(settings or StepSettings(), rows_form=rows_form), temperature)
         strategy.optimizer, strategy.scheduler = optimizer, scheduler
-        strategy.skipped_steps, strategy._noticed_fillers = 0, False
-        strategy.pg_collection = pg_collection
+        strategy.vocab_size, strategy.pg_collection = vocab_size, pg_collection
         strategy.chunks = list(model_chunks)
         adopted = adopt_parts(
             strategy.chunks,
