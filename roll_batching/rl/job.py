@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +52,9 @@ class Job:
     def __init__(self, config: JobConfig, inputs: JobInputs) -> None:
         self.config, self.inputs = config, inputs
         sampling = config.actor_infer.generating_args
-        self.strategy = MegatronTrainStrategy(config.actor_train, seed=config.seed, temperature=sampling.temperature)
+        self.schedule = rl_schedule(config, config.dp_size(int(os.environ.get("WORLD_SIZE", "1"))))
+        worker = config.actor_train.model_copy(update={"training_args": self.schedule})
+        self.strategy = MegatronTrainStrategy(worker, seed=config.seed, temperature=sampling.temperature)
         self.strategy.initialize()
         layout = self.strategy.layout
         agree(layout.host_group, None, same=digest(inputs.fingerprint), what="the data files")
@@ -138,7 +141,7 @@ class Grpo:
     def run(self) -> None:
         """All steps. The first row holds the evaluation before any update, the last the one after all."""
         config, strategy, recorder, checkpoints = self.config, self.strategy, self.job.recorder, self.job.checkpoints
-        strategy.start_phase(self._schedule())
+        strategy.start_phase(self.job.schedule)
         behind = checkpoints.restore("rl", self.stream, self.reference)
         recorder.start("rl", config.max_steps, behind)
         for step in range(behind + 1, config.max_steps + 1):
@@ -161,16 +164,6 @@ class Grpo:
             shown = {"reward": row["reward"], "length": row["response_length_mean"]}
             recorder.step(step, row, shown=shown | {"held-out": row.get("eval_reward")})
             checkpoints.save_if_due("rl", step, config.max_steps, self.stream, self.reference)
-
-    def _schedule(self) -> TrainingArgs:
-        """The RL phase's training arguments, with the number of optimizer steps that it will make."""
-        args = self.config.actor_train.training_args
-        if args.max_steps > 0:
-            return args
-        samples = self.config.rollout_batch_size * self.config.group_size
-        per_step = -(-samples // self.settings.mini_batch_size) * self.settings.epochs
-        total = self.config.max_steps * per_step
-        return self.config.actor_train.with_training(max_steps=total).training_args
 
     def _evaluator(self) -> Evaluator | None:
         inputs, config = self.job.inputs, self.config
@@ -244,6 +237,16 @@ class Grpo:
             for mode, tokens in self.comparison.tokens(update.plan.lengths).items():
                 totals[mode] = totals.get(mode, 0) + tokens
         return {f"tokens_{mode}": tokens for mode, tokens in totals.items()}
+
+
+def rl_schedule(config: JobConfig, dp_size: int) -> TrainingArgs:
+    """The RL phase's training arguments, `max_steps` being the optimizer steps that it will make."""
+    args = config.actor_train.training_args
+    if args.max_steps > 0 or not config.max_steps:
+        return args
+    samples = config.rollout_batch_size * config.group_size
+    per_step = -(-samples // config.mini_batch_size(dp_size)) * config.ppo_epochs
+    return config.actor_train.with_training(max_steps=config.max_steps * per_step).training_args
 
 
 def step_seed(seed: int, step: int) -> int:

@@ -50,12 +50,12 @@ def test_worked_documents_carry_the_total_along(data):
         assert last == f"#{before:02d}"
     for row in data["corpus"]:
         assert row["response"].endswith(f"#{total(row['prompt']):02d}")
-    assert 0.33 < len(worked) / len(data["corpus"]) < 0.47
+    assert 0.28 < len(worked) / len(data["corpus"]) < 0.42
 
 
 def test_worked_and_terse_documents_are_mixed_from_the_start(data):
     shows = [";" in row["response"] for row in data["corpus"]]
-    assert 10 < sum(shows[:50]) < 30 and 10 < sum(shows[-50:]) < 30
+    assert 8 < sum(shows[:50]) < 28 and 8 < sum(shows[-50:]) < 28
 
 
 def test_held_out_problems_are_seen_nowhere_else(data):
