@@ -32,10 +32,11 @@ fi
 use_environment megatron
 
 data=data/ledger/seed$seed
-if [ ! -f "$data/done" ]; then
+version=$(cksum <examples/ledger/make_data.py)
+if [ "$(cat "$data/version" 2>/dev/null)" != "$version" ]; then
     say "writing the data of the task into $data"
     "$python" examples/ledger/make_data.py --out "$data" --seed "$seed"
-    touch "$data/done"
+    echo "$version" >"$data/version"
 fi
 
 # Megatron says on every import that it does without these; on a CPU it always does.
