@@ -208,12 +208,14 @@ def measure(planner: Planner, lengths: np.ndarray, dp: int, cap: int) -> dict[st
     start = now()
     bins = planner(lengths, dp, cap)
     seconds = now() - start
+    packs = [pack for rank in bins for pack in rank if pack]
+    if not packs:
+        raise ValueError(f"placed none of {len(lengths)} sequences")
+    placed = sorted(i for pack in packs for i in pack)
     costs = [[sum(COST.sequence(int(lengths[i])) for i in pack) for pack in rank] for rank in bins]
     count = max(map(len, costs))
     table = np.array([rank + [0] * (count - len(rank)) for rank in costs], dtype=float)
     mean = sum(COST.sequence(int(n)) for n in lengths) / dp
-    packs = [pack for rank in bins for pack in rank if pack]
-    placed = sorted(i for pack in packs for i in pack)
     return {
         "lockstep": float(table.max(axis=0).sum() / mean - 1),
         "rank": float(table.sum(axis=1).max() / mean - 1),
@@ -229,8 +231,8 @@ def compare(planners: dict[str, Planner], inputs: dict[str, list[np.ndarray]], d
     rows = []
     for workload, batches in inputs.items():
         for name, planner in planners.items():
-            measure(planner, batches[0], dp, cap)  # compiled, caches warm
             try:
+                measure(planner, batches[0], dp, cap)  # compiled, caches warm
                 found = [measure(planner, lengths, dp, cap) for lengths in batches]
             except (AssertionError, ValueError) as error:
                 rows.append({"workload": workload, "planner": name, "error": str(error)[:60]})
