@@ -63,9 +63,10 @@ def test_fewer_prompts_than_ranks_still_train(folder):
         },
         {"adv_estimator": "reinforce", "norm_mean_type": "batch", "whiten_advantages": True},
         {"drop_zero_advantage_groups": True, "ppo_epochs": 2},
+        {"actor_train__training_args__lr_scheduler_type": "linear"},
         {"actor_train__use_sequence_packing": False, "actor_train__training_args__gradient_accumulation_steps": 2},
     ],
-    ids=["own plan", "no old log-probs", "reference", "reinforce", "idle groups", "padded"],
+    ids=["own plan", "no old log-probs", "reference", "reinforce", "idle groups", "decaying rate", "padded"],
 )
 def test_variants_of_the_objective_run(folder, changes):
     base = {"reward_function": "tests.rl.jobs:length", "warmup": None}
@@ -75,6 +76,9 @@ def test_variants_of_the_objective_run(folder, changes):
     if "kl_loss_coef" in changes:
         assert rows[0]["ref_kl"] == pytest.approx(0, abs=1e-9), "the reference is the policy as RL begins"
         assert rows[1]["ref_kl"] > 1e-6
+    if changes.get("actor_train__training_args__lr_scheduler_type") == "linear":
+        # Two steps of two mini-batches: a row shows the rate of its second.
+        assert [r["lr"] for r in rows] == pytest.approx([0.75e-3, 0.25e-3])
 
 
 def test_the_control_gives_advantages_to_the_wrong_samples(folder):
