@@ -1,4 +1,4 @@
-"""The command line: `roll-batching train --config FILE [key=value ...]`."""
+"""The command line: `roll-batching train | plan | convert-config`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import typer
 
 from roll_batching.config import JobConfig, Notice, load_config
 from roll_batching.errors import RollBatchingError
+from roll_batching.launch.convert_command import convert_config
+from roll_batching.launch.plan_command import plan
 
 LAUNCHED = "ROLL_BATCHING_LAUNCHED"
 
@@ -24,9 +26,8 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _root() -> None:
-    """Keeps `train` a subcommand even when it is the only one."""
+app.command()(plan)
+app.command()(convert_config)
 
 
 @app.command()

@@ -20,6 +20,11 @@ import pytest
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--deep", action="store_true", help="planning: 100,000 random plans instead of 2,000")
+
+
 SECTIONS = ("equality", "bad_input", "config", "layouts", "loss", "planning")
 _lines: dict[str, list[str]] = defaultdict(list)
 
