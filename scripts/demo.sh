@@ -40,7 +40,7 @@ if [ "$(cat "$data/version" 2>/dev/null)" != "$version" ]; then
 fi
 
 # Megatron says on every import that it does without these; on a CPU it always does.
-export PYTHONWARNINGS=${PYTHONWARNINGS:-"ignore:Transformer Engine and Apex,ignore:Apex is not installed"}
+export PYTHONWARNINGS=${PYTHONWARNINGS:-"ignore:Transformer Engine and Apex,ignore:Apex is not installed,ignore:MimoModelConfig is experimental"}
 say "training: runs/$name"
 exec "$python" -m roll_batching.cli train --config configs/demo_grpo.yaml \
     exp_name="$name" seed="$seed" control="$control" \
