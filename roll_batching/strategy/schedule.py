@@ -73,13 +73,14 @@ def run_schedule(
         pack = next(iterator)
         rows = pack.layout.rectangle_rows if rows_form else 1
         extra = {"padding_mask": pack.padding_mask.view(rows, -1)} if pads_matter else {}
-        output = chunk(
-            input_ids=pack.input_ids.view(rows, -1),
-            position_ids=pack.params.positions.view(rows, -1),
-            attention_mask=None,
-            packed_seq_params=None if rows_form else pack.params,
-            **extra,
-        )
+        with contextlib.nullcontext() if pack.samples or not pads_matter else _without_router_losses(chunk):
+            output = chunk(
+                input_ids=pack.input_ids.view(rows, -1),
+                position_ids=pack.params.positions.view(rows, -1),
+                attention_mask=None,
+                packed_seq_params=None if rows_form else pack.params,
+                **extra,
+            )
         return output, bind_loss(pack, chunk)
 
     communicator, options, changes = None, {}, {}
@@ -112,6 +113,20 @@ def run_schedule(
     if isinstance(communicator, PlannedP2P):
         communicator.check_exhausted(forward_only)
     return results
+
+
+@contextlib.contextmanager
+def _without_router_losses(chunk: Any) -> Iterator[None]:
+    """For a filler: an auxiliary loss over no real token is 0 / 0, and would make every gradient NaN.
+
+    In evaluation mode routers add no losses and count no tokens; nothing is recomputed later in another mode.
+    """
+    training = chunk.training
+    chunk.eval()
+    try:
+        yield
+    finally:
+        chunk.train(training)
 
 
 @contextlib.contextmanager
