@@ -65,8 +65,8 @@ def local_counts(
     up to its last but one row. Raises `DataError` for fields that are missing or not numeric.
     """
     used = local.lengths.clone()
-    for sample, length in (used_lengths or {}).items():
-        used[local.rows_of([sample])] = length
+    for identity, length in (used_lengths or {}).items():
+        used[local.rows_of([identity])] = length
     sample = torch.repeat_interleave(torch.arange(len(local)), local.lengths)
     position = torch.arange(local.num_tokens) - local.offsets[:-1][sample]
     predicts = position < used[sample] - 1

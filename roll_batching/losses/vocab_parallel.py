@@ -90,10 +90,9 @@ def _shaped(buffer: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
 
 def _statistics(logits: _Logits, want_entropy: bool, group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(log prob of the label, log-sum-exp, entropy), each [rows]; entropy is zeros when not wanted."""
-    count, like = len(logits.column), {"dtype": logits.dtype, "device": logits.source.device}
+    total, moment, target = logits.source.new_zeros(3, len(logits.column), dtype=logits.dtype).unbind(0)
     # A shard without real columns bounds nothing and adds nothing.
-    top = torch.full((count,), torch.finfo(torch.float32).min / 4, **like)
-    total, moment, target = (torch.zeros(count, **like) for _ in range(3))
+    top = torch.full_like(total, torch.finfo(torch.float32).min / 4)
     x_buffer, e_buffer = logits.buffer(), logits.buffer()
     for rows, columns in logits.tiles():
         x = logits.load(rows, columns, _shaped(x_buffer, rows, columns))
