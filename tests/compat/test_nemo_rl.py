@@ -28,9 +28,7 @@ def batch():
 @pytest.mark.parametrize("algorithm", list(nemo_rl.PackingAlgorithm))
 def test_packers_keep_the_capacity_and_the_count_rules(algorithm):
     lengths = np.random.default_rng(0).integers(1, 100, 60).tolist()
-    packer = nemo_rl.get_packer(
-        algorithm.name, 100, collect_metrics=True, min_bin_count=40, bin_count_multiple=8
-    )
+    packer = nemo_rl.get_packer(algorithm.name, 100, collect_metrics=True, min_bin_count=40, bin_count_multiple=8)
     bins = packer.pack(lengths)
     assert sorted(i for members in bins for i in members) == list(range(60))
     assert all(members and sum(lengths[i] for i in members) <= 100 for members in bins)
@@ -119,6 +117,4 @@ def test_yaml_sections_of_the_document_convert():
     assert ours["max_tokens_per_microbatch_in_infer"] == 8192
     assert ours["sequence_length_round_in_train"] == 64
     with pytest.raises(PlanError, match="both enabled"):
-        nemo_rl.convert_policy(
-            {"sequence_packing": {"enabled": True}, "dynamic_batching": {"enabled": True}}
-        )
+        nemo_rl.convert_policy({"sequence_packing": {"enabled": True}, "dynamic_batching": {"enabled": True}})

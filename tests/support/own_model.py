@@ -85,6 +85,7 @@ def build(
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
+
     from roll_batching.modeling.rotary import RotarySettings
     from roll_batching.modeling.spec import packed_layer_spec
 
