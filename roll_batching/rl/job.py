@@ -84,7 +84,9 @@ class Job:
                 Grpo(self).run()
         finally:
             self.recorder.close()
-        self.recorder.conclude(self.strategy.batching.train.mode)
+        batching = self.strategy.batching.train
+        fixed = batching.mode == "padded" and batching.padded_length is not None
+        self.recorder.conclude("full" if fixed else batching.mode)
 
     def _warm_up(self) -> None:
         warmup, strategy = self.config.warmup, self.strategy

@@ -56,7 +56,7 @@ class RunRecorder:
         self.metrics.close()
 
     def conclude(self, mode: str) -> None:
-        """Draw the learning curve and print the closing table. `mode` is the batching that was trained with."""
+        """Draw the learning curve and print the closing table. `mode` is the table's line that this run is."""
         if not self._enabled:
             return
         config = self._config
