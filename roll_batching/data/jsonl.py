@@ -42,7 +42,9 @@ def _read_file(path: Path, keys: Sequence[str]) -> list[Record]:
         content = path.read_bytes()
     except OSError as error:
         why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise DataError(f"Data file {path} {why}; looked at {path.absolute()}.") from None
+        raise DataError(
+            f"Data file {path} {why}; looked at {path.absolute()}. Relative paths start at the working directory."
+        ) from None
     records = [
         _parse(line, f"{path}:{number}", keys)
         for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
