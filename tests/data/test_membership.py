@@ -78,3 +78,17 @@ def test_bad_numbers_are_refused():
         mini_batches(4, 2, seed=0, group_ids=[1, 2, 3])
     with pytest.raises(DataError, match="Rank 3 is not in a group of 3"):
         rank_slice(1, 3, 3)
+
+
+def test_every_pair_shares_a_mini_batch_equally_often():
+    """Uniform membership: a pair of 12 samples meets in mini-batches of 4 with probability 3/11, whatever the pair."""
+    draws, count, size = 3000, 12, 4
+    together = np.zeros((count, count))
+    for seed in range(draws):
+        for rows in mini_batches(count, size, seed=seed):
+            together[np.ix_(rows, rows)] += 1
+    pairs = together[~np.eye(count, dtype=bool)] / draws
+    expected = (size - 1) / (count - 1)
+    deviation = np.sqrt(expected * (1 - expected) / draws)
+    assert np.abs(pairs - expected).max() < 5 * deviation
+    assert (np.diag(together) == draws).all()
