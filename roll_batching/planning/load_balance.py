@@ -1,10 +1,14 @@
 """Algorithm "load_balance": few packs under the hard cap, balanced for the topology's objective.
 
 Count first, then a placement by cost, then swaps that lower the lockstep cost, then exchanges inside a
-column that level the rank totals, then the order of the columns.
+column that level the rank totals, then the order of the columns. In a pipeline more micro-batches can be
+faster than fewer: several counts are balanced in part, the most promising ones in full, and the one with
+the smallest makespan is taken.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,14 +26,33 @@ ITERATIONS_PER_UNIT = 1_200
 WIDE_COLUMN = 192
 MEND_ITERATIONS = 200_000
 LEVEL_BUDGET = 4_000_000
-TRIED_COUNTS = 12
-NEIGHBOURS = 2
-ESTIMATE_ORDERS = 3_000
-"""Micro-batch counts whose makespan is simulated, how far around the best of them, and orders tried for it."""
 THRESHOLD_DIVISOR = 50
+
+TRIED_COUNTS = 12
+"""Micro-batch counts, in equal ratios, that a pipeline tries first."""
+NEIGHBOURS = 2
+"""How far around the best of them it tries on."""
+FINALISTS = 3
+"""How many of all these are balanced in full."""
+ESTIMATE_SHARE = 16
+"""A count is tried with this part of the search's iterations."""
+ESTIMATE_ORDERS = 3_000
+"""Orders of micro-batches tried to compare counts."""
 
 OBJECTIVE_WEIGHTS = {"balanced": (1, 1), "lockstep": (1, 0), "rank_total": (0, 1), "pipeline": (1, 1)}
 """Weights of the lockstep cost and of the rank excess."""
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Packs, and which of them meet at one index."""
+
+    place: Ints
+    """int64[n]: the pack of every unit."""
+    columns: Ints
+    """int64[K, dp]: the packs of every index, before their order in time is known."""
+    rank_of_pack: Ints
+    """int64[dp*K]"""
 
 
 def balance_units(inputs: PlanInputs, *, count: int | None = None) -> tuple[Ints, Ints, int]:
@@ -38,64 +61,119 @@ def balance_units(inputs: PlanInputs, *, count: int | None = None) -> tuple[Ints
     `count` prescribes K (it must be legal and large enough); None chooses it.
     """
     constraints = inputs.constraints
-    units = inputs.units
-    dp_size = constraints.dp_size
-    pooled = not np.any(units.home >= 0)
-    if pooled:
-        pools = [_Pool(inputs, np.arange(len(units)), dp_size)]
+    pools = _pools(inputs)
+    if constraints.pp_size == 1:
+        count = legal_count(_fewest(inputs, pools), constraints) if count is None else count
+        packing = _search(inputs, _start(inputs, pools, count), count)
+        table = _level(inputs, packing, count)
     else:
-        pools = [_Pool(inputs, np.flatnonzero(units.home == rank), 1) for rank in range(dp_size)]
-    if count is None:
-        count = _choose_count(inputs, pools)
-    start = _better_start(inputs, count, [pool.place(count) for pool in pools], pools)
-    place, table = _balance(inputs, start, count)
-    if constraints.pp_size > 1:
-        place, table = _for_pipeline(inputs, start, place, table)
-    where = np.empty(dp_size * count, dtype=np.int64)
-    where[table.reshape(-1)] = np.arange(dp_size * count)
-    final = where[place]
+        counts = _promising_counts(inputs, pools) if count is None else [count]
+        candidates = [packing for one in counts for packing in _candidates(inputs, pools, one)]
+        packing = min(candidates, key=lambda packing: _makespan(inputs, packing))
+        count = len(packing.columns)
+        table = _level(inputs, packing, count)
+        tops = _pack_costs(inputs, packing.place, count)[table].max(axis=0) + inputs.fixed_cost
+        table = table[:, _pipeline_order(inputs, tops, MOST_ORDERS)]
+    where = np.empty(table.size, dtype=np.int64)
+    where[table.reshape(-1)] = np.arange(table.size)
+    final = where[packing.place]
     order = np.argsort(final, kind="stable").astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(final, minlength=dp_size * count))])
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(final, minlength=table.size))])
     return order, offsets.astype(np.int64), count
 
 
-def _for_pipeline(inputs: PlanInputs, start: Ints, place: Ints, table: Ints) -> tuple[Ints, Ints]:
-    """The better of the searched packs and those it started from, columns in the order of a pipeline.
+def _candidates(inputs: PlanInputs, pools: list[_Pool], count: int, share: int = 1) -> list[_Packing]:
+    """The searched packs and those the search started from.
 
     The search levels ranks inside columns; a pipeline also gains from columns that are alike, as the
     placement by cost makes them.
     """
-    constraints = inputs.constraints
-    count = table.shape[1]
-    homes = bool(np.any(inputs.units.home >= 0))
+    start = _start(inputs, pools, count)
     load = _pack_costs(inputs, start, count)
-    columns, _ = sort_columns(load, constraints.dp_size, count, homes)
-    ranks, _ = assign_ranks(columns, load, homes)
-    candidates = [(place, table), (start, _level(inputs, start, count, columns, ranks))]
-    best, best_time = candidates[0], -1
-    for candidate in candidates:
-        tops = _pack_costs(inputs, candidate[0], count)[candidate[1]].max(axis=0) + inputs.fixed_cost
-        order, time = _pipeline_order(inputs, tops, MOST_ORDERS)
-        if best_time < 0 or time < best_time:
-            best, best_time = (candidate[0], candidate[1][:, order]), time
-    return best
+    columns, _ = sort_columns(load, inputs.constraints.dp_size, count, _at_home(inputs))
+    ranks, _ = assign_ranks(columns, load, _at_home(inputs))
+    return [_search(inputs, start, count, share), _Packing(start, columns, ranks)]
 
 
-def _pipeline_order(inputs: PlanInputs, tops: Ints, tries: int) -> tuple[Ints, int]:
-    """The order of columns, given the largest cost in each, and its makespan."""
+def _makespan(inputs: PlanInputs, packing: _Packing) -> int:
+    """The pipeline's makespan after a short search for an order."""
     constraints = inputs.constraints
-    stages, chunks = constraints.pp_size, constraints.vpp_size
-    group_size = group_size_of(len(tops), constraints)
-    order = order_for_pipeline(
-        tops, stages=stages, chunks=chunks, group_size=group_size, seed=constraints.seed, tries=tries
+    load = _pack_costs(inputs, packing.place, len(packing.columns))
+    tops = load[packing.columns].max(axis=1) + inputs.fixed_cost
+    return pipeline_makespan(
+        tops[_pipeline_order(inputs, tops, ESTIMATE_ORDERS)],
+        stages=constraints.pp_size,
+        chunks=constraints.vpp_size,
+        group_size=group_size_of(len(tops), constraints),
     )
-    return order, pipeline_makespan(tops[order], stages=stages, chunks=chunks, group_size=group_size)
+
+
+def _pipeline_order(inputs: PlanInputs, tops: Ints, tries: int) -> Ints:
+    """The order of columns, given the largest cost in each."""
+    constraints = inputs.constraints
+    return order_for_pipeline(
+        tops,
+        stages=constraints.pp_size,
+        chunks=constraints.vpp_size,
+        group_size=group_size_of(len(tops), constraints),
+        seed=constraints.seed,
+        tries=tries,
+    )
+
+
+def _fewest(inputs: PlanInputs, pools: list[_Pool]) -> int:
+    """The fewest micro-batches per rank found."""
+    constraints = inputs.constraints
+    needed = 1
+    for pool in pools:
+        least, fewest = pool.least_count(), pool.first_fit_count
+        while (
+            fewest > max(least, needed)
+            and legal_count(fewest - 1, constraints) < legal_count(fewest, constraints)
+            and pool.try_place(fewest - 1) is not None
+        ):
+            fewest -= 1
+        needed = max(needed, fewest)
+    return needed
+
+
+def _promising_counts(inputs: PlanInputs, pools: list[_Pool]) -> list[int]:
+    """The counts with the smallest makespans after a part of the search; of equals the smaller."""
+    constraints = inputs.constraints
+    needed = _fewest(inputs, pools)
+    most = max(-(-len(pool.units) // pool.ranks) for pool in pools)
+    times: dict[int, int] = {}
+
+    def time(count: int) -> int:
+        if count not in times:
+            tried = _candidates(inputs, pools, count, ESTIMATE_SHARE)
+            times[count] = min(_makespan(inputs, packing) for packing in tried)
+        return times[count]
+
+    best = min(legal_counts(needed, most, constraints, TRIED_COUNTS), key=lambda count: (time(count), count))
+    least = legal_count(needed, constraints)
+    for nearby in range(max(least, best - NEIGHBOURS), best + NEIGHBOURS + 1):
+        if legal_count(nearby, constraints) == nearby:
+            time(nearby)
+    return sorted(times, key=lambda count: (times[count], count))[:FINALISTS]
 
 
 def _iterations(units: int, dp_size: int) -> int:
     """Steps of the swap search: fewer where many units level sooner, and where columns are wide and slow."""
     steps = min(SEARCH_ITERATIONS if units <= MANY_UNITS else LARGE_ITERATIONS, ITERATIONS_PER_UNIT * units)
     return steps * WIDE_COLUMN // max(WIDE_COLUMN, dp_size)
+
+
+def _at_home(inputs: PlanInputs) -> bool:
+    """Whether the units have ranks where they must stay (all have, or none)."""
+    return bool(np.any(inputs.units.home >= 0))
+
+
+def _pools(inputs: PlanInputs) -> list[_Pool]:
+    units, dp_size = inputs.units, inputs.constraints.dp_size
+    if not _at_home(inputs):
+        return [_Pool(inputs, np.arange(len(units)), dp_size)]
+    return [_Pool(inputs, np.flatnonzero(units.home == rank), 1) for rank in range(dp_size)]
 
 
 class _Pool:
@@ -148,59 +226,11 @@ class _Pool:
         return place
 
 
-def _choose_count(inputs: PlanInputs, pools: list[_Pool]) -> int:
-    """K: the fewest micro-batches found, or the count with the smallest predicted makespan."""
-    constraints = inputs.constraints
-    needed = 1
-    for pool in pools:
-        least, fewest = pool.least_count(), pool.first_fit_count
-        while (
-            fewest > max(least, needed)
-            and legal_count(fewest - 1, constraints) < legal_count(fewest, constraints)
-            and pool.try_place(fewest - 1) is not None
-        ):
-            fewest -= 1
-        needed = max(needed, fewest)
-    if constraints.pp_size == 1:
-        return legal_count(needed, constraints)
-    return _count_by_makespan(inputs, pools, needed)
-
-
-def _count_by_makespan(inputs: PlanInputs, pools: list[_Pool], needed: int) -> int:
-    """The count whose packs, placed by cost and ordered for the pipeline, have the smallest makespan.
-
-    Counts in equal ratios are tried first, then the neighbours of the best; of equals the smaller is taken.
-    """
-    constraints = inputs.constraints
-    most = max(-(-len(pool.units) // pool.ranks) for pool in pools)
-    homes = bool(np.any(inputs.units.home >= 0))
-    times: dict[int, int] = {}
-
-    def time(count: int) -> int:
-        if count not in times:
-            place = np.empty(len(inputs.units), dtype=np.int64)
-            for index, pool in enumerate(pools):
-                place[pool.units] = pool.place(count) + index * count * pool.ranks
-            load = _pack_costs(inputs, place, count)
-            columns, _ = sort_columns(load, constraints.dp_size, count, homes)
-            tops = load[columns].max(axis=1) + inputs.fixed_cost
-            _, times[count] = _pipeline_order(inputs, tops, ESTIMATE_ORDERS)
-        return times[count]
-
-    best = min(legal_counts(needed, most, constraints, TRIED_COUNTS), key=lambda count: (time(count), count))
-    least = legal_count(needed, constraints)
-    for nearby in range(max(least, best - NEIGHBOURS), best + NEIGHBOURS + 1):
-        if legal_count(nearby, constraints) == nearby:
-            time(nearby)
-    return min(times, key=lambda count: (times[count], count))
-
-
-def _better_start(inputs: PlanInputs, count: int, placed: list[Ints], pools: list[_Pool]) -> Ints:
+def _start(inputs: PlanInputs, pools: list[_Pool], count: int) -> Ints:
     """The placement by cost, or first-fit-decreasing's own packs where those are the better balanced."""
     dp_size = inputs.constraints.dp_size
-    homes = bool(np.any(inputs.units.home >= 0))
     column_weight, rank_weight = OBJECTIVE_WEIGHTS[inputs.constraints.resolved_objective]
-    starts = [placed]
+    starts = [[pool.place(count) for pool in pools]]
     if all(pool.first_fit_count <= count for pool in pools):
         starts.append([pool.first_fit for pool in pools])
     best, best_energy = None, 0
@@ -209,8 +239,8 @@ def _better_start(inputs: PlanInputs, count: int, placed: list[Ints], pools: lis
         for index, (pool, packs) in enumerate(zip(pools, start, strict=True)):
             place[pool.units] = packs + index * count * pool.ranks
         load = _pack_costs(inputs, place, count)
-        columns, _ = sort_columns(load, dp_size, count, homes)
-        _, totals = assign_ranks(columns, load, homes)
+        columns, _ = sort_columns(load, dp_size, count, _at_home(inputs))
+        _, totals = assign_ranks(columns, load, _at_home(inputs))
         above = int(np.maximum(totals - totals.sum() // dp_size, 0).sum())
         energy = column_weight * int(load[columns].max(axis=1).sum()) + rank_weight * above
         if best is None or energy < best_energy:
@@ -219,8 +249,8 @@ def _better_start(inputs: PlanInputs, count: int, placed: list[Ints], pools: lis
     return best
 
 
-def _balance(inputs: PlanInputs, place: Ints, count: int) -> tuple[Ints, Ints]:
-    """Swap units for the objective: packs of all units, and the pack at each place (int64[dp, K])."""
+def _search(inputs: PlanInputs, place: Ints, count: int, share: int = 1) -> _Packing:
+    """Swap units for the objective, with one part in `share` of the iterations."""
     constraints = inputs.constraints
     units = inputs.units
     dp_size = constraints.dp_size
@@ -235,7 +265,7 @@ def _balance(inputs: PlanInputs, place: Ints, count: int) -> tuple[Ints, Ints]:
         dp_size,
         count,
         constraints.usable_tokens,
-        _iterations(len(units), dp_size),
+        _iterations(len(units), dp_size) // share,
         threshold,
         column_weight,
         rank_weight,
@@ -244,17 +274,17 @@ def _balance(inputs: PlanInputs, place: Ints, count: int) -> tuple[Ints, Ints]:
         6 + dp_size // 8 if column_weight else 0,
         constraints.seed,
     )
-    return place, _level(inputs, place, count, columns, rank_of_pack)
+    return _Packing(place, columns, rank_of_pack)
 
 
-def _level(inputs: PlanInputs, place: Ints, count: int, columns: Ints, rank_of_pack: Ints) -> Ints:
+def _level(inputs: PlanInputs, packing: _Packing, count: int) -> Ints:
     """The pack at each place (int64[dp, K]), columns by falling cost, rank totals as level as packs allow."""
     dp_size = inputs.constraints.dp_size
-    load = _pack_costs(inputs, place, count)
-    columns = columns[np.argsort(-load[columns].max(axis=1), kind="stable")]
+    load = _pack_costs(inputs, packing.place, count)
+    columns = packing.columns[np.argsort(-load[packing.columns].max(axis=1), kind="stable")]
     table = np.empty((dp_size, count), dtype=np.int64)
-    table[rank_of_pack[columns], np.arange(count)[:, None]] = columns
-    if np.any(inputs.units.home >= 0):
+    table[packing.rank_of_pack[columns], np.arange(count)[:, None]] = columns
+    if _at_home(inputs):
         return table
     # The search stops at its level; a fresh assignment of its columns may be the better start.
     fresh, totals = assign_ranks(columns, load, False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -48,15 +50,17 @@ def order_for_pipeline(
 ) -> Ints:
     """An order of the micro-batches (int64[K], positions into `costs`) with a small makespan.
 
-    Starts from small-at-ends and is never worse; swaps and moves with a falling threshold of acceptance, at
-    most `tries` of them.
+    Starts from small-at-ends and is never worse. Where there are no more orders than `tries` all are tried (up
+    to 8 micro-batches by default); otherwise swaps and moves with a falling threshold of acceptance.
     """
     values = _as_costs(costs)
     start = small_at_ends(values)
-    if len(values) < 3 or stages == 1:
+    if len(values) < 2 or stages == 1:
         return start
     schedule = static_schedule(stages, len(values), chunks, group_size)
     tries = min(tries, OPERATION_BUDGET // len(schedule.previous))
+    if math.factorial(len(values)) <= tries:
+        return _try_all(values, start, schedule.micro_batch, schedule.backward, schedule.previous, schedule.awaited)
     return _search_order(
         values,
         start,
@@ -91,6 +95,32 @@ def _makespan(
         end[operation] = begin + (costs[order[micro_batch[operation]]] << backward[operation])
         latest = max(latest, end[operation])
     return latest
+
+
+@compiled
+def _try_all(costs: Ints, start: Ints, micro_batch: Ints, backward: Ints, previous: Ints, awaited: Ints) -> Ints:
+    """The best of all orders, in lexicographic sequence; `start` where nothing is better."""
+    count = len(start)
+    end = np.empty(len(previous), dtype=np.int64)
+    best = start.copy()
+    best_time = _makespan(costs, best, micro_batch, backward, previous, awaited, end)
+    order = np.arange(count)
+    while True:
+        time = _makespan(costs, order, micro_batch, backward, previous, awaited, end)
+        if time < best_time:
+            best_time = time
+            best[:] = order
+        # The next permutation: grow the last place that can grow, the rest ascending.
+        pivot = count - 2
+        while pivot >= 0 and order[pivot] > order[pivot + 1]:
+            pivot -= 1
+        if pivot < 0:
+            return best
+        larger = count - 1
+        while order[larger] < order[pivot]:
+            larger -= 1
+        order[pivot], order[larger] = order[larger], order[pivot]
+        order[pivot + 1 :] = order[pivot + 1 :][::-1].copy()
 
 
 @compiled

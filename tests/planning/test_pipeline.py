@@ -115,15 +115,21 @@ def test_order_beats_small_at_ends(kind, stages, count, chunks, least, report):
     report(f"order, pp{stages} m{count} vpp{chunks} {kind}: {np.mean(gains):.2%} below small-at-ends (mean of 30)")
 
 
-@pytest.mark.parametrize(("stages", "count"), [(4, 6), (2, 7), (4, 7)])
-def test_order_is_within_one_percent_of_the_exhaustive_optimum(stages, count):
-    for seed in range(2):
-        costs = random_costs("lognormal", count, seed)
+@pytest.mark.parametrize(
+    ("stages", "chunks", "counts"), [(2, 1, range(1, 9)), (4, 1, range(1, 9)), (2, 2, (2, 4, 6, 8)), (4, 2, (4, 8))]
+)
+def test_order_is_the_exhaustive_optimum_up_to_eight_micro_batches(stages, chunks, counts, report):
+    worst = 0.0
+    for count, kind in itertools.product(counts, ["normal", "lognormal"]):
+        costs = random_costs(kind, count, seed=count)
         best = min(
-            pipeline_makespan(costs[list(order)], stages=stages) for order in itertools.permutations(range(count))
+            pipeline_makespan(costs[list(order)], stages=stages, chunks=chunks)
+            for order in itertools.permutations(range(count))
         )
-        found = pipeline_makespan(costs[order_for_pipeline(costs, stages=stages)], stages=stages)
-        assert found <= 1.01 * best
+        order = order_for_pipeline(costs, stages=stages, chunks=chunks)
+        worst = max(worst, pipeline_makespan(costs[order], stages=stages, chunks=chunks) / best - 1)
+    report(f"order, pp{stages} vpp{chunks}, m up to {max(counts)}: {worst:.2%} above the exhaustive optimum at worst")
+    assert worst == 0  # all orders are tried
 
 
 @pytest.mark.parametrize("fixed_tokens", [64, 512, 4096])
@@ -151,7 +157,7 @@ def test_count_by_makespan_against_every_count(fixed_tokens, pp_size, vpp_size, 
         f"K by makespan, pp{pp_size} vpp{vpp_size}, fixed {fixed_tokens} tokens: chose {chosen}, best {best} of "
         f"{counts[0]}..{counts[-1]} ({chosen_time / times[best] - 1:+.2%})"
     )
-    assert chosen_time <= 1.03 * times[best]
+    assert chosen_time <= 1.02 * times[best]
 
 
 def test_default_cost_does_not_make_one_micro_batch_per_sample():
