@@ -17,7 +17,7 @@ from roll_batching.planning.first_fit import descending, first_fit
 from roll_batching.planning.inputs import Ints, PlanInputs
 from roll_batching.planning.order import MOST_ORDERS, order_for_pipeline, pipeline_makespan
 from roll_batching.planning.search import assign_ranks, sort_columns, swap_units
-from roll_batching.planning.spread import cheapest_first, level_ranks, mend_overflow
+from roll_batching.planning.spread import cheapest_first, level_ranks, mend_overflow, split_costliest
 
 SEARCH_ITERATIONS = 300_000
 LARGE_ITERATIONS = 200_000
@@ -227,12 +227,15 @@ class _Pool:
 
 
 def _start(inputs: PlanInputs, pools: list[_Pool], count: int) -> Ints:
-    """The placement by cost, or first-fit-decreasing's own packs where those are the better balanced."""
+    """The best balanced placement: by cost, first-fit-decreasing's own packs, or those with the costliest split."""
     dp_size = inputs.constraints.dp_size
     column_weight, rank_weight = OBJECTIVE_WEIGHTS[inputs.constraints.resolved_objective]
     starts = [[pool.place(count) for pool in pools]]
     if all(pool.first_fit_count <= count for pool in pools):
         starts.append([pool.first_fit for pool in pools])
+        if not rank_weight:
+            # Full packs beside a giant, which the search's small steps do not find; rank totals suffer.
+            starts.append([split_costliest(pool.first_fit, pool.costs, pool.ranks * count) for pool in pools])
     best, best_energy = None, 0
     for start in starts:
         place = np.empty(len(inputs.units), dtype=np.int64)

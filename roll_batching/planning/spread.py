@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from roll_batching.planning.compiled import compiled, next_random, seed_state
@@ -158,6 +160,39 @@ def mend_overflow(
         if other >= 0:
             place[other] = pack_a
     return place, overflow
+
+
+def split_costliest(place: Ints, costs: Ints, packs: int) -> Ints:
+    """The packs of `place` with the costliest halved again and again until there are `packs`.
+
+    `place` is int64[n] with values from 0, none left out. Halves are of like cost (longest processing time
+    first). Where only single units are left, packs stay empty.
+    """
+    used = int(place.max(initial=-1)) + 1
+    load = np.bincount(place, weights=costs, minlength=used).astype(np.int64)
+    by_pack = np.argsort(place, kind="stable")
+    first = np.searchsorted(place[by_pack], np.arange(used + 1))
+    divisible = np.flatnonzero(np.diff(first) > 1)
+    # With h halvings to do, only the h costliest packs can ever be halved.
+    costliest = divisible[np.argsort(-load[divisible], kind="stable")][: packs - used].tolist()
+    heap = [(-int(load[pack]), pack, by_pack[first[pack] : first[pack + 1]].tolist()) for pack in costliest]
+    heapq.heapify(heap)
+    place = place.copy()
+    while heap and used < packs:
+        _, pack, members = heapq.heappop(heap)
+        if len(members) < 2:
+            continue
+        halves: tuple[list[int], list[int]] = ([], [])
+        loads = [0, 0]
+        for unit in sorted(members, key=lambda unit: (-int(costs[unit]), unit)):
+            side = 0 if loads[0] <= loads[1] else 1
+            halves[side].append(unit)
+            loads[side] += int(costs[unit])
+        place[halves[1]] = used
+        heapq.heappush(heap, (-loads[0], pack, halves[0]))
+        heapq.heappush(heap, (-loads[1], used, halves[1]))
+        used += 1
+    return place
 
 
 @compiled

@@ -207,3 +207,14 @@ def test_objectives_do_what_they_say():
 
     assert report("rank_total").imbalance <= report("lockstep").imbalance
     assert report("lockstep").lockstep_imbalance <= report("rank_total").lockstep_imbalance
+
+
+def test_a_giant_among_equals_fills_its_own_column():
+    """Lockstep: what runs beside the giant is free, so full packs belong there."""
+    lengths = [16384] + [300] * 1023
+
+    def lockstep(**more):
+        constraints = PlanConstraints(dp_size=8, max_tokens=16384, **more)
+        return plan_step(lengths, constraints).report.lockstep_imbalance
+
+    assert lockstep(objective="lockstep") <= lockstep(algorithm="first_fit_decreasing")
