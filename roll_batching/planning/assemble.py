@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from roll_batching.errors import PlanError
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.costs import DEFAULT_COST
 from roll_batching.planning.counts import check_count, group_size_of
-from roll_batching.planning.inputs import Ints, PlanInputs, prepare_inputs, round_up
+from roll_batching.planning.inputs import Ints, PlanInputs, round_up
 from roll_batching.planning.invariants import check_plan
 from roll_batching.planning.plan import Plan
 
@@ -116,27 +114,9 @@ def _rectangle_shapes(
     return length * rows, rows
 
 
-def plan_from_bins(
-    bins: Sequence[Sequence[Sequence[int]]],
-    lengths: ArrayLike,
-    constraints: PlanConstraints,
-    *,
-    cost: Any = None,
-    ids: ArrayLike | None = None,
-    group_ids: ArrayLike | None = None,
-    home_rank: ArrayLike | None = None,
-    location: ArrayLike | None = None,
-) -> Plan:
-    """See `Plan.from_bins`."""
-    inputs = prepare_inputs(
-        lengths,
-        constraints,
-        cost=DEFAULT_COST if cost is None else cost,
-        ids=ids,
-        group_ids=group_ids,
-        home_rank=home_rank,
-        location=location,
-    )
+def assemble_bins(inputs: PlanInputs, bins: Sequence[Sequence[Sequence[int]]]) -> Plan:
+    """A plan from `bins[dp_rank][k]`, checked; see `Plan.from_bins`."""
+    constraints = inputs.constraints
     if len(bins) != constraints.dp_size:
         raise PlanError(f"bins has {len(bins)} ranks, dp_size={constraints.dp_size}")
     per_rank = [len(rank) for rank in bins]

@@ -19,7 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from roll_batching.errors import PlanError
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.inputs import DroppedSample, Ints
+from roll_batching.planning.costs import DEFAULT_COST
+from roll_batching.planning.inputs import DroppedSample, Ints, prepare_inputs
 from roll_batching.planning.report import PlanReport, make_report
 
 FORMAT = 1
@@ -250,18 +251,18 @@ class Plan:
         An empty bin becomes a filler. Raises `PlanError` when the bins break an invariant: a sample missing
         or placed twice, ranks with different counts, an illegal count, the cap, a group torn apart.
         """
-        from roll_batching.planning.assemble import plan_from_bins
+        from roll_batching.planning.assemble import assemble_bins
 
-        return plan_from_bins(
-            bins,
+        inputs = prepare_inputs(
             lengths,
             constraints,
-            cost=cost,
+            cost=DEFAULT_COST if cost is None else cost,
             ids=ids,
             group_ids=group_ids,
             home_rank=home_rank,
             location=location,
         )
+        return assemble_bins(inputs, bins)
 
 
 _ARRAYS = ("lengths", "ids", "used", "samples", "slots", "offsets", "tokens", "rows", "costs")
