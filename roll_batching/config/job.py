@@ -122,6 +122,17 @@ class JobConfig(Settings):
     use_pg_clip_range: bool = honoured(False, help="Use pg_clip_low and pg_clip_high instead of pg_clip.")
     pg_clip_low: float = honoured(0.2, help="The ratio is clipped at 1 minus this; needs use_pg_clip_range.", gt=0)
     pg_clip_high: float = honoured(0.2, help="The ratio is clipped at 1 plus this; needs use_pg_clip_range.", gt=0)
+    importance_sampling: Literal["token", "seq"] = honoured(
+        "token", help="A ratio per token, or one per sequence: the geometric mean of its tokens' (GSPO)."
+    )
+    dual_clip_loss: bool = honoured(
+        False, help="Bound the loss of a negative advantage A at -(1 + 2 * pg_clip) * A, whatever the ratio."
+    )
+    max_len_mask: bool = honoured(
+        False,
+        help="Leave out responses that were cut off at the length limit: they are not computed and count nowhere "
+        "in the loss. Their rewards still enter their group's advantages.",
+    )
     use_kl_loss: bool = honoured(False, help="Add the divergence from the reference to the loss.")
     kl_loss_coef: float = honoured(0.0, help="Weight of the divergence (k3); needs use_kl_loss.", ge=0)
     entropy_loss_coef: float = honoured(0.0, help="Weight of the entropy bonus.", ge=0)
@@ -184,9 +195,7 @@ class JobConfig(Settings):
     init_kl_coef: float | None = noticed(
         None, help="Weight of add_token_level_kl.", notice="the divergence is weighted by kl_loss_coef"
     )
-    dual_clip_loss: bool = refused(False, help="Dual clip.", reason="dual clip is not supported for now")
     whiten_rewards: bool = refused(False, help="Whiten rewards.", reason="use norm_mean_type and norm_std_type")
-    max_len_mask: bool = refused(False, help="Mask overlong responses.", reason="not supported for now")
     difficulty_mask: bool = refused(
         False, help="Mask by difficulty.", reason="not supported; see drop_zero_advantage_groups"
     )

@@ -98,7 +98,7 @@ def _for_key(job: JobConfig, path: Path, value: Any) -> str | None:
 
 
 def _combinations(job: JobConfig, data: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    if job.use_pg_clip_range and "pg_clip" in data:
+    if job.use_pg_clip_range and "pg_clip" in data and not job.dual_clip_loss:
         yield ("pg_clip",), "has no effect: use_pg_clip_range takes pg_clip_low and pg_clip_high"
     for key in ("pg_clip_low", "pg_clip_high"):
         if key in data and not job.use_pg_clip_range:

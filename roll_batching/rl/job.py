@@ -13,7 +13,7 @@ import torch
 from roll_batching.config import JobConfig, TrainingArgs
 from roll_batching.data import FieldSpec, SampleBatch
 from roll_batching.data.epochs import DocumentStream, PromptStream
-from roll_batching.losses import PolicyLoss
+from roll_batching.losses import PolicyLoss, mask_overlong
 from roll_batching.observe.metrics import Row
 from roll_batching.rl.advantages import AdvantageRule, compute_advantages, shuffled, zero_groups
 from roll_batching.rl.checkpoint import JobCheckpoints
@@ -115,8 +115,9 @@ class _Rollout:
 
     home: SampleBatch
     """This rank's samples: `input_ids`, `response_mask`, `advantages`."""
-    idle: SampleBatch
-    """Those of them whose whole group has no advantage."""
+    idle: SampleBatch | None
+    """Those of them that the job leaves out of the computation: overlong, or of a group without advantages. None
+    where it leaves out nothing, on every rank."""
     scores: StepScores
 
 
@@ -134,7 +135,6 @@ class Grpo:
         self.settings = UpdateSettings(
             mini_batch_size=config.mini_batch_size(layout.dp_size),
             epochs=config.ppo_epochs,
-            skip_idle_groups=config.drop_zero_advantage_groups,
         )
         self.comparison = ModeComparison(config.actor_train, layout, sequence_length=config.sequence_length or 1)
         self.evaluator = self._evaluator()
@@ -219,8 +219,15 @@ class Grpo:
         home = batch.with_fields(
             {"advantages": torch.from_numpy(advantages[here]).float()}, {"advantages": FieldSpec("sample")}
         )
-        idle = np.flatnonzero(zero_groups(advantages, config.group_size)[here])
-        return _Rollout(home=home, idle=home.select(idle), scores=scores)
+        idle = np.zeros(len(here), dtype=bool)
+        if config.drop_zero_advantage_groups:
+            idle |= zero_groups(advantages, config.group_size)[here]
+        if config.max_len_mask:
+            overlong = ~scores.finished[here]
+            home = mask_overlong(home, torch.from_numpy(overlong))
+            idle |= overlong
+        leaves_out = config.drop_zero_advantage_groups or config.max_len_mask
+        return _Rollout(home=home, idle=home.select(np.flatnonzero(idle)) if leaves_out else None, scores=scores)
 
     def _train(self, rollout: _Rollout, step: int) -> Iterator[Update]:
         return train_on_rollouts(
@@ -274,6 +281,8 @@ def policy_loss(config: JobConfig) -> PolicyLoss:
     return PolicyLoss(
         clip_low=low,
         clip_high=high,
+        dual_clip=1 + 2 * config.pg_clip if config.dual_clip_loss else None,
+        ratio="sequence" if config.importance_sampling == "seq" else "token",
         kl_coef=config.kl_coef,
         entropy_coef=config.entropy_loss_coef,
         aggregation=_AGGREGATION[config.loss_agg_mode],  # type: ignore[arg-type]

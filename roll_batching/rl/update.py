@@ -28,8 +28,6 @@ class UpdateSettings:
     """Sequences of one optimizer step, over all data-parallel ranks."""
     epochs: int = 1
     """Passes over the samples."""
-    skip_idle_groups: bool = False
-    """Leave out of the computation what `idle` marks. It still counts in the loss's denominators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +60,14 @@ def train_on_rollouts(
 
     `home` has `input_ids`, `response_mask` and `advantages`; old and reference log-probs are added here, as the
     strategy's `logprob_plan` and `reference` ask. `seed` is this step's own, for membership. `idle` is the part
-    of `home` that has no gradient, for `skip_idle_groups`.
+    of `home` that has no gradient: it is not computed, and counts in the loss's denominators as far as its mask
+    says. All ranks pass it (empty, where they have no such sample), or none.
     """
     table = gather_lengths(home)
     table = table.select(np.argsort(table.ids))  # membership must not depend on who generated what
     working = np.ones(len(table), dtype=bool)
-    if settings.skip_idle_groups:
-        absent = gather_lengths(home.select([]) if idle is None else idle).ids
-        working = ~np.isin(table.ids, absent)
+    if idle is not None:
+        working = ~np.isin(table.ids, gather_lengths(idle).ids)
     first_epoch = list(_epoch(strategy, table, working, settings, seed=seed, epoch=0))
     if strategy.batching.logprob_plan != "none":
         home = _with_old_log_probs(strategy, home, table, [m.plan for m in first_epoch], loss.masks)
@@ -79,7 +77,7 @@ def train_on_rollouts(
         batches = _epoch(strategy, table, working, settings, seed=seed, epoch=epoch) if epoch else first_epoch
         for batch in batches:
             counts = None
-            if settings.skip_idle_groups:
+            if idle is not None:
                 held = home.find(batch.members.ids)[1].numpy()
                 counts = strategy.count(home.select_ids(batch.members.ids[held]), loss)
             local = distribute(home, batch.plan)

@@ -7,6 +7,7 @@ import yaml
 
 from roll_batching.config import JobConfig
 from roll_batching.observe.metrics import read_metrics
+from roll_batching.rl.job import policy_loss
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -44,6 +45,24 @@ def test_a_job_leaves_rows_events_settings_and_a_picture(folder, ranks):
     assert JobConfig.model_validate(yaml.safe_load((run / "config.yaml").read_text())).exp_name == "tiny"
 
 
+def test_the_keys_of_the_objective_reach_the_loss(folder):
+    loss = policy_loss(JobConfig.model_validate(settings(folder)))
+    assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.ratio, loss.kl_coef) == (0.2, 0.2, None, "token", 0.0)
+    changes = {
+        "pg_clip": 0.3,
+        "dual_clip_loss": True,
+        "importance_sampling": "seq",
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "entropy_loss_coef": 0.01,
+        "loss_agg_mode": "seq-mean-token-mean",
+        "reference": {},
+    }
+    loss = policy_loss(JobConfig.model_validate(settings(folder, **changes)))
+    assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.ratio) == (0.3, 0.3, 1.6, "sequence")
+    assert (loss.kl_coef, loss.entropy_coef, loss.aggregation) == (0.1, 0.01, "sequence_mean")
+
+
 def test_fewer_prompts_than_ranks_still_train(folder):
     run_ranks(3, RUN, settings(folder, rollout_batch_size=2, num_return_sequences_in_group=2, warmup=None))
     _, rows = finished(folder)
@@ -63,10 +82,22 @@ def test_fewer_prompts_than_ranks_still_train(folder):
         },
         {"adv_estimator": "reinforce", "norm_mean_type": "batch", "whiten_advantages": True},
         {"drop_zero_advantage_groups": True, "ppo_epochs": 2},
+        {"max_len_mask": True, "ppo_epochs": 2},
+        {"importance_sampling": "seq", "dual_clip_loss": True, "loss_agg_mode": "seq-mean-token-mean"},
         {"actor_train__training_args__lr_scheduler_type": "linear"},
         {"actor_train__use_sequence_packing": False, "actor_train__training_args__gradient_accumulation_steps": 2},
     ],
-    ids=["own plan", "no old log-probs", "reference", "reinforce", "idle groups", "decaying rate", "padded"],
+    ids=[
+        "own plan",
+        "no old log-probs",
+        "reference",
+        "reinforce",
+        "idle groups",
+        "overlong",
+        "sequence ratio",
+        "decaying rate",
+        "padded",
+    ],
 )
 def test_variants_of_the_objective_run(folder, changes):
     base = {"reward_function": "tests.rl.jobs:length", "warmup": None}
@@ -76,6 +107,11 @@ def test_variants_of_the_objective_run(folder, changes):
     if "kl_loss_coef" in changes:
         assert rows[0]["ref_kl"] == pytest.approx(0, abs=1e-9), "the reference is the policy as RL begins"
         assert rows[1]["ref_kl"] > 1e-6
+    if "max_len_mask" in changes:
+        assert 0 < rows[0]["finished_share"] < 1
+        samples, prompt = 4 * 3, len("a+1b+1=")
+        # The longest responses are those that were cut off: without them even two epochs learn from fewer tokens.
+        assert rows[0]["tokens"] < 2 * samples * (prompt + rows[0]["response_length_mean"])
     if changes.get("actor_train__training_args__lr_scheduler_type") == "linear":
         # Two steps of two mini-batches: a row shows the rate of its second.
         assert [r["lr"] for r in rows] == pytest.approx([0.75e-3, 0.25e-3])

@@ -17,7 +17,7 @@ def train(payload):
 
     from roll_batching.config import JobConfig
     from roll_batching.data import SampleBatch
-    from roll_batching.losses import PolicyLoss
+    from roll_batching.losses import PolicyLoss, mask_overlong
     from roll_batching.rl.update import UpdateSettings, train_on_rollouts
     from roll_batching.strategy import MegatronTrainStrategy
 
@@ -35,6 +35,9 @@ def train(payload):
     )
     mine = np.flatnonzero(np.arange(SAMPLES) % strategy.layout.dp_size == strategy.layout.dp_rank)
     home = batch.select(mine[:: payload.get("order", 1)])
+    left_out = np.isin(home.ids.numpy(), payload["overlong"])
+    home = mask_overlong(home, torch.from_numpy(left_out))
+    left_out |= home["advantages"].numpy() == 0
 
     def weights():
         parameters = [p.detach().flatten() for chunk in strategy.chunks for p in chunk.parameters()]
@@ -46,9 +49,9 @@ def train(payload):
             strategy,
             home,
             PolicyLoss(),
-            UpdateSettings(mini_batch_size=8, epochs=payload.get("epochs", 1), skip_idle_groups=payload["skip"]),
+            UpdateSettings(mini_batch_size=8, epochs=payload.get("epochs", 1)),
             seed=5,
-            idle=home.select(np.flatnonzero(home["advantages"].numpy() == 0)),
+            idle=home.select(np.flatnonzero(left_out)) if payload["skip"] else None,
         )
     )
     return {
@@ -60,10 +63,12 @@ def train(payload):
     }
 
 
-def run(tmp_path, ranks, skip=False, **payload):
+def run(tmp_path, ranks, skip=False, overlong=(), **payload):
     plan = payload.pop("logprob_plan", "train")
     job = settings(tmp_path, warmup=None, max_steps=1, actor_train__logprob_plan=plan)
-    return run_ranks(ranks, "tests.rl.test_update:train", {"job": job, "skip": skip, **payload})[0]
+    return run_ranks(ranks, "tests.rl.test_update:train", {"job": job, "skip": skip, "overlong": overlong, **payload})[
+        0
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +106,16 @@ def test_idle_groups_change_nothing_but_the_work(tmp_path, one_rank):
     same(got, one_rank)
     idle = set(range(GROUP, 2 * GROUP))
     assert [sorted(set(m) - idle) for m in one_rank["members"]] == got["members"]
+
+
+def test_overlong_responses_count_nowhere_whether_computed_or_not(tmp_path, one_rank):
+    overlong = [0, 7, 8, 9]
+    computed = run(tmp_path, 2, overlong=overlong)
+    assert computed["loss"] != pytest.approx(one_rank["loss"])
+    got = run(tmp_path, 2, skip=True, overlong=overlong)
+    same(got, computed)
+    absent = {*overlong, *range(GROUP, 2 * GROUP)}
+    assert [sorted(set(m) - absent) for m in one_rank["members"]] == got["members"]
 
 
 def test_a_second_epoch_has_other_members_and_the_same_old_log_probs(tmp_path):
