@@ -17,7 +17,7 @@ from roll_batching.planning.first_fit import descending, first_fit
 from roll_batching.planning.inputs import Ints, PlanInputs
 from roll_batching.planning.order import MOST_ORDERS, order_for_pipeline, pipeline_makespan
 from roll_batching.planning.search import assign_ranks, sort_columns, swap_units
-from roll_batching.planning.spread import cheapest_first, level_ranks, mend_overflow, split_costliest
+from roll_batching.planning.spread import cheapest_first, handicaps, level_ranks, mend_overflow
 
 SEARCH_ITERATIONS = 300_000
 LARGE_ITERATIONS = 200_000
@@ -89,10 +89,7 @@ def _candidates(inputs: PlanInputs, pools: list[_Pool], count: int, share: int =
     placement by cost makes them.
     """
     start = _start(inputs, pools, count)
-    load = _pack_costs(inputs, start, count)
-    columns, _ = sort_columns(load, inputs.constraints.dp_size, count, _at_home(inputs))
-    ranks, _ = assign_ranks(columns, load, _at_home(inputs))
-    return [_search(inputs, start, count, share), _Packing(start, columns, ranks)]
+    return [_search(inputs, start, count, share), start]
 
 
 def _makespan(inputs: PlanInputs, packing: _Packing) -> int:
@@ -209,7 +206,7 @@ class _Pool:
         packs = count * self.ranks
         if not len(self.units):
             return np.empty(0, dtype=np.int64)
-        place, homeless = cheapest_first(self.slots, self.costs, self.order, packs, self.cap)
+        place, homeless = cheapest_first(self.slots, self.costs, self.order, np.zeros(packs, np.int64), self.cap)
         if not homeless:
             return place
         if count >= self.first_fit_count:
@@ -219,6 +216,14 @@ class _Pool:
         place, overflow = mend_overflow(place, self.slots, self.order, packs, self.cap, MEND_ITERATIONS, self.seed)
         return None if overflow else place
 
+    def place_beside_giants(self, count: int, *, level_totals: bool) -> _Packing | None:
+        """By cost, with full packs beside the costliest units; None where units find no room."""
+        handicap, places = handicaps(self.costs, self.slots, self.ranks, count, self.cap, level_totals=level_totals)
+        place, homeless = cheapest_first(self.slots, self.costs, self.order, handicap, self.cap)
+        columns = np.empty(len(places), dtype=np.int64)
+        columns[places] = np.arange(len(places))
+        return None if homeless else _Packing(place, columns.reshape(count, self.ranks), places % self.ranks)
+
     def place(self, count: int) -> Ints:
         """As `try_place`, for a count that is known to work."""
         place = self.try_place(count)
@@ -226,33 +231,38 @@ class _Pool:
         return place
 
 
-def _start(inputs: PlanInputs, pools: list[_Pool], count: int) -> Ints:
-    """The best balanced placement: by cost, first-fit-decreasing's own packs, or those with the costliest split."""
-    dp_size = inputs.constraints.dp_size
+def _start(inputs: PlanInputs, pools: list[_Pool], count: int) -> _Packing:
+    """The best balanced packs: by cost, by cost beside giants, or first-fit-decreasing's own."""
     column_weight, rank_weight = OBJECTIVE_WEIGHTS[inputs.constraints.resolved_objective]
-    starts = [[pool.place(count) for pool in pools]]
+
+    def energy(packing: _Packing) -> int:
+        load = _pack_costs(inputs, packing.place, count)
+        totals = np.bincount(packing.rank_of_pack, weights=load).astype(np.int64)
+        above = int(np.maximum(totals - totals.sum() // len(totals), 0).sum())
+        return column_weight * int(load[packing.columns].max(axis=1).sum()) + rank_weight * above
+
+    starts = [_arranged(inputs, pools, [pool.place(count) for pool in pools], count)]
     if all(pool.first_fit_count <= count for pool in pools):
-        starts.append([pool.first_fit for pool in pools])
-        if not rank_weight:
-            # Full packs beside a giant, which the search's small steps do not find; rank totals suffer.
-            starts.append([split_costliest(pool.first_fit, pool.costs, pool.ranks * count) for pool in pools])
-    best, best_energy = None, 0
-    for start in starts:
-        place = np.empty(len(inputs.units), dtype=np.int64)
-        for index, (pool, packs) in enumerate(zip(pools, start, strict=True)):
-            place[pool.units] = packs + index * count * pool.ranks
-        load = _pack_costs(inputs, place, count)
-        columns, _ = sort_columns(load, dp_size, count, _at_home(inputs))
-        _, totals = assign_ranks(columns, load, _at_home(inputs))
-        above = int(np.maximum(totals - totals.sum() // dp_size, 0).sum())
-        energy = column_weight * int(load[columns].max(axis=1).sum()) + rank_weight * above
-        if best is None or energy < best_energy:
-            best, best_energy = place, energy
-    assert best is not None
-    return best
+        starts.append(_arranged(inputs, pools, [pool.first_fit for pool in pools], count))
+    if not _at_home(inputs):
+        beside = pools[0].place_beside_giants(count, level_totals=rank_weight > 0)
+        if beside is not None:
+            starts += [beside, _arranged(inputs, pools, [beside.place], count)]
+    return min(starts, key=energy)
 
 
-def _search(inputs: PlanInputs, place: Ints, count: int, share: int = 1) -> _Packing:
+def _arranged(inputs: PlanInputs, pools: list[_Pool], placed: list[Ints], count: int) -> _Packing:
+    """Packs of every pool, cut into columns by cost and given to ranks."""
+    place = np.empty(len(inputs.units), dtype=np.int64)
+    for index, (pool, packs) in enumerate(zip(pools, placed, strict=True)):
+        place[pool.units] = packs + index * count * pool.ranks
+    load = _pack_costs(inputs, place, count)
+    columns, _ = sort_columns(load, inputs.constraints.dp_size, count, _at_home(inputs))
+    ranks, _ = assign_ranks(columns, load, _at_home(inputs))
+    return _Packing(place, columns, ranks)
+
+
+def _search(inputs: PlanInputs, start: _Packing, count: int, share: int = 1) -> _Packing:
     """Swap units for the objective, with one part in `share` of the iterations."""
     constraints = inputs.constraints
     units = inputs.units
@@ -261,7 +271,9 @@ def _search(inputs: PlanInputs, place: Ints, count: int, share: int = 1) -> _Pac
     # The first accepted loss: a share of a mean pack.
     threshold = int(units.costs.sum()) // (THRESHOLD_DIVISOR * dp_size * count)
     place, columns, rank_of_pack = swap_units(
-        place,
+        start.place,
+        start.columns,
+        start.rank_of_pack,
         units.slots,
         units.costs,
         units.home,
@@ -274,7 +286,7 @@ def _search(inputs: PlanInputs, place: Ints, count: int, share: int = 1) -> _Pac
         rank_weight,
         # With both aims, ranks may be above their mean by a fraction of what lockstep loses, a smaller one
         # where there are many of them.
-        6 + dp_size // 8 if column_weight else 0,
+        8 + dp_size // 8 if column_weight else 0,
         constraints.seed,
     )
     return _Packing(place, columns, rank_of_pack)

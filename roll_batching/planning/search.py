@@ -151,6 +151,8 @@ def seat_members(place: Ints, packs: int) -> tuple[Ints, Ints, Ints]:
 @compiled
 def swap_units(
     pack_of: Ints,
+    columns: Ints,
+    rank_of_pack: Ints,
     slots: Ints,
     costs: Ints,
     home: Ints,
@@ -167,9 +169,9 @@ def swap_units(
     """Improved packs of all units (int64[n]), the columns (int64[K, dp]) and the ranks of packs (int64[dp*K]).
 
     `pack_of` (values 0 to dp_size * count - 1) must be within the cap, apart from packs with a single unit
-    above it; `home` holds each unit's rank or -1 (all or none). `threshold` is the first accepted loss, in
-    weighted cost. The level of ranks is their mean plus the lockstep loss divided by `allowance` (0: the
-    mean itself).
+    above it; `columns` (int64[K, dp]) and `rank_of_pack` are where the search starts. `home` holds each unit's
+    rank or -1 (all or none). `threshold` is the first accepted loss, in weighted cost. The level of ranks is
+    their mean plus the lockstep loss divided by `allowance` (0: the mean itself).
     """
     real = len(pack_of)
     packs = dp_size * count
@@ -198,8 +200,14 @@ def swap_units(
     for p in range(total):
         position[by_size[p]] = p
 
-    columns, column_of = sort_columns(load, dp_size, count, homes)
-    rank_at, totals = assign_ranks(columns, load, homes)
+    columns = columns.copy()
+    rank_at = rank_of_pack.copy()
+    column_of = np.empty(packs, dtype=np.int64)
+    totals = np.zeros(dp_size, dtype=np.int64)
+    for k in range(count):
+        for pack in columns[k]:
+            column_of[pack] = k
+            totals[rank_at[pack]] += load[pack]
     top = column_tops(columns, load)
     mean = totals.sum() // dp_size
     level = mean

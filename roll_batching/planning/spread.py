@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
 from roll_batching.planning.compiled import compiled, next_random, seed_state
 from roll_batching.planning.inputs import Ints
+
+
+def handicaps(costs: Ints, slots: Ints, ranks: int, count: int, cap: int, *, level_totals: bool) -> tuple[Ints, Ints]:
+    """What to count against each pack (int64[ranks * count], ascending), so that giants cost least.
+
+    A column lasts as long as its costliest unit: what runs beside a giant, up to full packs, is free, and
+    leaves less for the other columns. They get one level; with `level_totals` the rank of a giant gets as much
+    less there as the giant is above the pack it stands for. Without giants, packs are alike and handicaps 0.
+
+    The second array is the place that each pack is meant for, `k * ranks + rank`.
+    """
+    seats = np.zeros(ranks * count, dtype=np.int64)
+    falling = np.sort(costs)[::-1][: len(seats)]
+    seats[: len(falling)] = falling
+    units = seats.reshape(count, ranks)
+    total = int(costs.sum())
+    mean = total // ranks
+    full = min(total, total * cap // max(int(slots.sum()), 1))
+    low, high = 0, full
+    while low < high:  # the least level at which a rank's packs together reach the mean
+        level = (low + high) // 2
+        if int(np.minimum(np.maximum(units[:, 0], level), full).sum()) < mean:
+            low = level + 1
+        else:
+            high = level
+    column = np.minimum(np.maximum(units[:, 0], low), full)
+    target = np.repeat(column[:, None], ranks, axis=1)
+    if level_totals:
+        surplus = np.maximum(units - target, 0).sum(axis=0) + max(int(column.sum()) - mean, 0)
+        for k in range(count - 1, -1, -1):
+            if not surplus.any():
+                break
+            less = np.minimum(target[k], surplus)
+            target[k] -= less
+            surplus -= less
+    places = np.argsort(-target.reshape(-1), kind="stable")
+    return target.max() - target.reshape(-1)[places], places
 
 
 @compiled
@@ -46,15 +81,17 @@ def _sift_up(heap: Ints, key: Ints, start: int) -> None:
 
 
 @compiled
-def cheapest_first(slots: Ints, costs: Ints, order: Ints, packs: int, cap: int) -> tuple[Ints, int]:
+def cheapest_first(slots: Ints, costs: Ints, order: Ints, handicap: Ints, cap: int) -> tuple[Ints, int]:
     """Each unit, largest slots first, into the cheapest pack that has room: O(n log packs).
 
-    `order` sorts slots descending. Returns the packs (int64[n], -1 where none had room) and how many units
-    found none. A unit above the cap takes an empty pack and closes it.
+    `order` sorts slots descending; `handicap` (int64[packs], ascending) is what each pack costs before it
+    holds anything. Returns the packs (int64[n], -1 where none had room) and how many units found none. A unit
+    above the cap takes an empty pack and closes it.
     """
     count = len(order)
+    packs = len(handicap)
     place = np.full(count, -1, dtype=np.int64)
-    load = np.zeros(packs, dtype=np.int64)
+    load = handicap.copy()
     used = np.zeros(packs, dtype=np.int64)
     ready = np.arange(packs)
     ready_length = packs
@@ -160,39 +197,6 @@ def mend_overflow(
         if other >= 0:
             place[other] = pack_a
     return place, overflow
-
-
-def split_costliest(place: Ints, costs: Ints, packs: int) -> Ints:
-    """The packs of `place` with the costliest halved again and again until there are `packs`.
-
-    `place` is int64[n] with values from 0, none left out. Halves are of like cost (longest processing time
-    first). Where only single units are left, packs stay empty.
-    """
-    used = int(place.max(initial=-1)) + 1
-    load = np.bincount(place, weights=costs, minlength=used).astype(np.int64)
-    by_pack = np.argsort(place, kind="stable")
-    first = np.searchsorted(place[by_pack], np.arange(used + 1))
-    divisible = np.flatnonzero(np.diff(first) > 1)
-    # With h halvings to do, only the h costliest packs can ever be halved.
-    costliest = divisible[np.argsort(-load[divisible], kind="stable")][: packs - used].tolist()
-    heap = [(-int(load[pack]), pack, by_pack[first[pack] : first[pack + 1]].tolist()) for pack in costliest]
-    heapq.heapify(heap)
-    place = place.copy()
-    while heap and used < packs:
-        _, pack, members = heapq.heappop(heap)
-        if len(members) < 2:
-            continue
-        halves: tuple[list[int], list[int]] = ([], [])
-        loads = [0, 0]
-        for unit in sorted(members, key=lambda unit: (-int(costs[unit]), unit)):
-            side = 0 if loads[0] <= loads[1] else 1
-            halves[side].append(unit)
-            loads[side] += int(costs[unit])
-        place[halves[1]] = used
-        heapq.heappush(heap, (-loads[0], pack, halves[0]))
-        heapq.heappush(heap, (-loads[1], used, halves[1]))
-        used += 1
-    return place
 
 
 @compiled

@@ -157,7 +157,7 @@ def test_count_by_makespan_against_every_count(fixed_tokens, pp_size, vpp_size, 
         f"K by makespan, pp{pp_size} vpp{vpp_size}, fixed {fixed_tokens} tokens: chose {chosen}, best {best} of "
         f"{counts[0]}..{counts[-1]} ({chosen_time / times[best] - 1:+.2%})"
     )
-    assert chosen_time <= 1.02 * times[best]
+    assert chosen_time <= 1.03 * times[best]
 
 
 def test_default_cost_does_not_make_one_micro_batch_per_sample():

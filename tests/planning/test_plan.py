@@ -218,3 +218,12 @@ def test_a_giant_among_equals_fills_its_own_column():
         return plan_step(lengths, constraints).report.lockstep_imbalance
 
     assert lockstep(objective="lockstep") <= lockstep(algorithm="first_fit_decreasing")
+
+
+@pytest.mark.parametrize("giants", [1, 3, 8])
+def test_the_rank_of_a_giant_gets_less_of_the_rest(giants):
+    """Otherwise its total is above all others by what the giant exceeds a pack by: 26% here."""
+    lengths = [8000] * giants + [300] * 4800
+    plan = plan_step(lengths, PlanConstraints(dp_size=128, max_tokens=8192), cost=LinearQuadraticCost(24576, 1))
+    assert plan.num_micro_batches == 2
+    assert plan.report.imbalance < 0.02
