@@ -6,6 +6,7 @@ first and place them afterwards.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 
 import numpy as np
@@ -52,15 +53,25 @@ def raise_count(
     The halves take their parent's place. Where only single units are left, empty micro-batches (fillers)
     follow at the end.
     """
-    bins = list(bins)
-    while len(bins) < target:
-        candidates = [i for i, members in enumerate(bins) if len(members) > 1]
-        if not candidates:
-            bins.extend([] for _ in range(target - len(bins)))
-            break
-        largest = max(candidates, key=lambda i: (key(bins[i]), -i))
-        bins[largest : largest + 1] = split(bins[largest])
-    return bins
+    # A half's place is its parent's with one more digit, so that places sort as the bins stand.
+    placed: list[tuple[tuple[int, ...], Bin]] = []
+    divisible: list[tuple[int, tuple[int, ...], Bin]] = []
+
+    def put(place: tuple[int, ...], members: Bin) -> None:
+        if len(members) > 1:
+            heapq.heappush(divisible, (-key(members), place, members))
+        else:
+            placed.append((place, members))
+
+    for position, members in enumerate(bins):
+        put((position,), members)
+    while divisible and len(placed) + len(divisible) < target:
+        _, place, members = heapq.heappop(divisible)
+        for digit, half in enumerate(split(members)):
+            put((*place, digit), half)
+    placed += [(place, members) for _, place, members in divisible]
+    result = [members for _, members in sorted(placed)]
+    return result + [[] for _ in range(target - len(result))]
 
 
 def lockstep_groups(costs: Ints, dp_size: int) -> Ints:
