@@ -6,6 +6,7 @@ import bisect
 from collections import deque
 
 import numpy as np
+from numpy.typing import NDArray
 
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrange import (
@@ -17,6 +18,8 @@ from roll_batching.planning.arrange import (
     split_in_two,
 )
 from roll_batching.planning.assemble import assemble_units
+from roll_batching.planning.bins import group_by_bin
+from roll_batching.planning.compiled import compiled
 from roll_batching.planning.counts import legal_count
 from roll_batching.planning.inputs import Ints, PlanInputs, Units
 from roll_batching.planning.plan import Plan
@@ -206,23 +209,42 @@ def _prefer_first(inputs: PlanInputs, pool: Ints) -> list[Bin]:
     units = inputs.units
     cap, _ = _limits(inputs)
     assert cap is not None
-    remaining = pool.tolist()
-    bins: list[Bin] = []
-    while remaining:
-        members: Bin = []
-        rows = longest = 0
-        left = []
-        for unit in remaining:
-            grown = rows + int(units.rows[unit])
-            widest = max(longest, int(units.longest[unit]))
-            alone = units.alone[unit] or (members and units.alone[members[0]])
-            if not members or (grown * widest <= cap and not alone):
-                members.append(unit)
-                rows, longest = grown, widest
+    if not len(pool):
+        return []
+    bins = _oldest_that_fit(units.longest[pool], units.rows[pool], units.alone[pool], cap)
+    return [pool[members].tolist() for members in group_by_bin(bins, np.arange(len(pool)))]
+
+
+@compiled
+def _oldest_that_fit(longest: Ints, rows: Ints, alone: NDArray[np.bool_], cap: int) -> Ints:
+    """The micro-batch of every unit, numbered as they open."""
+    count = len(longest)
+    bins = np.full(count, -1, dtype=np.int64)
+    after = np.arange(1, count + 1)  # the next unit that is not placed, as far as known
+    opened = 0
+    for opener in range(count):
+        if bins[opener] >= 0:
+            continue
+        bins[opener] = opened
+        widest = longest[opener]
+        height = rows[opener]
+        before = opener
+        unit = after[opener]
+        while unit < count and not alone[opener] and (height + 1) * widest <= cap:
+            if bins[unit] >= 0:
+                after[before] = after[unit]
             else:
-                left.append(unit)
-        bins.append(members)
-        remaining = left
+                grown = height + rows[unit]
+                wider = max(widest, longest[unit])
+                if grown * wider <= cap and not alone[unit]:
+                    bins[unit] = opened
+                    height = grown
+                    widest = wider
+                    after[before] = after[unit]
+                else:
+                    before = unit
+            unit = after[unit]
+        opened += 1
     return bins
 
 
