@@ -77,7 +77,9 @@ def _read_parquet(file: Path) -> Ints:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise DataError(f"{file}: reading Parquet needs pyarrow; install it, or convert the file to CSV") from None
+        raise DataError(
+            f"{file}: reading Parquet needs pyarrow: pip install 'roll-batching[parquet]', or convert the file to CSV"
+        ) from None
     table = parquet.read_table(file)
     columns = [table[name].to_numpy() for name in table.column_names if table[name].to_numpy().dtype.kind in "iu"]
     if not columns:
