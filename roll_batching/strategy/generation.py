@@ -243,7 +243,7 @@ class _Recomputed:
             pg_collection=strategy.pg_collection,
         )  # fmt: skip
         vocabulary = gpt_of(strategy.chunks[0]).vocab_size
-        logits = torch.zeros(len(lengths), vocabulary, dtype=strategy._result_dtype(), device=layout.device)
+        logits = torch.zeros(len(lengths), vocabulary, dtype=strategy.result_dtype, device=layout.device)
         if layout.is_last_stage:
             order = torch.from_numpy(plan.rank_samples(0)).to(layout.device)
             logits[order] = torch.cat([part for part in parts if len(part)]).to(logits.dtype)

@@ -191,7 +191,7 @@ class MegatronInferStrategy:
 
         with torch.no_grad(), self._evaluating():
             results = self._run(plan, packs, bind, forward_only=True, collect=True)
-        rows = torch.zeros(local.num_tokens, len(wanted), dtype=self._result_dtype(), device=self.device)
+        rows = torch.zeros(local.num_tokens, len(wanted), dtype=self.result_dtype, device=self.device)
         if self.layout.is_last_stage and len(local):
             rows = unpack_results(local, packs, results).to(rows.dtype)
         if self.layout.pp_size > 1:
@@ -265,7 +265,9 @@ class MegatronInferStrategy:
     def _head(self) -> HeadContext:
         return HeadContext(layout=self.layout, vocab_size=self.vocab_size, temperature=self.temperature)
 
-    def _result_dtype(self) -> torch.dtype:
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """What per-token results are returned in: fp32, or fp64 for an fp64 model."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
     @contextlib.contextmanager
