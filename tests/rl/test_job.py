@@ -117,6 +117,26 @@ def test_variants_of_the_objective_run(folder, changes):
         assert [r["lr"] for r in rows] == pytest.approx([0.75e-3, 0.25e-3])
 
 
+def test_every_step_draws_anew(folder):
+    """One prompt, weights that stay: two steps differ by their draws alone."""
+    lines = (folder / "prompts.jsonl").read_text().splitlines()
+    (folder / "prompts.jsonl").write_text(lines[0] + "\n")
+    job = settings(
+        folder,
+        reward_function="tests.rl.jobs:length",
+        warmup=None,
+        rollout_batch_size=1,
+        num_return_sequences_in_group=6,
+        actor_train__training_args__learning_rate=1e-12,
+    )
+    run_ranks(1, RUN, job)
+    first, second = finished(folder)[1]
+    assert first["reward"] != second["reward"]
+    run_ranks(1, RUN, job | {"exp_name": "again"})
+    again = read_metrics(folder / "runs" / "again" / "metrics.jsonl")
+    assert [r["reward"] for r in again] == [first["reward"], second["reward"]]
+
+
 def test_the_control_gives_advantages_to_the_wrong_samples(folder):
     seen = {}
     for control in ("none", "shuffled"):

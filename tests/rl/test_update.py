@@ -43,6 +43,14 @@ def train(payload):
         parameters = [p.detach().flatten() for chunk in strategy.chunks for p in chunk.parameters()]
         return torch.cat(parameters).double().numpy()
 
+    forwards = []
+    compute = strategy.compute_log_probs
+
+    def seen(local, plan, **options):
+        forwards.append(sorted(plan.ids.tolist()))
+        return compute(local, plan, **options)
+
+    strategy.compute_log_probs = seen
     before = weights()
     updates = list(
         train_on_rollouts(
@@ -55,6 +63,7 @@ def train(payload):
         )
     )
     return {
+        "forwards": forwards,
         "members": [sorted(u.plan.ids.tolist()) for u in updates],
         "loss": [u.result.loss for u in updates],
         "grad_norm": [u.result.grad_norm for u in updates],
@@ -122,6 +131,12 @@ def test_a_second_epoch_has_other_members_and_the_same_old_log_probs(tmp_path):
     got = run(tmp_path, 2, epochs=2)
     assert got["members"][0] != got["members"][2]
     assert sorted(sum(got["members"][2:], [])) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("plan", ["train", "own", "none"])
+def test_old_log_probs_are_computed_under_the_plan_that_was_asked_for(tmp_path, plan):
+    got = run(tmp_path, 1, logprob_plan=plan)
+    assert got["forwards"] == {"train": got["members"], "own": [list(range(SAMPLES))], "none": []}[plan]
 
 
 def test_without_old_log_probs_every_ratio_is_one(tmp_path):
