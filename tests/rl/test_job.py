@@ -45,6 +45,32 @@ def test_a_job_leaves_rows_events_settings_and_a_picture(folder, ranks):
     assert JobConfig.model_validate(yaml.safe_load((run / "config.yaml").read_text())).exp_name == "tiny"
 
 
+def test_the_figures_of_a_row_agree_with_each_other(folder):
+    """One mini-batch per step, so that a row's sums are those of one plan."""
+    job = settings(
+        folder,
+        warmup=None,
+        reward_function="tests.rl.jobs:length",
+        actor_train__training_args__per_device_train_batch_size=6,
+        actor_train__planning_args__sequence_multiple=8,
+    )
+    run_ranks(2, RUN, job)
+    for row in finished(folder)[1]:
+        samples, prompt = 4 * 3, len("a+1b+1=")
+        assert row["tokens"] == pytest.approx(samples * (prompt + row["response_length_mean"]))
+        assert row["reward"] == pytest.approx(row["response_length_mean"] / 10)
+        assert row["computed_tokens"] == row["tokens_packed"] > row["tokens"]
+        assert row["padding_share"] == pytest.approx(1 - row["tokens"] / row["computed_tokens"])
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["train_seconds"])
+        longest = row["length_max_over_mean"] * row["tokens"] / samples
+        assert longest == pytest.approx(prompt + row["response_length_max"])
+        assert row["tokens_padded"] == pytest.approx(samples * longest)
+        assert row["tokens_full"] == samples * (40 + 24)
+        assert row["tokens_packed"] <= row["tokens_dynamic"] <= row["tokens_full"]
+        assert row["seconds"] >= row["rollout_seconds"] + row["update_seconds"]
+        assert 0 <= row["imbalance"] < 1 and row["micro_batches"] >= 1 and row["fillers"] >= 0
+
+
 def test_the_keys_of_the_objective_reach_the_loss(folder):
     loss = policy_loss(JobConfig.model_validate(settings(folder)))
     assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.ratio, loss.kl_coef) == (0.2, 0.2, None, "token", 0.0)
