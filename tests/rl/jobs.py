@@ -75,6 +75,25 @@ def run(payload: dict[str, Any]) -> None:
     run_job(JobConfig.model_validate(payload))
 
 
+def run_and_count(payload: dict[str, Any]) -> list[tuple[list[int], int | None]]:
+    """On a rank: the whole job; of every optimizer step the computed lengths and the counted response tokens."""
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    seen = []
+    train_step = MegatronTrainStrategy.train_step
+
+    def recorded(self: Any, batch: Any, plan: Any, loss: Any, *, counts: Any = None) -> Any:
+        seen.append((plan.lengths.tolist(), None if counts is None else counts.tokens["response_mask"]))
+        return train_step(self, batch, plan, loss, counts=counts)
+
+    MegatronTrainStrategy.train_step = recorded  # type: ignore[method-assign]
+    try:
+        run(payload)
+    finally:
+        MegatronTrainStrategy.train_step = train_step  # type: ignore[method-assign]
+    return seen
+
+
 # Reward functions that tests name by path.
 
 

@@ -143,6 +143,17 @@ def test_variants_of_the_objective_run(folder, changes):
         assert [r["lr"] for r in rows] == pytest.approx([0.75e-3, 0.25e-3])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_cut_off_responses_are_neither_computed_nor_counted(folder, ranks):
+    job = settings(folder, max_len_mask=True, reward_function="tests.rl.jobs:length", warmup=None)
+    steps = run_ranks(ranks, "tests.rl.jobs:run_and_count", job)[0]
+    _, rows = finished(folder)
+    assert any(row["finished_share"] < 1 for row in rows)
+    assert sum(len(lengths) for lengths, _ in steps) == sum(12 * row["finished_share"] for row in rows)
+    for lengths, counted in steps:
+        assert counted == sum(lengths) - len("a+1b+1=") * len(lengths)
+
+
 def test_every_step_draws_anew(folder):
     """One prompt, weights that stay: two steps differ by their draws alone."""
     lines = (folder / "prompts.jsonl").read_text().splitlines()
