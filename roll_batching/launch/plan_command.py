@@ -33,6 +33,10 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Plan one step over LENGTHS and say what it costs."""
+    if plot is not None:
+        from roll_batching.observe.plan_picture import check_picture, draw_plan
+
+        check_picture(plot)
     sizes = read_lengths(lengths)[:first]
     packed = PlanConstraints(
         dp_size=dp,
@@ -53,8 +57,6 @@ def plan(
             if other != mode:
                 reports[other] = plan_step(sizes, _as_mode(packed, other, None, width)).report.to_dict()
     if plot is not None:
-        from roll_batching.observe.plan_picture import draw_plan
-
         draw_plan(made, plot)
     if as_json:
         typer.echo(

@@ -6,10 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
+from roll_batching.errors import DataError
 from roll_batching.planning import Plan
 
 MOST_DRAWN_RANKS = 32
 """Up to here every rank shows its sequences; above, a map of fill and cost."""
+
+
+def check_picture(path: str | Path) -> None:
+    """Raise `DataError` when the suffix of `path` names no format of pictures."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in formats:
+        raise DataError(f"{path} names no picture; end it in one of {', '.join(f'.{one}' for one in sorted(formats))}")
 
 
 def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:

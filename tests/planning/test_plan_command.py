@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pyarrow
 import pytest
 import typer
 import yaml
+from pyarrow import parquet
 from typer.testing import CliRunner
 
 from roll_batching.errors import ConfigError, DataError
@@ -39,24 +41,62 @@ def test_reads_every_format(tmp_path, lengths_csv):
     assert read_lengths(tmp_path / "a.jsonl").tolist() == (lengths + 1).tolist()
     np.save(tmp_path / "a.npy", lengths)
     assert read_lengths(tmp_path / "a.npy").tolist() == lengths.tolist()
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
-
     parquet.write_table(pyarrow.table({"p": [1, 2], "r": [3, 4], "name": ["a", "b"]}), tmp_path / "a.parquet")
     assert read_lengths(tmp_path / "a.parquet").tolist() == [4, 6]
 
 
-def test_errors_name_the_file_and_the_line(tmp_path):
-    (tmp_path / "bad.csv").write_text("5\n6\nseven\n")
-    with pytest.raises(DataError, match="bad.csv:3"):
-        read_lengths(tmp_path / "bad.csv")
-    (tmp_path / "bad.jsonl").write_text('5\n{"x": \n')
-    with pytest.raises(DataError, match="bad.jsonl:2"):
-        read_lengths(tmp_path / "bad.jsonl")
-    (tmp_path / "zero.csv").write_text("5\n0\n")
-    with pytest.raises(DataError, match="row 2 has length 0"):
-        read_lengths(tmp_path / "zero.csv")
-    with pytest.raises(DataError, match="does not exist"):
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("empty.csv", "", "holds no lengths"),
+        ("head.csv", "tokens\n", "holds no lengths"),
+        ("ragged.csv", "1,2\n3\n", "ragged.csv:2: '3' has 1 columns, the first row 2"),
+        ("gap.csv", "1,2\n3,\n", "gap.csv:2: '3,' is no row of integers"),
+        ("text.csv", "5\n6\nseven\n", "text.csv:3: 'seven' is no row"),
+        ("float.csv", "5\n6.5\n", "float.csv:2: '6.5' is no row"),
+        ("negative.csv", "5\n-3\n", "row 2 has length -3"),
+        (
+            "keys.jsonl",
+            '{"length": 5}\n{"len": 3}\n',
+            "keys.jsonl:2: integers under len; the first line",
+        ),
+        ("open.jsonl", '5\n{"x": \n', "open.jsonl:2: no JSON"),
+        ("words.jsonl", '{"x": "y"}\n', "words.jsonl:1: no integer"),
+        ("junk.npy", "junk", "junk.npy is no npy file of numbers"),
+        ("junk.parquet", "junk", "junk.parquet is no Parquet file"),
+    ],
+)
+def test_bad_files_are_named_with_the_place(tmp_path, name, text, words, report):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=words) as caught:
+        read_lengths(tmp_path / name)
+    report(f"lengths: {str(caught.value).replace(str(tmp_path), '...')}")
+
+
+@pytest.mark.bad_input
+def test_bad_binary_files(tmp_path):
+    np.save(tmp_path / "float.npy", np.array([1.5, 2.0]))
+    with pytest.raises(DataError, match="float.npy holds no column of integers"):
+        read_lengths(tmp_path / "float.npy")
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="bytes.csv is no text: invalid start byte at byte 0"):
+        read_lengths(tmp_path / "bytes.csv")
+    parquet.write_table(pyarrow.table({"p": [1, None], "q": [1, 2]}), tmp_path / "gap.parquet")
+    with pytest.raises(DataError, match="1 rows have no value in column 'p'"):
+        read_lengths(tmp_path / "gap.parquet")
+    parquet.write_table(pyarrow.table({"t": ["a"]}), tmp_path / "text.parquet")
+    with pytest.raises(DataError, match="no integer column .columns: t."):
+        read_lengths(tmp_path / "text.parquet")
+
+
+def test_a_picture_of_no_known_format_is_refused_before_anything_is_planned(lengths_csv, tmp_path):
+    result = CliRunner().invoke(app_of(plan), [str(lengths_csv[0]), "--plot", str(tmp_path / "x.txt")])
+    assert isinstance(result.exception, DataError) and "end it in one of" in str(result.exception)
+
+
+def test_a_missing_file_is_said(tmp_path):
+    with pytest.raises(DataError, match="none.csv does not exist"):
         read_lengths(tmp_path / "none.csv")
 
 
