@@ -324,6 +324,14 @@ def test_overlong_responses_count_nowhere() -> None:
     close(found, formula(data, lambda f, lp, h: ppo(f, lp), join))
 
 
+def test_a_mean_over_samples_leaves_out_those_without_a_counted_row() -> None:
+    from roll_batching.losses import PolicyLoss, mask_overlong
+
+    overlong = torch.tensor([False, False, True, False, False, False, True, False])
+    loss = PolicyLoss(aggregation=lambda view, x: view.sample_mean(1.0 + 0.0 * view.segment_sum(x)))
+    assert run(loss, mask_overlong(batch(), overlong))[0] == pytest.approx(1.0)
+
+
 def test_weights_are_normalised_over_the_mini_batch_not_the_micro_batch() -> None:
     """One sample per micro-batch: within a micro-batch every weight would be 1."""
     from roll_batching.losses import PolicyLoss
