@@ -373,7 +373,10 @@ def test_a_total_covers_what_the_first_mask_counts() -> None:
     from roll_batching.losses.counts import local_counts
 
     data = batch()
-    counts = local_counts(data, ("response_mask",), ("weights", "token_advantages"))
+    everything = torch.ones(data.num_tokens)
+    data = data.with_fields({"everything": everything}, {"everything": "token"})
+    counts = local_counts(data, ("response_mask", "everything"), ("weights", "token_advantages"))
+    assert counts.tokens["everything"] == int(data.lengths.sum()) - len(data)
     masks = [m[1:].bool() for m in data.to_lists("response_mask")]
     present = np.array([bool(m.any()) for m in masks])
     assert counts.sums["weights"] == pytest.approx(float(data["weights"][present].sum()))

@@ -12,7 +12,7 @@ from roll_batching.data import SampleBatch
 from roll_batching.errors import PlanError
 from roll_batching.packing import PackLayout, pack_step, packed_params, unpack_results
 from roll_batching.packing.layout import TAIL_SEGMENT
-from roll_batching.packing.spans import BucketSpans, bucket_spans
+from roll_batching.packing.spans import BucketSpans, VarlenSpans, bucket_spans, varlen_spans
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 
 CPU = torch.device("cpu")
@@ -126,6 +126,8 @@ def test_spans_see_exactly_the_causal_past_of_their_own_sequence(case) -> None:
         wanted = same & (np.arange(layout.tokens)[:, None] >= np.arange(layout.tokens)[None])
         for rank in range(cp):
             assert np.array_equal(_seen(bucket_spans(layout, rank), layout), wanted[layout.rows(rank)])
+            varlen = varlen_spans(layout, rank, torch.device("cpu"))
+            assert np.array_equal(_seen_by_kernel(varlen, layout.tokens), wanted[layout.rows(rank)])
 
 
 def _seen(spans: BucketSpans, layout: PackLayout) -> np.ndarray:
@@ -143,6 +145,20 @@ def _seen(spans: BucketSpans, layout: PackLayout) -> np.ndarray:
         grid = grid.int().scatter_add(2, keys, mask.int()) > 0
         seen.append(grid.reshape(count * width, layout.tokens))
     return torch.cat(seen)[spans.inverse].numpy()
+
+
+def _seen_by_kernel(spans: VarlenSpans, tokens: int) -> np.ndarray:
+    """As `_seen`, by the rule of the variable-length kernels: the last query of a span sees its last key."""
+    queries, keys = spans.cu_queries.tolist(), spans.cu_keys.tolist()
+    assert spans.max_queries == max(np.diff(queries)) and spans.max_keys == max(np.diff(keys))
+    rows = torch.arange(tokens) if spans.key_rows is None else spans.key_rows
+    assert keys[-1] == len(rows)
+    seen = np.zeros((queries[-1], tokens), dtype=bool)
+    for span in range(len(queries) - 1):
+        for query in range(queries[span], queries[span + 1]):
+            last = keys[span + 1] - (queries[span + 1] - query) + 1
+            seen[query, rows[keys[span] : last]] = True
+    return seen
 
 
 @given(plans)
