@@ -10,13 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from roll_batching.planning import Plan, PlanConstraints, plan_step
-from roll_batching.planning.lengths_io import read_lengths
+from roll_batching.planning.lengths_io import read_columns, sum_columns
 
 
 def plan(
     lengths: Annotated[
         Path, typer.Argument(help="CSV (columns are summed), JSONL, npy or Parquet of sequence lengths.")
     ],
+    column: Annotated[
+        list[str] | None, typer.Option(help="Sum only this column; may be given again. Default: all with integers.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Cap of a micro-batch in tokens.")] = 16384,
     dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 8,
     mode: Annotated[str, typer.Option(help="packed, dynamic or padded.")] = "packed",
@@ -37,7 +40,9 @@ def plan(
         from roll_batching.observe.plan_picture import check_picture, draw_plan
 
         check_picture(plot)
-    sizes = read_lengths(lengths)[:first]
+    table = read_columns(lengths, column or ())
+    columns = list(table)
+    sizes = sum_columns(table, lengths)[:first]
     packed = PlanConstraints(
         dp_size=dp,
         max_tokens=max_tokens,
@@ -63,6 +68,7 @@ def plan(
             json.dumps(
                 {
                     "lengths": str(lengths),
+                    "columns": columns,
                     "fingerprint": made.fingerprint,
                     "constraints": constraints.to_dict(),
                     "reports": reports,
@@ -71,6 +77,8 @@ def plan(
             )
         )
         return
+    if len(columns) > 1:
+        typer.echo(f"length = {' + '.join(columns)}")
     _print_table({name: reports[name] for name in ("padded", "dynamic", "packed") if name in reports}, made)
     if plot is not None:
         typer.echo(f"picture: {plot}")

@@ -74,6 +74,33 @@ def test_bad_files_are_named_with_the_place(tmp_path, name, text, words, report)
     report(f"lengths: {str(caught.value).replace(str(tmp_path), '...')}")
 
 
+def test_columns_can_be_chosen(tmp_path):
+    (tmp_path / "trace.csv").write_text("time,prompt,response\n2023-11-16 18:17:03,5,1\n2023-11-16 18:17:04,7,2\n")
+    assert read_lengths(tmp_path / "trace.csv", ["prompt", "response"]).tolist() == [6, 9]
+    with pytest.raises(DataError, match="trace.csv:2: .* is no row of integers"):
+        read_lengths(tmp_path / "trace.csv")
+    (tmp_path / "bare.csv").write_text("1,5\n2,7\n")
+    assert read_lengths(tmp_path / "bare.csv", ["2"]).tolist() == [5, 7]
+    (tmp_path / "rows.jsonl").write_text('{"id": 1, "length": 5}\n{"id": 2, "length": 7, "more": 1}\n')
+    assert read_lengths(tmp_path / "rows.jsonl", ["length"]).tolist() == [5, 7]
+    np.save(tmp_path / "two.npy", np.array([[1, 5], [2, 7]]))
+    assert read_lengths(tmp_path / "two.npy", ["2"]).tolist() == [5, 7]
+    parquet.write_table(pyarrow.table({"id": [1, 2], "length": [5, 7]}), tmp_path / "two.parquet")
+    assert read_lengths(tmp_path / "two.parquet", ["length"]).tolist() == [5, 7]
+    for name in ("trace.csv", "bare.csv", "rows.jsonl", "two.npy", "two.parquet"):
+        with pytest.raises(DataError, match="has no column of integers 'tokens'; it has"):
+            read_lengths(tmp_path / name, ["tokens"])
+
+
+def test_what_was_summed_is_said(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"id": 1, "length": 5}\n{"id": 2, "length": 7}\n')
+    run = CliRunner().invoke(app_of(plan), [str(tmp_path / "rows.jsonl")])
+    assert "length = id + length" in run.stdout
+    run = CliRunner().invoke(app_of(plan), [str(tmp_path / "rows.jsonl"), "--column", "length", "--json"])
+    shown = json.loads(run.stdout)
+    assert shown["columns"] == ["length"] and shown["reports"]["packed"]["real_tokens"] == 12
+
+
 @pytest.mark.bad_input
 def test_bad_binary_files(tmp_path):
     np.save(tmp_path / "float.npy", np.array([1.5, 2.0]))
