@@ -16,6 +16,8 @@ from roll_batching.planning.schedule import static_schedule
 OPERATION_BUDGET = 20_000_000
 MOST_ORDERS = 60_000
 """Orders that the search tries: at most this many, and no more operations than the budget."""
+FEW_MICRO_BATCHES = 12
+"""From here on there are more orders than anyone tries, and counting them takes long for thousands."""
 
 
 def pipeline_makespan(costs: ArrayLike, *, stages: int, chunks: int = 1, group_size: int | None = None) -> int:
@@ -59,7 +61,7 @@ def order_for_pipeline(
         return start
     schedule = static_schedule(stages, len(values), chunks, group_size)
     tries = min(tries, OPERATION_BUDGET // len(schedule.previous))
-    if math.factorial(len(values)) <= tries:
+    if len(values) < FEW_MICRO_BATCHES and math.factorial(len(values)) <= tries:
         return _try_all(values, start, schedule.micro_batch, schedule.backward, schedule.previous, schedule.awaited)
     return _search_order(
         values,
