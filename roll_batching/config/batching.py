@@ -26,6 +26,7 @@ PADDED_ALGORITHMS = ("none",)
 ALGORITHMS = {"packed": PACKED_ALGORITHMS, "dynamic": DYNAMIC_ALGORITHMS, "padded": PADDED_ALGORITHMS}
 OVERSIZE = ("error", "alone", "truncate", "drop")
 OBJECTIVES = ("auto", "rank_total", "lockstep", "pipeline")
+_COUNTS = ("max_tokens", "rows", "padded_length", "sequence_length_round", "min_num_micro_batches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +70,17 @@ class PassBatching:
             raise ConfigError(f"{self.mode} batching needs max_tokens, the most tokens of one micro-batch")
         if self.mode == "padded" and self.rows is None:
             raise ConfigError("padded batching needs rows, the sequences of one micro-batch")
-        for name in ("max_tokens", "rows", "padded_length", "sequence_length_round", "min_num_micro_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        for name, known in (("oversize", OVERSIZE), ("objective", OBJECTIVES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
+        for name in _COUNTS:
+            _check_count(name, getattr(self, name))
+        if self.sequence_multiple != "2*cp*tp":
+            if isinstance(self.sequence_multiple, str):
+                raise ConfigError(
+                    f'sequence_multiple {self.sequence_multiple!r} is unknown; give a whole number, "2*cp*tp" or None'
+                )
+            _check_count("sequence_multiple", self.sequence_multiple)
 
     def constraints(
         self,
@@ -115,6 +123,15 @@ class PassBatching:
             sequence_multiple=self.sequence_multiple,
             pack_multiple=pack_multiple,
         )
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number")
+    if value < 1:
+        raise ConfigError(f"{name} is {value}; it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

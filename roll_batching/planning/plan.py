@@ -83,7 +83,8 @@ class _Ranks(Sequence[tuple[MicroBatch, ...]]):
 class Plan:
     """A valid plan; made by `plan_step`, `Plan.from_bins` or `Plan.from_dict`, which check it.
 
-    Micro-batch arrays are rank-major: micro-batch k of rank r has the index `r * num_micro_batches + k`.
+    Its arrays are read-only. Micro-batch arrays are rank-major: micro-batch k of rank r has the index
+    `r * num_micro_batches + k`.
     """
 
     constraints: PlanConstraints
@@ -114,8 +115,10 @@ class Plan:
     dropped: tuple[DroppedSample, ...] = ()
 
     def __post_init__(self) -> None:
-        for array in (self.lengths, self.ids, self.used, self.samples, self.slots, self.offsets, self.tokens):
-            array.setflags(write=False)
+        for name in (*_ARRAYS, "location"):
+            array = getattr(self, name)
+            if array is not None:
+                array.setflags(write=False)
 
     @property
     def fillers(self) -> NDArray[np.bool_]:
@@ -181,10 +184,12 @@ class Plan:
         for m in range(first, first + self.num_micro_batches):
             start, end = int(self.offsets[m]), int(self.offsets[m + 1])
             samples = self.samples[start:end]
+            lengths = self.used[samples]
+            lengths.setflags(write=False)
             made.append(
                 MicroBatch(
                     samples=samples,
-                    lengths=self.used[samples],
+                    lengths=lengths,
                     slots=self.slots[start:end],
                     tokens=int(self.tokens[m]),
                     rows=int(self.rows[m]),

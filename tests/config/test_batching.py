@@ -76,6 +76,13 @@ def test_the_algorithms_are_the_planners():
         ({"mode": "dynamic", "max_tokens": 8}, "does not exist in dynamic mode"),
         ({"mode": "padded", "algorithm": "none"}, "needs rows"),
         ({"mode": "folded"}, "unknown"),
+        ({"max_tokens": 8, "oversize": "bogus"}, "oversize 'bogus' is unknown; choose one of error, alone"),
+        ({"max_tokens": 8, "objective": "bogus"}, "objective 'bogus' is unknown; choose one of auto"),
+        ({"max_tokens": 8, "sequence_multiple": "bogus"}, "sequence_multiple 'bogus' is unknown"),
+        ({"max_tokens": 8, "sequence_multiple": 0}, "sequence_multiple is 0"),
+        ({"max_tokens": "8"}, "max_tokens is '8'; it must be a whole number"),
+        ({"max_tokens": 8.5}, "max_tokens is 8.5; it must be a whole number"),
+        ({"max_tokens": True}, "max_tokens is True; it must be a whole number"),
     ],
 )
 def test_inconsistent_passes_are_refused(values, words):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pytest
@@ -33,6 +33,34 @@ def test_a_plan_survives_json_and_notices_changes():
     values["samples"][0] = values["samples"][1]
     with pytest.raises(PlanError, match="placed"):
         Plan.from_dict(values)
+
+
+@pytest.mark.parametrize("way", ["planned", "from_dict", "from_bins"])
+def test_no_array_of_a_plan_can_be_written_to(way):
+    given = {"lengths": np.array(LENGTHS), "ids": np.arange(10) + 100, "location": np.array([0, 1] * 5)}
+    plan = plan_step(constraints=constraints(), **given)
+    if way == "from_dict":
+        plan = Plan.from_dict(plan.to_dict())
+    if way == "from_bins":
+        bins = [[mb.samples.tolist() for mb in rank] for rank in plan.micro_batches]
+        plan = Plan.from_bins(bins, given["lengths"], constraints(), ids=given["ids"], location=given["location"])
+    holders = {"": plan} | {f"micro-batch {r}.{k}.": mb for r in range(2) for k, mb in enumerate(plan.micro_batches[r])}
+    arrays = {
+        prefix + field.name: value
+        for prefix, holder in holders.items()
+        for field in fields(holder)
+        if isinstance(value := getattr(holder, field.name), np.ndarray)
+    }
+    assert {"lengths", "rows", "costs", "location", "micro-batch 0.0.lengths"} <= arrays.keys()
+    for name, array in arrays.items():
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+            pytest.fail(f"{name} was written to")
+    before = plan.fingerprint
+    for array in given.values():  # the caller's own arrays are the caller's, and the plan does not follow them
+        array[0] += 1
+    del plan.__dict__["fingerprint"]
+    assert plan.fingerprint == before
 
 
 def test_location_is_carried_and_not_part_of_the_fingerprint():
