@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from roll_batching.data.checks import name_rows
-from roll_batching.data.fields import Schema
+from roll_batching.data.fields import FieldSpec, Schema, check_dtype
 from roll_batching.data.ragged import place, row_indices, starts_of, take
 from roll_batching.errors import DataError
 
@@ -111,6 +111,7 @@ def from_padded(
             fields[name] = values
             continue
         _require_tensor(name, values)
+        check_dtype(name, spec, values.dtype)
         if spec.kind == "sample":
             fields[name] = values
             continue
@@ -127,14 +128,14 @@ def from_padded(
         else:
             columns = firsts - torch.arange(batch) * (width - values.shape[1])
             spoken = take(flat, row_indices(columns, lengths - 1))
-            fields[name] = append_pad(spoken, lengths, spec.pad)
+            fields[name] = append_pad(spoken, lengths, spec)
     return lengths, fields
 
 
-def append_pad(values: Tensor, lengths: Tensor, pad: int | float | bool) -> Tensor:
-    """Give every sample of `lengths` L a last row `pad` behind the L-1 rows that `values` holds."""
+def append_pad(values: Tensor, lengths: Tensor, spec: FieldSpec) -> Tensor:
+    """Give every sample of `lengths` L a last row, the pad, behind the L-1 rows that `values` holds."""
     offsets = starts_of(lengths)
-    return place(values, row_indices(offsets[:-1], lengths - 1), int(offsets[-1]), pad)
+    return place(values, row_indices(offsets[:-1], lengths - 1), int(offsets[-1]), spec.pad)
 
 
 def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
@@ -156,6 +157,7 @@ def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | Non
             continue
         own = torch.tensor([len(row) for row in values], dtype=torch.int64)
         flat = _concatenate(name, values)
+        check_dtype(name, spec, flat.dtype)
         if spec.kind == "token":
             _check_row_lengths(name, own, lengths, "")
             fields[name] = flat
@@ -163,7 +165,7 @@ def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | Non
             short = own == lengths - 1
             _check_row_lengths(name, own + short, lengths, " or one less")
             keep = row_indices(starts_of(own)[:-1], lengths - 1)
-            fields[name] = append_pad(take(flat, keep), lengths, spec.pad)
+            fields[name] = append_pad(take(flat, keep), lengths, spec)
     return lengths, fields
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+import torch
 
 from roll_batching.errors import DataError
 
@@ -29,7 +32,7 @@ class FieldSpec:
     """
 
     pad: int | float | bool = 0
-    """What a place without a value reads: padding, rows behind a truncation, samples left out."""
+    """What a place without a value reads, in the field's dtype: padding, rows behind a truncation, samples left out."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(FieldKind):
@@ -41,6 +44,38 @@ class FieldSpec:
     def per_token(self) -> bool:
         """Whether the field has one row per token (`token` and `next_token`)."""
         return self.kind in ("token", "next_token")
+
+
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+DTYPES = (torch.bool, *_WHOLE, *_FRACTIONS)
+"""What torch can select, place and pad on every device; fields of other dtypes are refused."""
+
+
+def check_dtype(name: str, spec: FieldSpec, dtype: torch.dtype) -> None:
+    """Refuse a dtype that cannot be moved and a pad value that it cannot hold: nothing is promoted or wrapped.
+
+    Raises:
+        DataError: naming field, dtype and pad.
+    """
+    word = str(dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+        raise DataError(f"Field {name!r} is {word}, which cannot be selected or padded; cast it to one of {known}.")
+    if not _holds(dtype, spec.pad):
+        raise DataError(
+            f"Field {name!r}: its pad value {spec.pad} does not fit its dtype {word}. Give FieldSpec({spec.kind!r}, "
+            "pad=...) a value that it holds, or cast the field."
+        )
+
+
+def _holds(dtype: torch.dtype, pad: int | float | bool) -> bool:
+    if dtype is torch.bool:
+        return pad in (0, 1)
+    if dtype in _WHOLE:
+        whole = isinstance(pad, int) or pad.is_integer()
+        return whole and torch.iinfo(dtype).min <= pad <= torch.iinfo(dtype).max
+    return (isinstance(pad, float) and not math.isfinite(pad)) or abs(pad) <= torch.finfo(dtype).max
 
 
 Schema = dict[str, FieldSpec]

@@ -13,7 +13,7 @@ from torch import Tensor
 from roll_batching.data import build
 from roll_batching.data.build import PaddingSide, as_index
 from roll_batching.data.checks import describe_difference, describe_fields, name_rows, require_finite
-from roll_batching.data.fields import FieldSpec, Schema, SchemaLike, normalise_schema
+from roll_batching.data.fields import FieldSpec, Schema, SchemaLike, check_dtype, normalise_schema
 from roll_batching.data.ragged import place, row_indices, starts_of, take
 from roll_batching.errors import DataError
 
@@ -27,7 +27,8 @@ class SampleBatch:
 
     Raises:
         DataError: for lengths or ids that are not one-dimensional integers, a sample without tokens, an id
-            that occurs twice, a field whose rows do not fit its kind, a field without a kind.
+            that occurs twice, a field whose rows do not fit its kind, a field without a kind, a dtype that its pad
+            does not fit.
     """
 
     ids: Tensor
@@ -66,9 +67,10 @@ class SampleBatch:
         values = self.fields[name]
         if not isinstance(values, Tensor):
             raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
+        check_dtype(name, spec, values.dtype)
         rows, what = (self.num_tokens, "tokens") if spec.per_token else (len(self), "samples")
         if spec.kind == "next_token" and values.dim() and len(self) and values.shape[0] == rows - len(self):
-            self.fields[name] = build.append_pad(values, self.lengths, spec.pad)
+            self.fields[name] = build.append_pad(values, self.lengths, spec)
             return
         if values.dim() < 1 or values.shape[0] != rows:
             raise DataError(

@@ -18,7 +18,7 @@ from roll_batching.errors import LossError
 from roll_batching.losses.contract import LossOutput, Max, Mean, Metric, Min, Sum
 from roll_batching.losses.counts import StepCounts
 from roll_batching.losses.head import HeadContext
-from roll_batching.losses.views import View
+from roll_batching.losses.views import View, counted
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.layout import PackLayout
 
@@ -115,7 +115,7 @@ class SequenceView(View):
     def labels(self) -> torch.Tensor:
         """[rows] int64, the token after each row; 0 in the sequence's last row, which has none."""
         pack = self._pack
-        make = lambda: torch.where(pack.predicts, pack.fields["input_ids"].roll(-1, 0), 0)  # noqa: E731
+        make = lambda: pack.fields["input_ids"].roll(-1, 0).masked_fill(~pack.predicts, 0)  # noqa: E731
         return self._parts.field(":labels", make)[self._place]
 
     @property
@@ -153,7 +153,7 @@ class SequenceView(View):
 
     def sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """Sum of [rows] values over the counted rows held here, undivided."""
-        return torch.where(self.mask(mask), x, 0.0).sum()
+        return counted(x, self.mask(mask)).sum()
 
     def mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """This sequence's share of the mean over all counted tokens of the step (token-mean)."""

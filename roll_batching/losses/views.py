@@ -60,11 +60,18 @@ class View:
             raise LossError(f"the loss asks for the field {name!r}; the batch has {have}") from None
 
 
+def counted(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`x` where `mask`, else 0, in at least fp32: a sum in half precision stops growing after a few hundred ones."""
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return torch.where(mask, wide, 0.0)
+
+
 class TokenView(View):
     """A pack in pack order, identical on all tensor- and context-parallel ranks.
 
-    Indexing gives a field of the batch: `view["advantages"]`. Token and next_token fields are
-    [tokens, ...] in the row convention above, sample fields [samples, ...].
+    Indexing gives a field of the batch in its own dtype: `view["advantages"]`. Token and next_token
+    fields are [tokens, ...] in the row convention above, sample fields [samples, ...]. Reductions are
+    fp32, or fp64 for fp64 values.
     """
 
     def __init__(
@@ -125,7 +132,7 @@ class TokenView(View):
 
     def segment_sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """[tokens] -> [samples]: sum over each sample's counted rows."""
-        masked = torch.where(self.mask(mask), x, 0.0)
+        masked = counted(x, self.mask(mask))
         total = masked.new_zeros(len(self._pack.layout.segments))
         return total.index_add(0, self.segment_ids, masked)[: self.samples]
 
@@ -139,7 +146,7 @@ class TokenView(View):
 
     def sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """Sum over counted rows of this pack, undivided."""
-        return torch.where(self.mask(mask), x, 0.0).sum()
+        return counted(x, self.mask(mask)).sum()
 
     def mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """This pack's share of the mean over all counted tokens of the step (token-mean)."""
@@ -156,7 +163,7 @@ class TokenView(View):
     def sample_mean(self, per_sample: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """Share of the mean of [samples] values over all sequences that have a counted row."""
         present = self.segment_count(mask) > 0
-        return torch.where(present, per_sample, 0.0).sum() / self.num_sequences(mask)
+        return counted(per_sample, present).sum() / self.num_sequences(mask)
 
     def mean_metric(self, x: torch.Tensor, mask: str | None = None) -> Mean:
         """The mean of x over all counted tokens, as a metric."""

@@ -102,6 +102,8 @@ def pack_step(
     names = () if masks is None else tuple(masks)
     if "input_ids" not in local.schema or local.schema["input_ids"].kind != "token":
         raise DataError("a batch to be packed needs a field input_ids of kind token")
+    if (dtype := local["input_ids"].dtype).is_floating_point or dtype.is_complex or dtype is torch.bool:
+        raise DataError(f"input_ids are the numbers of tokens, so they must be integers; the batch has {dtype}")
     for name in names:
         if name not in local.schema or not local.schema[name].per_token:
             known = [field for field, spec in local.schema.items() if spec.per_token]
@@ -139,33 +141,33 @@ def _pack(
         if not len(values):  # a rank without samples
             return torch.full((len(index), *values.shape[1:]), pad, dtype=values.dtype, device=device)
         picked = values.index_select(0, index.to(values.device)).to(device, non_blocking=True)
-        keep = valid.to(device, non_blocking=True)
-        return torch.where(keep.view(-1, *[1] * (picked.dim() - 1)), picked, pad)
+        gap = (~valid).to(device, non_blocking=True)
+        # Not `where`, which makes integers of a bool field whose pad is the number 0.
+        return picked.masked_fill_(gap.view(-1, *[1] * (picked.dim() - 1)), pad)
 
-    def in_view(name: str, values: torch.Tensor) -> torch.Tensor:
-        spec = local.schema[name]
-        return gather(values, following if spec.kind == "token" else source, predicts, spec.pad)
+    def in_view(name: str, values: torch.Tensor, pad: Any) -> torch.Tensor:
+        return gather(values, following if local.schema[name].kind == "token" else source, predicts, pad)
 
     fields: dict[str, Any] = {}
     for name, spec in local.schema.items():
         values = local.fields[name]
         if spec.per_token:
-            fields[name] = in_view(name, values)
+            fields[name] = in_view(name, values, spec.pad)
         elif spec.kind == "sample":
             fields[name] = values.index_select(0, sample_rows.to(values.device)).to(device, non_blocking=True)
         else:
             fields[name] = values
     mine = torch.from_numpy(layout.rows(cp_rank))
-    tokens = gather(local.fields["input_ids"], source, real, local.schema["input_ids"].pad)
+    tokens = gather(local.fields["input_ids"], source, real, local.schema["input_ids"].pad).long()
     # A label of a row without a mask is never read; the shifted input_ids are the labels.
-    masks = {name: in_view(name, mask).bool() for name, mask in host_masks.items()}
+    masks = {name: in_view(name, mask, False) for name, mask in host_masks.items()}
     counted = predicts.clone() if every_row else torch.zeros_like(predicts)
     for name, mask in host_masks.items():
         if len(mask):
             index = following if local.schema[name].kind == "token" else source
             counted |= mask.index_select(0, index) & predicts
     on_device = mine.to(device)
-    labels = torch.where(predicts.to(device), fields["input_ids"], 0)
+    labels = torch.where(predicts.to(device), fields["input_ids"].long(), 0)
     fields["input_ids"] = tokens
     return PackedBatch(
         layout=layout,

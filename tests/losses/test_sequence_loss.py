@@ -126,6 +126,7 @@ def looks(megatron: dict[str, Any]) -> list[dict[str, Any]]:
                     "tokens": s.input_ids.tolist(),
                     "labels": s.labels.tolist(),
                     "mask": s.mask().tolist(),
+                    "uncounted": (~s["response_mask"]).tolist(),
                     "count": int(s.count()),
                     "advantage": float(s["advantages"]),
                 }
@@ -157,6 +158,7 @@ def test_views_hold_the_sequences_unpacked(cp_size: int) -> None:
             assert view["tokens"] == [tokens[p] for p in at]
             assert view["labels"] == [tokens[p + 1] if p + 1 < len(tokens) else 0 for p in at]
             assert view["mask"] == [p + 1 < len(tokens) and mask[p + 1] for p in at]
+            assert view["uncounted"] == [not counted for counted in view["mask"]]
             assert view["count"] == sum(mask[1:])
             assert view["advantage"] == float(batch["advantages"][row])
 
