@@ -66,11 +66,12 @@ def _start(job: JobConfig, config: Path, overrides: Sequence[str], nproc: int | 
     import torch
 
     from roll_batching.launch.torchrun import launch
+    from roll_batching.rl.inputs import check_inputs
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = choose_devices(job.actor_train.device_mapping, count, gpus, forced=nproc is not None)
     show_notices(job.notices)
-    variables = {**job.environment(), **visible_devices(devices), LAUNCHED: "1"}
+    variables = {**job.environment(), **visible_devices(devices), **check_inputs(job), LAUNCHED: "1"}
     arguments = ["train", "--config", str(config), *overrides]
     failure = launch("roll_batching.cli", arguments, count, variables)
     if failure is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from roll_batching.data.fields import FieldSpec
+from roll_batching.data.fit import UNKNOWN, tokens_of, too_long
 from roll_batching.data.samples import SampleBatch
 from roll_batching.data.texts import Document, Prompt
 from roll_batching.data.tokenizers import Tokenizer
@@ -27,15 +28,12 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_lengt
         DataError: naming file and line: a prompt longer than `max_length` or without tokens, a character
             that the tokenizer does not know.
     """
-    rows = [_encode(prompt.prompt, tokenizer, prompt.source) for prompt in prompts]
+    rows = [_encode(prompt.prompt, tokenizer, prompt.source, "the prompt") for prompt in prompts]
     for prompt, row in zip(prompts, rows, strict=True):
         if not row:
             raise DataError(f"{prompt.source}: the prompt has no tokens.")
         if len(row) > max_length:
-            raise DataError(
-                f"{prompt.source}: the prompt has {len(row)} tokens, more than the {max_length} allowed "
-                "(prompt_length)."
-            )
+            raise DataError(f"{prompt.source}: {too_long(prompt, len(row), max_length)}. Shorten it.")
     return SampleBatch.from_lists({"input_ids": rows}, {"input_ids": _tokens(tokenizer)}, ids)
 
 
@@ -59,15 +57,13 @@ def encode_documents(
     """
     rows, starts = [], []
     for document in documents:
-        prompt = _encode(document.prompt, tokenizer, document.source)
-        row = [*prompt, *_encode(document.response, tokenizer, document.source), tokenizer.eos_token_id]
+        prompt = _encode(document.prompt, tokenizer, document.source, "the prompt")
+        response = _encode(document.response, tokenizer, document.source, "the response")
+        row = [*prompt, *response, tokenizer.eos_token_id]
         if not prompt:
             raise DataError(f"{document.source}: the prompt has no tokens.")
         if len(row) > max_length:
-            raise DataError(
-                f"{document.source}: the document has {len(row)} tokens, end token included, more than the "
-                f"{max_length} allowed (sequence_length)."
-            )
+            raise DataError(f"{document.source}: {too_long(document, len(row), max_length)}. Shorten it.")
         rows.append(row)
         starts.append(len(prompt))
     batch = SampleBatch.from_lists({"input_ids": rows}, {"input_ids": _tokens(tokenizer)}, ids)
@@ -80,8 +76,8 @@ def _tokens(tokenizer: Tokenizer) -> FieldSpec:
     return FieldSpec("token", tokenizer.pad_token_id)
 
 
-def _encode(text: str, tokenizer: Tokenizer, source: str) -> list[int]:
+def _encode(text: str, tokenizer: Tokenizer, source: str, what: str) -> list[int]:
     try:
-        return tokenizer.encode(text)
+        return tokens_of(text, tokenizer, what)
     except DataError as error:
-        raise DataError(f"{source}: {error}") from None
+        raise DataError(f"{source}: {error}. {UNKNOWN}") from None

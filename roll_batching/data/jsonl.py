@@ -1,19 +1,28 @@
-"""JSON Lines, read whole and strictly: every error names file and line."""
+"""JSON Lines, read strictly, line by line: every fault is noted with file and line, not only the first."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Sequence
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_batching.errors import DataError
+from roll_batching.data.faults import Faults
 
 PathLike = str | Path
 
+_LONGEST_LINE = 64 * 2**20
+"""Bytes of a line beyond which it is not looked at: a file without line ends would be read into memory whole."""
+_BYTES_BETWEEN_REPORTS = 2**20
+_PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"PAR1": "Parquet"}
+_ONE_OBJECT = "Each line is one JSON object; a JSON array becomes that with: jq -c '.[]' FILE"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """One line: the texts asked for, everything else, and its place as `file:line`."""
 
@@ -22,55 +31,139 @@ class Record:
     source: str
 
 
-def read_records(paths: PathLike | Sequence[PathLike], keys: Sequence[str]) -> list[Record]:
-    """Read JSONL files, one after the other; every line is an object that holds a text under each of `keys`.
+def as_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
+    """One path or several as a list."""
+    return [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
 
-    Blank lines are skipped. Line numbers begin at 1.
 
-    Raises:
-        DataError: for a file that is missing or cannot be read, a file without records, a line that is not
-            UTF-8, not JSON or not an object, a key that is missing or does not hold a text.
+def iterate_records(
+    paths: PathLike | Sequence[PathLike],
+    keys: Sequence[str],
+    faults: Faults,
+    read: Callable[[int], None] = lambda size: None,
+) -> Iterator[Record]:
+    """The records of JSONL files, one file after the other; every line is an object with a text under each of `keys`.
+
+    Blank lines are skipped; line numbers begin at 1. What cannot be used is noted in `faults` and passed over: a file
+    that is missing, is no regular file or cannot be read, one without records, a line that is not UTF-8, not JSON or
+    not an object, a key that is missing or does not hold a text. `read` hears now and then of bytes that were read.
     """
-    files = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    files = as_files(paths)
     if not files:
-        raise DataError("No data file was named.")
-    return [record for file in files for record in _read_file(Path(file), keys)]
+        faults.add("No data file", "was named", "Name at least one.")
+    for path in files:
+        yield from _records_of(path, keys, faults, read)
 
 
-def _read_file(path: Path, keys: Sequence[str]) -> list[Record]:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise DataError(
-            f"Data file {path} {why}; looked at {path.absolute()}. Relative paths start at the working directory."
-        ) from None
-    records = [
-        _parse(line, f"{path}:{number}", keys)
-        for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
-        if line.strip()
-    ]
-    if not records:
-        raise DataError(f"Data file {path} holds no records: one JSON object per line is needed.")
+def read_records(paths: PathLike | Sequence[PathLike], keys: Sequence[str]) -> list[Record]:
+    """All records of `iterate_records`. Raises DataError naming all faults."""
+    faults = Faults()
+    records = list(iterate_records(paths, keys, faults))
+    faults.check()
     return records
 
 
-def _parse(line: bytes, source: str, keys: Sequence[str]) -> Record:
+def _records_of(path: Path, keys: Sequence[str], faults: Faults, read: Callable[[int], None]) -> Iterator[Record]:
+    before, some, unreported = len(faults), False, 0
+    try:
+        with _opened(path) as file:
+            for number, line in _lines(file):
+                unreported += len(line)
+                if unreported > _BYTES_BETWEEN_REPORTS:
+                    read(unreported)
+                    unreported = 0
+                if not line or line.isspace():
+                    continue
+                try:
+                    texts, extra = _parse(line, keys)
+                except _BadLineError as bad:
+                    faults.add(f"{path}:{number}", bad.what, bad.cure)
+                    continue
+                some = True
+                yield Record(texts, extra, f"{path}:{number}")
+    except FileNotFoundError:
+        cure = f"Looked at {path.absolute()}; relative paths start at the working directory."
+        faults.add(str(path), "does not exist", cure)
+    except OSError as error:
+        faults.add(str(path), f"cannot be read ({error.strerror})", f"Looked at {path.absolute()}.")
+    except _BadLineError as bad:
+        faults.add(str(path), bad.what, bad.cure)
+    read(unreported)
+    if not some and len(faults) == before:
+        faults.add(str(path), "holds no records", "One JSON object per line is needed.")
+
+
+class _BadLineError(Exception):
+    """What is wrong with a line or a file, and what to do."""
+
+    def __init__(self, what: str, cure: str) -> None:
+        self.what, self.cure = what, cure
+
+
+def _opened(path: Path) -> io.BufferedReader[io.FileIO]:
+    """The file, at its beginning or behind its byte order mark."""
+    kind = os.stat(path).st_mode  # before it is opened: opening a pipe waits for whoever writes into it
+    if stat.S_ISDIR(kind):
+        raise _BadLineError("cannot be read: it is a folder", "Name the file in it.")
+    if not stat.S_ISREG(kind):
+        raise _BadLineError("cannot be read: it is a pipe or a device", "Every process reads it: name a regular file.")
+    file = io.BufferedReader(io.FileIO(path), buffer_size=2**20)
+    start = file.peek(4)[:4]
+    packed = next((name for mark, name in _PACKED.items() if start.startswith(mark)), None)
+    if packed or start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        file.close()
+        raise _BadLineError(f"is a {packed or 'UTF-16'} file", "Give it as JSON Lines in UTF-8, not packed.")
+    if start.startswith(b"\xef\xbb\xbf"):
+        file.seek(3)
+    return file
+
+
+def _lines(file: io.BufferedReader[io.FileIO]) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := file.readline(_LONGEST_LINE):
+        number += 1
+        if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+            raise _BadLineError(
+                f"line {number} is longer than {_LONGEST_LINE // 2**20} MiB; it and what follows was not read",
+                _ONE_OBJECT,
+            )
+        yield number, line
+
+
+def _parse(line: bytes, keys: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise DataError(f"{source}: not UTF-8 (byte {error.start + 1} of the line).") from None
+        raise _BadLineError(f"not UTF-8 (byte {error.start + 1} of the line)", "Save the file as UTF-8.") from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{source}: not valid JSON: {error.msg} at column {error.colno}.") from None
+        raise _BadLineError(f"not valid JSON: {error.msg} at column {error.colno}", _ONE_OBJECT) from None
     except RecursionError:
-        raise DataError(f"{source}: nested too deeply.") from None
+        raise _BadLineError("nested too deeply", _ONE_OBJECT) from None
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise _BadLineError(f"not valid JSON: {error}", _ONE_OBJECT) from None
     if not isinstance(value, dict):
-        raise DataError(f"{source}: a JSON object is needed, got {type(value).__name__}.")
-    texts = []
+        raise _BadLineError(f"a JSON object is needed, got {type(value).__name__}", _ONE_OBJECT)
+    texts = tuple(_text(value, key) for key in keys)
     for key in keys:
-        if key not in value:
-            raise DataError(f"{source}: key {key!r} is missing; the line has {', '.join(value) or 'no keys'}.")
-        if not isinstance(value[key], str):
-            raise DataError(f"{source}: {key!r} must be a string, got {type(value[key]).__name__}.")
-        texts.append(value[key])
-    return Record(tuple(texts), {k: v for k, v in value.items() if k not in keys}, source)
+        value.pop(key, None)
+    return texts, value
+
+
+def _text(value: dict[str, Any], key: str) -> str:
+    if key not in value:
+        known = ascii(", ".join(value))[1:-1]
+        shown = known if len(known) <= 80 else f"{known[:77]}..."
+        raise _BadLineError(
+            f"key {key!r} is missing; the line has {shown or 'no keys'}",
+            "The configuration names the keys of a file beside its file_name (prompt, response).",
+        )
+    text = value[key]
+    if not isinstance(text, str):
+        raise _BadLineError(f"{key!r} must be a string, got {type(text).__name__}", "Put the value in quotes.")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(text[error.start])
+            raise _BadLineError(f"{key!r} holds half a character: {half}", "Write both halves of the pair.") from None
+    return text

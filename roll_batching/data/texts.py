@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar, overload
 
-from roll_batching.data.jsonl import PathLike, read_records
+from roll_batching.data.faults import Faults
+from roll_batching.data.jsonl import PathLike, iterate_records
 from roll_batching.errors import DataError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """What a rollout starts from, and what its reward compares with."""
 
@@ -24,7 +25,7 @@ class Prompt:
     """Where it comes from, as `file:line`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Document:
     """A supervised sample: the prompt bears no loss, the response is learnt."""
 
@@ -35,6 +36,47 @@ class Document:
 
 
 T = TypeVar("T", bound=Prompt | Document)
+
+
+def second_text(item: Prompt | Document) -> str:
+    """What follows the prompt: its answer, or the document's response."""
+    return item.answer if isinstance(item, Prompt) else item.response
+
+
+class Fingerprint:
+    """Digest of texts and their order, fed one by one; other keys and the files' names do not count."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, item: Prompt | Document) -> None:
+        """The next text."""
+        for text in (item.prompt, second_text(item)):
+            raw = text.encode("utf-8", "surrogatepass")
+            self._digest.update(len(raw).to_bytes(8, "little") + raw)
+
+    def value(self) -> str:
+        """The digest so far."""
+        return self._digest.hexdigest()
+
+
+def iterate_texts(
+    kind: type[T],
+    paths: PathLike | Sequence[PathLike],
+    keys: tuple[str, str],
+    faults: Faults,
+    read: Callable[[int], None] = lambda size: None,
+) -> Iterator[T]:
+    """Prompts or documents of JSONL files, one after the other, their two texts under `keys`.
+
+    What cannot be used is noted in `faults` and passed over, an empty prompt too; see `jsonl.iterate_records`.
+    """
+    for record in iterate_records(paths, keys, faults, read):
+        if record.texts[0]:
+            prompt, second = record.texts
+            yield kind(prompt, second, record.extra, record.source)
+        else:
+            faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
 
 
 class TextDataset(Sequence[T], Generic[T]):
@@ -62,13 +104,10 @@ class TextDataset(Sequence[T], Generic[T]):
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the texts and their order; other keys and the files' names do not count."""
-        digest = hashlib.sha256()
+        digest = Fingerprint()
         for item in self._items:
-            other = item.answer if isinstance(item, Prompt) else item.response
-            for text in (item.prompt, other):
-                raw = text.encode("utf-8", "surrogatepass")
-                digest.update(len(raw).to_bytes(8, "little") + raw)
-        return digest.hexdigest()
+            digest.add(item)
+        return digest.value()
 
 
 class PromptDataset(TextDataset[Prompt]):
@@ -89,10 +128,9 @@ class PromptDataset(TextDataset[Prompt]):
         """Read one or several files with a prompt and an answer per line; other keys go to `extra`.
 
         Raises:
-            DataError: naming file and line; see `jsonl.read_records`.
+            DataError: naming all faults with file and line; see `iterate_texts`.
         """
-        records = read_records(paths, (prompt_key, answer_key))
-        return cls(Prompt(r.texts[0], r.texts[1], r.extra, r.source) for r in records)
+        return cls(_read(Prompt, paths, (prompt_key, answer_key)))
 
 
 class DocumentDataset(TextDataset[Document]):
@@ -113,7 +151,13 @@ class DocumentDataset(TextDataset[Document]):
         """Read one or several files with a prompt and a response per line; other keys go to `extra`.
 
         Raises:
-            DataError: naming file and line; see `jsonl.read_records`.
+            DataError: naming all faults with file and line; see `iterate_texts`.
         """
-        records = read_records(paths, (prompt_key, response_key))
-        return cls(Document(r.texts[0], r.texts[1], r.extra, r.source) for r in records)
+        return cls(_read(Document, paths, (prompt_key, response_key)))
+
+
+def _read(kind: type[T], paths: PathLike | Sequence[PathLike], keys: tuple[str, str]) -> list[T]:
+    faults = Faults()
+    items = list(iterate_texts(kind, paths, keys, faults))
+    faults.check()
+    return items

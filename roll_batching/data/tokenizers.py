@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from roll_batching.errors import DataError
+
+
+class UnknownCharacterError(DataError):
+    """A text holds characters that the tokenizer cannot turn into tokens: all of them are in `characters`."""
+
+    def __init__(self, message: str, characters: frozenset[str]) -> None:
+        super().__init__(message)
+        self.characters = characters
 
 
 @runtime_checkable
@@ -55,6 +63,7 @@ class CharTokenizer:
                 raise DataError(f"The {what} token {token!r} is not one character of the vocabulary.")
         self._vocabulary = vocabulary
         self._reserved = {pad: "fills gaps", eos: "ends a response"}
+        self._plain = frozenset(vocabulary) - self._reserved.keys()
         self.eos_token_id: int = self._id[eos]
         self.pad_token_id: int = self._id[pad]
 
@@ -65,8 +74,10 @@ class CharTokenizer:
         Raises:
             DataError: for a file that cannot be read, and all of the constructor.
         """
+        if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
+            raise DataError(f"The vocabulary file {path} cannot be read: it is no regular file")
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"The vocabulary file {path} cannot be read: {error}") from None
         return cls(text.rstrip("\r\n"), eos, pad)
@@ -80,15 +91,19 @@ class CharTokenizer:
         """The tokens of `text`.
 
         Raises:
-            DataError: naming the character that is unknown or reserved, its position and the text.
+            UnknownCharacterError: naming the first that is unknown or reserved, its position and the text.
         """
-        for position, character in enumerate(text):
-            if character not in self._id or character in self._reserved:
-                why = self._reserved.get(character)
-                why = f"is reserved (it {why})" if why else "is not in the vocabulary"
-                shown = text if len(text) <= 60 else f"{text[:57]}..."
-                raise DataError(f"Character {character!r} at position {position} of {shown!r} {why}.")
+        if not self._plain.issuperset(text):
+            raise self._unknown(text)
         return [self._id[character] for character in text]
+
+    def _unknown(self, text: str) -> UnknownCharacterError:
+        position, character = next((p, c) for p, c in enumerate(text) if c not in self._plain)
+        why = self._reserved.get(character)
+        why = f"is reserved (it {why})" if why else "is not in the vocabulary"
+        shown = ascii(text if len(text) <= 60 else f"{text[:57]}...")
+        message = f"Character {ascii(character)} at position {position} of {shown} {why}"
+        return UnknownCharacterError(message, frozenset(text) - self._plain)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, end and pad characters included.
@@ -154,3 +169,10 @@ class HFTokenizer:
         """The text of `tokens`, special tokens included, spaces as they are."""
         numbers = [int(token) for token in tokens]
         return self.tokenizer.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def encode_many(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """`tokenizer.encode` of each text; Hugging Face's are encoded together, on all cores."""
+    if isinstance(tokenizer, HFTokenizer) and texts:
+        return list(tokenizer.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
+    return [tokenizer.encode(text) for text in texts]

@@ -1,15 +1,30 @@
-"""What a job reads before it starts: texts, tokenizer, reward function."""
+"""What a job reads before it starts: texts, tokenizer, reward function.
+
+All texts are read and checked once, by whoever starts the processes (`check_inputs`). The processes compare what they
+read with what was checked, by fingerprint, and check only what differs: under another launcher, everything.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Generic
 
 from roll_batching.config import JobConfig
-from roll_batching.data.texts import DocumentDataset, PromptDataset
+from roll_batching.data.faults import Faults
+from roll_batching.data.fit import AT_ONCE, Fit
+from roll_batching.data.jsonl import PathLike, as_files
+from roll_batching.data.texts import Document, DocumentDataset, Fingerprint, Prompt, PromptDataset, T, iterate_texts
 from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 from roll_batching.errors import ConfigError
+from roll_batching.observe.reading import ReadingProgress
 from roll_batching.rl.rewards import RewardFunction, load_reward
+
+CHECKED = "ROLL_BATCHING_CHECKED"
+"""Variable by which the processes hear which texts were checked: their fingerprint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,33 +44,110 @@ class JobInputs:
     def fingerprint(self) -> str:
         """Digest of all texts: ranks that read different files have different ones."""
         parts = (self.corpus, self.prompts, self.heldout)
-        return "/".join("-" if part is None else part.fingerprint for part in parts)
+        return _joined(None if part is None else part.fingerprint for part in parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Texts(Generic[T]):
+    """One of the sets of texts that a job reads."""
+
+    kind: type[T]
+    paths: PathLike | Sequence[PathLike]
+    fit: Fit
+
+    def read(self, faults: Faults, read: Callable[[int], None] = lambda size: None) -> Iterator[T]:
+        """The texts, one by one."""
+        return iterate_texts(self.kind, self.paths, self.fit.keys, faults, read)
+
+
+def check_inputs(job: JobConfig) -> dict[str, str]:
+    """Reads all texts that `job` names, line by line, and shows how far it is.
+
+    Returns the variable that tells the processes that this was done. Raises DataError naming every line that cannot
+    be used, or ConfigError naming what cannot be found or does not fit the model.
+    """
+    parts: tuple[_Texts[Any] | None, ...] = _parts(job, _tokenizer_that_fits(job))
+    given = [part for part in parts if part is not None]
+    files = [file for part in given for file in as_files(part.paths) if file.is_file()]
+    faults, digests = Faults(), [None if part is None else Fingerprint() for part in parts]
+    with ReadingProgress("checking the data files", sum(file.stat().st_size for file in files)) as progress:
+        for part, digest in zip(parts, digests, strict=True):
+            if part is not None and digest is not None:
+                texts = part.read(faults, progress.read)
+                while some := list(islice(texts, AT_ONCE)):
+                    part.fit.check(some, faults)
+                    for text in some:
+                        digest.add(text)
+    faults.check()
+    return {CHECKED: _joined(None if digest is None else digest.value() for digest in digests)}
 
 
 def load_inputs(job: JobConfig) -> JobInputs:
-    """Read what `job` names.
+    """Read what `job` names, and check what the launcher has not.
 
-    Raises DataError naming file and line, or ConfigError naming what cannot be found or does not fit the model.
+    Raises DataError naming every line that cannot be used, or ConfigError naming what cannot be found or does not fit
+    the model.
     """
-    tokenizer = load_tokenizer(job)
-    _fits_model(job, tokenizer)
-    data = job.actor_train.data_args
-    keys = {"prompt_key": data.prompt, "answer_key": data.response}
-    rl = job.max_steps > 0
-    corpus = prompts = heldout = reward = None
-    if job.warmup is not None:
-        corpus = DocumentDataset.from_jsonl(
-            job.warmup.file_name, prompt_key=job.warmup.prompt, response_key=job.warmup.response
+    tokenizer = _tokenizer_that_fits(job)
+    corpus, prompts, heldout = _parts(job, tokenizer)
+    faults = Faults()
+    documents = None if corpus is None else list(corpus.read(faults))
+    training = None if prompts is None else list(prompts.read(faults))
+    evaluation = None if heldout is None else list(heldout.read(faults))
+    faults.check()
+    inputs = JobInputs(
+        tokenizer=tokenizer,
+        corpus=None if documents is None else DocumentDataset(documents),
+        prompts=None if training is None else PromptDataset(training),
+        heldout=None if evaluation is None else PromptDataset(evaluation),
+        reward=_reward(job),
+    )
+    if inputs.fingerprint != os.environ.get(CHECKED):
+        for one, texts in ((corpus, documents), (prompts, training), (heldout, evaluation)):
+            if one is not None:
+                one.fit.check(texts or (), faults)
+        faults.check()
+    return inputs
+
+
+def _parts(
+    job: JobConfig, tokenizer: Tokenizer
+) -> tuple[_Texts[Document] | None, _Texts[Prompt] | None, _Texts[Prompt] | None]:
+    """Corpus, prompts and held-out prompts, those of them that `job` reads."""
+    data, warmup, rl = job.actor_train.data_args, job.warmup, job.max_steps > 0
+    corpus = prompts = heldout = None
+    if warmup is not None:
+        fit = Fit(
+            tokenizer=tokenizer,
+            max_length=job.sequence_length or 1,
+            setting="sequence_length (prompt_length + response_length where it is not given)",
+            keys=(warmup.prompt, warmup.response),
         )
+        corpus = _Texts(kind=Document, paths=warmup.file_name, fit=fit)
     if rl:
-        assert data.file_name is not None and job.reward_function is not None  # check_runnable
-        prompts = PromptDataset.from_jsonl(data.file_name, **keys)
-        reward = load_reward(job.reward_function)
-        if job.reward_args:
-            reward = functools.partial(reward, **job.reward_args)
+        assert data.file_name is not None  # check_runnable
+        fit = Fit(
+            tokenizer=tokenizer,
+            max_length=job.prompt_length,
+            setting="prompt_length",
+            keys=(data.prompt, data.response),
+        )
+        prompts = _Texts(kind=Prompt, paths=data.file_name, fit=fit)
         if data.eval_file_name is not None and job.eval_samples:
-            heldout = PromptDataset.from_jsonl(data.eval_file_name, **keys)
-    return JobInputs(tokenizer=tokenizer, corpus=corpus, prompts=prompts, heldout=heldout, reward=reward)
+            heldout = _Texts(kind=Prompt, paths=data.eval_file_name, fit=fit)
+    return corpus, prompts, heldout
+
+
+def _joined(digests: Iterable[str | None]) -> str:
+    return "/".join(digest or "-" for digest in digests)
+
+
+def _reward(job: JobConfig) -> RewardFunction | None:
+    if not job.max_steps:
+        return None
+    assert job.reward_function is not None  # check_runnable
+    reward = load_reward(job.reward_function)
+    return functools.partial(reward, **job.reward_args) if job.reward_args else reward
 
 
 def load_tokenizer(job: JobConfig) -> Tokenizer:
@@ -73,10 +165,12 @@ def load_tokenizer(job: JobConfig) -> Tokenizer:
     return CharTokenizer(wanted.vocabulary or "", wanted.eos_token, wanted.pad_token)
 
 
-def _fits_model(job: JobConfig, tokenizer: Tokenizer) -> None:
+def _tokenizer_that_fits(job: JobConfig) -> Tokenizer:
+    tokenizer = load_tokenizer(job)
     model = job.actor_train.model_args.architecture
     if model is not None and tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocab_size of {model.vocab_size}: "
             "raise actor_train.model_args.architecture.vocab_size"
         )
+    return tokenizer

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
@@ -67,6 +68,10 @@ def test_keys_have_the_names_that_the_file_gives_them(tmp_path):
         ([b"", b"  "], "a.jsonl holds no records"),
         ([], "a.jsonl holds no records"),
         ([b"[" * 100_000], "a.jsonl:1: nested too deeply"),
+        ([b'{"prompt": "1", "answer": "2", "level": ' + b"9" * 5000 + b"}"], "a.jsonl:1: not valid JSON: Exceeds"),
+        ([b'{"prompt": "1 \\ud83d", "answer": "2"}'], r"a.jsonl:1: 'prompt' holds half a character: '.ud83d'"),
+        ([b"\x1f\x8b\x08 packed"], "a.jsonl is a gzip file. Give it as JSON Lines in UTF-8, not packed"),
+        ([b"\xff\xfe{\x00"], "a.jsonl is a UTF-16 file"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, lines, message, report):
@@ -78,7 +83,7 @@ def test_a_bad_line_is_named(tmp_path, lines, message, report):
 @pytest.mark.bad_input
 def test_a_missing_file_is_named(tmp_path, report, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"nope.jsonl does not exist; looked at /.*/nope.jsonl") as caught:
+    with pytest.raises(DataError, match=r"nope.jsonl does not exist. Looked at /.*/nope.jsonl") as caught:
         PromptDataset.from_jsonl("nope.jsonl")
     report(str(caught.value).replace(str(tmp_path), "..."))
     with pytest.raises(DataError, match="cannot be read"):
@@ -87,6 +92,43 @@ def test_a_missing_file_is_named(tmp_path, report, monkeypatch):
         DocumentDataset.from_jsonl([])
     with pytest.raises(DataError, match="at least one text"):
         PromptDataset([])
+
+
+@pytest.mark.bad_input
+def test_all_bad_lines_are_told_at_once_the_first_of_each_kind_with_their_place(tmp_path, report):
+    good = {"prompt": "1", "answer": "2"}
+    one = write(tmp_path / "a.jsonl", good, b"oops", {"prompt": 1}, *[{"prompt": "1"}] * 2000, good)
+    with pytest.raises(DataError) as caught:
+        PromptDataset.from_jsonl([one, tmp_path / "nope.jsonl"])
+    said = str(caught.value)
+    assert said.startswith("the data files have 2,003 faults:") and len(said.splitlines()) == 13
+    for words in (
+        ":2: not valid JSON",
+        ":3: 'prompt' must be",
+        ":4: key 'answer'",
+        ":7: key",
+        "and 1,996 more of this",
+    ):
+        assert words in said, said
+    assert "nope.jsonl does not exist" in said
+    report(said.replace(str(tmp_path), "..."))
+
+
+@pytest.mark.bad_input
+def test_a_pipe_is_refused_at_once_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match="is a pipe or a device. Every process reads it"):
+        PromptDataset.from_jsonl(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match="no regular file"):
+        CharTokenizer.from_file(tmp_path / "pipe.jsonl", "$")
+
+
+def test_line_ends_of_windows_and_byte_order_marks_do_not_count(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "1", "answer": "2"}\r\n\r\n{"prompt": "3", "answer": "4"}\r\n')
+    assert [(p.prompt, p.answer) for p in PromptDataset.from_jsonl(file)] == [("1", "2"), ("3", "4")]
+    (tmp_path / "vocabulary.txt").write_bytes(b"\xef\xbb\xbfab$\r\n")
+    assert CharTokenizer.from_file(tmp_path / "vocabulary.txt", "$").vocab_size == 3
 
 
 # ---- streams
@@ -244,9 +286,13 @@ def test_a_text_that_does_not_fit_is_named(report):
     tokenizer = CharTokenizer(VOCABULARY, "$")
     cases = [
         (encode_prompts, Prompt("1+1=", "", {}, "p.jsonl:3"), r"p.jsonl:3: the prompt has 4 tokens.*the 3 allowed"),
-        (encode_prompts, Prompt("1x", "", {}, "p.jsonl:3"), "p.jsonl:3: Character 'x'"),
+        (
+            encode_prompts,
+            Prompt("1x", "", {}, "p.jsonl:3"),
+            "p.jsonl:3: the prompt: Character 'x'.*tokenizer.vocabulary",
+        ),
         (encode_documents, Document("1+", "2", {}, "d.jsonl:9"), r"d.jsonl:9: the document has 4 tokens, end"),
-        (encode_documents, Document("1", "y", {}, "d.jsonl:9"), "d.jsonl:9: Character 'y'"),
+        (encode_documents, Document("1", "y", {}, "d.jsonl:9"), "d.jsonl:9: the response: Character 'y'"),
         (encode_documents, Document("", "1", {}, "d.jsonl:9"), "d.jsonl:9: the prompt has no tokens"),
         (encode_prompts, Prompt("", "1", {}, "p.jsonl:3"), "p.jsonl:3: the prompt has no tokens"),
     ]

@@ -1,0 +1,71 @@
+"""All that is wrong with data files, gathered in bounded memory and said at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from roll_batching.errors import DataError
+
+_SHOWN = 4
+"""Places that are shown of one kind of fault in one file."""
+_CHARACTERS = 40
+
+
+@dataclass
+class _Kind:
+    """Faults of one file that one cure mends."""
+
+    shown: list[str] = field(default_factory=list)
+    count: int = 0
+    longest: int = 0
+    characters: set[str] = field(default_factory=set)
+
+
+class Faults:
+    """Faults by file and cure: the first few of each kind are kept, the others counted."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, str], _Kind] = {}
+
+    def __len__(self) -> int:
+        return sum(kind.count for kind in self._kinds.values())
+
+    def add(
+        self, source: str, what: str, cure: str, *, tokens: int = 0, characters: frozenset[str] = frozenset()
+    ) -> None:
+        """Notes that `what` is wrong at `source`, `file` or `file:line`.
+
+        `tokens` is the length of a text that is too long, `characters` those that a tokenizer does not know: the
+        message tells the longest and all of them.
+        """
+        file, colon, line = source.rpartition(":")
+        of_line = bool(colon) and line.isdigit()
+        kind = self._kinds.setdefault((file if of_line else source, cure), _Kind())
+        kind.count += 1
+        kind.longest = max(kind.longest, tokens)
+        kind.characters |= characters
+        if len(kind.shown) < _SHOWN:
+            kind.shown.append(f"{source}: {what}" if of_line else f"{source} {what}")
+
+    def check(self) -> None:
+        """Raises DataError with all that was noted; returns when there is nothing."""
+        if len(self) == 1:
+            (((_, cure), kind),) = self._kinds.items()
+            raise DataError(f"{kind.shown[0]}. {cure}")
+        if self._kinds:
+            kinds = "\n".join(_told(cure, kind) for (_, cure), kind in self._kinds.items())
+            raise DataError(f"the data files have {len(self):,} faults:\n{kinds}")
+
+
+def _told(cure: str, kind: _Kind) -> str:
+    lines = [f"  {shown}" for shown in kind.shown]
+    if kind.count > len(kind.shown):
+        lines.append(f"  and {kind.count - len(kind.shown):,} more of this kind in the same file")
+    if kind.longest:
+        cure = f"The longest has {kind.longest:,} tokens. {cure}"
+    if len(kind.characters) > 1:
+        known = sorted(kind.characters)[:_CHARACTERS]
+        more = len(kind.characters) - len(known)
+        others = f" and {more} more" if more else ""
+        cure = f"The characters are {', '.join(map(ascii, known))}{others}. {cure}"
+    return "\n".join([*lines, f"    {cure}"])
