@@ -264,10 +264,9 @@ def convert_policy(policy: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     """Our worker keys for NeMo-RL's `policy` section, and a notice for every key that means something else.
 
     Reads `sequence_packing`, `dynamic_batching` and `make_sequence_length_divisible_by`. Raises `PlanError`
-    when both are enabled or a budget is missing.
+    when both are enabled, or a budget is missing or no number (such as an unresolved `${mul:...}`).
     """
-    packing = dict(policy.get("sequence_packing") or {})
-    batching = dict(policy.get("dynamic_batching") or {})
+    packing, batching = _section(policy, "sequence_packing"), _section(policy, "dynamic_batching")
     use_packing = bool(packing.pop("enabled", False))
     use_batching = bool(batching.pop("enabled", False))
     if use_packing and use_batching:
@@ -298,7 +297,9 @@ def convert_policy(policy: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         }
         rounding = batching.pop("sequence_length_round", None)
         if rounding is not None:
-            result["sequence_length_round_in_train"] = result["sequence_length_round_in_infer"] = int(rounding)
+            result["sequence_length_round_in_train"] = result["sequence_length_round_in_infer"] = _whole(
+                "dynamic_batching.sequence_length_round", rounding
+            )
         notices += [f"dynamic_batching.{key}: has no counterpart" for key in sorted(batching)]
     if policy.get("make_sequence_length_divisible_by") is not None:
         notices.append(
@@ -311,6 +312,19 @@ def convert_policy(policy: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 def _budgets(section: str, values: dict[str, Any]) -> tuple[int, int]:
     if values.get("train_mb_tokens") is None:
         raise PlanError(f"{section}.train_mb_tokens is missing; it is the cap of a micro-batch in tokens")
-    train = int(values.pop("train_mb_tokens"))
+    train = _whole(f"{section}.train_mb_tokens", values.pop("train_mb_tokens"))
     forward = values.pop("logprob_mb_tokens", None)
-    return train, train if forward is None else int(forward)
+    return train, train if forward is None else _whole(f"{section}.logprob_mb_tokens", forward)
+
+
+def _section(policy: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = policy.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise PlanError(f"{name} is {section!r}; it is a section of keys and values")
+    return dict(section)
+
+
+def _whole(key: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{key} is {value!r}; write the whole number of tokens that it stands for")
+    return value

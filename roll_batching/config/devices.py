@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from typing import Any
+
+MOST_DEVICES = 65_536
+LONGEST_TEXT = 1000
 
 
 def parse_devices(value: Any) -> list[int]:
     """The device numbers that `value` names.
 
     Accepts a list of integers, and as text `list(range(0,8))`, `range(8)`, `[0, 1, 2]`, sums of these,
-    and ranges such as `0-7` or `0-3,6`. Raises ValueError for anything else, for negative numbers and
-    for a device named twice.
+    and ranges such as `0-7` or `0-3,6`. Raises ValueError for anything else, for negative numbers, for a
+    device named twice and for more devices than a job can have (before they are listed).
     """
     if isinstance(value, bool) or not isinstance(value, int | str | list | tuple):
         raise ValueError(f"expected a list of device numbers, got {value!r}")
@@ -24,10 +28,12 @@ def parse_devices(value: Any) -> list[int]:
         devices = [_whole(item) for item in value]
     if not devices:
         raise ValueError(f"{value!r} names no device")
+    if len(devices) > MOST_DEVICES:
+        raise ValueError(f"names {len(devices):,} devices; a job has at most {MOST_DEVICES:,}")
     negative = [device for device in devices if device < 0]
     if negative:
         raise ValueError(f"device numbers start at 0, got {negative[0]}")
-    twice = sorted({device for device in devices if devices.count(device) > 1})
+    twice = sorted(device for device, times in Counter(devices).items() if times > 1)
     if twice:
         raise ValueError(f"device {twice[0]} is named twice")
     return devices
@@ -40,15 +46,17 @@ def _whole(item: Any) -> int:
 
 
 def _from_text(text: str) -> list[int]:
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"{text[:40]!r}... has {len(text):,} characters; write ranges, such as '0-7'")
     if re.fullmatch(r"\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*", text):
         devices: list[int] = []
         for part in text.split(","):
             first, _, last = part.partition("-")
-            devices.extend(range(int(first), int(last or first) + 1))
+            devices += _listed(range(int(first), int(last or first) + 1), text)
         return devices
     try:
         tree = ast.parse(text, mode="eval")
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(_unreadable(text)) from None
     return _from_node(tree.body, text)
 
@@ -65,8 +73,14 @@ def _from_node(node: ast.expr, text: str) -> list[int]:
             bounds = [_number(argument, text) for argument in node.args]
             if len(bounds) == 3 and bounds[2] == 0:
                 raise ValueError(f"the step of {text!r} is zero")
-            return list(range(*bounds))
+            return _listed(range(*bounds), text)
     raise ValueError(_unreadable(text))
+
+
+def _listed(devices: range, text: str) -> list[int]:
+    if len(devices[: MOST_DEVICES + 1]) > MOST_DEVICES:
+        raise ValueError(f"{text!r} names more than {MOST_DEVICES:,} devices")
+    return list(devices)
 
 
 def _number(node: ast.expr, text: str) -> int:

@@ -19,9 +19,9 @@ Use = Literal["honoured", "noticed", "refused"]
 
 
 class Settings(BaseModel):
-    """Base of all settings: frozen, unknown keys are errors, values are not converted between kinds."""
+    """Base of all settings: frozen, finite, unknown keys are errors, values are not converted between kinds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 def honoured(default: Any = ..., *, help: str, **limits: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,12 +13,15 @@ from pydantic_core import ErrorDetails
 from roll_batching.config.fields import use_of
 from roll_batching.config.job import JobConfig
 from roll_batching.config.notices import collect_notices
-from roll_batching.config.problems import ConfigFileError, Problem, dotted, nearest
+from roll_batching.config.problems import ConfigFileError, Problem, dotted, nearest, shortened
 from roll_batching.config.rules import broken_rules
 from roll_batching.config.source import Source, apply_overrides, read_yaml, resolve_references
 from roll_batching.config.strategy import FSDP_STRATEGIES
 from roll_batching.config.walk import Path as KeyPath
-from roll_batching.config.walk import field_at, given_keys, schema_keys, settings_at
+from roll_batching.config.walk import all_keys, field_at, given_keys, heading_of, settings_at
+
+MOST_EXPLAINED = 50
+"""Faulty keys that are looked at closely (the nearest valid names); the rest are counted."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
@@ -48,10 +51,13 @@ def check_source(source: Source) -> JobConfig:
             job = JobConfig.model_validate(data)
             break
         except ValidationError as error:
-            found = [(_translate(item, data), item["type"] == "missing") for item in error.errors()]
+            errors = error.errors()
+            found = [(_translate(item, data), item["type"] == "missing") for item in errors[:MOST_EXPLAINED]]
             known = {problem.path for problem in problems}
             # What is missing because it was set aside has been reported; its section goes with it.
             problems += [problem for problem, missing in found if not (missing and problem.path in known)]
+            if len(errors) > MOST_EXPLAINED:
+                raise ConfigFileError(_placed(problems, source), more=len(errors) - MOST_EXPLAINED) from None
             data = _without(data, [problem.path[:-1] if missing else problem.path for problem, missing in found])
     faulty = {problem.path for problem in problems}
     if job is not None:
@@ -62,13 +68,14 @@ def check_source(source: Source) -> JobConfig:
                 problems.append(problem)
     if problems or job is None:
         unique = {problem.path + (problem.message,): problem for problem in problems}
-        all_found = list(unique.values())
-        if source.places:
-            all_found = [problem.placed(source.place) for problem in all_found]
-        raise ConfigFileError(all_found)
+        raise ConfigFileError(_placed(unique.values(), source))
     job._notices = collect_notices(job, source)
     job._source = source if source.places else None
     return job
+
+
+def _placed(problems: Iterable[Problem], source: Source) -> list[Problem]:
+    return [problem.placed(source.place) if source.places else problem for problem in problems]
 
 
 def _plain_faults(data: Any) -> list[Problem]:
@@ -114,7 +121,7 @@ def _kind(annotation: Any) -> str:
 def _show(value: Any) -> str:
     if isinstance(value, dict):
         return "this section"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    return str(value).lower() if isinstance(value, bool) else shortened(repr(value))
 
 
 def _at(data: Any, path: KeyPath) -> Any:
@@ -193,19 +200,19 @@ def _path_in(location: Sequence[str | int], data: Any, *, missing: bool) -> KeyP
 def _unknown_key(path: KeyPath) -> str:
     name, settings = str(path[-1]), settings_at(path[:-1])
     known = list(settings.model_fields) if settings is not None else []
-    elsewhere = [dotted(key.path) for key in schema_keys() if key.path[-1] == name and key.path[0] != "reference"]
+    elsewhere = [dotted(key.path) for key in all_keys() if key.path[-1] == name]
     guess = nearest(name, known)
     if guess and not elsewhere:
         return f"unknown key; did you mean {guess!r}?"
     if elsewhere:
         same_role = [key for key in elsewhere if key.split(".")[0] == path[0]]
         return f"unknown key here; it belongs at {(same_role or elsewhere)[0]}"
-    anywhere = nearest(name, {key.path[-1] for key in schema_keys()})
+    anywhere = nearest(name, {key.path[-1] for key in all_keys()})
     if anywhere:
-        places = [dotted(key.path) for key in schema_keys() if key.path[-1] == anywhere]
+        places = [dotted(key.path) for key in all_keys() if key.path[-1] == anywhere]
         same_role = [key for key in places if key.split(".")[0] == path[0]]
         return f"unknown key; did you mean {(same_role or places)[0]!r}?"
-    return f"unknown key; known here: {', '.join(known)}"
+    return f"unknown key; the keys that there are: docs/configuration.md, {heading_of(path[:-1])!r}"
 
 
 def _choices(annotation: Any) -> list[str]:

@@ -20,9 +20,20 @@ class Place:
         return self.name if self.line is None else f"{self.name}:{self.line}"
 
 
+LONGEST_MESSAGE = 600
+MOST_SHOWN = 50
+"""Problems that one message prints; the rest are counted."""
+
+
+def shortened(text: str, limit: int = 100) -> str:
+    """`text`, cut where it is long; unprintable characters are escaped."""
+    text = text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
 def dotted(path: Sequence[str | int]) -> str:
     """`("actor_train", "device_mapping", 0)` as `actor_train.device_mapping.0`."""
-    return ".".join(str(part) for part in path)
+    return ".".join(shortened(str(part)) or "''" for part in path)
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Problem:
     def __str__(self) -> str:
         where = "" if self.place is None else f"{self.place}: "
         key = f"{dotted(self.path)}: " if self.path else ""
-        return f"{where}{key}{self.message}"
+        return f"{where}{key}{shortened(self.message, LONGEST_MESSAGE)}"
 
 
 @dataclass(frozen=True)
@@ -62,13 +73,16 @@ class Notice:
 
 
 class ConfigFileError(ConfigError):
-    """All problems of one configuration, in the order of their lines."""
+    """All problems of one configuration, in the order of their lines; `more` were counted and not looked at."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[Problem], more: int = 0) -> None:
         self.problems = tuple(sorted(problems, key=lambda item: (item.place.line or 10**9) if item.place else 0))
-        count = len(self.problems)
-        head = "the configuration has a problem" if count == 1 else f"the configuration has {count} problems"
-        super().__init__("\n  ".join([f"{head}:", *map(str, self.problems)]))
+        count = len(self.problems) + more
+        head = "the configuration has a problem" if count == 1 else f"the configuration has {count:,} problems"
+        shown = [str(problem) for problem in self.problems[:MOST_SHOWN]]
+        if count > len(shown):
+            shown.append(f"and {count - len(shown):,} more")
+        super().__init__("\n  ".join([f"{head}:", *shown]))
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

@@ -1,31 +1,16 @@
-"""Reading YAML with the place of every key, overrides from the command line, and `${...}` references."""
+"""A configuration as it was written: plain data, the place of every key, overrides from the command line."""
 
 from __future__ import annotations
 
-import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from roll_batching.config.problems import ConfigFileError, Place, Problem
-
-KeyPath = tuple[str | int, ...]
-
-_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that also reads `1e-6` as a number, which YAML 1.1 takes for text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+from roll_batching.config.problems import ConfigFileError, Place, Problem, shortened
+from roll_batching.config.references import resolved
+from roll_batching.config.yaml_values import DEEPEST, LONGEST_TEXT, KeyPath, YamlFaults, read_values, text_fault
 
 
 @dataclass
@@ -45,101 +30,100 @@ class Source:
 
 
 def read_yaml(path: str | Path) -> Source:
-    """Reads the file at `path`. Raises ConfigFileError (missing file, bad YAML, a key written twice)."""
+    """Reads the file at `path`.
+
+    Raises ConfigFileError: no readable file, no valid YAML, a key written twice, more than `yaml_values` allows.
+    """
     name = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigFileError([Problem((), "no such file; check the path after --config", Place(name))]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigFileError([Problem((), f"cannot be read: {error}", Place(name))]) from None
+        text = _text_of(Path(path))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigFileError([Problem((), reason or "cannot be read", Place(name))]) from None
     return parse_yaml(text, name)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        raise ValueError("no such file; check its path") from None
+    if not stat.S_ISREG(status.st_mode):
+        # Every process of a job reads the file again, which a pipe does not allow.
+        raise ValueError("is a folder or a device, not a file; write the settings into a file")
+    with file.open("rb") as stream:
+        data = stream.read(4 * LONGEST_TEXT + 1)
+    if len(data) > 4 * LONGEST_TEXT:
+        raise ValueError(f"has {status.st_size:,} bytes; a file of settings has at most {LONGEST_TEXT:,} characters")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text (byte {error.start}: {error.reason}); save it as UTF-8") from None
 
 
 def parse_yaml(text: str, name: str) -> Source:
     """As `read_yaml`, for text that is at hand; `name` stands for the file in messages."""
-    problems: list[Problem] = []
-    places: dict[KeyPath, Place] = {}
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        data = _value(loader, node, (), name, places, problems) if node is not None else {}
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        message = " ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigFileError([Problem((), f"is not valid YAML: {message}", Place(name, line))]) from None
-    finally:
-        loader.dispose()
+        data, lines = read_values(text)
+    except YamlFaults as error:
+        raise ConfigFileError(
+            Problem(fault.path, fault.message, Place(name, fault.line)) for fault in error.faults
+        ) from None
+    if data is None:
+        data = {}
     if not isinstance(data, dict):
-        problems.append(Problem((), "the file must hold keys and values at its top level", Place(name, 1)))
-    if problems:
-        raise ConfigFileError(problems)
-    return Source(name, data, places)
-
-
-def _value(
-    loader: _Loader,
-    node: yaml.Node,
-    path: KeyPath,
-    name: str,
-    places: dict[KeyPath, Place],
-    problems: list[Problem],
-) -> Any:
-    if isinstance(node, yaml.SequenceNode):
-        items = []
-        for index, child in enumerate(node.value):
-            places[(*path, index)] = Place(name, child.start_mark.line + 1)
-            items.append(_value(loader, child, (*path, index), name, places, problems))
-        return items
-    if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node)
-    written = [key.value for key, _ in node.value if key.value != "<<"]
-    for key in dict.fromkeys(word for word in written if written.count(word) > 1):
-        lines = [child.start_mark.line + 1 for child, _ in node.value if child.value == key]
-        text = f"is written {len(lines)} times (first in line {lines[0]}); keep one"
-        problems.append(Problem((*path, key), text, Place(name, lines[-1])))
-    loader.flatten_mapping(node)
-    result: dict[str, Any] = {}
-    for key_node, child in node.value:
-        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else str(loader.construct_object(key_node))
-        places[(*path, key)] = Place(name, key_node.start_mark.line + 1)
-        result[key] = _value(loader, child, (*path, key), name, places, problems)
-    return result
+        message = "the file must hold keys and values at its top level"
+        raise ConfigFileError([Problem((), message, Place(name, 1))])
+    return Source(name, data, {path: Place(name, line) for path, line in lines.items()})
 
 
 def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
     """Sets `a.b.c=value` in the source; the value is YAML. Raises ConfigFileError naming bad overrides."""
     problems: list[Problem] = []
     for text in overrides:
+        place = Place(f"override '{shortened(text)}'")
         try:
-            _override(source, text)
+            _override(source, text, place)
         except ValueError as error:
-            problems.append(Problem((), str(error), Place(f"override '{text}'")))
+            problems.append(Problem((), str(error), place))
     if problems:
         raise ConfigFileError(problems)
 
 
-def _override(source: Source, text: str) -> None:
+def _override(source: Source, text: str, place: Place) -> None:
     key, equals, written = text.partition("=")
     parts = key.strip().removeprefix("--").split(".")
     if not equals or not all(parts):
         raise ValueError("an override is written path.to.key=value")
+    if len(parts) > DEEPEST:
+        raise ValueError(f"a path of {len(parts)} keys; no setting lies deeper than {DEEPEST}")
+    reason = text_fault(key)
+    if reason is not None:
+        raise ValueError(f"the key {reason}")
     try:
-        value = yaml.load(written, _Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"the value {written!r} is not valid YAML: {error}") from None
-    place = Place(f"override '{text}'")
+        value, _ = read_values(written)
+    except YamlFaults as error:
+        first = error.faults[0]
+        raise ValueError(f"its value {first.message}" if not first.path else f"in its value, {first.message}") from None
+    _put(source, parts, value, place)
+
+
+def _put(source: Source, parts: list[str], value: Any, place: Place) -> None:
     here: Any = source.data
     path: KeyPath = ()
     for number, part in enumerate(parts):
         last = number == len(parts) - 1
-        step: str | int = int(part) if isinstance(here, list) and part.isdigit() else part
+        step: str | int = int(part) if isinstance(here, list) and part.isdecimal() and len(part) < 10 else part
         path = (*path, step)
         if isinstance(here, list):
             if not isinstance(step, int) or step >= len(here):
-                raise ValueError(f"{'.'.join(parts[:number])} is a list of {len(here)} items; {part!r} is not one")
+                raise ValueError(
+                    f"{'.'.join(parts[:number])} is a list of {len(here)} items; {shortened(part)!r} is not one"
+                )
         elif not isinstance(here, dict):
-            raise ValueError(f"{'.'.join(parts[:number])} is {here!r}, which has no key {part!r}")
+            raise ValueError(
+                f"{'.'.join(parts[:number])} is {shortened(repr(here))}, which has no key {shortened(part)!r}"
+            )
         elif not last and here.get(part) is None:
             here[part] = {}
         if last:
@@ -154,37 +138,4 @@ def _override(source: Source, text: str) -> None:
 
 def resolve_references(source: Source) -> None:
     """Replaces `${path.to.key}` by that key's value. Raises ConfigFileError for bad references."""
-    problems: list[Problem] = []
-
-    def look_up(path: KeyPath, reference: str, trail: tuple[str, ...]) -> Any:
-        if reference in trail:
-            raise ValueError(f"${{{reference}}} refers to itself through {' -> '.join((*trail, reference))}")
-        here: Any = source.data
-        for part in reference.split("."):
-            if not isinstance(here, dict) or part not in here:
-                raise ValueError(f"${{{reference}}} names no key of this file")
-            here = here[part]
-        return replace(path, here, (*trail, reference))
-
-    def replace(path: KeyPath, value: Any, trail: tuple[str, ...]) -> Any:
-        if isinstance(value, dict):
-            return {key: guarded((*path, key), item, trail) for key, item in value.items()}
-        if isinstance(value, list):
-            return [guarded((*path, index), item, trail) for index, item in enumerate(value)]
-        if not isinstance(value, str) or "${" not in value:
-            return value
-        whole = _REFERENCE.fullmatch(value)
-        if whole:
-            return look_up(path, whole[1], trail)
-        return _REFERENCE.sub(lambda found: str(look_up(path, found[1], trail)), value)
-
-    def guarded(path: KeyPath, value: Any, trail: tuple[str, ...]) -> Any:
-        try:
-            return replace(path, value, trail)
-        except ValueError as error:
-            problems.append(Problem(path, str(error), source.place(path)))
-            return None
-
-    source.data = {key: guarded((key,), value, ()) for key, value in source.data.items()}
-    if problems:
-        raise ConfigFileError(problems)
+    source.data = resolved(source.data, source.place)

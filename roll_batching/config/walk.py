@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from roll_batching.config.fields import Settings, nested_settings
-from roll_batching.config.job import JobConfig
+from roll_batching.config.job import ROLES, JobConfig
 
 Path = tuple[str | int, ...]
 
@@ -37,6 +38,12 @@ def schema_keys(root: type[Settings] = JobConfig, prefix: tuple[str, ...] = ()) 
             yield from schema_keys(key.section, key.path)
 
 
+@cache
+def all_keys() -> tuple[SchemaKey, ...]:
+    """Every key of a job."""
+    return tuple(schema_keys())
+
+
 def settings_at(path: Path) -> type[Settings] | None:
     """The settings class at `path`; None when a plain value (or nothing) is there."""
     here: type[Settings] | None = JobConfig
@@ -45,6 +52,14 @@ def settings_at(path: Path) -> type[Settings] | None:
             return None
         here = nested_settings(here.model_fields[str(part)])
     return here
+
+
+def heading_of(path: Path) -> str:
+    """The heading of docs/configuration.md under which the keys of the section at `path` are listed."""
+    if not path:
+        return "The job"
+    role = path[0] in ROLES
+    return ".".join(str(part) for part in path[role:]) or "Roles"
 
 
 def field_at(path: Path) -> FieldInfo | None:

@@ -9,7 +9,8 @@ import typer
 import yaml
 
 from roll_batching.compat.nemo_rl import convert_policy
-from roll_batching.errors import ConfigError
+from roll_batching.config.source import read_yaml
+from roll_batching.errors import ConfigError, PlanError
 
 
 def convert_config(
@@ -17,20 +18,21 @@ def convert_config(
     output: Annotated[Path | None, typer.Option(help="Write here instead of printing.")] = None,
 ) -> None:
     """Write our worker keys for NeMo-RL's `sequence_packing` and `dynamic_batching` sections."""
-    if not source.is_file():
-        raise ConfigError(f"{source} does not exist or is no file")
-    try:
-        document = yaml.safe_load(source.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is no YAML: {error}") from None
-    policy = document.get("policy", document) if isinstance(document, dict) else None
+    document = read_yaml(source).data
+    policy = document.get("policy", document)
     if not isinstance(policy, dict) or not {"sequence_packing", "dynamic_batching"} & set(policy):
         raise ConfigError(f"{source} has no policy.sequence_packing and no policy.dynamic_batching section")
-    worker, notices = convert_policy(policy)
+    try:
+        worker, notices = convert_policy(policy)
+    except PlanError as error:
+        raise ConfigError(f"{source}: {error}") from None
     text = yaml.safe_dump({"actor_train": worker}, sort_keys=False)
     text = "".join(f"# {notice}\n" for notice in notices) + text
     if output is None:
         typer.echo(text, nl=False)
     else:
-        output.write_text(text)
+        try:
+            output.write_text(text)
+        except OSError as error:
+            raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
         typer.echo(f"wrote {output}")

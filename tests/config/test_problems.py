@@ -138,7 +138,7 @@ def test_broken_yaml_names_the_line(problems):
 
 @pytest.mark.bad_input
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigFileError, match=r"nowhere.yaml: no such file; check the path after --config"):
+    with pytest.raises(ConfigFileError, match=r"nowhere.yaml: no such file; check its path"):
         load_config(tmp_path / "nowhere.yaml")
 
 

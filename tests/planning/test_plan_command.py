@@ -168,3 +168,25 @@ def test_convert_config(tmp_path):
     source.write_text("model: 7b\n")
     result = CliRunner().invoke(app_of(convert_config), [str(source)])
     assert isinstance(result.exception, ConfigError)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("policy: {sequence_packing: {enabled: true, train_mb_tokens: '${mul:2, 3}'}}", "is '${mul:2, 3}'; write"),
+        ("policy: {sequence_packing: 3}", "sequence_packing is 3; it is a section"),
+        ("policy: {dynamic_batching: {enabled: true}}", "dynamic_batching.train_mb_tokens is missing"),
+        (
+            "policy: {dynamic_batching: {enabled: true, train_mb_tokens: 8, sequence_length_round: x}}",
+            "dynamic_batching.sequence_length_round is 'x'",
+        ),
+        ("policy: &a [*a]", "holds an alias of itself"),
+        ("- 3", "keys and values at its top level"),
+    ],
+)
+def test_convert_config_names_what_it_cannot_read(tmp_path, text, words):
+    (tmp_path / "grpo.yaml").write_text(text)
+    result = CliRunner().invoke(app_of(convert_config), [str(tmp_path / "grpo.yaml")])
+    assert isinstance(result.exception, ConfigError) and words in str(result.exception)
+    assert "grpo.yaml" in str(result.exception)
