@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from roll_batching.config import ArchitectureConfig, MegatronConfig, TrainingArgs
 from roll_batching.errors import LayoutError
+from roll_batching.modeling.experts import router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.modeling.rotary import RotarySettings
@@ -155,6 +156,10 @@ def build_chunks(
     torch.manual_seed(stage_seed)
     model_parallel_cuda_manual_seed(stage_seed)
     config = transformer_config(architecture, strategy, layout, dtype)
+    if architecture.moe is not None:
+        auxiliary, z_loss = router_loss_weights(config, parallel_state.get_tensor_and_context_parallel_group())
+        config.moe_aux_loss_coeff /= auxiliary
+        config.moe_z_loss_coeff = config.moe_z_loss_coeff and config.moe_z_loss_coeff / z_loss
     spec = packed_block_spec(config, architecture.num_layers // stages, rotary_settings(architecture))
     chunks = []
     for chunk in range(layout.vpp_size):

@@ -85,6 +85,8 @@ def install() -> None:
     cuda.current_stream = lambda *args, **kwargs: _Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
     torch.distributed.all_to_all_single = _with_listed_splits(torch.distributed.all_to_all_single)
+    torch.distributed.all_gather = _with_unequal_parts(torch.distributed.all_gather)
+    torch.distributed.reduce_scatter = _with_unequal_sums(torch.distributed.reduce_scatter)
     _mode.__enter__()
     _installed = True
 
@@ -108,6 +110,46 @@ def _with_listed_splits(exchange: Callable[..., Any]) -> Callable[..., Any]:
         return exchange(output, input, *splits, *args, **kwargs)
 
     return all_to_all_single
+
+
+def _with_unequal_parts(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor-parallel experts gather as many tokens of each rank as it sends them; gloo wants equal shapes."""
+
+    @functools.wraps(gather)
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if async_op or len({part.shape for part in parts}) == 1:
+            return gather(parts, mine, group, async_op)
+        group = group or torch.distributed.group.WORLD
+        parts[group.rank()].copy_(mine)
+        for rank, part in enumerate(parts):
+            torch.distributed.broadcast(part, torch.distributed.get_global_rank(group, rank), group=group)
+        return None
+
+    return all_gather
+
+
+def _with_unequal_sums(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """The way back of `_with_unequal_parts`: each rank's part is summed over all ranks."""
+
+    @functools.wraps(scatter)
+    def reduce_scatter(
+        mine: torch.Tensor,
+        parts: list[torch.Tensor],
+        op: Any = torch.distributed.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or len({part.shape for part in parts}) == 1:
+            return scatter(mine, parts, op, group, async_op)
+        group = group or torch.distributed.group.WORLD
+        for rank, part in enumerate(parts):
+            summed = part.clone()
+            torch.distributed.reduce(summed, torch.distributed.get_global_rank(group, rank), op, group=group)
+            if rank == group.rank():
+                mine.copy_(summed)
+        return None
+
+    return reduce_scatter
 
 
 @contextlib.contextmanager

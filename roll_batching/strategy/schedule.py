@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from roll_batching.errors import LayoutError
+from roll_batching.modeling.experts import padding_uncounted, routed_padding, without_router_losses
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.packing.batch import PackedBatch
@@ -72,8 +73,10 @@ def run_schedule(
     def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
         pack = next(iterator)
         rows = pack.layout.rectangle_rows if rows_form else 1
-        extra = {"padding_mask": pack.padding_mask.view(rows, -1)} if pads_matter else {}
-        with contextlib.nullcontext() if pack.samples or not pads_matter else _without_router_losses(chunk):
+        extra = {}
+        if pads_matter:
+            extra["padding_mask"] = routed_padding(pack.padding_mask.view(rows, -1), gpt_of(chunk), layout)
+        with contextlib.nullcontext() if pack.samples or not pads_matter else without_router_losses(chunk):
             output = chunk(
                 input_ids=pack.input_ids.view(rows, -1),
                 position_ids=pack.params.positions.view(rows, -1),
@@ -98,7 +101,7 @@ def run_schedule(
     elif pg_collection is not None:
         options["pg_collection"] = pg_collection
     interleaved = layout.vpp_size > 1
-    with _changed(config, changes):
+    with _changed(config, changes), padding_uncounted(chunks if pads_matter else []):
         results = get_forward_backward_func(layout.pp_size, layout.vpp_size if interleaved else None)(
             forward_step_func=forward_step,
             data_iterator=[iter(packs) for _ in chunks] if interleaved else iter(packs),
@@ -113,20 +116,6 @@ def run_schedule(
     if isinstance(communicator, PlannedP2P):
         communicator.check_exhausted(forward_only)
     return results
-
-
-@contextlib.contextmanager
-def _without_router_losses(chunk: Any) -> Iterator[None]:
-    """For a filler: an auxiliary loss over no real token is 0 / 0, and would make every gradient NaN.
-
-    In evaluation mode routers add no losses and count no tokens; nothing is recomputed later in another mode.
-    """
-    training = chunk.training
-    chunk.eval()
-    try:
-        yield
-    finally:
-        chunk.train(training)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,13 @@ What is compared is the gradient that the coefficients add: a run with them minu
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
 from tests.losses.steps import make_strategy
+from tests.support.experts import let_experts_run
 from tests.support.models import ARCHITECTURE
 from tests.support.ranks import run_ranks
 
@@ -21,25 +21,24 @@ HERE = "tests.losses.test_router_losses:"
 EXPERTS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
 
 
-def _runs_here() -> bool:
-    """Before 0.19 the router's product comes from TransformerEngine alone."""
-    import megatron.core
-
-    version = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
-    return version >= (0, 19) or importlib.util.find_spec("transformer_engine") is not None
-
-
-def batch(lengths: list[int]) -> Any:
-    from roll_batching.data import SampleBatch
+def batch(lengths: list[int], pad: int = 0) -> Any:
+    from roll_batching.data import FieldSpec, SampleBatch
 
     g = torch.Generator().manual_seed(2)
     rows = [torch.randint(0, 61, (n,), generator=g) for n in lengths]
     masks = [torch.arange(n) > n // 2 for n in lengths]
-    columns = {"input_ids": rows, "response_mask": masks}
-    return SampleBatch.from_lists(columns, dict.fromkeys(columns, "token"))
+    kinds = {"input_ids": FieldSpec("token", pad), "response_mask": FieldSpec("token", 0)}
+    return SampleBatch.from_lists({"input_ids": rows, "response_mask": masks}, kinds)
 
 
-def gradients(bins: list[list[list[int]]], lengths: list[int], coefficient: float, mode: str, **megatron: Any) -> Any:
+Coefficients = tuple[float, float]
+"""Of the auxiliary loss and of the z-loss."""
+BOTH, Z_ALONE, NONE = (0.1, 0.1), (0.0, 0.1), (0.0, 0.0)
+
+
+def gradients(
+    bins: list[list[list[int]]], lengths: list[int], coefficients: Coefficients, mode: str, pad: int, **megatron: Any
+) -> Any:
     """Whole gradients of SFT over the given micro-batches."""
     from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
@@ -47,21 +46,30 @@ def gradients(bins: list[list[list[int]]], lengths: list[int], coefficient: floa
     from tests.losses.steps import mine
     from tests.support.models import whole_gradients
 
-    moe = EXPERTS | {"aux_loss_coeff": coefficient, "z_loss_coeff": coefficient}
-    strategy = make_strategy(mode, architecture=ARCHITECTURE | {"moe": moe}, megatron=megatron)
-    local = mine(strategy, batch(lengths))
+    let_experts_run()
+    moe = EXPERTS | dict(zip(("aux_loss_coeff", "z_loss_coeff"), coefficients, strict=True))
+    strategy = make_strategy(mode, architecture=ARCHITECTURE | {"num_layers": 4, "moe": moe}, megatron=megatron)
+    local = mine(strategy, batch(lengths, pad))
     table = gather_lengths(local)
     at = {sample: i for i, sample in enumerate(table.ids.tolist())}
     placed = [[[at[i] for i in b] for b in rank] for rank in bins]
     constraints = strategy.plan(table).constraints
     plan = Plan.from_bins(placed, table.lengths, constraints, ids=table.ids, location=table.location)
     assert not strategy.train_step(distribute(local, plan), plan, SFTLoss()).skipped
-    return whole_gradients(strategy.chunks, 61, 0, False)
+    return whole_gradients(strategy.chunks, 61, strategy.layout.tp_rank, False)
 
 
-def added(bins: list[list[list[int]]], lengths: list[int], mode: str = "packed", **megatron: Any) -> torch.Tensor:
+def added(
+    bins: list[list[list[int]]],
+    lengths: list[int],
+    mode: str = "packed",
+    coefficients: Coefficients = BOTH,
+    pad: int = 0,
+    **megatron: Any,
+) -> torch.Tensor:
     """What the router losses add to the gradient, as one vector."""
-    plain, more = (gradients(bins, lengths, coefficient, mode, **megatron) for coefficient in (0.0, 0.1))
+    plain, more = (gradients(bins, lengths, which, mode, pad, **megatron) for which in (NONE, coefficients))
+    assert more["spread"] < 1e-4
     return torch.cat([(more[n] - plain[n]).reshape(-1) for n in sorted(plain) if n != "spread"])
 
 
@@ -84,12 +92,11 @@ def padded_and_packed(_: None) -> tuple[float, float]:
     return relative(added(bins, lengths, "padded"), packed), float(packed.norm())
 
 
-def of_two(dp_size: int) -> torch.Tensor:
-    """What is added for two samples in one micro-batch; on two ranks the other one has a filler."""
-    return added([[[0, 1]], [[]]][:dp_size], [12, 20], recompute_granularity="full")
-
-
-needs_moe = pytest.mark.skipif(not _runs_here(), reason="this Megatron runs MoE with TransformerEngine only")
+def of_two(dp_size: int) -> list[torch.Tensor]:
+    """What is added for two samples in one micro-batch, by recompute; on two ranks the other one has a filler."""
+    bins, lengths = [[[0, 1]], [[]]][:dp_size], [12, 20]
+    whole, mixtures = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
+    return [added(bins, lengths, **x) for x in (whole, mixtures | {"recompute_modules": ["moe"]})]
 
 
 def check(ranks: int, function: str, payload: Any, report: Any) -> None:
@@ -99,19 +106,67 @@ def check(ranks: int, function: str, payload: Any, report: Any) -> None:
     report(f"router losses, {function} on {ranks}: differ by {difference:.1e}")
 
 
-@needs_moe
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_router_losses_weigh_the_same_in_both_scalings(ranks: int, report) -> None:
     check(ranks, "both_scalings", ranks, report)
 
 
-@needs_moe
 def test_padding_adds_nothing_to_router_losses(report) -> None:
     check(1, "padded_and_packed", None, report)
 
 
-@needs_moe
 def test_a_filler_adds_nothing_to_router_losses() -> None:
     (alone,) = run_ranks(1, HERE + "of_two", 1)
     for beside_a_filler in run_ranks(2, HERE + "of_two", 2):
-        assert relative(beside_a_filler, alone) < 1e-4
+        for found, expected in zip(beside_a_filler, alone, strict=True):
+            assert relative(found, expected) < 1e-4
+
+
+# ---- layouts
+
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+CHUNKS = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2, "expert_model_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "tensor, sequence and pipeline parallel": TENSOR | PIPELINE,
+    "with virtual stages": TENSOR | CHUNKS,
+    "tensor, sequence, context and expert parallel": TENSOR | CONTEXT,
+    "pipeline with virtual stages, context and expert parallel": CHUNKS | CONTEXT,
+}
+PACK_AND_FILLER = [[[0, 1], []]]
+TWO_PACKS, EVEN, UNEVEN = [[[0, 1], [2, 3]]], [12, 20, 16, 8], [5, 20, 9, 17]
+
+
+def in_layouts(names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """By layout: what is added, without any padding and with much of it."""
+    from megatron.core import parallel_state
+
+    found = {}
+    for name in names:
+        layout = LAYOUTS[name]
+        found[name] = {
+            # The auxiliary loss weighs the parts of a pack that ranks hold by their tokens: equal ones, to compare.
+            "both losses": added(TWO_PACKS, EVEN, **layout),
+            "both losses, mean of micro-batches": added(TWO_PACKS, EVEN, calculate_per_token_loss=False, **layout),
+            "both losses, beside a filler": added(PACK_AND_FILLER if layout else [[[0, 1]]], EVEN[:2], **layout),
+            "z-loss, packed": added(TWO_PACKS, UNEVEN, coefficients=Z_ALONE, **layout),
+            "z-loss, padded": added(TWO_PACKS, UNEVEN, "padded", Z_ALONE, **layout),
+            "both losses, padded with 0": added(TWO_PACKS, UNEVEN, "padded", **layout),
+            "both losses, padded with 7": added(TWO_PACKS, UNEVEN, "padded", pad=7, **layout),
+        }
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_every_layout_adds_what_one_process_adds(report) -> None:
+    """Among them the usual one for experts, where Megatron divides the padding mask on the first stage alone."""
+    one, *several = LAYOUTS
+    expected = run_ranks(1, HERE + "in_layouts", [one])[0][one]
+    for name, found in run_ranks(4, HERE + "in_layouts", several, timeout=300)[0].items():
+        by_padding = "both losses, padded with 0", "both losses, padded with 7"
+        gaps = {case: relative(found[case], expected[case]) for case in expected if case not in by_padding}
+        gaps["padded with another id"] = relative(*(found[case] for case in by_padding))
+        report(f"router losses, {name}: worst {max(gaps.values()):.1e} ({max(gaps, key=lambda case: gaps[case])})")
+        assert max(gaps.values()) < 1e-4, gaps

@@ -1,0 +1,85 @@
+"""What Megatron's mixtures of experts need from whoever runs packs through them.
+
+Routers add losses and count tokens. Padding must stay out of both, on every pipeline stage, and a
+micro-batch without a real token must add nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import megatron.core
+import torch
+
+
+def router_loss_weights(config: Any, group: Any) -> tuple[float, float]:
+    """How many times too strong Megatron makes the (auxiliary, z-) losses of routers that see a padding mask.
+
+    With `calculate_per_token_loss` gradients are divided by the step's tokens, so a router multiplies its losses by
+    those of its micro-batch: its own rank's count times the ranks of `group`, tensor x context parallel. Before 0.19
+    it leaves out the ranks; and it counts a masked micro-batch after an all-reduce in place, so that the rank's
+    count is the group's. The second is tried, not known: a collective call of `group`.
+    """
+    from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
+
+    if not config.calculate_per_token_loss or group.size() == 1:
+        return 1.0, 1.0
+    ranks = float(group.size()) if tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, 19) else 1.0
+    one_token = torch.ones(1, 1, dtype=torch.bool, device=torch.cuda.current_device())
+    _, counted, _ = get_tokens_per_expert_and_token_count(one_token, group, topk=1, with_padding_mask=True)
+    return float(counted) * ranks / group.size(), ranks / group.size()
+
+
+def routed_padding(mask: torch.Tensor, gpt: Any, layout: Any) -> torch.Tensor:
+    """The part of a padding mask [rows, length] that the routers of this chunk see.
+
+    With sequence parallelism every tensor-parallel rank routes its part of each row. Megatron (0.16 to 0.20)
+    divides the mask where the embedding is and hands it on undivided elsewhere.
+    """
+    if gpt.pre_process or not layout.sequence_parallel:
+        return mask
+    return mask.chunk(layout.tp_size, dim=1)[layout.tp_rank]
+
+
+@contextlib.contextmanager
+def without_router_losses(chunk: torch.nn.Module) -> Iterator[None]:
+    """For a filler: an auxiliary loss over no real token is 0 / 0, and would make every gradient NaN.
+
+    In evaluation mode routers add no losses. Nothing may be recomputed in backward, in another mode: Megatron
+    recomputes whole layers in training mode only, but before 0.19 mixtures in every mode.
+    """
+    training = chunk.training
+    recomputing = [module for module in chunk.modules() if getattr(module, "moe_layer_recompute", False)]
+    chunk.eval()
+    for module in recomputing:
+        module.moe_layer_recompute = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        chunk.train(training)
+        for module in recomputing:
+            module.moe_layer_recompute = True  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def padding_uncounted(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, routers with an expert bias count real tokens alone.
+
+    Megatron 0.16 to 0.19 combines its map [tokens, experts] with the mask [tokens], which fails, or, with as many
+    tokens as experts, counts wrongly. Here the map is masked before Megatron counts it.
+    """
+    routers: list[Any] = [m for chunk in chunks for m in chunk.modules() if getattr(m, "enable_expert_bias", False)]
+    for router in routers:
+        router._apply_expert_bias = functools.partial(_count, router._apply_expert_bias)
+    try:
+        yield
+    finally:
+        for router in routers:
+            del router._apply_expert_bias
+
+
+def _count(count: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    count(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
