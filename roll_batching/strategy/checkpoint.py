@@ -23,6 +23,7 @@ import torch.distributed as dist
 from roll_batching.errors import CheckpointError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.strategy.agreement import agree, digest
+from roll_batching.strategy.update import parts_of
 
 if TYPE_CHECKING:
     from roll_batching.strategy.infer import MegatronInferStrategy
@@ -44,7 +45,7 @@ def check_saving(strategy: MegatronInferStrategy) -> None:
         )
     if _optimizer_of(strategy) is None:
         return
-    if any(type(part).__name__ == "DistributedOptimizer" for part in _parts(_optimizer_of(strategy))):
+    if any(type(part).__name__ == "DistributedOptimizer" for part in parts_of(_optimizer_of(strategy))):
         raise CheckpointError(
             "the state of Megatron's distributed optimizer is not saved: set use_distributed_optimizer: false in "
             "strategy_config, or do not save"
@@ -168,11 +169,6 @@ def _optimizer_of(strategy: MegatronInferStrategy) -> Any:
     return getattr(strategy, "optimizer", None)
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers that Megatron chained (dense and expert parameters), or the only one."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
 def _sharded_state(strategy: MegatronInferStrategy, optimizer: Any) -> dict[str, Any]:
     """Weights and optimizer state as shards of global tensors, whose names do not depend on the layout.
 
@@ -201,7 +197,7 @@ def _sharded_state(strategy: MegatronInferStrategy, optimizer: Any) -> dict[str,
 
 def _inner(optimizer: Any, state: dict[Any, Any]) -> list[dict[str, Any]]:
     """The torch optimizers' dicts in Megatron's, one per part: mixed precision nests them."""
-    parts = [state] if len(_parts(optimizer)) == 1 else [state[i] for i in range(len(_parts(optimizer)))]
+    parts = [state] if len(parts_of(optimizer)) == 1 else [state[i] for i in range(len(parts_of(optimizer)))]
     return [part.get("optimizer", part) for part in parts]
 
 
@@ -211,7 +207,7 @@ def _prepare_state(optimizer: Any) -> int:
     Megatron's own initialisation leaves torch's step counter out, and torch then fails for want of it.
     """
     steps = 0
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         if part.init_state_fn is None:
             continue
         part.init_state_fn(part.optimizer, part.config)
@@ -227,7 +223,7 @@ def _prepare_state(optimizer: Any) -> int:
 
 def _restore_optimizer(strategy: Any, optimizer: Any, loaded: dict[Any, Any], record: dict[str, Any]) -> None:
     steps = record["steps"]
-    for part, state in zip(_parts(optimizer), _inner(optimizer, loaded), strict=True):
+    for part, state in zip(parts_of(optimizer), _inner(optimizer, loaded), strict=True):
         state["param_groups"] = part.optimizer.state_dict()["param_groups"]
         if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             state["state"]["common_step"] = torch.tensor(float(steps))

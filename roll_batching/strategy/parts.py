@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import megatron.core
 import torch
@@ -25,6 +25,10 @@ from roll_batching.modeling.parallel import ParallelLayout, describe_layout
 from roll_batching.planning import CostModel
 from roll_batching.strategy.agreement import agree
 from roll_batching.strategy.settings import StepSettings
+from roll_batching.strategy.update import has_loss_scale
+
+SchedulerUnit = Literal["steps", "samples"]
+"""What an OptimizerParamScheduler counts."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +49,11 @@ def adopt_parts(
     *,
     pg_collection: Any,
     defer_head: bool,
+    also: Sequence[str] = (),
 ) -> AdoptedParts:
     """Checks the chunks, defers their head if asked, and describes them. A collective call.
+
+    `also` holds problems that were found before.
 
     Raises `LayoutError` (one rank) or `RankError` (several) that lists all that cannot work.
     """
@@ -62,7 +69,7 @@ def adopt_parts(
     )
     error = None
     try:
-        check_parts(chunks, layout, batching, settings, defer_head=defer_head)
+        check_parts(chunks, layout, batching, settings, defer_head=defer_head, also=also)
     except LayoutError as caught:
         error = caught
     if dist.get_world_size() == 1:
@@ -103,9 +110,10 @@ def check_parts(
     settings: StepSettings,
     *,
     defer_head: bool = False,
+    also: Sequence[str] = (),
 ) -> None:
-    """Raises `LayoutError` with all of `part_problems`, if there are any."""
-    problems = part_problems(chunks, layout, batching, settings, defer_head=defer_head)
+    """Raises `LayoutError` with all of `part_problems` and `also`, if there are any."""
+    problems = [*part_problems(chunks, layout, batching, settings, defer_head=defer_head), *also]
     if problems:
         raise LayoutError("the model cannot be trained as it is: " + "; ".join(problems))
 
@@ -127,6 +135,24 @@ def part_problems(
         *_pipeline_problems(config, layout, settings),
         *_dropout_problems(config, batching),
     ]
+
+
+def optimizer_problems(chunks: Sequence[Any], optimizer: Any, scheduler: Any, scheduler_unit: str | None) -> list[str]:
+    """What about an optimizer and its schedule cannot work, each with what to set."""
+    problems = []
+    if scheduler is not None and scheduler_unit is None:
+        problems.append(
+            "scheduler_unit, which says what the scheduler counts, was left out: pass 'samples' if its lr_warmup_steps "
+            "and lr_decay_steps are samples (as Megatron's training loop has them), 'steps' if they are optimizer steps"
+        )
+    if scheduler_unit not in (None, "steps", "samples"):
+        problems.append(f"scheduler_unit={scheduler_unit!r} is unknown: pass 'steps' or 'samples'")
+    if has_loss_scale(optimizer) and gpt_of(chunks[0]).config.grad_scale_func is None:
+        problems.append(
+            "the optimizer divides gradients by a loss scale, and config.grad_scale_func is None, so that the loss is "
+            "never multiplied by it: set config.grad_scale_func=optimizer.scale_loss"
+        )
+    return problems
 
 
 def _version() -> tuple[int, int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from roll_batching.config import BatchingConfig, TrainingArgs
 from roll_batching.data import SampleBatch
@@ -19,8 +19,9 @@ from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, wrap_ddp
 from roll_batching.planning import CostModel, Plan
 from roll_batching.strategy.infer import MegatronInferStrategy
-from roll_batching.strategy.parts import adopt_parts, check_parts
+from roll_batching.strategy.parts import SchedulerUnit, adopt_parts, check_parts, optimizer_problems
 from roll_batching.strategy.settings import StepSettings
+from roll_batching.strategy.update import free_optimizer_memory, step_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +32,13 @@ class StepResult:
     """The loss over the whole mini-batch."""
     metrics: dict[str, float]
     grad_norm: float
-    """Norm of the gradient before clipping; NaN or infinite when the step was skipped for it."""
+    """Norm of the gradient before clipping; NaN when the step was skipped for it."""
     lr: float
     """Learning rate that the step used."""
     skipped: bool
-    """Whether a gradient that is not finite kept the optimizer from stepping."""
+    """Whether a gradient whose norm is not finite kept the optimizer from stepping."""
     seconds: float
-    """Duration of the step on this rank, from packing to the updated weights."""
+    """Duration of the step on this rank, from packing to the updated weights; the device has finished them by then."""
     tokens: int
     """Real tokens of all ranks."""
 
@@ -54,8 +55,9 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         super()._start(batching, settings, temperature)
         self.optimizer: Any = None
         self.scheduler: Any = None
+        self.scheduler_unit: SchedulerUnit = "steps"
         self.skipped_steps = 0
-        """Steps so far whose gradient was not finite."""
+        """Steps so far that were skipped because the gradient's norm was not finite."""
 
     @classmethod
     def from_parts(
@@ -65,6 +67,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         batching: BatchingConfig,
         *,
         scheduler: Any = None,
+        scheduler_unit: SchedulerUnit | None = None,
         pg_collection: Any = None,
         defer_head: bool = False,
         rows_form: bool = False,
@@ -82,7 +85,9 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             model_chunks: GPTModels of this pipeline stage, one per virtual stage, in Megatron's DDP or not.
             optimizer: a Megatron optimizer, or None for loops that step it themselves (`forward_backward`).
             batching: how passes are cut into micro-batches.
-            scheduler: an OptimizerParamScheduler, stepped once per optimizer step.
+            scheduler: an OptimizerParamScheduler, stepped after every optimizer step that was not skipped.
+            scheduler_unit: what the scheduler counts, required with one: "samples", as Megatron's own training loop
+                has it (each step adds all samples of its plan), or "steps" (each adds 1).
             pg_collection: the model's process groups; None takes those of Megatron's parallel state.
             defer_head: never hold whole logits; log-probs are computed from hidden states in chunks.
             rows_form: for models that cannot take packs: rectangles (padded and dynamic modes) as [rows, length].
@@ -98,6 +103,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         strategy.config, strategy.seed = None, 0
         strategy._start(batching, replace(settings or StepSettings(), rows_form=rows_form), temperature)
         strategy.optimizer, strategy.scheduler = optimizer, scheduler
+        strategy.scheduler_unit = scheduler_unit or "steps"
         strategy.vocab_size, strategy.pg_collection = vocab_size, pg_collection
         strategy.chunks = list(model_chunks)
         adopted = adopt_parts(
@@ -106,6 +112,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             strategy.settings,
             pg_collection=pg_collection,
             defer_head=defer_head,
+            also=optimizer_problems(strategy.chunks, optimizer, scheduler, scheduler_unit),
         )
         strategy.layout, strategy.dtype = adopted.layout, adopted.dtype
         strategy.cost = cost or adopted.cost
@@ -118,7 +125,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self.start_phase(config.training_args)
 
     def start_phase(self, training: TrainingArgs) -> None:
-        """A fresh optimizer and learning-rate schedule for the weights as they are.
+        """A fresh optimizer and learning-rate schedule for the weights as they are; the old one is freed before.
 
         Raises `LossError` for a schedule that decays without knowing its length.
         """
@@ -129,6 +136,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 "steps that it spans"
             )
         settings = self._configured().strategy_args.strategy_config
+        self.optimizer = self.scheduler = None
+        free_optimizer_memory(self.chunks)
         self.optimizer = build_optimizer(self.chunks, training, settings, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, training, max(total, 1))
 
@@ -169,13 +178,19 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self.optimizer.zero_grad()
         total, metrics = self.forward_backward(local, plan, loss, counts)
         lr = self.optimizer.param_groups[0]["lr"]
-        grad_norm, skipped = self._update()
+        grad_norm = step_optimizer(self.optimizer, self.chunks, self.layout.host_group)
+        if grad_norm is None:
+            self.skipped_steps += 1
+        elif self.scheduler is not None:
+            self.scheduler.step(1 if self.scheduler_unit == "steps" else len(plan.lengths))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the optimizer's kernels belong to the step that the clock measures
         return StepResult(
             loss=total,
             metrics=metrics,
-            grad_norm=grad_norm,
+            grad_norm=math.nan if grad_norm is None else grad_norm,
             lr=lr,
-            skipped=skipped,
+            skipped=grad_norm is None,
             seconds=time.perf_counter() - started,
             tokens=plan.report.real_tokens,
         )
@@ -215,30 +230,3 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             chunk.train()
         records = self._run(plan, packs, runner.bind)
         return self._finish([r for r in records if r is not None], runner)
-
-    def _update(self) -> tuple[float, bool]:
-        """Steps optimizer and schedule unless a gradient is not finite; (norm before clipping, skipped)."""
-        largest = [
-            torch.linalg.vector_norm(gradient, float("inf"), dtype=torch.float32)
-            for chunk in self.chunks
-            for gradient in _gradient_storage(chunk)
-        ]
-        finite = torch.isfinite(torch.stack(largest).max()).to(torch.int32).cpu()
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self.layout.host_group)
-        if not int(finite):
-            self.skipped_steps += 1
-            return float("nan"), True
-        stepped, norm, _ = self.optimizer.step()
-        if not stepped:
-            self.skipped_steps += 1
-            return float("nan"), True
-        if self.scheduler is not None:
-            self.scheduler.step(1)
-        return float(norm) if norm is not None else float(self.optimizer.get_grad_norm()), False
-
-
-def _gradient_storage(chunk: Any) -> list[torch.Tensor]:
-    """The tensors that hold a chunk's gradients: DDP's buffers, or each parameter's own."""
-    if hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers"):
-        return [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    return [p.grad for p in chunk.parameters() if p.grad is not None]

@@ -226,7 +226,13 @@ def other_uses(folder: str) -> None:
 
         other = strategy_of(_case(kind, seed=99))
         adopted = MegatronTrainStrategy.from_parts(
-            other.chunks, other.optimizer, other.batching, scheduler=other.scheduler, defer_head=True, vocab_size=61
+            other.chunks,
+            other.optimizer,
+            other.batching,
+            scheduler=other.scheduler,
+            scheduler_unit="steps",
+            defer_head=True,
+            vocab_size=61,
         )
         adopted.load(path)
         adopted.save(path + "-adopted")

@@ -70,9 +70,14 @@ def build(
     rotate: str = "model",
     wrapped: bool = True,
     bucketed: bool = False,
+    frozen: bool = False,
+    optimizer: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[Any], Any]:
-    """(chunks, optimizer). `core`: "stock", "packed" (our public spec) or "rows" (above)."""
+    """(chunks, optimizer). `core`: "stock", "packed" (our public spec) or "rows" (above).
+
+    `frozen` takes every parameter of this rank out of training, `optimizer` holds OptimizerConfig's options.
+    """
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -83,12 +88,14 @@ def build(
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from roll_batching.modeling.rotary import RotarySettings
     from roll_batching.modeling.spec import packed_layer_spec
 
+    settings_of_optimizer: dict[str, Any] = {"lr": 1e-3, "clip_grad": 0.0, "weight_decay": 0.0, **(optimizer or {})}
     model_parallel_cuda_manual_seed(0)
     pp = mpu.get_pipeline_model_parallel_world_size()
     vpp = mpu.get_virtual_pipeline_model_parallel_world_size() or 1
@@ -141,8 +148,14 @@ def build(
             vp_stage=vp_stage,
         )
         fill([model], a["vocab_size"], mpu.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size)
+        if config.fp16:
+            model = Float16Module(config, model)
+        model.requires_grad_(not frozen)
         if wrapped:
-            ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=bucketed)
+            ddp_config = DistributedDataParallelConfig(
+                overlap_grad_reduce=bucketed,
+                use_distributed_optimizer=settings_of_optimizer.get("use_distributed_optimizer", False),
+            )
             model = DistributedDataParallel(config, ddp_config, model)
         chunks.append(model)
     if not wrapped:
@@ -150,4 +163,4 @@ def build(
             p.main_grad = torch.zeros_like(p)
         return chunks, None
     config.finalize_model_grads_func = finalize_model_grads
-    return chunks, get_megatron_optimizer(OptimizerConfig(lr=1e-3, clip_grad=0.0, weight_decay=0.0), chunks)
+    return chunks, get_megatron_optimizer(OptimizerConfig(**settings_of_optimizer), chunks)
