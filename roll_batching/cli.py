@@ -66,14 +66,16 @@ def _start(job: JobConfig, config: Path, overrides: Sequence[str], nproc: int | 
     import torch
 
     from roll_batching.launch.torchrun import launch
+    from roll_batching.rl.folder import folder_of, held
     from roll_batching.rl.inputs import check_inputs
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = choose_devices(job.actor_train.device_mapping, count, gpus, forced=nproc is not None)
     show_notices(job.notices)
-    variables = {**job.environment(), **visible_devices(devices), **check_inputs(job), LAUNCHED: "1"}
     arguments = ["train", "--config", str(config), *overrides]
-    failure = launch("roll_batching.cli", arguments, count, variables)
+    with held(folder_of(job)) as hold:
+        variables = {**job.environment(), **visible_devices(devices), **hold, **check_inputs(job), LAUNCHED: "1"}
+        failure = launch("roll_batching.cli", arguments, count, variables)
     if failure is not None:
         raise RollBatchingError(failure)
 

@@ -11,6 +11,7 @@ import yaml
 from roll_batching.compat.nemo_rl import convert_policy
 from roll_batching.config.source import read_yaml
 from roll_batching.errors import ConfigError, PlanError
+from roll_batching.files import whole_file
 
 
 def convert_config(
@@ -32,7 +33,8 @@ def convert_config(
         typer.echo(text, nl=False)
     else:
         try:
-            output.write_text(text)
+            with whole_file(output) as partial:
+                partial.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
         typer.echo(f"wrote {output}")

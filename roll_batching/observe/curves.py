@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from roll_batching.files import whole_file
 from roll_batching.observe.metrics import Row
 
 INK, SOFT, GRID = "#1f2933", "#8793a1", "#e4e8ec"
@@ -34,7 +35,8 @@ def plot_learning_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
         _marks_panel(marks, rl)
         _padding_panel(padding, rl)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with whole_file(path) as partial:
+        figure.savefig(partial)
 
 
 def _reward_panel(axes: Axes, rows: Sequence[Row]) -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from roll_batching.errors import RollBatchingError
+from roll_batching.files import cause, whole_file
+
+METRICS = "metrics.jsonl"
+EVENTS = "tensorboard"
 
 Row = dict[str, Any]
 """Column -> number, text, or None. Every row has `step` (from 1 in each phase) and `phase`."""
@@ -16,10 +24,13 @@ class MetricsWriter:
     """Appends rows to `folder`/metrics.jsonl and to TensorBoard events in `folder`/tensorboard.
 
     Only one process may write: the others pass `enabled=False`, which makes every call a no-op.
-    `resume_after`, (phase, step), cuts off what an interrupted run wrote after the state that is now resumed.
+    `resume_after`, (phase, step), cuts off what an interrupted run wrote after the state that is now resumed; the
+    file is replaced at once, and events are written anew. Without it there must be no rows yet.
 
     TensorBoard needs the packages of the extra `megatron`; without them (`tensorboard=False`) only the JSON
     lines are written. A number that is not finite is written as null, since JSON has no other word for it.
+
+    Raises RollBatchingError when files cannot be read or written, or rows of another run are in the way.
     """
 
     def __init__(
@@ -30,24 +41,39 @@ class MetricsWriter:
         tensorboard: bool = True,
         resume_after: tuple[str, int] | None = None,
     ) -> None:
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / METRICS
         self.rows: list[Row] = []
-        self._file = None
-        self._events = None
+        self._file: TextIO | None = None
+        self._events: Any = None
         if not enabled:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        if resume_after is not None and self.path.exists():
-            self.rows = _until(read_metrics(self.path), *resume_after)
-        with self.path.open("w", encoding="utf-8") as file:
-            file.writelines(_as_line(row) for row in self.rows)
-        self._file = self.path.open("a", encoding="utf-8")
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        with self._written():
+            folder.mkdir(parents=True, exist_ok=True)
+            if resume_after is not None and self.path.exists():
+                self.rows = rows_until(read_metrics(self.path), *resume_after)
+                with whole_file(self.path) as partial:
+                    partial.write_text("".join(map(_as_line, self.rows)), encoding="utf-8")
+            elif self.path.exists() and self.path.stat().st_size:
+                raise RollBatchingError(f"{self.path} holds the rows of another run: move it away")
+            self._file = self.path.open("a", encoding="utf-8")
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(folder / "tensorboard"))
-            for row in self.rows:
-                self._add_events(row)
+                if (folder / EVENTS).exists():
+                    shutil.rmtree(folder / EVENTS)  # all of it is in the rows
+                self._events = SummaryWriter(str(folder / EVENTS))
+                for row in self.rows:
+                    self._add_events(row)
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RollBatchingError(
+                f"{error.filename or self.path} cannot be written: {cause(error)}. Free some space or mend the folder, "
+                "then resume the run"
+            ) from error
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add one row. It is flushed before this returns."""
@@ -55,11 +81,12 @@ class MetricsWriter:
             return
         kept = {key: _plain(value) for key, value in row.items()}
         self.rows.append(kept)
-        self._file.write(_as_line(kept))
-        self._file.flush()
-        if self._events is not None:
-            self._add_events(kept)
-            self._events.flush()
+        with self._written():
+            self._file.write(_as_line(kept))
+            self._file.flush()
+            if self._events is not None:
+                self._add_events(kept)
+                self._events.flush()
 
     def _add_events(self, row: Row) -> None:
         assert self._events is not None
@@ -70,7 +97,8 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the files. Safe to call twice."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # flushed after every row: what is left was told of already
+                self._file.close()
             self._file = None
         if self._events is not None:
             self._events.close()
@@ -78,19 +106,28 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl. A last line that a killed run did not finish is left out."""
-    rows = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    """The rows of a metrics.jsonl. A last line that a killed run did not finish is left out.
+
+    Raises RollBatchingError, naming the line, when another line is no row.
+    """
+    rows: list[Row] = []
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+            rows.append({"step": row["step"], "phase": row["phase"], **row})
+        except (ValueError, TypeError, KeyError) as error:
             if number != len(lines):
-                raise
+                raise RollBatchingError(
+                    f"{path}:{number} is no row of a run ({type(error).__name__}: {error}): mend the line or move the "
+                    "file away"
+                ) from None
     return rows
 
 
-def _until(rows: list[Row], phase: str, step: int) -> list[Row]:
+def rows_until(rows: list[Row], phase: str, step: int) -> list[Row]:
     """The rows up to the last one of this phase that is not later than `step`."""
     last = max((i for i, r in enumerate(rows) if r["phase"] == phase and r["step"] <= step), default=-1)
     if last < 0:  # nothing of the phase yet: keep the phases before it

@@ -24,6 +24,7 @@ from roll_batching.config import JobConfig
 from roll_batching.data.epochs import EpochStream
 from roll_batching.errors import CheckpointError
 from roll_batching.modeling.parallel import ParallelLayout
+from roll_batching.rl.folder import EarlierRun
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.agreement import agree, digest
 from roll_batching.strategy.checkpoint import PARTIAL, check_saving, whole_or_nothing, write_strategy
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 PHASES = ("warmup", "rl")
 FOLDER = "checkpoints"
-SET_ASIDE = "checkpoints-previous"
 _RECORD = "job.json"
 _NAME = re.compile(rf"({'|'.join(PHASES)})-(\d{{6,}})")
 _SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "dp_size")
@@ -60,9 +60,8 @@ class SavedPoint:
 class JobCheckpoints:
     """Writes the checkpoints of a run, and restores the one that it goes on from.
 
-    Building it is collective. It sets aside, into `checkpoints-previous`, what an earlier run of the same name left
-    beyond the point that is resumed. Raises RankError, the same on all ranks, when the job is to save and cannot, or
-    when the checkpoint that `resume_from_checkpoint` names is not there.
+    Building it is collective and changes nothing in the folder. Raises RankError, the same on all ranks, when the job
+    is to save and cannot, or when the checkpoint that `resume_from_checkpoint` names is not there.
     """
 
     def __init__(self, config: JobConfig, folder: Path, strategy: MegatronTrainStrategy) -> None:
@@ -77,9 +76,6 @@ class JobCheckpoints:
         if config.resume_from_checkpoint:
             self.resumed = self._agreed(lambda: _resumed(config, self.folder))
             agree(group, None, same=digest(str(self.resumed)), what="the checkpoints that the ranks found")
-        if dist.get_rank() == 0:
-            self._set_aside()
-        dist.barrier(group=group)
 
     def _agreed(self, act: Callable[[], Any]) -> Any:
         result, error = None, None
@@ -94,20 +90,26 @@ class JobCheckpoints:
         if self.every:
             check_saving(self.strategy)
 
-    def _set_aside(self) -> None:
-        """What is left of an interrupted write goes, and what a later resume must not take is moved away."""
-        if not self.folder.is_dir():
-            return
-        kept = self.resumed if self.resumed is not None and self.resumed.path.parent == self.folder else None
-        aside = self.folder.with_name(SET_ASIDE)
-        for path in list(self.folder.iterdir()):
+    @property
+    def kept_rows(self) -> tuple[str, int] | None:
+        """Phase and step up to which the run's rows are kept; None where it goes on from another run or from none."""
+        point = self._own()
+        return None if point is None else (point.phase, point.step)
+
+    def _own(self) -> SavedPoint | None:
+        """The point that is resumed, where it is of this run."""
+        point = self.resumed
+        return point if point is not None and point.path.resolve().parent == self.folder.resolve() else None
+
+    def make_way(self, earlier: EarlierRun) -> None:
+        """What is left of an interrupted write goes; `earlier` takes what a later resume must not take. On one rank."""
+        kept = self._own()
+        for path in list(self.folder.iterdir()) if self.folder.is_dir() else ():
             place = _place(path)
             if path.suffix == PARTIAL:
-                shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(path)
             elif place is not None and (kept is None or place > kept.order):
-                aside.mkdir(exist_ok=True)
-                shutil.rmtree(aside / path.name, ignore_errors=True)
-                path.rename(aside / path.name)
+                earlier.take(path)
 
     def is_past(self, phase: str) -> bool:
         """Whether the resumed point belongs to a later phase, so that `phase` is not run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from roll_batching.rl.advantages import AdvantageRule, compute_advantages, shuff
 from roll_batching.rl.checkpoint import JobCheckpoints
 from roll_batching.rl.comparison import ModeComparison
 from roll_batching.rl.evaluation import Evaluator
+from roll_batching.rl.folder import EarlierRun, folder_of, held
 from roll_batching.rl.inputs import JobInputs, load_inputs
 from roll_batching.rl.recorder import RunRecorder
 from roll_batching.rl.rollout import StepScores, generate_rollouts, score_rollouts
@@ -26,6 +28,7 @@ from roll_batching.rl.update import Update, UpdateSettings, train_on_rollouts
 from roll_batching.rl.warmup import train_on_documents
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.agreement import agree, digest
+from roll_batching.strategy.checkpoint import _agreed
 
 _AGGREGATION = {
     "token-mean": "token_mean",
@@ -43,13 +46,14 @@ def run_job(config: JobConfig) -> None:
     """
     config.check_runnable()
     inputs = load_inputs(config)
-    Job(config, inputs).run()
+    with contextlib.ExitStack() as until_the_end:
+        Job(config, inputs, until_the_end).run()
 
 
 class Job:
     """One run: the strategy, its data streams, and what they leave behind."""
 
-    def __init__(self, config: JobConfig, inputs: JobInputs) -> None:
+    def __init__(self, config: JobConfig, inputs: JobInputs, until_the_end: contextlib.ExitStack) -> None:
         self.config, self.inputs = config, inputs
         sampling = config.actor_infer.generating_args
         self.schedule = rl_schedule(config, config.dp_size(int(os.environ.get("WORLD_SIZE", "1"))))
@@ -58,13 +62,12 @@ class Job:
         self.strategy.initialize()
         layout = self.strategy.layout
         agree(layout.host_group, None, same=digest(inputs.fingerprint), what="the data files")
-        self.checkpoints = JobCheckpoints(config, RunRecorder.folder_of(config), self.strategy)
-        resumed = self.checkpoints.resumed
-        self.recorder = RunRecorder(
-            config,
-            enabled=torch.distributed.get_rank() == 0,
-            resume_after=None if resumed is None else (resumed.phase, resumed.step),
-        )
+        with _agreed(layout.host_group):
+            if torch.distributed.get_rank() == 0:
+                until_the_end.enter_context(held(folder_of(config)))
+        self.checkpoints = JobCheckpoints(config, folder_of(config), self.strategy)
+        self.recorder = RunRecorder(config, enabled=torch.distributed.get_rank() == 0)
+        self._open = False
         self.generation = GenerationSettings(
             max_new_tokens=sampling.max_new_tokens or 1,
             eos_token_id=inputs.tokenizer.eos_token_id,
@@ -88,6 +91,20 @@ class Job:
         fixed = batching.mode == "padded" and batching.padded_length is not None
         self.recorder.conclude("full" if fixed else batching.mode)
 
+    def begin(self, phase: str, steps: int, done: int) -> None:
+        """A phase of `steps` steps begins after `done` of them, everything being built and loaded. Collective.
+
+        With the first one the folder becomes this run's: what an earlier run left makes way.
+        """
+        if not self._open:
+            with _agreed(self.strategy.layout.host_group):
+                if torch.distributed.get_rank() == 0:
+                    earlier = EarlierRun(self.recorder.folder)
+                    self.checkpoints.make_way(earlier)
+                    self.recorder.open(earlier, self.checkpoints.kept_rows)
+            self._open = True
+        self.recorder.start(phase, steps, done)
+
     def _warm_up(self) -> None:
         warmup, strategy = self.config.warmup, self.strategy
         assert warmup is not None and self.inputs.corpus is not None
@@ -96,7 +113,7 @@ class Job:
         stream = DocumentStream(self.inputs.corpus, size, seed=self.config.seed)
         strategy.start_phase(args)
         behind = self.checkpoints.restore("warmup", stream)
-        self.recorder.start("warmup", args.max_steps, behind)
+        self.begin("warmup", args.max_steps, behind)
         for step in range(behind + 1, args.max_steps + 1):
             started = time.perf_counter()
             plan, result = train_on_documents(
@@ -145,7 +162,7 @@ class Grpo:
         config, strategy, recorder, checkpoints = self.config, self.strategy, self.job.recorder, self.job.checkpoints
         strategy.start_phase(self.job.schedule)
         behind = checkpoints.restore("rl", self.stream, self.reference)
-        recorder.start("rl", config.max_steps, behind)
+        self.job.begin("rl", config.max_steps, behind)
         for step in range(behind + 1, config.max_steps + 1):
             started = time.perf_counter()
             before = self._evaluate(0) if step == 1 else {}

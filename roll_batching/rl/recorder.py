@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
 
 import yaml
 
 from roll_batching.config import JobConfig
+from roll_batching.files import whole_file
 from roll_batching.observe.curves import plot_learning_curve
-from roll_batching.observe.metrics import MetricsWriter, Row
+from roll_batching.observe.metrics import EVENTS, METRICS, MetricsWriter, Row, read_metrics, rows_until
 from roll_batching.observe.progress import ProgressReporter
 from roll_batching.observe.summary import show_summary, summarize
+from roll_batching.rl.folder import EarlierRun, folder_of
+
+CURVE = "learning_curve.png"
 
 
 class RunRecorder:
     """Writes `output_dir/exp_name`: config.yaml, metrics.jsonl, tensorboard/, learning_curve.png.
 
-    Every method does nothing where `enabled` is False: one rank records. `resume_after`, (phase, step), keeps the
-    rows up to there and cuts off the later ones; without it the rows of an earlier run of this name go.
+    Nothing is written before `open`. Every method does nothing where `enabled` is False: one rank records.
     """
 
-    def __init__(self, config: JobConfig, *, enabled: bool, resume_after: tuple[str, int] | None = None) -> None:
-        self.folder = self.folder_of(config)
+    def __init__(self, config: JobConfig, *, enabled: bool) -> None:
+        self.folder = folder_of(config)
         self._config, self._enabled = config, enabled
         self._phase = ""
         self.progress = ProgressReporter(enabled=enabled)
-        if enabled:
-            shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)  # of an earlier run of this name
-            self.folder.mkdir(parents=True, exist_ok=True)
-            text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
-            (self.folder / "config.yaml").write_text(text, encoding="utf-8")
-        self.metrics = MetricsWriter(self.folder, enabled=enabled, resume_after=resume_after)
+        self.metrics = MetricsWriter(self.folder, enabled=False)
 
-    @staticmethod
-    def folder_of(config: JobConfig) -> Path:
-        """Where a run leaves its files."""
-        return Path(config.output_dir) / config.exp_name
+    def open(self, earlier: EarlierRun, resume_after: tuple[str, int] | None) -> None:
+        """The run begins: `earlier` takes what would be overwritten, and files are opened.
+
+        `resume_after`, (phase, step), keeps the rows up to there; of a file that loses rows a copy is kept. Without it
+        the files of an earlier run of this name go. Raises RollBatchingError when a file cannot be read or written.
+        """
+        if not self._enabled:
+            return
+        config, metrics = self.folder / "config.yaml", self.folder / METRICS
+        text = yaml.safe_dump(self._config.to_dict(), sort_keys=False, allow_unicode=True)
+        if resume_after is None:
+            if earlier.place is not None or (metrics.exists() and metrics.stat().st_size):
+                for path in (metrics, self.folder / EVENTS, self.folder / CURVE, config):
+                    earlier.take(path)
+        else:
+            rows = read_metrics(metrics) if metrics.exists() else []
+            if len(rows_until(rows, *resume_after)) < len(rows):
+                earlier.keep(metrics)
+            if config.exists() and _settings(config.read_text(encoding="utf-8", errors="replace")) != _settings(text):
+                earlier.keep(config)
+        with whole_file(config) as partial:
+            partial.write_text(text, encoding="utf-8")
+        self.metrics = MetricsWriter(self.folder, resume_after=resume_after)
+        if told := earlier.told():
+            self.progress.note(told)
 
     def start(self, phase: str, steps: int, done: int = 0) -> None:
         """A phase of `steps` steps begins, or goes on after `done` of them."""
@@ -63,7 +80,12 @@ class RunRecorder:
         title = f"{config.exp_name}: GRPO" if config.max_steps else f"{config.exp_name}: supervised"
         if config.control != "none":
             title += f", control ({config.control} advantages)"
-        plot_learning_curve(self.metrics.rows, self.folder / "learning_curve.png", title=title)
+        plot_learning_curve(self.metrics.rows, self.folder / CURVE, title=title)
         console = self.progress.console
         show_summary(summarize(self.metrics.rows), console, used=mode, title=title)
         console.print(f"metrics, TensorBoard events and learning_curve.png are in {self.folder}", soft_wrap=True)
+
+
+def _settings(text: str) -> list[str]:
+    """The lines of a config.yaml; whether it goes on from a checkpoint is no setting of a run."""
+    return [line for line in text.splitlines() if not line.startswith("resume_from_checkpoint:")]

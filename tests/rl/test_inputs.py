@@ -69,7 +69,7 @@ def test_everything_wrong_is_said_by_the_launcher_before_a_process_starts(folder
     assert done.stderr.count("error: ") == 1 and len(done.stderr) < 4000
     for words in SPOILT:
         assert words in done.stderr, f"{words!r} in {done.stderr}"
-    assert not (folder / "runs").exists()
+    assert [path.name for path in (folder / "runs" / "tiny").iterdir()] == [".lock"]
     report(done.stderr.strip().replace(str(folder), "..."))
 
 

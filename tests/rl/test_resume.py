@@ -138,7 +138,9 @@ def test_what_is_taken_for_the_last_checkpoint(tmp_path):
     assert saved(tmp_path, "one") == ["mine", "warmup-000002", "warmup-000003", "warmup-000008"]
     run_ranks(1, "tests.rl.jobs:run", supervised(tmp_path, "one"))
     assert saved(tmp_path, "one") == ["mine", "warmup-000002", "warmup-000008"]
-    assert saved(tmp_path, "one", "checkpoints-previous") == ["warmup-000002", "warmup-000003"]
+    other, earlier = sorted((tmp_path / "runs" / "one" / "previous").iterdir())
+    assert [path.name for path in other.iterdir()] == ["config.yaml"], "what the resumed run changed"
+    assert saved(tmp_path, "one", f"previous/{earlier.name}/checkpoints") == ["warmup-000002", "warmup-000003"]
 
 
 def test_another_layout_goes_on_with_a_notice(tmp_path):
