@@ -9,25 +9,61 @@ from typing import Annotated, Any
 
 import typer
 
+from roll_batching.errors import ConfigError, DataError, PlanError
 from roll_batching.planning import Plan, PlanConstraints, plan_step
-from roll_batching.planning.lengths_io import read_columns, sum_columns
+from roll_batching.planning.compiled import announced
+from roll_batching.planning.inputs import Ints
+from roll_batching.planning.lengths_io import MOST_TOKENS, read_length_file
+
+ROWS = (
+    (
+        "micro-batches per rank",
+        "num_micro_batches",
+        "{:,}",
+        "forward and backward passes of one step, equal on all ranks",
+    ),
+    ("real tokens", "real_tokens", "{:,}", "tokens of the sequences"),
+    ("computed tokens", "computed_tokens", "{:,}", "real tokens, padding and fillers: what all ranks compute together"),
+    ("padding", "padding_share", "{:.1%}", "share of the computed tokens that are not real"),
+    (
+        "all padded to the longest",
+        "tokens_before",
+        "{:,}",
+        "what would be computed with every row as long as the longest",
+    ),
+    ("removed of that", "share_removed", "{:.1%}", "share of it that this plan does not compute"),
+    ("fill of the cap", "fill", "{:.1%}", "computed tokens over what the micro-batches may hold"),
+    ("rank imbalance", "imbalance", "{:.2%}", "cost of the costliest rank above the mean: the wait once per step"),
+    (
+        "lockstep imbalance",
+        "lockstep_imbalance",
+        "{:.2%}",
+        "the same where ranks meet at every micro-batch, as under expert parallelism",
+    ),
+    ("fillers", "fillers", "{:,}", "micro-batches without a sequence, where these do not suffice for all ranks"),
+    ("truncated", "truncated", "{:,}", "sequences above the cap that were cut (--oversize truncate)"),
+    ("dropped", "dropped", "{:,}", "sequences above the cap that were left out (--oversize drop)"),
+)
+"""Of the printed table: label, key of the report, format, and what it means."""
+
+MOST_RANKS = 65_536
+MOST_SPLITS = 1024
 
 
 def plan(
-    lengths: Annotated[
-        Path, typer.Argument(help="CSV (columns are summed), JSONL, npy or Parquet of sequence lengths.")
-    ],
+    lengths: Annotated[Path, typer.Argument(help="CSV, JSONL, npy or Parquet file with one sequence per row.")],
     column: Annotated[
-        list[str] | None, typer.Option(help="Sum only this column; may be given again. Default: all with integers.")
+        list[str] | None,
+        typer.Option(help="A column to sum; may be given again. Default: those named like tokens or lengths."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Cap of a micro-batch in tokens.")] = 16384,
-    dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Cap of a micro-batch in tokens.")] = 16384,
+    dp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Data-parallel ranks.")] = 8,
     mode: Annotated[str, typer.Option(help="packed, dynamic or padded.")] = "packed",
     algorithm: Annotated[str | None, typer.Option(help="Algorithm of the mode; default: its best.")] = None,
-    tp: Annotated[int, typer.Option(min=1)] = 1,
-    cp: Annotated[int, typer.Option(min=1)] = 1,
-    pp: Annotated[int, typer.Option(min=1)] = 1,
-    vpp: Annotated[int, typer.Option(min=1)] = 1,
+    tp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Tensor-parallel size; aligns packs.")] = 1,
+    cp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Context-parallel size; aligns sequences.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Pipeline stages; their makespan is balanced.")] = 1,
+    vpp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Model chunks per pipeline stage.")] = 1,
     sequence_parallel: Annotated[bool, typer.Option(help="Align packs for sequence parallelism.")] = False,
     oversize: Annotated[str, typer.Option(help="Sequences above the cap: error, alone, truncate, drop.")] = "error",
     first: Annotated[int | None, typer.Option(min=1, help="Plan only the first N sequences.")] = None,
@@ -36,52 +72,69 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Plan one step over LENGTHS and say what it costs."""
-    if plot is not None:
-        from roll_batching.observe.plan_picture import check_picture, draw_plan
+    try:
+        if plot is not None:
+            from roll_batching.observe.plan_picture import check_picture
 
-        check_picture(plot)
-    table = read_columns(lengths, column or ())
-    columns = list(table)
-    sizes = sum_columns(table, lengths)[:first]
-    packed = PlanConstraints(
-        dp_size=dp,
-        max_tokens=max_tokens,
-        tp_size=tp,
-        cp_size=cp,
-        pp_size=pp,
-        vpp_size=vpp,
-        sequence_parallel=sequence_parallel,
-        oversize=oversize,
-    )
-    width = min(int(sizes.max()), packed.usable_tokens)
-    constraints = _as_mode(packed, mode, algorithm, width)
-    made = plan_step(sizes, constraints)
-    reports: dict[str, Any] = {mode: made.report.to_dict()}
-    if compare:
-        for other in ("padded", "dynamic", "packed"):
-            if other != mode:
-                reports[other] = plan_step(sizes, _as_mode(packed, other, None, width)).report.to_dict()
+            check_picture(plot)
+        table = read_length_file(lengths, column or ())
+        sizes = table.lengths[:first]
+        packed = PlanConstraints(
+            dp_size=dp,
+            max_tokens=max_tokens,
+            tp_size=tp,
+            cp_size=cp,
+            pp_size=pp,
+            vpp_size=vpp,
+            sequence_parallel=sequence_parallel,
+            oversize=oversize,
+        )
+        with announced(_say_compiling):
+            made, reports = _plans(sizes, packed, mode, algorithm, compare)
+    except (DataError, PlanError) as error:
+        raise ConfigError(str(error)) from error
     if plot is not None:
+        from roll_batching.observe.plan_picture import draw_plan
+
         draw_plan(made, plot)
     if as_json:
         typer.echo(
             json.dumps(
                 {
                     "lengths": str(lengths),
-                    "columns": columns,
+                    "columns": table.columns,
+                    "left_out": dict(table.left_out),
                     "fingerprint": made.fingerprint,
-                    "constraints": constraints.to_dict(),
+                    "constraints": made.constraints.to_dict(),
                     "reports": reports,
                     "plot": None if plot is None else str(plot),
                 }
             )
         )
         return
-    if len(columns) > 1:
-        typer.echo(f"length = {' + '.join(columns)}")
+    typer.echo(f"length = {' + '.join(table.columns)}")
+    for name, reason in table.left_out.items():
+        typer.echo(f"left out: {name or 'a column without a name'} ({reason})")
     _print_table({name: reports[name] for name in ("padded", "dynamic", "packed") if name in reports}, made)
     if plot is not None:
         typer.echo(f"picture: {plot}")
+
+
+def _say_compiling() -> None:
+    typer.echo("compiling the planner, once (seconds to a minute; later plans do without)", err=True)
+
+
+def _plans(
+    sizes: Ints, packed: PlanConstraints, mode: str, algorithm: str | None, compare: bool
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan in `mode`, and the reports by mode of all that are asked for."""
+    width = min(int(sizes.max()), packed.usable_tokens)
+    made = plan_step(sizes, _as_mode(packed, mode, algorithm, width))
+    reports = {mode: made.report.to_dict()}
+    for other in ("padded", "dynamic", "packed") if compare else ():
+        if other != mode:
+            reports[other] = plan_step(sizes, _as_mode(packed, other, None, width)).report.to_dict()
+    return made, reports
 
 
 def _as_mode(packed: PlanConstraints, mode: str, algorithm: str | None, width: int) -> PlanConstraints:
@@ -93,24 +146,12 @@ def _print_table(reports: dict[str, dict[str, Any]], plan: Plan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    rows = (
-        ("micro-batches per rank", "num_micro_batches", "{:,}"),
-        ("real tokens", "real_tokens", "{:,}"),
-        ("computed tokens", "computed_tokens", "{:,}"),
-        ("padding", "padding_share", "{:.1%}"),
-        ("all padded to the longest", "tokens_before", "{:,}"),
-        ("removed of that", "share_removed", "{:.1%}"),
-        ("fill of the cap", "fill", "{:.1%}"),
-        ("rank imbalance", "imbalance", "{:.2%}"),
-        ("lockstep imbalance", "lockstep_imbalance", "{:.2%}"),
-        ("fillers", "fillers", "{:,}"),
-        ("truncated", "truncated", "{:,}"),
-        ("dropped", "dropped", "{:,}"),
-    )
     table = Table(title=f"{plan.report.samples:,} sequences on {plan.constraints.dp_size} ranks")
     table.add_column("")
     for name in reports:
         table.add_column(name, justify="right")
-    for label, key, form in rows:
+    for label, key, form, _ in ROWS:
         table.add_row(label, *(form.format(report[key]) for report in reports.values()))
     Console().print(table)
+    for label, _, _, meaning in ROWS:
+        typer.echo(f"{label}: {meaning}")

@@ -7,10 +7,12 @@ integers stay below 2^62 and random numbers come from a multiplicative generator
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core import event
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -18,6 +20,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 def compiled(function: F) -> F:
     """`function` compiled on first use and cached on disk."""
     return cast(F, numba.njit(cache=True, nogil=True)(function))
+
+
+class _FirstCompilation(event.Listener):
+    def __init__(self, announce: Callable[[], None]) -> None:
+        self.announce: Callable[[], None] | None = announce
+
+    def on_start(self, event: Any) -> None:
+        announce, self.announce = self.announce, None
+        if announce is not None:
+            announce()
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+@contextmanager
+def announced(announce: Callable[[], None]) -> Iterator[None]:
+    """Calls `announce` once if anything is compiled inside the block, before it is; loading from disk is none."""
+    with event.install_listener("numba:compile", _FirstCompilation(announce)):
+        yield
 
 
 @compiled

@@ -166,6 +166,8 @@ def _as_ints(values: ArrayLike, name: str, count: int) -> Ints:
     if array.dtype.kind not in "iu":
         if array.dtype.kind != "f" or not np.all(np.isfinite(array)) or np.any(array != np.floor(array)):
             raise PlanError(f"{name} must be integers, got dtype {array.dtype}")
+    if len(array) and not -(2**63) <= int(array.max()) < 2**63:
+        raise PlanError(f"{name} must fit into 64 bits with a sign, got {array.max()}")
     return np.array(array, dtype=np.int64)
 
 

@@ -4,142 +4,217 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from roll_batching.errors import DataError
 from roll_batching.planning.inputs import Ints
+from roll_batching.planning.length_columns import Column, choose_columns
 
-Reader = Callable[[Path, tuple[str, ...]], Mapping[str, ArrayLike]]
-"""From a file and the names of the wanted columns (none: all) to columns by name."""
+MOST_TOKENS = 2**31 - 1
+"""Of one sequence: offsets into a pack are int32."""
+MOST_ROWS = 10_000_000
+LONGEST_LINE = 1024 * 1024
+
+Table = dict[str, Column]
+
+
+@dataclass(frozen=True)
+class LengthFile:
+    """Lengths (int64[n], 1 to 2^31 - 1), the columns that they are the sum of, and why others are left out."""
+
+    lengths: Ints
+    columns: tuple[str, ...]
+    left_out: Mapping[str, str]
 
 
 def read_lengths(path: str | Path, columns: Sequence[str] = ()) -> Ints:
-    """Lengths (int64[n]) from CSV or text, JSONL, npy or Parquet: the sum of `read_columns`.
-
-    Raises `DataError` as that does, and for rows below 1.
-    """
-    return sum_columns(read_columns(path, columns), path)
+    """The lengths (int64[n]) of `read_length_file`."""
+    return read_length_file(path, columns).lengths
 
 
-def sum_columns(table: Mapping[str, Ints], path: str | Path) -> Ints:
-    """The sum of a file's columns (int64[n]); `DataError` for rows below 1."""
-    lengths: Ints = np.sum(list(table.values()), axis=0)
-    if lengths.min() < 1:
-        row = int(np.argmin(lengths))
-        raise DataError(f"{path}: row {row + 1} has length {lengths[row]}; every sequence has at least one token")
-    return lengths
+def read_length_file(path: str | Path, columns: Sequence[str] = ()) -> LengthFile:
+    """Lengths from CSV or text, JSONL, npy or Parquet: the sum of `columns`, or of those that are lengths by name.
 
-
-def read_columns(path: str | Path, columns: Sequence[str] = ()) -> dict[str, Ints]:
-    """The columns `columns` of a file, or all that hold integers, by name (int64[n] each, at least one row).
-
-    CSV and text: names are in the first line, or else the columns' numbers from 1; without `columns` every cell
-    must be an integer. JSONL: a number per line ("length"), or objects, each with the same integers. npy: one
-    column ("length") or several ("1", "2", ...). Parquet needs pyarrow. Raises `DataError` naming the file and
-    the line.
+    CSV and text: names are in the first line, or else the columns' numbers from 1. JSONL: a number per line
+    ("length"), or objects. npy: one column ("length") or several ("1", "2", ...). Parquet needs pyarrow. Raises
+    `DataError` naming the file and the line or row: for values that are no integers, below 0 or beyond int32, rows
+    of length 0, files of more than 10,000,000 rows, and columns that cannot be told apart (`choose_columns`).
     """
     file = Path(path)
     if not file.is_file():
         raise DataError(f"{file} does not exist or is no file")
-    readers: dict[str, Reader] = {
+    readers: dict[str, Callable[[Path], Table]] = {
         ".npy": _read_npy,
         ".parquet": _read_parquet,
         ".jsonl": _read_jsonl,
         ".ndjson": _read_jsonl,
     }
     try:
-        table = readers.get(file.suffix.lower(), _read_csv)(file, tuple(columns))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is no text: {error.reason} at byte {error.start}") from None
-    arrays = {name: np.asarray(values, dtype=np.int64) for name, values in table.items()}
-    if not arrays or not len(next(iter(arrays.values()))):
+        table = readers.get(file.suffix.lower(), _read_csv)(file)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+    if not table or not any(values is None or len(values) for values in table.values()):
         raise DataError(f"{file} holds no lengths")
-    return arrays
+    try:
+        choice = choose_columns(table, columns)
+    except DataError as error:
+        text = str(error)
+        raise DataError(text if text.startswith(str(file)) else f"{file}: {text}") from None
+    chosen = {name: _checked(file, name, table[name]) for name in choice.columns}
+    lengths: Ints = np.stack(list(chosen.values())).sum(axis=0)
+    _check_rows(file, "as its length", lengths, at_least=1)
+    return LengthFile(lengths, choice.columns, choice.left_out)
 
 
-def _chosen(file: Path, names: Sequence[str], columns: tuple[str, ...]) -> list[str]:
-    """The wanted ones of the columns that there are."""
-    for name in columns:
-        if name not in names:
-            raise DataError(f"{file} has no column of integers {name!r}; it has {', '.join(names) or 'none'}")
-    return list(columns or names)
+def _checked(file: Path, name: str, values: Any) -> Ints:
+    if len(values) > MOST_ROWS:
+        raise DataError(f"{file} has {len(values):,} rows; at most {MOST_ROWS:,} are planned at once")
+    _check_rows(file, f"in column {name!r}", values, at_least=0)
+    return np.asarray(values, dtype=np.int64)
 
 
-def _read_csv(file: Path, columns: tuple[str, ...]) -> dict[str, list[int]]:
-    table: dict[str, list[int]] = {}
-    places: list[int] = []
-    width = 0
-    with file.open(newline="") as stream:
-        for number, row in enumerate(csv.reader(stream), start=1):
+def _check_rows(file: Path, where: str, values: Any, at_least: int) -> None:
+    wrong = np.flatnonzero((values < at_least) | (values > MOST_TOKENS))
+    if len(wrong):
+        row = int(wrong[0])
+        raise DataError(
+            f"{file}: row {row + 1} has {int(values[row])} {where}; a sequence has 1 to {MOST_TOKENS:,} tokens"
+        )
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text and their numbers from 1."""
+    number = 0
+    with file.open(encoding="utf-8-sig", newline="") as stream:
+        try:
+            while line := stream.readline(LONGEST_LINE + 1):
+                number += 1
+                if len(line) > LONGEST_LINE:
+                    raise DataError(f"{file}:{number}: a line of more than {LONGEST_LINE:,} characters")
+                if number > MOST_ROWS + 1:
+                    raise DataError(f"{file} has more than {MOST_ROWS:,} lines; plan fewer at once")
+                yield number, line
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file}: no UTF-8 text from about line {number + 1} on: {error.reason}") from None
+
+
+def _read_csv(file: Path) -> Table:
+    names: list[str] = []
+    columns: list[array[int]] = []
+    faults: dict[int, str | None] = {}
+    number = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal number
+        for number, line in _lines(file):  # noqa: B007 (the reader's own count is that of records)
+            yield line
+
+    try:
+        for row in csv.reader(lines()):
             if not any(value.strip() for value in row):
                 continue
-            if not width:
-                width = len(row)
-                headed = not all(_is_integer(value) for value in row)
-                names = [value.strip() for value in row] if headed else [str(i + 1) for i in range(width)]
-                table = {name: [] for name in _chosen(file, names, columns)}
-                places = [names.index(name) for name in table]
-                if headed:
+            if not names:
+                names = _header(file, number, row)
+                columns = [array("q") for _ in names]
+                if any(_integer(value) is None for value in row):
                     continue
-            if len(row) != width:
-                raise DataError(f"{file}:{number}: {','.join(row)!r} has {len(row)} columns, the first row {width}")
-            for place, values in zip(places, table.values(), strict=True):
-                if not _is_integer(row[place]):
-                    raise DataError(f"{file}:{number}: {','.join(row)!r} is no row of integers")
-                values.append(int(row[place]))
-    return table
+            if len(row) != len(names):
+                raise DataError(
+                    f"{file}:{number}: {_short(','.join(row))} has {len(row)} columns, the first row {len(names)}"
+                )
+            for place, value in enumerate(row):
+                whole = _integer(value)
+                if whole is None and place not in faults:
+                    fault = f"{file}:{number}: {_short(value)} is no {_kind(value)} (column {names[place]!r})"
+                    faults[place] = fault if len(columns[place]) else _first(value, fault)
+                columns[place].append(0 if whole is None else whole)
+    except csv.Error as error:
+        raise DataError(f"{file}:{number}: {error}") from None
+    return {name: faults.get(place, np.array(columns[place])) for place, name in enumerate(names)}
 
 
-def _is_integer(text: str) -> bool:
-    return text.strip().removeprefix("-").isdecimal()
+def _header(file: Path, number: int, row: list[str]) -> list[str]:
+    """The names of the columns: those in the first row, or numbers where it holds integers only."""
+    if all(_integer(value) is not None for value in row):
+        return [str(place + 1) for place in range(len(row))]
+    for value in row:
+        if _is_number(value):
+            raise DataError(f"{file}:{number}: {_short(value)} is neither an integer nor a column's name")
+    names = [value.strip() for value in row]
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"{file}:{number}: two columns are called {_short(name)}; rename one")
+    return names
 
 
-def _read_jsonl(file: Path, columns: tuple[str, ...]) -> dict[str, list[int]]:
-    table: dict[str, list[int]] = {}
-    names: list[str] = []
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
+def _is_number(text: Any) -> bool:
+    try:
+        float(text)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _integer(text: str) -> int | None:
+    """The integer within 64 bits that `text` spells, or None."""
+    text = text.strip()
+    if not text.removeprefix("-").isdecimal() or len(text) > 19:
+        return None
+    value = int(text)
+    return value if -(2**63) <= value < 2**63 else None
+
+
+def _read_jsonl(file: Path) -> Table:
+    columns: dict[str, array[int]] = {}
+    faults: dict[str, str | None] = {}
+    rows = 0
+    for number, line in _lines(file):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{file}:{number}: no JSON ({error.msg})") from None
-        named = value if isinstance(value, dict) else {"length": value}
-        integers = {key: one for key, one in named.items() if isinstance(one, int) and not isinstance(one, bool)}
-        if not integers:
-            raise DataError(f"{file}:{number}: no integer in {line.strip()[:60]!r}")
-        if not table:
-            names = sorted(integers)
-            table = {name: [] for name in _chosen(file, names, columns)}
-        if not set(table) <= set(integers) or (not columns and sorted(integers) != names):
-            raise DataError(
-                f"{file}:{number}: integers under {', '.join(sorted(integers))}; the first line has them under "
-                f"{', '.join(names)}"
-            )
-        for name, values in table.items():
-            values.append(integers[name])
-    return table
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{file}:{number}: no JSON ({getattr(error, 'msg', 'nested too deep')})") from None
+        row = value if isinstance(value, dict) else {"length": value}
+        rows += 1
+        for name in (name for name in row if name not in columns):
+            columns[name] = array("q", bytes(8 * (rows - 1)))
+            if rows > 1:
+                faults.setdefault(name, f"{file}:{number}: {name!r} is not in every line")
+        for name, values in columns.items():
+            whole = row.get(name)
+            if isinstance(whole, bool) or not isinstance(whole, int) or not -(2**63) <= whole < 2**63:
+                fault = f"{file}:{number}: no integer under {name!r} in {_short(line.strip())}"
+                faults.setdefault(name, _first(whole, fault) if rows == 1 else fault)
+                whole = 0
+            values.append(whole)
+    if not any(len(row) for row in columns.values()) and rows:
+        raise DataError(f"{file}: its lines hold no values")
+    return {name: faults.get(name, np.array(values)) for name, values in columns.items()}
 
 
-def _read_npy(file: Path, columns: tuple[str, ...]) -> dict[str, Ints]:
+def _read_npy(file: Path) -> Table:
     try:
-        lengths = np.load(file, allow_pickle=False)
-    except (ValueError, OSError, EOFError):
+        lengths = np.load(file, allow_pickle=False, mmap_mode="r")
+    except (ValueError, OSError, EOFError, TypeError, KeyError, OverflowError, MemoryError, SyntaxError):
         raise DataError(f"{file} is no npy file of numbers") from None
-    if lengths.ndim not in (1, 2) or lengths.dtype.kind not in "iu":
-        raise DataError(f"{file} holds no column of integers (found shape {lengths.shape}, {lengths.dtype})")
+    if not isinstance(lengths, np.ndarray) or lengths.ndim not in (1, 2) or lengths.dtype.kind not in "iu":
+        found = f"shape {lengths.shape}, {lengths.dtype}" if isinstance(lengths, np.ndarray) else "an archive"
+        raise DataError(f"{file} holds no column of integers (found {found})")
     if lengths.ndim == 1:
-        table = {"length": lengths}
-    else:
-        table = {str(i + 1): column for i, column in enumerate(lengths.T)}
-    return {name: table[name] for name in _chosen(file, list(table), columns)}
+        return {"length": lengths}
+    if lengths.shape[1] > 1000:
+        raise DataError(f"{file} has {lengths.shape[1]:,} columns; each row is one sequence")
+    return {str(place + 1): column for place, column in enumerate(lengths.T)}
 
 
-def _read_parquet(file: Path, columns: tuple[str, ...]) -> dict[str, Ints]:
+def _read_parquet(file: Path) -> Table:
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -148,14 +223,33 @@ def _read_parquet(file: Path, columns: tuple[str, ...]) -> dict[str, Ints]:
             f"{file}: reading Parquet needs pyarrow: pip install 'roll-batching[parquet]', or convert the file to CSV"
         ) from None
     try:
-        table = parquet.read_table(file)
+        opened = parquet.ParquetFile(file)
+        if opened.metadata.num_rows > MOST_ROWS:
+            raise DataError(f"{file} has {opened.metadata.num_rows:,} rows; at most {MOST_ROWS:,} are planned at once")
+        schema = opened.schema_arrow
+        names = [field.name for field in schema if pyarrow.types.is_integer(field.type)]
+        if len(set(schema.names)) < len(schema.names):
+            raise DataError(f"{file} has two columns of one name: {', '.join(schema.names)}")
+        table = opened.read(columns=names)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} is no Parquet file: {error}") from None
-    names = [field.name for field in table.schema if pyarrow.types.is_integer(field.type)]
     if not names:
-        raise DataError(f"{file} has no integer column (columns: {', '.join(table.column_names)})")
-    chosen = _chosen(file, names, columns)
-    for name in chosen:
-        if table[name].null_count:
-            raise DataError(f"{file}: {table[name].null_count} rows have no value in column {name!r}")
-    return {name: table[name].to_numpy() for name in chosen}
+        raise DataError(f"{file} has no integer column (columns: {', '.join(schema.names)})")
+    result: Table = dict.fromkeys(schema.names)
+    for name in names:
+        gaps = table[name].null_count
+        result[name] = f"{file}: {gaps} rows have no value in column {name!r}" if gaps else table[name].to_numpy()
+    return result
+
+
+def _first(value: Any, fault: str) -> str | None:
+    """A column that begins with text or a list is one of another kind; one that begins with a number is broken."""
+    return None if isinstance(value, str | list | dict) and not _is_number(value) else fault
+
+
+def _kind(text: str) -> str:
+    return "integer within 64 bits" if text.strip().removeprefix("-").isdecimal() else "integer"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")

@@ -255,3 +255,9 @@ def test_the_rank_of_a_giant_gets_less_of_the_rest(giants):
     plan = plan_step(lengths, PlanConstraints(dp_size=128, max_tokens=8192), cost=LinearQuadraticCost(24576, 1))
     assert plan.num_micro_batches == 2
     assert plan.report.imbalance < 0.02
+
+
+@pytest.mark.bad_input
+def test_lengths_beyond_64_bits_are_refused_not_wrapped():
+    with pytest.raises(PlanError, match="lengths must fit into 64 bits with a sign, got 9223372036854775808"):
+        plan_step(np.array([5, 2**63], dtype=np.uint64), PlanConstraints(dp_size=1, max_tokens=16))

@@ -1,0 +1,124 @@
+"""Which columns of a table are lengths: those asked for, else those that are named like lengths."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll_batching.errors import DataError
+from roll_batching.planning.inputs import Ints
+
+_LENGTH_ENDINGS = ("token", "tokens", "length", "lengths", "len", "lens")
+_WHOLE = {"total", "sum", "all", "overall", "sequence", "seq", "seqlen", "full"}
+_NO_LENGTH = {"max", "min", "limit", "per"}
+_NAMES_OF_IDS = {
+    *("id", "ids", "idx", "index", "uid", "uuid", "key", "hash", "row", "seed", "rank", "unnamed"),
+    *("time", "timestamp", "timestamps", "ts", "date", "created", "arrived", "arrival"),
+}
+
+
+Column = Ints | str | None
+"""Integers; or where and why a column that begins with integers does not go on so; or None: of another kind."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The columns that are summed, and why each of the others is not."""
+
+    columns: tuple[str, ...]
+    left_out: Mapping[str, str]
+
+
+def choose_columns(table: Mapping[str, Column], wanted: Sequence[str] = ()) -> Choice:
+    """The columns of `table` that make a sequence's length.
+
+    Without `wanted`: those named like tokens or lengths; among other names, what is left when ids, counters,
+    timestamps and constants are taken out, where that is a single column. Raises `DataError` for a column that
+    does not exist or is not whole, and where a choice would be a guess.
+    """
+    known = ", ".join(repr(name) for name in table)
+    for name in wanted:
+        if name not in table:
+            raise DataError(f"there is no column {name!r}; there are {known}")
+        if table[name] is None:
+            raise DataError(f"column {name!r} holds no integers")
+    _refuse_broken(table, wanted)
+    if wanted:
+        return Choice(tuple(dict.fromkeys(wanted)), {})
+    left_out = {name: "not integers" for name, values in table.items() if values is None or isinstance(values, str)}
+    integers = {name: values for name, values in table.items() if isinstance(values, np.ndarray)}
+    named = [name for name in table if _is_length(name) and table[name] is not None]
+    _refuse_broken(table, named or [name for name in table if not _named_like_an_id(name)])
+    if not integers:
+        raise DataError(f"there is no column of integers; there are {known}")
+    if named:
+        chosen, reasons = _without_repeats({name: integers[name] for name in named})
+        reasons |= {name: "not named like a length" for name in integers if name not in named}
+    else:
+        chosen, reasons = _without_ids(integers)
+    if len(chosen) == 1 or (named and _are_parts(chosen)):
+        return Choice(tuple(chosen), left_out | reasons)
+    raise DataError(f"which columns are lengths? There are {known}; say it: --column NAME, again for each to be summed")
+
+
+def _refuse_broken(table: Mapping[str, Column], names: Sequence[str]) -> None:
+    for name in names:
+        fault = table[name]
+        if isinstance(fault, str):
+            raise DataError(fault)
+
+
+def _words(name: str) -> list[str]:
+    """`ContextTokens` and `context_tokens` as `context`, `tokens`."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+
+
+def _is_length(name: str) -> bool:
+    words = _words(name)
+    other = (_NAMES_OF_IDS | _NO_LENGTH) & set(words)
+    return not other and any(word.endswith(_LENGTH_ENDINGS) for word in words)
+
+
+def _are_parts(names: Sequence[str]) -> bool:
+    """Whether all of these are parts of a sequence; beside a whole one, a part would count twice."""
+    return not any(_WHOLE & set(_words(name)) for name in names)
+
+
+def _without_repeats(columns: Mapping[str, Ints]) -> tuple[list[str], dict[str, str]]:
+    """Where one column is the sum of the others (prompt, response, total), that one alone."""
+    everything = np.sum(list(columns.values()), axis=0, dtype=object if _large(columns) else None)
+    for name, values in columns.items():
+        if len(columns) > 1 and np.array_equal(everything - values, values):
+            return [name], {other: f"part of {name}" for other in columns if other != name}
+    return list(columns), {}
+
+
+def _large(columns: Mapping[str, Ints]) -> bool:
+    return any(int(values.max()) >= 2**56 or int(values.min()) <= -(2**56) for values in columns.values())
+
+
+def _without_ids(columns: Mapping[str, Ints]) -> tuple[list[str], dict[str, str]]:
+    """What is left without ids, counters and constants; a single column is taken whatever it holds."""
+    if len(columns) == 1 and not _named_like_an_id(next(iter(columns))):
+        return list(columns), {}
+    reasons: dict[str, str] = {}
+    for name, values in columns.items():
+        steps = np.diff(values)
+        if _named_like_an_id(name):
+            reasons[name] = "named like an id or a time"
+        elif len(steps) and (steps == 1).all():
+            reasons[name] = "counts the rows"
+        elif len(steps) and not steps.any():
+            reasons[name] = "constant"
+    rest = [name for name in columns if name not in reasons]
+    rising = [name for name in rest if len(columns[name]) > 2 and (np.diff(columns[name]) > 0).all()]
+    if len(rising) < len(rest):
+        reasons |= dict.fromkeys(rising, "unique and rising, like an id or a time")
+    return [name for name in columns if name not in reasons], reasons
+
+
+def _named_like_an_id(name: str) -> bool:
+    return not name or bool(_NAMES_OF_IDS & set(_words(name)))
