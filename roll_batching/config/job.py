@@ -97,7 +97,8 @@ class JobConfig(Settings):
 
     adv_estimator: Literal["grpo", "reinforce"] = honoured(
         "grpo",
-        help="grpo: rewards minus their group's mean, over its deviation. reinforce: rewards as norm_* says.",
+        help="grpo: rewards minus their group's mean, over its deviation (the sample's, plus 1e-6). reinforce: rewards "
+        "as norm_* says.",
     )
     norm_mean_type: Literal["batch", "group"] | None = honoured(
         None, help="reinforce: the mean that is subtracted from rewards. grpo always uses the group's."
@@ -106,8 +107,10 @@ class JobConfig(Settings):
         None,
         help="reinforce: the deviation that rewards are divided by. grpo: default group.",
     )
-    whiten_advantages: bool = honoured(False, help="Give the advantages of a step's tokens mean 0 and deviation 1.")
-    reward_clip: float | None = honoured(None, help="Clip rewards to [-x, x].", gt=0)
+    whiten_advantages: bool = honoured(
+        False, help="Give the advantages of a step's tokens mean 0 and deviation 1 (REINFORCE++)."
+    )
+    reward_clip: float | None = honoured(None, help="Clip rewards, once they are normalised, to [-x, x].", gt=0)
     advantage_clip: float | None = honoured(None, help="Clip advantages to [-x, x].", gt=0)
     drop_zero_advantage_groups: bool = honoured(
         False,
@@ -135,6 +138,9 @@ class JobConfig(Settings):
     )
     use_kl_loss: bool = honoured(False, help="Add the divergence from the reference to the loss.")
     kl_loss_coef: float = honoured(0.0, help="Weight of the divergence (k3); needs use_kl_loss.", ge=0)
+    kl_loss_bound: float | None = honoured(
+        10.0, help="Largest divergence per token, without gradient beyond (ROLL, verl: 10). ~: no bound.", gt=0
+    )
     entropy_loss_coef: float = honoured(0.0, help="Weight of the entropy bonus.", ge=0)
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = honoured(
         "token-mean", help="How tokens are averaged, over the whole mini-batch on all ranks."

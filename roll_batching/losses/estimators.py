@@ -4,6 +4,9 @@ With d = other - sampled, both log-probs of the sampled token (Schulman 2020, "A
 Divergence", joschu.net/blog/kl-approx.html). As values k1 and k3 are unbiased, k2 is not. As losses,
 k2's gradient estimates the divergence's; k1's has mean zero and is offered for monitoring and for
 comparison with other frameworks.
+
+Log-probs that lie far apart make exp(d) overflow, and a clip behind it then gives a gradient of NaN.
+So d is clamped before every exp, as verl and NeMo-RL do; beyond the bound there is no gradient.
 """
 
 from __future__ import annotations
@@ -14,6 +17,18 @@ from typing import Literal
 import torch
 
 KlEstimator = Literal["k1", "k2", "k3"]
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios of tokens are clamped to +-20 before exp (verl, NeMo-RL)."""
+SEQUENCE_LOG_RATIO_BOUND = 10.0
+"""A sequence's mean log-ratio is clamped to at most 10 before exp (verl's GSPO)."""
+KL_BOUND = 10.0
+"""k3 is at most 10 per token (verl, ROLL, NeMo-RL)."""
+
+
+def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    """`log_ratio` clamped to what exp can take, without gradient beyond."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def k1(other: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
@@ -26,10 +41,14 @@ def k2(other: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
     return (other - sampled).square() / 2
 
 
-def k3(other: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """exp(d) - 1 - d: unbiased, never negative."""
-    difference = other - sampled
-    return difference.exp() - 1 - difference
+def k3(other: torch.Tensor, sampled: torch.Tensor, bound: float | None = KL_BOUND) -> torch.Tensor:
+    """exp(d) - 1 - d, at most `bound`: never negative, and unbiased where nothing is bounded.
+
+    None bounds d alone, to +-20.
+    """
+    difference = bounded(other - sampled)
+    divergence = difference.exp() - 1 - difference
+    return divergence if bound is None else divergence.clamp(max=bound)
 
 
 ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

@@ -10,7 +10,15 @@ import torch
 from roll_batching.errors import LossError
 from roll_batching.losses.aggregation import Aggregation, resolve_aggregation
 from roll_batching.losses.contract import LossOutput, Max, Metric
-from roll_batching.losses.estimators import ESTIMATORS, KlEstimator, k3
+from roll_batching.losses.estimators import (
+    ESTIMATORS,
+    KL_BOUND,
+    LOG_RATIO_BOUND,
+    SEQUENCE_LOG_RATIO_BOUND,
+    KlEstimator,
+    bounded,
+    k3,
+)
 from roll_batching.losses.views import TokenView
 
 
@@ -37,6 +45,9 @@ class PolicyLoss:
 
     Reads `response_mask`, `advantages` (sample or token field), `old_log_probs` (next_token; absent
     means strictly on-policy: the detached current ones), and what single options name.
+
+    Log-ratios are bounded before exp (see `losses.estimators`); the metrics `ratio_bounded`, `ref_kl_bounded` and
+    `engine_ratio_bounded` are the shares of counted tokens for which that made a difference.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"log_probs", "entropy"})
@@ -53,6 +64,8 @@ class PolicyLoss:
     """Weight of the divergence from the reference (GRPO, Shao et al. 2024, arXiv 2402.03300); reads
     `ref_log_probs` (next_token)."""
     kl_estimator: KlEstimator = "k3"
+    kl_bound: float | None = KL_BOUND
+    """Largest value of k3 per token, without gradient beyond (verl, ROLL: 10); None: no bound."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     engine_ratio_cap: float | None = None
@@ -79,6 +92,8 @@ class PolicyLoss:
             )
         if self.kl_coef < 0:
             raise LossError(f"kl_coef is {self.kl_coef}: give 0 or more")
+        if self.kl_bound is not None and self.kl_bound <= 0:
+            raise LossError(f"kl_bound is {self.kl_bound}: give a positive number, such as 10, or None")
         resolve_aggregation(self.aggregation)
 
     @property
@@ -90,17 +105,16 @@ class PolicyLoss:
         """The pack's share of the loss, with the usual diagnostics."""
         log_probs, advantages = tokens.log_probs, tokens.per_token("advantages")
         old = tokens["old_log_probs"] if "old_log_probs" in tokens else log_probs.detach()
-        log_ratio = log_probs - old
-        if self.ratio == "sequence":
-            log_ratio = tokens.expand(tokens.segment_mean(log_ratio))
-        ratio = log_ratio.exp()
+        ratio, ratio_bounded = self._ratio(tokens, log_probs - old)
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         per_token = -torch.minimum(ratio * advantages, clipped * advantages)
-        outside = torch.where(advantages > 0, ratio > 1 + self.clip_high, ratio < 1 - self.clip_low)
+        too_high = (advantages > 0) & (ratio > 1 + self.clip_high)
+        too_low = (advantages < 0) & (ratio < 1 - self.clip_low)
         metrics: dict[str, Metric] = {
-            "approx_kl": tokens.mean_metric(k3(log_probs, old)),
-            "clip_fraction": tokens.mean_metric((outside & (advantages != 0)).float()),
+            "approx_kl": tokens.mean_metric(k3(log_probs, old, self.kl_bound)),
+            "clip_fraction": tokens.mean_metric((too_high | too_low).float()),
             "entropy": tokens.mean_metric(tokens.entropy),
+            "ratio_bounded": tokens.mean_metric(ratio_bounded.float()),
             "ratio_max": Max(torch.where(tokens.mask(), ratio, 0.0).max().detach()),
         }
         if self.dual_clip is not None:
@@ -108,16 +122,40 @@ class PolicyLoss:
             metrics["dual_clip_fraction"] = tokens.mean_metric((per_token > bound).float())
             per_token = torch.minimum(per_token, bound)
         if self.engine_ratio_cap is not None:
-            weight = (old - tokens["rollout_log_probs"]).exp()
+            log_weight = old - tokens["rollout_log_probs"]
+            weight = bounded(log_weight).exp()
             metrics["engine_ratio"] = tokens.mean_metric(weight)
+            metrics["engine_ratio_bounded"] = tokens.mean_metric((log_weight.abs() > LOG_RATIO_BOUND).float())
             per_token = per_token * weight.clamp(max=self.engine_ratio_cap).detach()
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * tokens.entropy
         if self.kl_coef:
-            divergence = ESTIMATORS[self.kl_estimator](tokens["ref_log_probs"], log_probs)
+            divergence, ref_metrics = self._divergence(tokens)
             per_token = per_token + self.kl_coef * divergence
-            metrics["ref_kl"] = tokens.mean_metric(divergence)
+            metrics |= ref_metrics
         if self.sample_weights is not None:
             scale = tokens.num_sequences() / (tokens.total(self.sample_weights) or 1.0)
             per_token = per_token * tokens.per_token(self.sample_weights) * scale
         return LossOutput(resolve_aggregation(self.aggregation)(tokens, per_token), metrics)
+
+    def _ratio(self, tokens: TokenView, log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[tokens] the ratio to the old policy, and where it was bounded."""
+        if self.ratio == "sequence":
+            log_ratio = tokens.expand(tokens.segment_mean(log_ratio))
+            return log_ratio.clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp(), log_ratio > SEQUENCE_LOG_RATIO_BOUND
+        return bounded(log_ratio).exp(), log_ratio.abs() > LOG_RATIO_BOUND
+
+    def _divergence(self, tokens: TokenView) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """[tokens] the divergence from the reference, and its metrics."""
+        ref, log_probs = tokens["ref_log_probs"], tokens.log_probs
+        if self.kl_estimator != "k3":
+            divergence = ESTIMATORS[self.kl_estimator](ref, log_probs)
+            return divergence, {"ref_kl": tokens.mean_metric(divergence)}
+        divergence = k3(ref, log_probs, self.kl_bound)
+        beyond = (ref - log_probs).abs() > LOG_RATIO_BOUND
+        if self.kl_bound is not None:
+            beyond |= divergence >= self.kl_bound
+        return divergence, {
+            "ref_kl": tokens.mean_metric(divergence),
+            "ref_kl_bounded": tokens.mean_metric(beyond.float()),
+        }

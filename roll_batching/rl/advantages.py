@@ -14,27 +14,31 @@ import numpy as np
 from roll_batching.errors import DataError
 
 Scope = Literal["group", "batch"]
-EPSILON = 1e-4  # keeps a group with one odd reward among many from being scaled up without bound
+EPSILON = 1e-6
+"""Added to the deviation of rewards (ROLL, verl, slime)."""
+VARIANCE_EPSILON = 1e-8
+"""Added to the variance that whitening divides by (`masked_whiten` of ROLL and verl, slime)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageRule:
-    """How rewards become advantages: clip, subtract a mean, divide by a deviation, whiten, clip.
+    """How rewards become advantages: subtract a mean, divide by a deviation, clip, whiten, clip.
 
     The default is GRPO's. `mean="group", std=None` is Dr. GRPO's, `mean="batch", std="batch"` REINFORCE with
-    global normalisation, both None plain REINFORCE.
+    global normalisation, both None plain REINFORCE, which `whiten` turns into REINFORCE++.
     """
 
     mean: Scope | None = "group"
     """Whose mean reward is subtracted: that of the same prompt's responses, of the whole step, or none."""
     std: Scope | None = "group"
-    """Whose standard deviation (of rewards, plus 1e-4) divides."""
+    """Whose standard deviation divides: the sample's (over n - 1), plus 1e-6. Equal rewards are not divided."""
     reward_clip: float | None = None
-    """Rewards are clipped to [-x, x] first."""
+    """Rewards are clipped to [-x, x] once they are normalised (as ROLL does)."""
     advantage_clip: float | None = None
     """Advantages are clipped to [-x, x] last."""
     whiten: bool = False
-    """Give the step's advantages mean 0 and deviation 1 over response tokens (long responses count more)."""
+    """Give the step's advantages mean 0 and deviation 1 over response tokens (long responses count more): the
+    sample's variance, plus 1e-8 under the root."""
 
 
 def compute_advantages(
@@ -43,8 +47,8 @@ def compute_advantages(
     """Advantages, float64[n], of `rewards`, float[n], whose groups are `group_size` consecutive entries.
 
     `response_tokens`, int[n], is needed to whiten. A group with equal rewards gets exact zeros under
-    `mean="group"`, unless they are whitened. Raises DataError when the rewards do not make whole groups or
-    are not finite.
+    `mean="group"`, unless they are whitened. Raises DataError when the rewards do not make whole groups, are
+    not finite, or are too few: a group of one has no mean to differ from (peers give NaN, or the bare reward).
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:
@@ -55,8 +59,24 @@ def compute_advantages(
         raise DataError(f"rewards at positions {bad[:5].tolist()} are not finite")
     if not len(rewards):
         return rewards.copy()
+    if group_size == 1 and "group" in (rule.mean, rule.std):
+        raise DataError(
+            "a group of one response has nothing to be compared with: sample at least two responses per prompt, or "
+            "normalise over the batch"
+        )
+    if len(rewards) == 1 and rule.std == "batch":
+        raise DataError("a single reward has no deviation: use more prompts or responses per step")
+    result = _normalised(rewards, group_size, rule)
     if rule.reward_clip is not None:
-        rewards = rewards.clip(-rule.reward_clip, rule.reward_clip)
+        result = result.clip(-rule.reward_clip, rule.reward_clip)
+    if rule.whiten:
+        result = _whitened(result, response_tokens)
+    if rule.advantage_clip is not None:
+        result = result.clip(-rule.advantage_clip, rule.advantage_clip)
+    return result
+
+
+def _normalised(rewards: np.ndarray, group_size: int, rule: AdvantageRule) -> np.ndarray:
     views = {"group": rewards.reshape(-1, group_size), "batch": rewards.reshape(1, -1)}
     result = rewards.copy()
     if rule.mean is not None:
@@ -66,23 +86,24 @@ def compute_advantages(
         centred[view.max(axis=1) == view.min(axis=1)] = 0.0
         result = centred.reshape(-1)
     if rule.std is not None:
-        deviation = views[rule.std].std(axis=1, keepdims=True) + EPSILON
-        result = (result.reshape(views[rule.std].shape) / deviation).reshape(-1)
-    if rule.whiten:
-        result = _whitened(result, response_tokens)
-    if rule.advantage_clip is not None:
-        result = result.clip(-rule.advantage_clip, rule.advantage_clip)
+        view = views[rule.std]
+        deviation = view.std(axis=1, ddof=1, keepdims=True) + EPSILON
+        # Over the epsilon alone, rewards that do not vary would count a million times.
+        deviation[view.max(axis=1) == view.min(axis=1)] = 1.0
+        result = (result.reshape(view.shape) / deviation).reshape(-1)
     return result
 
 
 def _whitened(advantages: np.ndarray, response_tokens: np.ndarray | None) -> np.ndarray:
     if response_tokens is None or len(response_tokens) != len(advantages):
         raise DataError("whitening counts each response's tokens: pass response_tokens, one per reward")
-    weights = np.asarray(response_tokens, dtype=np.float64)
-    weights = weights / max(weights.sum(), 1.0)
-    mean = (weights * advantages).sum()
-    deviation = np.sqrt((weights * (advantages - mean) ** 2).sum())
-    return (advantages - mean) / (deviation + EPSILON)
+    tokens = np.asarray(response_tokens, dtype=np.float64)
+    count = tokens.sum()
+    if count < 2:
+        raise DataError(f"whitening needs at least two response tokens; the step has {count:g}")
+    mean = (tokens * advantages).sum() / count
+    variance = (tokens * (advantages - mean) ** 2).sum() / (count - 1)
+    return (advantages - mean) / np.sqrt(variance + VARIANCE_EPSILON)
 
 
 def shuffled(advantages: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -301,6 +301,7 @@ def policy_loss(config: JobConfig) -> PolicyLoss:
         dual_clip=1 + 2 * config.pg_clip if config.dual_clip_loss else None,
         ratio="sequence" if config.importance_sampling == "seq" else "token",
         kl_coef=config.kl_coef,
+        kl_bound=config.kl_loss_bound,
         entropy_coef=config.entropy_loss_coef,
         aggregation=_AGGREGATION[config.loss_agg_mode],  # type: ignore[arg-type]
     )

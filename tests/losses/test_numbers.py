@@ -92,3 +92,33 @@ def test_numbers_that_are_not_finite(layout: str) -> None:
         assert f"the loss is nan for sample {bad}:" in found[name]
     loss, skipped, count = found["gradient"]
     assert skipped and count == 1 and loss > 0
+
+
+def far_apart(_: None) -> list[tuple[float, float, bool, dict[str, float]]]:
+    """Steps on a batch in which one counted token's old log-prob is far off, under an advantage of -1."""
+    from roll_batching.losses import PolicyLoss
+
+    strategy, found = make_strategy(), []
+    data = _batch(bad=False)
+    longest = int(data.lengths.argmax())
+    row = int(data.offsets[longest])
+    mask, old = data["response_mask"].clone(), data["old_log_probs"]
+    mask[row + 1] = True
+    data = data.with_fields(
+        {"response_mask": mask, "advantages": -torch.ones(len(data))},
+        {"response_mask": "token", "advantages": "sample"},
+    )
+    for value in (-60.0, -120.0):
+        values = old.clone()
+        values[row] = value
+        fields = {"old_log_probs": values, "ref_log_probs": values}
+        rows = data.with_fields(fields, dict.fromkeys(fields, "next_token"))
+        result, _ = step(strategy, rows, PolicyLoss(kl_coef=0.1))
+        found.append((result.loss, result.grad_norm, result.skipped, result.metrics))
+    return found
+
+
+def test_an_old_log_prob_far_off_is_bounded_and_the_step_made() -> None:
+    for loss, norm, skipped, metrics in run_ranks(1, HERE + "far_apart")[0]:
+        assert 0 < loss < 1e9 and 0 < norm < 10 and not skipped
+        assert 0 < metrics["ratio_bounded"] == metrics["ref_kl_bounded"] < 0.05

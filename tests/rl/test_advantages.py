@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +14,37 @@ GRPO = AdvantageRule()
 
 def test_grpo_by_hand():
     got = compute_advantages(np.array([1.0, 0, 0, 0, 1, 1, 1, 1]), 4, GRPO)
-    sd = np.sqrt(0.25 * 0.75) + 1e-4
-    assert got == pytest.approx([0.75 / sd, -0.25 / sd, -0.25 / sd, -0.25 / sd, 0, 0, 0, 0])
+    sd = np.sqrt((0.75**2 + 3 * 0.25**2) / 3) + 1e-6
+    assert got == pytest.approx([0.75 / sd, -0.25 / sd, -0.25 / sd, -0.25 / sd, 0, 0, 0, 0], rel=1e-12)
+
+
+@pytest.mark.parametrize("group", [2, 3, 8])
+def test_grpo_divides_as_roll_verl_and_slime_do(group):
+    """By the sample's deviation (torch's own) plus 1e-6: 1.41 times the population's at a group of two."""
+    rewards = torch.rand(4 * group, generator=torch.Generator().manual_seed(group), dtype=torch.float64)
+    rewards[:group] *= 1e-5  # so small that the epsilon shows
+    view = rewards.view(-1, group)
+    expected = (view - view.mean(-1, keepdim=True)) / (view.std(-1, keepdim=True) + 1e-6)
+    assert compute_advantages(rewards.numpy(), group, GRPO) == pytest.approx(expected.flatten().numpy(), rel=1e-9)
+
+
+@pytest.mark.parametrize(("mean", "std"), [("batch", "batch"), (None, "batch"), ("group", "batch"), ("batch", None)])
+def test_reinforce_normalises_as_roll_does(mean, std):
+    """ROLL's `norm_mean_type` and `norm_std_type`; its deviation over the batch is the sample's, plus 1e-6."""
+    rewards = 1e-5 * torch.rand(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    means = {"batch": rewards.mean(), "group": rewards.view(-1, 3).mean(-1).repeat_interleave(3), None: 0.0}
+    expected = (rewards - means[mean]) / (rewards.std() + 1e-6 if std else 1.0)
+    got = compute_advantages(rewards.numpy(), 3, AdvantageRule(mean=mean, std=std))
+    assert got == pytest.approx(expected.numpy(), rel=1e-9)
+
+
+@pytest.mark.parametrize("rule", [AdvantageRule(mean=None, std="batch"), AdvantageRule(mean="batch", std="group")])
+def test_what_does_not_vary_is_not_divided(rule):
+    """Over an epsilon alone a group of equal rewards would count a million times."""
+    got = compute_advantages(np.array([0.1, 0.1, 0.1, 0.1]), 2, rule)
+    assert abs(got).max() <= 0.1
+    if rule.std == "group":
+        assert compute_advantages(np.array([1.0, 1, 0, 0]), 2, rule).tolist() == [0.5, 0.5, -0.5, -0.5]
 
 
 @pytest.mark.parametrize(
@@ -23,8 +53,9 @@ def test_grpo_by_hand():
         (AdvantageRule(std=None), [0.5, -0.5, 0, 0]),
         (AdvantageRule(mean=None, std=None), [1, 0, 0, 0]),
         (AdvantageRule(mean="batch", std=None), [0.75, -0.25, -0.25, -0.25]),
-        (AdvantageRule(mean="batch", std="batch"), np.array([3, -1, -1, -1]) / (np.sqrt(3) + 4e-4)),
+        (AdvantageRule(mean="batch", std="batch"), np.array([3, -1, -1, -1]) / (2 + 4e-6)),
         (AdvantageRule(mean=None, std=None, reward_clip=0.3), [0.3, 0, 0, 0]),
+        (AdvantageRule(mean="batch", std="batch", reward_clip=1.0), np.array([2 + 4e-6, -1, -1, -1]) / (2 + 4e-6)),
         (AdvantageRule(std=None, advantage_clip=0.1), [0.1, -0.1, 0, 0]),
     ],
 )
@@ -34,7 +65,7 @@ def test_each_rule_by_hand(rule, expected):
 
 @st.composite
 def grouped_rewards(draw):
-    group = draw(st.integers(1, 6))
+    group = draw(st.integers(2, 6))
     values = st.lists(st.floats(-1e3, 1e3), min_size=group, max_size=group)
     return group, np.array(draw(st.lists(values, min_size=1, max_size=5))).reshape(-1)
 
@@ -61,11 +92,15 @@ def test_a_group_with_one_zero_advantage_is_not_idle():
     assert not zero_groups(np.array([0.0, 1.0, -1.0]), 3).any()
 
 
-def test_whitening_is_over_tokens():
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_whitening_is_over_tokens_as_reinforce_plus_plus_has_it(size):
+    """verl's, slime's and ROLL's masked_whiten: the sample's variance over tokens, plus 1e-8 under the root."""
     tokens = np.array([10, 30, 5, 5])
-    got = compute_advantages(np.array([1.0, 0, 3, 0]), 2, AdvantageRule(std=None, whiten=True), response_tokens=tokens)
-    spread = np.repeat(got, tokens)
-    assert spread.mean() == pytest.approx(0, abs=1e-12) and spread.std() == pytest.approx(1, abs=1e-3)
+    rewards = size * np.array([1.0, 0, 3, 0])
+    got = compute_advantages(rewards, 2, AdvantageRule(std=None, whiten=True), response_tokens=tokens)
+    centred = torch.from_numpy(np.repeat(size * np.array([0.5, -0.5, 1.5, -1.5]), tokens))
+    expected = (centred - centred.mean()) * torch.rsqrt(centred.var() + 1e-8)
+    assert np.repeat(got, tokens) == pytest.approx(expected.numpy(), rel=1e-9)
 
 
 def test_shuffled_advantages_are_the_same_values_elsewhere():
@@ -81,8 +116,24 @@ def test_shuffled_advantages_are_the_same_values_elsewhere():
         ([1.0, 0.0, 1.0], 2, GRPO, "groups of 2"),
         ([1.0, float("nan")], 2, GRPO, r"positions \[1\] are not finite"),
         ([1.0, 0.0], 2, AdvantageRule(whiten=True), "response_tokens"),
+        ([1.0, 0.0], 1, GRPO, "group of one response"),
+        ([1.0, 0.0], 1, AdvantageRule(mean="group", std=None), "group of one response"),
+        ([1.0, 0.0], 1, AdvantageRule(mean="batch", std="group"), "group of one response"),
+        ([1.0], 1, AdvantageRule(mean=None, std="batch"), "a single reward has no deviation"),
     ],
 )
 def test_bad_groups(rewards, group, rule, words):
     with pytest.raises(DataError, match=words):
         compute_advantages(np.array(rewards), group, rule)
+
+
+@pytest.mark.bad_input
+def test_one_token_cannot_be_whitened():
+    with pytest.raises(DataError, match="at least two response tokens"):
+        rule = AdvantageRule(std=None, whiten=True)
+        compute_advantages(np.array([1.0, 0.0]), 2, rule, response_tokens=np.array([1, 0]))
+
+
+def test_one_response_per_prompt_serves_where_groups_are_not_compared():
+    rule = AdvantageRule(mean="batch", std="batch")
+    assert compute_advantages(np.array([1.0, 0.0]), 1, rule) == pytest.approx(np.array([1, -1]) / np.sqrt(2), rel=1e-5)

@@ -87,6 +87,10 @@ def test_the_keys_of_the_objective_reach_the_loss(folder):
     loss = policy_loss(JobConfig.model_validate(settings(folder, **changes)))
     assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.ratio) == (0.3, 0.3, 1.6, "sequence")
     assert (loss.kl_coef, loss.entropy_coef, loss.aggregation) == (0.1, 0.01, "sequence_mean")
+    assert loss.kl_bound == 10.0
+    for bound in (3.5, None):
+        job = JobConfig.model_validate(settings(folder, **changes, kl_loss_bound=bound))
+        assert policy_loss(job).kl_bound == bound
 
 
 def test_fewer_prompts_than_ranks_still_train(folder):
