@@ -103,6 +103,7 @@ def write_strategy(strategy: MegatronInferStrategy, folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     check_saving(strategy)
+    strategy.gather_parameters()
     optimizer = _optimizer_of(strategy)
     record: dict[str, Any] = {
         "architecture": _architecture(strategy),
@@ -147,6 +148,7 @@ def load_strategy(strategy: MegatronInferStrategy, path: str | Path, *, optimize
     except Exception as caught:
         error = caught
     agree(group, error, same=digest(json.dumps(record)), what="the checkpoints that they load")
+    strategy.gather_parameters()
     mine = _optimizer_of(strategy) if optimizer else None
     if mine is not None:
         _prepare_state(mine)

@@ -21,7 +21,6 @@ from roll_batching.losses.metrics import HostMetric, join_ranks, to_host
 from roll_batching.losses.runner import LossRunner, MicroBatchRecord, Scaling
 from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost
-from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.parallel import ParallelLayout, make_layout, start_processes
 from roll_batching.packing.batch import PackedBatch, pack_step, unpack_results
 from roll_batching.planning import CostModel, Plan, plan_step
@@ -30,6 +29,7 @@ from roll_batching.strategy.checkpoint import load_strategy, save_strategy
 from roll_batching.strategy.generation import GenerationSettings, generate
 from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.settings import StepSettings
+from roll_batching.strategy.weights import copy_parameters, gather_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -114,13 +114,16 @@ class MegatronInferStrategy:
         """Where the model computes."""
         return self.layout.device
 
-    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """Makes parameters whole on every rank: call it before you read those of `chunks` yourself. Collective.
+
+        Under `overlap_param_gather` they are a step old in part, from `train_step` to the next forward pass.
+        """
+        gather_parameters(self.chunks)
+
     def copy_weights_from(self, other: MegatronInferStrategy) -> None:
-        """Takes over the parameters of a strategy with the same model and layout, for a frozen reference."""
-        for mine, theirs in zip(self.chunks, other.chunks, strict=True):
-            source = dict(gpt_of(theirs).named_parameters())
-            for name, parameter in gpt_of(mine).named_parameters():
-                parameter.copy_(source[name])
+        """Takes over the parameters of a strategy with the same model and layout (else `LayoutError`). Collective."""
+        copy_parameters(other.chunks, self.chunks)
 
     # ---- planning
 
@@ -218,6 +221,7 @@ class MegatronInferStrategy:
 
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
         """Samples responses to this rank's prompts; see `strategy.generation.generate`."""
+        self.gather_parameters()  # not in the forward pass: ranks without prompts make none
         with self._evaluating():
             return generate(self, prompts, settings)
 

@@ -136,10 +136,17 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 "steps that it spans"
             )
         settings = self._configured().strategy_args.strategy_config
+        self.gather_parameters()
         self.optimizer = self.scheduler = None
         free_optimizer_memory(self.chunks)
         self.optimizer = build_optimizer(self.chunks, training, settings, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, training, max(total, 1))
+
+    def copy_weights_from(self, other: MegatronInferStrategy) -> None:
+        """As the inference strategy has it; the optimizer goes on from the new weights and keeps its moments."""
+        super().copy_weights_from(other)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()  # its fp32 copies, where it has some
 
     def count(self, local: SampleBatch, loss: Any = None) -> StepCounts:
         """Denominators over the samples of all ranks' `local`, for a step that leaves some of them out.
