@@ -131,6 +131,9 @@ def _model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) ->
         yield Problem(where, f"is {experts}, but the model has no mixture of experts (architecture.moe); use 1")
     elif model.moe is not None and model.moe.num_experts % experts:
         yield Problem(where, f"{model.moe.num_experts} experts do not divide among EP = {experts} ranks")
+    if model.moe is not None and tp > 1 and not layout.sequence_parallel:
+        where = (name, "strategy_args", "strategy_config", "sequence_parallel")
+        yield Problem(where, "is false; Megatron trains experts with tensor parallelism only with it; set it to true")
     if model.moe is not None and model.moe.router_topk > model.moe.num_experts:
         yield Problem((*path, "moe", "router_topk"), f"is more than the {model.moe.num_experts} experts")
 

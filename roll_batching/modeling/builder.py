@@ -13,6 +13,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.parallel import ParallelLayout
+from roll_batching.modeling.requirements import Installed, refusals
 from roll_batching.modeling.rotary import RotarySettings
 from roll_batching.modeling.spec import packed_block_spec
 
@@ -20,16 +21,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is fp32 on the CPU and bf16 on CUDA; fp32 on CUDA is refused, its attention kernel has none."""
+    """`auto` is fp32 on the CPU and bf16 on CUDA."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = _DTYPES[name]
-    if device.type == "cuda" and dtype is not torch.bfloat16:
-        raise LayoutError(
-            f"model_args.dtype={name} is not possible on CUDA: the variable-length attention kernel computes in bf16. "
-            "Use dtype: auto or bf16"
-        )
-    return dtype
+    return _DTYPES[name]
 
 
 def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
@@ -139,13 +134,22 @@ def build_chunks(
 ) -> list[Any]:
     """GPTModel chunks of this pipeline stage (one per virtual stage), with a deferred head, not yet in DDP.
 
-    Raises `LayoutError` when layers do not divide into stages.
+    Raises `LayoutError` when layers do not divide into stages, and for what device or libraries cannot compute.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
+    problems = refusals(
+        device=layout.device.type,
+        dtype=dtype,
+        head_dim=architecture.head_dim,
+        experts=architecture.moe is not None,
+        installed=Installed.here(layout.device),
+    )
+    if problems:
+        raise LayoutError("the model cannot be computed here: " + "; ".join(problems))
     stages = layout.pp_size * layout.vpp_size
     if architecture.num_layers % stages:
         raise LayoutError(
@@ -160,13 +164,14 @@ def build_chunks(
         auxiliary, z_loss = router_loss_weights(config, parallel_state.get_tensor_and_context_parallel_group())
         config.moe_aux_loss_coeff /= auxiliary
         config.moe_z_loss_coeff = config.moe_z_loss_coeff and config.moe_z_loss_coeff / z_loss
-    spec = packed_block_spec(config, architecture.num_layers // stages, rotary_settings(architecture))
+    layers = architecture.num_layers // stages
     chunks = []
     for chunk in range(layout.vpp_size):
         vp_stage = chunk if layout.vpp_size > 1 else None
+        first = (chunk * layout.pp_size + layout.pp_rank) * layers
         gpt = GPTModel(
             config,
-            spec,
+            packed_block_spec(config, layers, rotary_settings(architecture), first=first),
             vocab_size=padded_vocabulary(architecture.vocab_size, layout.tp_size),
             max_sequence_length=architecture.max_position_embeddings,
             position_embedding_type="none",

@@ -83,3 +83,33 @@ def padding_uncounted(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 def _count(count: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
     count(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
+
+
+def expert_problems(config: Any, *, packed: bool) -> list[str]:
+    """What about a mixture of experts cannot be trained on planned micro-batches, each with what to set.
+
+    `packed` says whether the model takes packs, not rows.
+    """
+    if config.num_moe_experts is None:
+        return []
+    problems = []
+    if config.moe_token_dispatcher_type == "allgather":
+        problems.append(
+            "moe_token_dispatcher_type='allgather' needs equal lengths on all ranks: set it to 'alltoall' or 'flex'"
+        )
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        problems.append("Megatron trains experts with tensor parallelism only with sequence_parallel=True: set it")
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        problems.append("overlap_moe_expert_parallel_comm needs a schedule that is not supported for now: unset it")
+    routing = config.moe_router_load_balancing_type
+    kinds = [routing] if isinstance(routing, str) else list(routing)
+    if "quantile_balancing" in kinds:
+        problems.append("routers with quantile_balancing take no padding mask: use 'aux_loss' or 'none'")
+    if "global_aux_loss" in kinds:
+        problems.append(
+            "global_aux_loss waits for all data-parallel ranks at each micro-batch, and a rank without samples takes "
+            "no part: use 'aux_loss'"
+        )
+    if "seq_aux_loss" in kinds and packed:
+        problems.append("seq_aux_loss would balance a whole pack as if it were one sequence: use 'aux_loss'")
+    return problems

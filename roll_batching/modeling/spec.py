@@ -32,19 +32,21 @@ class PackedLayerNorm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def packed_layer_spec(config: TransformerConfig, rotary: RotarySettings | None = None) -> Any:
+def packed_layer_spec(
+    config: TransformerConfig, rotary: RotarySettings | None = None, *, experts: bool | None = None
+) -> Any:
     """Spec of one transformer layer whose core attention takes packs.
 
-    With `rotary`, build the GPTModel with `position_embedding_type="none"`: the core rotates. Without
-    it, queries and keys are used as the model rotated them. Raises `LayoutError` for norms other than
-    RMSNorm and LayerNorm.
+    `experts` says whether it is a mixture; None: whenever the config has experts. With `rotary`, build the
+    GPTModel with `position_embedding_type="none"`: the core rotates. Without it, queries and keys are used as
+    the model rotated them. Raises `LayoutError` for norms other than RMSNorm and LayerNorm.
     """
     norms: dict[str, type[torch.nn.Module]] = {"RMSNorm": PackedRMSNorm, "LayerNorm": PackedLayerNorm}
     if config.normalization not in norms:
         raise LayoutError(f"normalization {config.normalization!r} is not supported: use one of {', '.join(norms)}")
     norm = norms[config.normalization]
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=None if experts is False else config.num_moe_experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
@@ -57,8 +59,14 @@ def packed_layer_spec(config: TransformerConfig, rotary: RotarySettings | None =
     return layer
 
 
-def packed_block_spec(config: TransformerConfig, layers: int, rotary: RotarySettings | None = None) -> Any:
-    """Spec of a transformer block of `layers` layers, for one pipeline chunk."""
-    layer = packed_layer_spec(config, rotary)
-    norm = layer.submodules.input_layernorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+def packed_block_spec(
+    config: TransformerConfig, layers: int, rotary: RotarySettings | None = None, *, first: int = 0
+) -> Any:
+    """Spec of a transformer block of `layers` layers, for one pipeline chunk; `first` is its first layer's index.
+
+    With experts, every `moe_layer_freq`-th layer of the whole model is a mixture, from index 0 on.
+    """
+    every = config.moe_layer_freq
+    kinds = [packed_layer_spec(config, rotary, experts=mixture) for mixture in (False, True)]
+    specs = [kinds[index % every == 0] for index in range(first, first + layers)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=kinds[0].submodules.input_layernorm)

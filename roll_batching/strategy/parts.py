@@ -13,15 +13,19 @@ from typing import Any, Literal
 import megatron.core
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from roll_batching.config import BatchingConfig
 from roll_batching.errors import LayoutError
+from roll_batching.losses.runner import has_router_losses
 from roll_batching.modeling.attention import PackedAttention
 from roll_batching.modeling.cost import model_cost
+from roll_batching.modeling.experts import expert_problems, router_loss_weights
 from roll_batching.modeling.head import defer_head as defer
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.parallel import ParallelLayout, describe_layout
+from roll_batching.modeling.requirements import Installed, refusals
 from roll_batching.planning import CostModel
 from roll_batching.strategy.agreement import agree
 from roll_batching.strategy.settings import StepSettings
@@ -59,6 +63,9 @@ def adopt_parts(
     """
     if not dist.is_initialized():
         raise LayoutError("no process group: call torch.distributed.init_process_group and build the model first")
+    strange = [type(gpt_of(chunk)).__name__ for chunk in chunks if not _is_gpt(gpt_of(chunk))]
+    if strange:
+        raise LayoutError(f"{', '.join(strange)} is not a GPTModel: pass model_chunks of GPTModel")
     gpt = gpt_of(chunks[0])
     config = gpt.config
     layout = describe_layout(
@@ -83,6 +90,8 @@ def adopt_parts(
             "device in every layer; packed_layer_spec(config, RotarySettings(...)) with position_embedding_type='none' "
             "does not"
         )
+    if has_router_losses(config):
+        _notice_router_losses(config, pg_collection or ProcessGroupCollection.use_mpu_process_groups())
     if defer_head:
         for chunk in chunks:
             _defer_in(chunk)
@@ -91,6 +100,18 @@ def adopt_parts(
         dtype=config.params_dtype,
         cost=model_cost(config, gpt.vocab_size, layout),
     )
+
+
+def _notice_router_losses(config: Any, groups: Any) -> None:
+    auxiliary, z_loss = router_loss_weights(config, groups.tp_cp)
+    if (auxiliary, z_loss) != (1.0, 1.0) and dist.get_rank() == 0:
+        logger.warning(
+            "with calculate_per_token_loss this Megatron-Core makes the routers' auxiliary loss %g times and their "
+            "z-loss %g times as strong as their coefficients say: divide moe_aux_loss_coeff and moe_z_loss_coeff by "
+            "that, or set calculate_per_token_loss=False",
+            auxiliary,
+            z_loss,
+        )
 
 
 def _defer_in(chunk: Any) -> None:
@@ -131,6 +152,8 @@ def part_problems(
     return [
         *_model_problems(chunks, layout, defer_head),
         *_attention_problems(chunks, batching, settings),
+        *_installation_problems(chunks, layout),
+        *expert_problems(config, packed=not settings.rows_form),
         *_reduction_problems(chunks, layout),
         *_pipeline_problems(config, layout, settings),
         *_dropout_problems(config, batching),
@@ -155,6 +178,10 @@ def optimizer_problems(chunks: Sequence[Any], optimizer: Any, scheduler: Any, sc
     return problems
 
 
+def _is_gpt(gpt: Any) -> bool:
+    return all(hasattr(gpt, name) for name in ("config", "decoder", "post_process", "position_embedding_type"))
+
+
 def _version() -> tuple[int, int]:
     major, minor = megatron.core.__version__.split(".")[:2]
     return int(major), int(minor)
@@ -164,10 +191,7 @@ def _model_problems(chunks: Sequence[Any], layout: ParallelLayout, defer_head: b
     problems = []
     config = gpt_of(chunks[0]).config
     for chunk in chunks:
-        gpt = gpt_of(chunk)
-        if not hasattr(gpt, "decoder") or not hasattr(gpt, "post_process"):
-            problems.append(f"{type(gpt).__name__} is not a GPTModel: pass model_chunks of GPTModel")
-        elif getattr(gpt, "mtp_process", False):
+        if getattr(gpt_of(chunk), "mtp_process", False):
             problems.append("multi-token prediction rolls labels across packed sequences: build without mtp_block_spec")
     if config.virtual_pipeline_model_parallel_size not in (None, len(chunks)):
         problems.append(
@@ -183,10 +207,6 @@ def _model_problems(chunks: Sequence[Any], layout: ParallelLayout, defer_head: b
         problems.append("fp8 is not supported for now: unset it")
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "cuda_graph_impl", "none") not in ("none", None):
         problems.append("CUDA graphs need one shape and packs have many: set cuda_graph_impl='none'")
-    if config.num_moe_experts is not None and config.moe_token_dispatcher_type == "allgather":
-        problems.append(
-            "moe_token_dispatcher_type='allgather' needs equal lengths on all ranks: set it to 'alltoall' or 'flex'"
-        )
     if defer_head and config.defer_embedding_wgrad_compute:
         problems.append("defer_head and defer_embedding_wgrad_compute exclude each other: unset one")
     return problems
@@ -204,9 +224,11 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
             problems.append(f"rows_form serves padded and dynamic batching only, and {' and '.join(packed)} is packed")
         if settings.pipeline_shapes == "shared":
             problems.append("rows_form and pipeline_shapes='shared' exclude each other: use 'planned' or 'exchanged'")
+        if _packed_cores(chunks):
+            problems.append("PackedAttention takes packs and rows_form gives it none: leave rows_form out")
         return problems
     problems = []
-    cores = [layer.self_attention.core_attention for chunk in chunks for layer in gpt_of(chunk).decoder.layers]
+    cores = _cores(chunks)
     if any(isinstance(core, DotProductAttention) for core in cores):
         problems.append(
             "Megatron's local DotProductAttention refuses packed input: build the model from "
@@ -227,6 +249,33 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
         problems.append("the fused rotation of packs ignores rotary_interleaved before 0.17: unset apply_rope_fusion")
     if getattr(config, "qk_clip", False) and any(isinstance(core, PackedAttention) for core in cores):
         problems.append("qk_clip reads attention logits that PackedAttention does not keep: unset it")
+    return problems
+
+
+def _cores(chunks: Sequence[Any]) -> list[Any]:
+    attentions: list[Any] = [layer.self_attention for chunk in chunks for layer in gpt_of(chunk).decoder.layers]
+    return [attention.core_attention for attention in attentions if hasattr(attention, "core_attention")]
+
+
+def _packed_cores(chunks: Sequence[Any]) -> list[PackedAttention]:
+    return [core for core in _cores(chunks) if isinstance(core, PackedAttention)]
+
+
+def _installation_problems(chunks: Sequence[Any], layout: ParallelLayout) -> list[str]:
+    config = gpt_of(chunks[0]).config
+    packed = _packed_cores(chunks)
+    weights = next(p for p in gpt_of(chunks[0]).parameters() if p.dim() > 1)
+    installed = Installed.here(layout.device)
+    problems = refusals(
+        device=layout.device.type,
+        dtype=config.autocast_dtype if config.enable_autocast else weights.dtype,
+        head_dim=packed[0].head_dim if packed else None,
+        experts=config.num_moe_experts is not None,
+        installed=installed,
+    )
+    for name in ("moe_router_fusion", "moe_permute_fusion"):
+        if getattr(config, name, False) and not installed.transformer_engine:
+            problems.append(f"{name} is a kernel of TransformerEngine, which is not installed: install it or unset it")
     return problems
 
 

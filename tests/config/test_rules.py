@@ -142,6 +142,10 @@ BROKEN = {
         {f"{LAYOUT}.expert_model_parallel_size": 2},
         {f"{LAYOUT}.expert_model_parallel_size": "architecture.moe"},
     ),
+    "experts with tensor parallelism alone": (
+        {f"{LAYOUT}.tensor_model_parallel_size": 2, f"{ARCHITECTURE}.moe": {"num_experts": 4}},
+        {f"{LAYOUT}.sequence_parallel": "set it to true"},
+    ),
     "reference in another layout": (
         {"reference.strategy_args.strategy_config": {"tensor_model_parallel_size": 2}},
         {"reference.strategy_args.strategy_config.tensor_model_parallel_size": "share one parallel layout"},

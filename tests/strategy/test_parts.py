@@ -173,6 +173,8 @@ def problems(_: None) -> dict[str, str]:
         "fine": attempt(build("packed")),
         "stock core": attempt(build("stock")),
         "rows form packed": attempt(build("stock"), rows_form=True),
+        "rows form of a packed core": attempt(build("packed"), "padded", rows_form=True),
+        "not a GPT": attempt(([torch.nn.Linear(2, 2)], None)),
         "no finalize": attempt(changed("finalize_model_grads_func", None)),
         "overlap without no_sync": attempt(build("packed", bucketed=True)),
         "dropout": attempt(build("packed", hidden_dropout=0.1)),
@@ -226,6 +228,8 @@ def pipeline_problems(_: None) -> dict[str, str]:
 SAYS = {
     "stock core": "packed_layer_spec(config)",
     "rows form packed": "rows_form serves padded and dynamic batching only",
+    "rows form of a packed core": "leave rows_form out",
+    "not a GPT": "Linear is not a GPTModel",
     "no finalize": "finalize_model_grads_func is None",
     "overlap without no_sync": "set it to the chunks' no_sync",
     "dropout": "logprob_plan to 'own' or 'none'",

@@ -1,0 +1,90 @@
+"""What device and libraries cannot compute is said at construction, whichever way a strategy is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+A100: dict[str, Any] = {
+    "torch_version": "2.10.0+cu130",
+    "compute_capability": (8, 0),
+    "router_product": True,
+    "transformer_engine": False,
+}
+FINE: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "head_dim": 128, "experts": False}
+SAYS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
+    "bf16": ({}, {}, None),
+    "fp16": ({"dtype": "float16"}, {}, None),
+    "the widest head": ({"head_dim": 256}, {}, None),
+    "the narrowest head": ({"head_dim": 8}, {}, None),
+    "experts": ({"experts": True}, {}, None),
+    "fp32": ({"dtype": "float32"}, {}, "not in float32: set model_args.dtype"),
+    "fp64": ({"dtype": "float64"}, {}, "not in float64: set model_args.dtype"),
+    "a head too wide": ({"head_dim": 264}, {}, "not of 264: change kv_channels"),
+    "an odd head": ({"head_dim": 100}, {}, "a multiple of 8, not of 100"),
+    "an older torch": ({}, {"torch_version": "2.9.1"}, "install torch 2.10 or later"),
+    "an older GPU": ({}, {"compute_capability": (7, 5)}, "this GPU has 7.5"),
+    "a core of its own": ({"head_dim": None, "dtype": "float32"}, {"torch_version": "2.6.0"}, None),
+    "the CPU": (
+        {"device": "cpu", "dtype": "float64", "head_dim": 300},
+        {"torch_version": "2.6.0", "compute_capability": None},
+        None,
+    ),
+    "experts without a product": (
+        {"device": "cpu", "experts": True},
+        {"router_product": False},
+        "install transformer-engine, or megatron-core 0.17 or later",
+    ),
+    "no experts": ({"device": "cpu"}, {"router_product": False}, None),
+}
+
+
+@pytest.mark.parametrize("case", SAYS)
+def test_what_would_fail_in_the_first_forward_pass_is_said(case: str) -> None:
+    import torch
+
+    from roll_batching.modeling.requirements import Installed, refusals
+
+    model, installed, says = SAYS[case]
+    asked = FINE | model
+    asked["dtype"] = getattr(torch, asked["dtype"])
+    found = refusals(**asked, installed=Installed(**A100 | installed))
+    assert len(found) == (says is not None)
+    assert says is None or says in found[0]
+
+
+def made_without_a_product(_: None) -> list[str]:
+    """What a configured strategy, one for inference and `from_parts` say where Megatron has no product for routers."""
+    from megatron.core.transformer.moe import moe_utils
+
+    from roll_batching.errors import LayoutError
+    from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
+    from tests.strategy.test_parts import _batching, _start
+    from tests.support.models import ARCHITECTURE, worker_config
+    from tests.support.own_model import build
+
+    if hasattr(moe_utils, "te_general_gemm"):
+        del moe_utils.te_general_gemm  # as 0.16 is without TransformerEngine
+    config = worker_config("packed", 64, architecture=ARCHITECTURE | {"moe": {"num_experts": 4}})
+
+    def own() -> Any:
+        parts = build("packed", num_moe_experts=4, moe_router_load_balancing_type="none", moe_ffn_hidden_size=24)
+        return MegatronTrainStrategy.from_parts(*parts, _batching("packed"))
+
+    _start()
+    said = []
+    for make in (MegatronTrainStrategy(config).initialize, MegatronInferStrategy(config).initialize, own):
+        try:
+            make()
+            said.append("nothing")
+        except LayoutError as error:
+            said.append(str(error))
+    return said
+
+
+def test_experts_that_cannot_be_routed_are_refused_at_construction() -> None:
+    for said in run_ranks(1, "tests.modeling.test_requirements:made_without_a_product")[0]:
+        assert "install transformer-engine" in said
