@@ -12,11 +12,9 @@ from typing import Annotated
 import typer
 
 from roll_batching.config import JobConfig, Notice, load_config
-from roll_batching.errors import RollBatchingError
+from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.launch.convert_command import convert_config
 from roll_batching.launch.plan_command import plan
-
-LAUNCHED = "ROLL_BATCHING_LAUNCHED"
 
 app = typer.Typer(
     help="Plans, packs and balances every training step on Megatron-Core.",
@@ -40,17 +38,19 @@ def train(
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes to start, whatever device_mapping names.")] = None,
 ) -> None:
     """Train: start one process per device, or be one of them under torchrun."""
-    from roll_batching.launch.torchrun import under_torchrun
+    from roll_batching.launch.environment import check_world, rank_place
 
     changes = list(overrides or ())
     job = load_config(config, changes)
     job.check_runnable()
-    if not under_torchrun():
+    place = rank_place()
+    if place is None:
         _start(job, config, changes, nproc)
         return
+    check_world(job, place)
     from roll_batching.launch.worker import run_worker
 
-    if os.environ["RANK"] == "0" and LAUNCHED not in os.environ:
+    if place.rank == 0 and place.launcher is None:
         show_notices(job.notices)
     # Nothing that reads them is imported yet. Our own launcher has set them before this process began.
     os.environ.update(job.environment())
@@ -65,19 +65,30 @@ def _start(job: JobConfig, config: Path, overrides: Sequence[str], nproc: int | 
         raise RollBatchingError("training needs torch and megatron-core: pip install 'roll-batching[megatron]'")
     import torch
 
-    from roll_batching.launch.torchrun import launch
+    from roll_batching.launch.local import launch
     from roll_batching.rl.folder import folder_of, held
     from roll_batching.rl.inputs import check_inputs
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = choose_devices(job.actor_train.device_mapping, count, gpus, forced=nproc is not None)
     show_notices(job.notices)
+    _try_reward(job)
     arguments = ["train", "--config", str(config), *overrides]
     with held(folder_of(job)) as hold:
-        variables = {**job.environment(), **visible_devices(devices), **hold, **check_inputs(job), LAUNCHED: "1"}
+        variables = {**job.environment(), **visible_devices(devices), **hold, **check_inputs(job)}
         failure = launch("roll_batching.cli", arguments, count, variables)
     if failure is not None:
         raise RollBatchingError(failure)
+
+
+def _try_reward(job: JobConfig) -> None:
+    """Raises ConfigError when the reward function cannot be imported: said here, once, and before anything is built."""
+    from roll_batching.rl.reward_process import reward_of
+
+    reward = reward_of(job)
+    if reward is not None:
+        with reward:
+            reward.start()
 
 
 def show_notices(notices: Sequence[Notice]) -> None:
@@ -88,8 +99,6 @@ def show_notices(notices: Sequence[Notice]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 the job failed, 2 the command or the configuration is wrong."""
-    from roll_batching.errors import ConfigError
-
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="roll-batching")
     except ConfigError as error:
@@ -101,8 +110,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _say(error: RollBatchingError) -> None:
+    from roll_batching.launch.environment import rank_place
+    from roll_batching.launch.failures import describe, record_failure
+
+    try:
+        place = rank_place()
+    except ConfigError:
+        place = None
+    if place is not None and record_failure(describe(place.rank, error)):
+        return
     # Every rank reads the same file and finds the same problems: one of them says so.
-    if os.environ.get("RANK", "0") == "0":
+    if place is None or place.rank == 0:
         sys.stdout.flush()
         print(f"error: {error}", file=sys.stderr, flush=True)
 

@@ -1,42 +1,104 @@
 """How a worker's last words reach whoever started it.
 
-Each rank that fails writes one small file; the launcher shows the earliest, so that the cause is the last
-thing printed and not one of the ranks that failed because their peer was gone.
+Each rank leaves one small file: that it completed the job, or why it failed. The launcher shows one failure, the
+cause, and none of the ranks that failed because their peer was gone.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from dataclasses import dataclass
+import traceback
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from roll_batching.errors import RankError, RollBatchingError
+
 FOLDER_VARIABLE = "ROLL_BATCHING_FAILURES"
+
+_LOST = re.compile(
+    r"connection (was likely )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|failed to (recv|send), got"
+    r"|remote process exited|failed to pass monitoredBarrier|has died",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and torch's store say when the other end is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What one rank said when it failed."""
+    """Why one rank failed."""
 
     rank: int
     message: str
     nanoseconds: int
     """Time of the failure, on the machine's clock."""
+    frames: str = ""
+    """Where it happened, for errors that no user can cure; else empty."""
+    agreed: bool = False
+    """All ranks failed with this message, which names the ranks it came from."""
+    aftermath: bool = False
+    """The rank only lost its connection to another."""
+
+    @property
+    def line(self) -> str:
+        """The failure in one line (or as many as the message has)."""
+        return self.message if self.agreed else f"rank {self.rank} failed: {self.message}"
 
 
-def record_failure(rank: int, message: str) -> None:
-    """Writes this rank's failure where the launcher looks; does nothing when no launcher asked for it."""
+def describe(rank: int, error: BaseException) -> Failure:
+    """What there is to say about `error`, which ended `rank` just now."""
+    expected = isinstance(error, (RollBatchingError, SystemExit))
+    if isinstance(error, SystemExit):
+        message = f"{_place(error)} called sys.exit({error.code!r}) before the job was complete; raise an error instead"
+    else:
+        message = str(error) if expected else f"{type(error).__name__}: {error}"
+    aftermath = not expected and bool(_LOST.search(str(error)))
+    return Failure(
+        rank=rank,
+        message=message,
+        nanoseconds=time.time_ns(),
+        frames="" if expected or aftermath else "".join(traceback.format_tb(error.__traceback__)),
+        agreed=isinstance(error, RankError),
+        aftermath=aftermath,
+    )
+
+
+def _place(error: SystemExit) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else "something"
+
+
+def record_failure(failure: Failure) -> bool:
+    """Writes a rank's failure where the launcher looks; False when no launcher asked for it or it cannot be written."""
+    return _record(f"rank{failure.rank}.json", json.dumps(asdict(failure)))
+
+
+def record_completion(rank: int) -> None:
+    """Tells the launcher, where there is one, that this rank has done its part of the job."""
+    _record(f"rank{rank}.done", "")
+
+
+def _record(name: str, text: str) -> bool:
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
-        return
-    record = {"rank": rank, "message": message, "nanoseconds": time.time_ns()}
-    partial = Path(folder) / f"rank{rank}.part"
-    partial.write_text(json.dumps(record), encoding="utf-8")
-    partial.rename(partial.with_suffix(".json"))
+        return False
+    partial = Path(folder) / f"{name}.part"
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.rename(Path(folder) / name)
+    except OSError:
+        return False
+    return True
 
 
-def first_failure(folder: str | Path) -> Failure | None:
-    """The earliest failure recorded in `folder`; None when no rank left one."""
+def completed(folder: str | Path, rank: int) -> bool:
+    """Whether `rank` said that it has done its part."""
+    return (Path(folder) / f"rank{rank}.done").exists()
+
+
+def recorded_failures(folder: str | Path) -> dict[int, Failure]:
+    """The failures that ranks recorded in `folder`, by rank."""
     found = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in Path(folder).glob("rank*.json")]
-    return min(found, key=lambda failure: (failure.nanoseconds, failure.rank), default=None)
+    return {failure.rank: failure for failure in found}

@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
 from roll_batching.config import JobConfig
-from roll_batching.errors import RollBatchingError
-from roll_batching.launch.failures import record_failure
+from roll_batching.launch.environment import RankPlace, rank_place
+from roll_batching.launch.failures import describe, record_completion, record_failure
+from roll_batching.lifetime import end_with_parent, forks_die_with_us
 
 
 def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None) -> None:
     """Runs `job` (default: the RL or SFT job that `config` describes) as the rank that the environment names.
 
     A failure ends the process with exit code 1: nothing is unwound and no peer is waited for, since they may
-    wait for this rank in a collective.
+    wait for this rank in a collective. So does whatever tries to leave early, as `sys.exit(0)` in a loss does.
     """
+    rank = 0
     try:
-        config.dp_size(int(os.environ["WORLD_SIZE"]))
-        run = job if job is not None else _default_job()
-        run(config)
+        place = rank_place()
+        assert place is not None, "a worker has a rank"
+        rank = place.rank
+        _tie(place)
+        if job is None:
+            job, _store = _default_job(), _met(config, place)
+        job(config)
     except BaseException as error:
-        _end(error)
+        _end(rank, error)
+    record_completion(rank)
+
+
+def _tie(place: RankPlace) -> None:
+    """Binds this process to whoever started it, and what it forks to this process."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # ends at once and says nothing: who sent it speaks
+    if place.has_keeper:
+        end_with_parent(place.launcher or os.getppid())
+    forks_die_with_us()
+
+
+def _met(config: JobConfig, place: RankPlace) -> object:
+    from roll_batching.launch.meeting import meet
+
+    return meet(place, config.actor_train.backend_timeout)
 
 
 def _default_job() -> Callable[[JobConfig], None]:
@@ -36,16 +58,11 @@ def _default_job() -> Callable[[JobConfig], None]:
     return run_job
 
 
-def _end(error: BaseException) -> NoReturn:
-    rank = int(os.environ.get("RANK", 0))
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        sys.stdout.flush()
-        os._exit(0)
-    message = str(error) if isinstance(error, RollBatchingError) else f"{type(error).__name__}: {error}"
-    record_failure(rank, message)
-    if not isinstance(error, RollBatchingError):
-        traceback.print_exception(error)
-    print(f"rank {rank}: {message}", file=sys.stderr)
+def _end(rank: int, error: BaseException) -> NoReturn:
+    failure = describe(rank, error)
+    # Under torchrun every rank speaks for itself; of what all say, one does.
+    if not record_failure(failure) and (not failure.agreed or rank == 0):
+        print(failure.frames + failure.line, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

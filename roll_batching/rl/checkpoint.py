@@ -236,7 +236,7 @@ def _random_file() -> str:
 
 
 def _random_states() -> dict[str, Any]:
-    """This rank's generators: torch's, Megatron's, and those that a reward function may use, as plain values."""
+    """This rank's generators as plain values: torch's, Megatron's, Python's and numpy's (a loss may draw from them)."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     numbers = np.random.get_state(legacy=False)

@@ -8,7 +8,7 @@ import numpy as np
 
 from roll_batching.data.texts import PromptDataset
 from roll_batching.data.tokenizers import Tokenizer
-from roll_batching.rl.rewards import RewardFunction
+from roll_batching.rl.reward_process import RewardProcess
 from roll_batching.rl.rollout import generate_rollouts, score_rollouts
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
 
@@ -25,7 +25,7 @@ class Evaluator:
 
     prompts: PromptDataset
     tokenizer: Tokenizer
-    reward: RewardFunction
+    reward: RewardProcess
     settings: GenerationSettings
     samples: int
     prompt_length: int

@@ -6,7 +6,6 @@ read with what was checked, by fingerprint, and check only what differs: under a
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from roll_batching.data.texts import Document, DocumentDataset, Fingerprint, Pro
 from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 from roll_batching.errors import ConfigError
 from roll_batching.observe.reading import ReadingProgress
-from roll_batching.rl.rewards import RewardFunction, load_reward
+from roll_batching.rl.reward_process import RewardProcess, reward_of
 
 CHECKED = "ROLL_BATCHING_CHECKED"
 """Variable by which the processes hear which texts were checked: their fingerprint."""
@@ -38,7 +37,8 @@ class JobInputs:
     """Training prompts of the RL phase."""
     heldout: PromptDataset | None
     """Prompts to evaluate with."""
-    reward: RewardFunction | None
+    reward: RewardProcess | None
+    """Not yet started."""
 
     @property
     def fingerprint(self) -> str:
@@ -100,7 +100,7 @@ def load_inputs(job: JobConfig) -> JobInputs:
         corpus=None if documents is None else DocumentDataset(documents),
         prompts=None if training is None else PromptDataset(training),
         heldout=None if evaluation is None else PromptDataset(evaluation),
-        reward=_reward(job),
+        reward=reward_of(job),
     )
     if inputs.fingerprint != os.environ.get(CHECKED):
         for one, texts in ((corpus, documents), (prompts, training), (heldout, evaluation)):
@@ -140,14 +140,6 @@ def _parts(
 
 def _joined(digests: Iterable[str | None]) -> str:
     return "/".join(digest or "-" for digest in digests)
-
-
-def _reward(job: JobConfig) -> RewardFunction | None:
-    if not job.max_steps:
-        return None
-    assert job.reward_function is not None  # check_runnable
-    reward = load_reward(job.reward_function)
-    return functools.partial(reward, **job.reward_args) if job.reward_args else reward
 
 
 def load_tokenizer(job: JobConfig) -> Tokenizer:

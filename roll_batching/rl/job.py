@@ -23,7 +23,7 @@ from roll_batching.rl.evaluation import Evaluator
 from roll_batching.rl.folder import EarlierRun, folder_of, held
 from roll_batching.rl.inputs import JobInputs, load_inputs
 from roll_batching.rl.recorder import RunRecorder
-from roll_batching.rl.rollout import StepScores, generate_rollouts, score_rollouts
+from roll_batching.rl.rollout import StepScores, generate_rollouts, score_rollouts, start_reward
 from roll_batching.rl.update import Update, UpdateSettings, train_on_rollouts
 from roll_batching.rl.warmup import train_on_documents
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy, MegatronTrainStrategy
@@ -65,6 +65,9 @@ class Job:
         with _agreed(layout.host_group):
             if torch.distributed.get_rank() == 0:
                 until_the_end.enter_context(held(folder_of(config)))
+        if inputs.reward is not None:
+            until_the_end.callback(inputs.reward.close)
+            start_reward(layout, inputs.reward)
         self.checkpoints = JobCheckpoints(config, folder_of(config), self.strategy)
         self.recorder = RunRecorder(config, enabled=torch.distributed.get_rank() == 0)
         self._open = False

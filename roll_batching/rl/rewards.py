@@ -2,8 +2,10 @@
 
 A reward function takes one `Completion` and returns a number, or a `Score` when it has more to say. It is
 named in the YAML by dotted path, `package.module:function`; the module must be importable where the job runs
-(the working directory is on the path). It may be slow: every data-parallel rank scores its own completions
-only.
+(the working directory is on the path). It runs in a process of its own (`reward_process`), one per data-parallel
+rank, and may take `reward_timeout` seconds per call. The generators of `random` and `numpy.random`, and torch's
+where the module imports it, are seeded anew for each call, by step and sample: a resumed run draws as one that was
+never stopped.
 
     def reward(completion: Completion) -> float:
         return float(completion.response.strip() == completion.record["answer"])
@@ -12,16 +14,21 @@ only.
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from roll_batching.errors import ConfigError, DataError
+from roll_batching.errors import ConfigError
+
+MOST_MARKS = 100
+"""Names of marks that one step may have: each is a metric."""
+_LONGEST_NAME = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,14 @@ class Score:
 RewardFunction = Callable[[Completion], "float | Score"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A batch's `rewards`, float64[n], and `marks`, bool[n] by name (False where a sample has none)."""
+
+    rewards: np.ndarray
+    marks: dict[str, np.ndarray]
+
+
 def final_answer(completion: Completion) -> Score:
     """1 when the text after the last '#' is exactly `record["answer"]` and the response ended there.
 
@@ -61,65 +76,96 @@ def final_answer(completion: Completion) -> Score:
     return Score(reward=float(right), marks={"shows_work": bool(before)})
 
 
-def load_reward(path: str) -> RewardFunction:
-    """The function that `package.module:function` names. Raises ConfigError when there is none."""
+def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> RewardFunction:
+    """The function that `package.module:function` names, to be called with a completion and `arguments` by name.
+
+    Raises ConfigError when there is none, when its module cannot be imported, and when it does not take these.
+    """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ConfigError(f"reward function {path!r}: write it as package.module:function")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(module_name), name)
-    except ImportError as error:
-        raise ConfigError(f"reward function {path!r}: cannot import {module_name!r} ({error})") from error
-    except AttributeError as error:
-        raise ConfigError(f"reward function {path!r}: {module_name!r} has no {name!r}") from error
+        module = importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may raise anything, and call sys.exit
+        said = f"cannot import {module_name!r} ({describe_error(error)})"
+        raise ConfigError(f"reward function {path!r}: {said}") from error
+    function = getattr(module, name, None)
+    if function is None:
+        raise ConfigError(f"reward function {path!r}: {module_name!r} has no {name!r}")
     if not callable(function):
         raise ConfigError(f"reward function {path!r}: {name!r} is a {type(function).__name__}, not a function")
-    return function
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scored:
-    """A batch's `rewards`, float64[n], and `marks`, bool[n] by name (False where a sample has none)."""
-
-    rewards: np.ndarray
-    marks: dict[str, np.ndarray]
-
-
-def score(function: RewardFunction, completions: Sequence[Completion], ids: Sequence[int]) -> Scored:
-    """Call the reward function on each completion; `ids` name the samples in errors.
-
-    Raises DataError when a reward is no number, is not finite, or the function raises.
-    """
-    scores = [_checked(function, c, int(i)) for c, i in zip(completions, ids, strict=True)]
-    names = sorted({name for s in scores for name in s.marks})
-    return Scored(
-        rewards=np.array([s.reward for s in scores], dtype=np.float64),
-        marks={name: np.array([bool(s.marks.get(name, False)) for s in scores]) for name in names},
-    )
-
-
-def _checked(function: RewardFunction, completion: Completion, sample_id: int) -> Score:
-    name = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', function)}"
-    where = f"sample {sample_id} (prompt {_short(completion.prompt)}, response {_short(completion.response)})"
+    keywords = dict(arguments or {})
     try:
-        result = function(completion)
-        if not isinstance(result, Score):
-            result = Score(reward=float(result))
-        reward = float(result.reward)
-    except Exception as error:
-        raise DataError(
-            f"reward function {name} failed on {where}: {type(error).__name__}: {error}. "
-            "It must return a number or a roll_batching.rl.rewards.Score."
-        ) from error
-    if not math.isfinite(reward):
-        raise DataError(
-            f"reward of {where} is {reward}: advantages of its whole group would not be finite. "
-            f"{name} must return a finite number for every response."
+        inspect.signature(function).bind(None, **keywords)
+    except TypeError as error:
+        given = (
+            f"a completion and reward_args {sorted(keywords)}" if keywords else "a completion alone (no reward_args)"
         )
-    return Score(reward=reward, marks=result.marks)
+        raise ConfigError(f"reward function {path!r} cannot be called with {given}: {error}") from error
+    except ValueError:  # written in C, without a signature: the first call will show
+        pass
+    return lambda completion: function(completion, **keywords)
 
 
-def _short(text: str, limit: int = 40) -> str:
-    return repr(text if len(text) <= limit else text[: limit - 3] + "...")
+def checked(result: Any) -> Score:
+    """What a reward function returned, as a Score of plain values. Raises TypeError or ValueError if it is none."""
+    score = result if isinstance(result, Score) else Score(reward=result)
+    reward = _number(score.reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}, and advantages of its whole group would not be finite")
+    if not isinstance(score.marks, Mapping):
+        raise TypeError(f"Score.marks is {_shown(score.marks)}, not a dict of names and booleans")
+    if len(score.marks) > MOST_MARKS:
+        raise ValueError(f"Score.marks has {len(score.marks):,} names; {MOST_MARKS} at most, each is a metric")
+    return Score(reward=reward, marks={_name(name): _mark(name, value) for name, value in score.marks.items()})
+
+
+def _number(value: Any) -> float:
+    """`value` as a float: numbers of Python, numpy and torch are taken, text and containers are not."""
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") and not hasattr(value, "__index__"):
+        raise TypeError(f"it returned {_shown(value)}, not a number")
+    if getattr(value, "ndim", 0):
+        raise TypeError(f"it returned an array of shape {tuple(value.shape)}, not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"it returned {_shown(value)}, which no float can hold") from None
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+        raise TypeError(f"Score.marks has the name {_shown(name)}, not a text of 1 to {_LONGEST_NAME} characters")
+    return name
+
+
+def _mark(name: str, value: Any) -> bool:
+    array = bool(getattr(value, "ndim", 0))
+    if isinstance(value, (str, bytes)) or array or value not in (0, 1):
+        raise TypeError(f"Score.marks[{name!r}] is {_shown(value)}, not True or False")
+    return bool(value)
+
+
+def describe_error(error: BaseException) -> str:
+    """Type, message and place of an error of a user's code."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its message cannot be shown"
+    place, traceback = "", error.__traceback__
+    while traceback is not None:
+        place = f" at {traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    text = f": {text[:1000]}" if text else ""
+    return f"{type(error).__name__}{text}{'' if isinstance(error, (ImportError, SyntaxError)) else place}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = "..."
+    return f"a {type(value).__name__}, {text[:60]}"

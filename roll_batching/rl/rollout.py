@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,15 @@ from roll_batching.data.encode import encode_prompts
 from roll_batching.data.texts import Prompt
 from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.errors import RankError
+from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.planning import batch_balance
-from roll_batching.rl.rewards import Completion, RewardFunction, Scored, score
+from roll_batching.rl.reward_process import RewardProcess
+from roll_batching.rl.rewards import Completion, Scored
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
+from roll_batching.strategy.agreement import agree
+
+_MARGIN = 60.0
+"""Seconds that ranks may be apart beside what the reward takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +36,10 @@ class Rollouts:
     j to prompt p of the step is p * group + j."""
     completions: list[Completion]
     """The same responses as text, in the order of the batch."""
+    seed: int
+    """The step's own."""
+    most: int
+    """Responses of the data-parallel rank that has the most."""
 
 
 def generate_rollouts(
@@ -52,7 +63,12 @@ def generate_rollouts(
     numbers = (torch.from_numpy(mine)[:, None] * group + torch.arange(group)).flatten()
     batch = strategy.generate(encoded.select(mine), settings).with_ids(numbers)
     records = [prompts[i] for i in np.repeat(mine, group).tolist()]
-    return Rollouts(batch=batch, completions=completions_of(batch, records, tokenizer))
+    return Rollouts(
+        batch=batch,
+        completions=completions_of(batch, records, tokenizer),
+        seed=settings.seed,
+        most=group * int(np.bincount(homes).max()),
+    )
 
 
 def completions_of(batch: SampleBatch, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Completion]:
@@ -92,25 +108,44 @@ class StepScores:
     """int64 `[n]`: prompt and response."""
 
 
-def score_rollouts(strategy: MegatronInferStrategy, rollouts: Rollouts, function: RewardFunction) -> StepScores:
+def start_reward(layout: ParallelLayout, reward: RewardProcess) -> None:
+    """Starts `reward` on the ranks that score. Collective; raises RankError, the same on all ranks, when one cannot."""
+    error: Exception | None = None
+    try:
+        if layout.reports:
+            reward.start()
+    except Exception as caught:
+        error = caught
+    _wait_for_all(layout.host_group, reward.limit)
+    agree(layout.host_group, error)
+
+
+def score_rollouts(strategy: MegatronInferStrategy, rollouts: Rollouts, reward: RewardProcess) -> StepScores:
     """Score every response once, on one rank of its replica, and tell all ranks. Collective.
 
-    Raises RankError, the same on all ranks, when the reward function fails or returns a number that is not
-    finite; it names the samples.
+    Raises RankError, the same on all ranks, when the reward function fails, takes too long or returns a number that
+    is not finite; it names the samples. Ranks that are done wait as long as the reward's own limit allows the others.
     """
     layout = strategy.layout
+    mine = _scored_here(rollouts, reward) if layout.reports else None
+    _wait_for_all(layout.host_group, reward.limit * (1 + rollouts.most))
     parts: list[Any] = [None] * dist.get_world_size(layout.host_group)
-    dist.all_gather_object(parts, _scored_here(rollouts, function) if layout.reports else None, layout.host_group)
+    dist.all_gather_object(parts, mine, layout.host_group)
     said = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
     if said:
         raise RankError("; ".join(said))
     return _merged([part for part in parts if part is not None])
 
 
-def _scored_here(rollouts: Rollouts, function: RewardFunction) -> dict[str, Any] | str:
+def _wait_for_all(group: Any, seconds: float) -> None:
+    """Returns when every rank is here, whatever the group's own timeout is: no collective is begun before."""
+    dist.monitored_barrier(group, timeout=datetime.timedelta(seconds=seconds + _MARGIN))
+
+
+def _scored_here(rollouts: Rollouts, reward: RewardProcess) -> dict[str, Any] | str:
     """This replica's columns, or the error that scoring ended with."""
     try:
-        scored: Scored = score(function, rollouts.completions, rollouts.batch.ids.tolist())
+        scored: Scored = reward.score(rollouts.completions, rollouts.batch.ids.tolist(), seed=rollouts.seed)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return {

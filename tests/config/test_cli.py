@@ -64,7 +64,8 @@ def test_a_process_says_it_without_a_traceback():
 @pytest.mark.parametrize(("rank", "says"), [("0", True), ("1", False)])
 def test_only_rank_0_complains(rank, says, capsys, monkeypatch):
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
         main(["train", "--config", str(ROOT / "configs" / "demo_grpo.yaml"), "max_stepz=3"])
     assert ended.value.code == 2

@@ -27,7 +27,7 @@ TIMES = {"seconds", "train_seconds", "rollout_seconds", "update_seconds", "token
 
 
 def noisy(completion: Any) -> float:
-    """A reward that draws from the process-wide generators, as a user's may."""
+    """A reward that draws from its process's generators, as a user's may."""
     return completion.tokens / 10 + 0.1 * random.random() + 0.1 * np.random.random()
 
 

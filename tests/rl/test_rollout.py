@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.rl.jobs import VOCABULARY, settings
 from tests.support.ranks import run_ranks
@@ -33,6 +34,7 @@ def roll_out(job: dict[str, Any]) -> dict[str, Any]:
     from roll_batching.data import CharTokenizer
     from roll_batching.data.texts import Prompt, PromptDataset
     from roll_batching.rl.evaluation import Evaluator
+    from roll_batching.rl.reward_process import RewardProcess
     from roll_batching.rl.rollout import generate_rollouts, score_rollouts
     from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
 
@@ -45,11 +47,12 @@ def roll_out(job: dict[str, Any]) -> dict[str, Any]:
         max_new_tokens=30, eos_token_id=tokenizer.eos_token_id, seed=7, num_return_sequences=GROUP
     )
     rollouts = generate_rollouts(strategy, prompts, tokenizer, sampling, prompt_length=40)
-    scores = score_rollouts(strategy, rollouts, numbered)
+    reward = RewardProcess("tests.rl.test_rollout:numbered")
+    scores = score_rollouts(strategy, rollouts, reward)
     evaluate = Evaluator(
         prompts=PromptDataset(prompts[1:4]),
         tokenizer=tokenizer,
-        reward=numbered,
+        reward=reward,
         settings=sampling,
         samples=5,
         prompt_length=40,
@@ -69,6 +72,34 @@ def roll_out(job: dict[str, Any]) -> dict[str, Any]:
         "lengths": scores.lengths.tolist(),
         "evaluations": [evaluate(strategy, number=number) for number in (0, 0, 1)],
     }
+
+
+def score_slowly(job: dict[str, Any]) -> list[float]:
+    """A reward that takes three seconds on rank 1, under groups whose collectives wait for one."""
+    import dataclasses
+    import datetime
+
+    import torch.distributed as dist
+
+    from roll_batching.config import JobConfig
+    from roll_batching.data import CharTokenizer
+    from roll_batching.data.texts import Prompt
+    from roll_batching.rl.reward_process import RewardProcess
+    from roll_batching.rl.rollout import generate_rollouts, score_rollouts, start_reward
+    from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
+
+    strategy = MegatronTrainStrategy(JobConfig.model_validate(job).actor_train, seed=1)
+    strategy.initialize()
+    tokenizer = CharTokenizer(VOCABULARY, eos="$", pad=".")
+    prompts = [Prompt(text, "", {}) for text in TEXTS[:2]]
+    sampling = GenerationSettings(max_new_tokens=8, eos_token_id=tokenizer.eos_token_id, seed=7)
+    rollouts = generate_rollouts(strategy, prompts, tokenizer, sampling, prompt_length=40)
+    short = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=1))
+    dist.all_reduce(torch.ones(1), group=short)  # its connections are made
+    strategy.layout = dataclasses.replace(strategy.layout, host_group=short)
+    with RewardProcess("tests.rl.reward_functions:slow_on_rank_1", {"seconds": 3}) as reward:
+        start_reward(strategy.layout, reward)
+        return score_rollouts(strategy, rollouts, reward).rewards.tolist()
 
 
 # ---- here
@@ -142,3 +173,8 @@ def test_evaluations_are_told_apart_by_their_number(ranks):
     first, again, second = ranks[0]["evaluations"]
     assert first == again
     assert first["eval_reward"] != second["eval_reward"]
+
+
+def test_ranks_wait_for_a_reward_longer_than_their_collectives_may_take(tmp_path):
+    first, second = run_ranks(2, "tests.rl.test_rollout:score_slowly", settings(tmp_path, warmup=None))
+    assert first == second and len(first) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import signal
 import subprocess
 import sys
@@ -13,13 +14,14 @@ import pytest
 from roll_batching.config import config_from_dict
 from roll_batching.errors import ConfigError
 from roll_batching.launch.devices import choose_devices, process_count, visible_devices
+from tests.launch import commands
 
 pytest.importorskip("torch")
 
 LAUNCH = """
 import sys
-from roll_batching.launch.torchrun import launch
-message = launch("tests.config.workers", sys.argv[1:], 2, {"NVTE_FLASH_ATTN": "1"})
+from roll_batching.launch.local import launch
+message = launch("tests.launch.workers", sys.argv[1:], 2, {"NVTE_FLASH_ATTN": "1"})
 if message:
     sys.exit(message)
 """
@@ -42,16 +44,47 @@ def test_variables_are_there_before_any_import(tmp_path):
     [
         ("error", "rank 1 failed: prompts.jsonl:7: not an object"),
         ("aftermath", "rank 1 failed: RuntimeError: the cause"),
+        ("leaves", "rank 1 failed: my_loss (*workers.py:*) called sys.exit(0) before the job was complete; *"),
+        (
+            "vanishes",
+            "rank 1 ended with exit code 0 before the job was complete, without a message; its output is above",
+        ),
+        (
+            "lost",
+            "rank 1 ended with exit code 0 before the job was complete, without a message; its output is above",
+        ),
         ("killed", "rank 1 was ended by signal 9 (SIGKILL) without a message; its output is above"),
     ],
 )
-def test_a_failing_rank_ends_the_job_and_is_said_last(how, message, tmp_path, report):
+def test_a_failing_rank_ends_the_job_and_one_message_says_why(how, message, tmp_path, report):
     done = launched(how, tmp_path)
     seconds = time.time() - float((tmp_path / "failing").read_text())
     assert done.returncode != 0
-    assert done.stderr.rstrip().splitlines()[-1] == message
+    *above, last = done.stderr.rstrip().splitlines()
+    assert fnmatch.fnmatchcase(last, message), done.stderr
     assert seconds < 15
-    report(f"rank 1 fails ({how}): all ended after {seconds:.1f} s: {message}")
+    if how == "aftermath":  # an error of ours, or of torch's: where it happened is shown
+        assert above[0] == "Where rank 1 failed (most recent call last):" and "in aftermath" in above[-2]
+        assert "rank 0" not in done.stderr
+    else:
+        assert not above
+    report(f"rank 1 fails ({how}): all ended after {seconds:.1f} s: {last}")
+
+
+def test_what_a_killed_rank_has_started_ends_with_the_job(tmp_path):
+    arguments = ("-c", LAUNCH, "leaves_children", str(tmp_path))
+    with commands.started(tmp_path, *arguments) as job:
+        commands.wait_for((tmp_path / "failing").exists, 30)
+        assert job.wait(timeout=15) == 1
+        assert not commands.processes(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["leaves", "error"])
+def test_without_our_launcher_a_rank_that_leaves_early_exits_with_1(how, tmp_path):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    code, said = commands.done(tmp_path, "-m", "tests.launch.workers", how, str(tmp_path), **place)
+    assert code == 1
+    assert said.startswith("rank 1 failed: ") and len(said.splitlines()) == 1
 
 
 def test_process_count():
@@ -92,5 +125,5 @@ def test_stopping_the_launcher_ends_the_ranks(tmp_path, stop):
         pids = [int(file.read_text()) for file in tmp_path.glob("rank*")]
         job.send_signal(stop)
         _, said = job.communicate(timeout=30)
-    assert job.returncode != 0 and f"stopped by {stop.name}" in said
+    assert job.returncode != 0 and said == f"stopped by {stop.name}; all ranks were ended\n"
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -1,0 +1,68 @@
+"""The process that a reward function runs in; `reward_process` starts it and speaks with it.
+
+Neither torch nor Megatron is imported here, so that it starts in a fraction of a second. Standard input is empty;
+standard output is the function's to use, or to close: answers have a socket of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from roll_batching.errors import ConfigError
+from roll_batching.lifetime import die_with_parent
+from roll_batching.rl.rewards import Completion, RewardFunction, checked, describe_error, load_reward
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Loads the function that the first message names, then answers completions until the other end closes."""
+    die_with_parent(parent)
+    connection = Connection(descriptor)
+    path, arguments = connection.recv()
+    function: RewardFunction | None = None
+    try:
+        function = load_reward(path, arguments)
+        said: dict[str, Any] = {}
+    except ConfigError as error:
+        said = {"error": str(error)}
+    _answer(connection, 0, said)
+    while function is not None:
+        try:
+            number, seed, completion = connection.recv()
+        except EOFError:
+            return
+        _answer(connection, number, _scored(function, completion, seed))
+
+
+def _scored(function: RewardFunction, completion: Completion, seed: int) -> dict[str, Any]:
+    here = os.getpid()
+    random.seed(seed)
+    np.random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+    try:
+        said = _plain(function(completion))
+    except BaseException as error:  # also SystemExit: whatever it is, the job must hear of it
+        said = {"error": describe_error(error)}
+    if os.getpid() != here:
+        print("a copy of the reward's process, forked by the reward function, has returned from it too and ends here")
+        os._exit(1)
+    return said
+
+
+def _plain(result: Any) -> dict[str, Any]:
+    try:
+        score = checked(result)
+    except (TypeError, ValueError) as error:
+        return {"error": str(error)}
+    return {"reward": score.reward, "marks": dict(score.marks)}
+
+
+def _answer(connection: Connection, number: int, said: dict[str, Any]) -> None:
+    connection.send_bytes(json.dumps([number, said]).encode())

@@ -1,0 +1,42 @@
+"""A launcher that is killed takes with it all that works for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch.commands import kill, processes, started, train, wait_for, write_job
+
+LONG = {"max_steps": 0, "warmup__training_args__max_steps": 100_000, "logging_steps": 1000}
+
+
+def training(folder: Path) -> bool:
+    metrics = folder / "runs" / "tiny" / "metrics.jsonl"
+    return metrics.exists() and metrics.read_bytes().count(b"\n") > 2
+
+
+def writing(folder: Path) -> bool:
+    """A checkpoint is being written, by processes beside launcher and ranks."""
+    return bool(list(folder.glob("runs/tiny/checkpoints/*.partial"))) and len(processes(folder)) > 3
+
+
+@pytest.mark.parametrize(("when", "saved"), [(training, 0), (writing, 1)])
+def test_nothing_outlives_a_killed_launcher(when, saved, tmp_path, report):
+    job = write_job(tmp_path, **LONG, save_steps=saved, save_total_limit=1 if saved else None)
+    with started(tmp_path, *train(job)) as launcher:
+        wait_for(lambda: when(tmp_path), 150)
+        kill(launcher)
+        wait_for(lambda: not processes(tmp_path), 5)
+
+
+def test_what_a_killed_rank_has_forked_ends_even_without_a_launcher(tmp_path):
+    """Everything but the writers of a checkpoint is killed at once."""
+    job = write_job(tmp_path, **LONG, save_steps=1, save_total_limit=1)
+    with started(tmp_path, *train(job)) as launcher:
+        wait_for(lambda: writing(tmp_path), 150)
+        ranks = [p for p in processes(tmp_path) if p.ppid() == launcher.pid]
+        kill(launcher)
+        for rank in ranks:
+            rank.kill()
+        wait_for(lambda: not processes(tmp_path), 5)
