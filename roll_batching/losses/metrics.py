@@ -1,4 +1,4 @@
-"""Metrics of a step: added up on the device over micro-batches, read once, joined over ranks."""
+"""Metrics of a step: added up on the device over micro-batches, read once, joined over ranks and steps."""
 
 from __future__ import annotations
 
@@ -69,10 +69,23 @@ def to_host(
     return numbers[: len(losses)], joined
 
 
-def join_ranks(parts: Iterable[Mapping[str, HostMetric]]) -> dict[str, float]:
-    """Metrics over all ranks, as numbers to report."""
+def join_parts(parts: Iterable[Mapping[str, HostMetric]]) -> dict[str, HostMetric]:
+    """Metrics over all of `parts`: micro-batches, ranks or optimizer steps; not every part needs to have each.
+
+    Raises `LossError` when a metric changes its kind between parts.
+    """
     joined: dict[str, HostMetric] = {}
     for part in parts:
         for name, metric in part.items():
+            if name in joined and joined[name].kind != metric.kind:
+                raise LossError(
+                    f"the metric {name!r} is a {joined[name].kind} in one part and a {metric.kind} in another: give "
+                    "each kind a name of its own"
+                )
             joined[name] = joined[name].join(metric) if name in joined else metric
+    return joined
+
+
+def as_numbers(joined: Mapping[str, HostMetric]) -> dict[str, float]:
+    """The number to report of each metric."""
     return {name: metric.result() for name, metric in joined.items()}

@@ -15,6 +15,7 @@ from roll_batching.config import JobConfig, TrainingArgs
 from roll_batching.data import FieldSpec, SampleBatch
 from roll_batching.data.epochs import DocumentStream, PromptStream
 from roll_batching.losses import PolicyLoss, mask_overlong
+from roll_batching.losses.metrics import as_numbers, join_parts
 from roll_batching.observe.metrics import Row
 from roll_batching.rl.advantages import AdvantageRule, compute_advantages, shuffled, zero_groups
 from roll_batching.rl.checkpoint import JobCheckpoints
@@ -311,7 +312,10 @@ def policy_loss(config: JobConfig) -> PolicyLoss:
 
 
 def update_row(updates: Sequence[Update]) -> Row:
-    """A row's figures of one or several optimizer steps: sums of tokens and time, means of the rest."""
+    """A row's figures of one or several optimizer steps: sums of tokens and time, means of the rest.
+
+    The loss's own metrics are joined by their kind, as over micro-batches: a `Mean` is one over all steps' tokens.
+    """
     results, reports = [u.result for u in updates], [u.plan.report for u in updates]
     real, computed = sum(r.real_tokens for r in reports), sum(r.computed_tokens for r in reports)
     seconds = sum(r.seconds for r in results)
@@ -328,10 +332,7 @@ def update_row(updates: Sequence[Update]) -> Row:
         "micro_batches": sum(r.num_micro_batches for r in reports),
         "fillers": sum(r.fillers for r in reports),
     }
-    for name in results[0].metrics:
-        values = [r.metrics[name] for r in results]
-        row[name] = max(values) if name.endswith("_max") else _mean(values)
-    return row
+    return row | as_numbers(join_parts(r.joined_metrics for r in results))
 
 
 def score_row(scores: StepScores) -> Row:

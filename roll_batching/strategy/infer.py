@@ -17,7 +17,7 @@ from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import loss_spec
 from roll_batching.losses.counts import StepCounts, local_counts, truncated_lengths
 from roll_batching.losses.head import HeadContext
-from roll_batching.losses.metrics import HostMetric, join_ranks, to_host
+from roll_batching.losses.metrics import HostMetric, as_numbers, join_parts, to_host
 from roll_batching.losses.runner import LossRunner, MicroBatchRecord, Scaling
 from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost
@@ -217,7 +217,7 @@ class MegatronInferStrategy:
         with torch.no_grad(), self._evaluating():
             records = self._run(plan, packs, runner.bind, forward_only=True)
         total, metrics = self._finish([r for r in records if r is not None], runner)
-        return {"loss": total, **metrics}
+        return {"loss": total, **as_numbers(metrics)}
 
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
         """Samples responses to this rank's prompts; see `strategy.generation.generate`."""
@@ -359,7 +359,7 @@ class MegatronInferStrategy:
         dist.all_reduce(vector, group=layout.host_group)
         return counts.with_vector(vector)
 
-    def _finish(self, records: list[MicroBatchRecord], runner: LossRunner) -> tuple[float, dict[str, float]]:
+    def _finish(self, records: list[MicroBatchRecord], runner: LossRunner) -> tuple[float, dict[str, HostMetric]]:
         """(loss of the step, metrics over all ranks); raises what any rank found, on all.
 
         The first host read of the step. Every rank tells its loss, its metrics and, where a loss is
@@ -390,7 +390,7 @@ class MegatronInferStrategy:
         problems = list(dict.fromkeys(text for text, _, _ in everyone if text))
         if problems:
             raise LossError("; ".join(problems))
-        return sum(loss for _, loss, _ in everyone), join_ranks(part for _, _, part in everyone)
+        return sum(loss for _, loss, _ in everyone), join_parts(part for _, _, part in everyone)
 
 
 def _content_digest(local: SampleBatch) -> int:

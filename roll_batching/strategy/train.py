@@ -15,6 +15,7 @@ from roll_batching.data import SampleBatch
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import loss_spec
 from roll_batching.losses.counts import StepCounts
+from roll_batching.losses.metrics import HostMetric, as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, wrap_ddp
 from roll_batching.planning import CostModel, Plan
@@ -30,7 +31,8 @@ class StepResult:
 
     loss: float
     """The loss over the whole mini-batch."""
-    metrics: dict[str, float]
+    joined_metrics: dict[str, HostMetric]
+    """The loss's metrics over all micro-batches and ranks, of their kinds, so that steps can be joined too."""
     grad_norm: float
     """Norm of the gradient before clipping; NaN when the step was skipped for it."""
     lr: float
@@ -41,6 +43,11 @@ class StepResult:
     """Duration of the step on this rank, from packing to the updated weights; the device has finished them by then."""
     tokens: int
     """Real tokens of all ranks."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The loss's metrics as numbers."""
+        return as_numbers(self.joined_metrics)
 
     @property
     def tokens_per_second(self) -> float:
@@ -183,7 +190,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             if hasattr(chunk, "zero_grad_buffer"):
                 chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        total, metrics = self.forward_backward(local, plan, loss, counts)
+        total, metrics = self._accumulate(local, plan, loss, counts)
         lr = self.optimizer.param_groups[0]["lr"]
         grad_norm = step_optimizer(self.optimizer, self.chunks, self.layout.host_group)
         if grad_norm is None:
@@ -194,7 +201,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             torch.cuda.synchronize(self.device)  # the optimizer's kernels belong to the step that the clock measures
         return StepResult(
             loss=total,
-            metrics=metrics,
+            joined_metrics=metrics,
             grad_norm=math.nan if grad_norm is None else grad_norm,
             lr=lr,
             skipped=grad_norm is None,
@@ -219,6 +226,12 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             RankError: on all ranks, before the model runs, when samples or plan are wrong on any.
             LossError: on all ranks, when the loss is not finite or breaks its contract; names the samples.
         """
+        total, metrics = self._accumulate(local, plan, loss, counts)
+        return total, as_numbers(metrics)
+
+    def _accumulate(
+        self, local: SampleBatch, plan: Plan, loss: Any, counts: StepCounts | None
+    ) -> tuple[float, dict[str, HostMetric]]:
         loss = self._loss(loss)
         spec = loss_spec(loss)
         packs = self._pack(local, plan, spec.masks, spec.check)

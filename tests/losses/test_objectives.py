@@ -67,7 +67,7 @@ def run(
     """(loss, gradient by the flat log-probs and entropies, metrics) over the micro-batches `bins`."""
     from roll_batching.losses.contract import loss_spec
     from roll_batching.losses.counts import local_counts
-    from roll_batching.losses.metrics import join_ranks, to_host
+    from roll_batching.losses.metrics import as_numbers, join_parts, to_host
     from roll_batching.losses.views import TokenView
     from roll_batching.packing.batch import pack_step
     from roll_batching.planning import Plan, PlanConstraints
@@ -89,7 +89,7 @@ def run(
         total = total + output.loss
         metrics.append(output.metrics)
     (gradient,) = torch.autograd.grad(total, leaf)
-    return float(total), gradient, join_ranks([to_host([], metrics)[1]])
+    return float(total), gradient, as_numbers(join_parts([to_host([], metrics)[1]]))
 
 
 def leaves(data: Any) -> torch.Tensor:
@@ -375,6 +375,25 @@ def test_wrong_settings_are_refused_at_construction(options: dict[str, Any], sai
 
     with pytest.raises(LossError, match=said):
         PolicyLoss(**options)
+
+
+def test_metrics_join_by_their_kind_in_any_order() -> None:
+    from roll_batching.errors import LossError
+    from roll_batching.losses import Max, Mean, Min, Sum
+    from roll_batching.losses.metrics import HostMetric, as_numbers, join_parts, to_host
+
+    def part(value: float, tokens: float) -> dict[str, HostMetric]:
+        x = torch.tensor(value)
+        kinds = {"sum": Sum(x), "mean": Mean(x * tokens, torch.tensor(tokens)), "max": Max(x), "min": Min(x)}
+        return to_host([], [kinds])[1]
+
+    parts = [part(2.0, 3.0), part(-1.0, 1.0), part(5.0, 4.0)]
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        joined = join_parts([parts[i] for i in order])
+        assert as_numbers(joined) == {"sum": 6.0, "mean": 25 / 8, "max": 5.0, "min": -1.0}
+    assert as_numbers(join_parts([part(7.0, 0.0)]))["mean"] == 0.0, "a mean over nothing"
+    with pytest.raises(LossError, match="'x' is a sum in one part and a max in another"):
+        join_parts([{"x": parts[0]["sum"]}, {"x": parts[0]["max"]}])
 
 
 def far(data: Any, name: str, value: float, places: tuple[int, ...] = (3, 20)) -> Any:

@@ -72,6 +72,71 @@ def train(payload):
     }
 
 
+def every_kind(payload):
+    """On a rank: the row of two updates, of 8 and of 4 samples, under a loss with a metric of every kind."""
+    import torch
+
+    from roll_batching.config import JobConfig
+    from roll_batching.data import SampleBatch
+    from roll_batching.losses import LossOutput, Max, Mean, Min, Sum
+    from roll_batching.rl.job import update_row
+    from roll_batching.rl.update import UpdateSettings, train_on_rollouts
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    class EveryKind:
+        needs, masks = {"log_probs"}, ("response_mask",)
+
+        def token_loss(self, tokens):
+            values = tokens["value"][tokens.mask()]
+            metrics = {
+                "total_max": Sum(values.sum()),  # names say nothing: this one adds up
+                "mean_min": Mean(values.sum(), torch.tensor(len(values))),
+                "largest": Max(values.max()),
+                "smallest": Min(values.min()),
+            }
+            if tokens["value"].max() == payload["top"]:
+                metrics["seen"] = Sum(torch.ones(()))
+            return LossOutput(-tokens.mean(tokens.log_probs), metrics)
+
+    strategy = MegatronTrainStrategy(JobConfig.model_validate(payload["job"]).actor_train, seed=1)
+    strategy.initialize()
+    batch = SampleBatch.from_lists(
+        {"input_ids": payload["rows"], "response_mask": payload["masks"], "value": payload["values"]},
+        {"input_ids": "token", "response_mask": "token", "value": "token"},
+    )
+    home = batch.select(np.arange(strategy.layout.dp_rank, SAMPLES, strategy.layout.dp_size))
+    settings = UpdateSettings(mini_batch_size=8)
+    updates = list(train_on_rollouts(strategy, home, EveryKind(), settings, seed=5))
+    row = update_row(updates)
+    row = {name: row[name] for name in ("total_max", "mean_min", "largest", "smallest", "seen")}
+    return [u.plan.report.num_micro_batches for u in updates], row
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_row_of_several_updates_joins_each_metric_by_its_kind(tmp_path, ranks):
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(3, 40, SAMPLES)
+    values = [np.round(draw.normal(10, 5, n), 2).astype(np.float32) for n in lengths]
+    values[3][2] = 100.0
+    masks = [np.arange(n) >= 2 for n in lengths]
+    payload = {
+        "job": settings(tmp_path, warmup=None, max_steps=1),
+        "rows": [draw.integers(0, 39, n) for n in lengths],
+        "masks": masks,
+        "values": values,
+        "top": 100.0,
+    }
+    counted = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)]).astype(np.float64)
+    outcomes = run_ranks(ranks, "tests.rl.test_update:every_kind", payload)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    micro_batches, row = outcomes[0]
+    assert len(micro_batches) == 2 and max(micro_batches) * ranks > 1
+    assert row["total_max"] == pytest.approx(counted.sum(), rel=1e-5)
+    assert row["mean_min"] == pytest.approx(counted.mean(), rel=1e-5)
+    assert (row["largest"], row["smallest"]) == (counted.max(), counted.min())
+    assert row["seen"] == 1.0, "a metric that some micro-batches have"
+
+
 def run(tmp_path, ranks, skip=False, overlong=(), **payload):
     plan = payload.pop("logprob_plan", "train")
     job = settings(tmp_path, warmup=None, max_steps=1, actor_train__logprob_plan=plan)
