@@ -30,8 +30,8 @@ A job is one YAML file, in ROLL's shape and, where ROLL has a name, under ROLL's
 
 - `path.to.key=value` on the command line changes a key; the value is read as YAML.
 - `${path.to.key}` in a value stands for another key's value.
-- A key that is unknown, a value that is impossible and keys that contradict each other are errors. All of
-  them are reported at once, each with its line, its path and the nearest valid name or value.
+- A key that is unknown, a value that is impossible and keys that contradict each other are errors. They are
+  reported together, each with its line, its path and the nearest valid name or value.
 - A file has at most 256 KiB, and stands for at most 20,000 values once aliases, merges and references are expanded.
 - A key that other systems read and that does nothing here is accepted with a notice, printed when the job
   starts. Nothing is ignored silently.

@@ -84,7 +84,7 @@ class MegatronConfig(Settings):
         notice="our attention core rotates queries and keys itself",
     )
     bias_activation_fusion: bool = noticed(
-        False, help="Fused bias and activation.", notice="fusions follow what the device supports"
+        False, help="Fused bias and activation.", notice="bias and activation are computed unfused, on every device"
     )
     overlap_p2p_comm: bool = refused(
         False,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from roll_batching.config import load_config
+from roll_batching.config import ConfigFileError, load_config
 from roll_batching.config.fields import use_of
 from roll_batching.config.walk import field_at, given_keys
 
+ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parent / "data"
 BLOCKS = ["roll_dynamic_batching", "roll_sequence_packing"]
 
@@ -98,3 +100,50 @@ def test_the_reference_takes_the_layout_of_actor_train():
     config = load_config(DATA / "roll_dynamic_batching.yaml", changes)
     assert config.reference.strategy_args.strategy_config.tensor_model_parallel_size == 2
     assert config.dp_size(8) == 4
+
+
+OBSTACLES = {
+    "`pretrain`": (["pretrain=some/model"], "pretrain: "),
+    "`save_steps`": (
+        ["save_steps=5", "actor_train.strategy_args.strategy_config.use_distributed_optimizer=true"],
+        "or save_steps to 0",
+    ),
+    "`reward_norm`": (["reward_norm=batch"], "unknown key"),
+    "`rewards`": (["rewards={}", "validation={}"], "reward_function instead"),
+    "`reference`": (
+        ["reference.strategy_args.strategy_config.tensor_model_parallel_size=2"],
+        "reference.strategy_args.strategy_config",
+    ),
+    "`messages`": (["actor_train.data_args.messages=messages"], "`prompt`"),
+    "`moe_grouped_gemm`": (["actor_train.strategy_args.strategy_config.moe_grouped_gemm=true"], "unknown key"),
+    "`difficulty_mask`": (["difficulty_mask=true"], "difficulty_mask: true is refused"),
+    "`num_gpus_per_worker`": (["actor_infer.num_gpus_per_worker=2"], "leave it out"),
+    "`model_args.flash_attn`": (["actor_train.model_args.flash_attn=fa2"], "unknown key"),
+    "`sequence_parallel: true`": (
+        ["actor_train.strategy_args.strategy_config.sequence_parallel=true"],
+        "set it to false",
+    ),
+    "`top_k: -1`": (["actor_infer.generating_args.top_k=-1"], "at least 0"),
+}
+"""What docs/coming-from-roll.md says stands in the way of ROLL's files, and what is said of it."""
+
+
+@pytest.mark.config
+def test_the_page_for_people_from_roll_says_what_stands_in_the_way():
+    page = (ROOT / "docs" / "coming-from-roll.md").read_text()
+    obstacles = [line for line in page.split("## Functions")[0].splitlines() if line.startswith("| ")][1:]
+    assert len(obstacles) == len(OBSTACLES)
+    for line, (name, (changes, words)) in zip(obstacles, OBSTACLES.items(), strict=True):
+        assert name in line
+        with pytest.raises(ConfigFileError, match=re.escape(words)):
+            load_config(ROOT / "configs" / "demo_grpo.yaml", changes)
+
+
+@pytest.mark.config
+def test_no_notice_promises_fusions():
+    config = load_config(
+        ROOT / "configs" / "demo_grpo.yaml",
+        ["actor_train.strategy_args.strategy_config.bias_activation_fusion=true"],
+    )
+    (notice,) = config.notices
+    assert "computed unfused" in notice.text

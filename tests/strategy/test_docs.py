@@ -24,7 +24,7 @@ SEED_NAMES = [
 
 
 def _rows(page: str) -> list[list[str]]:
-    lines = (ROOT / "docs" / page).read_text().splitlines()
+    lines = (ROOT / "docs" / page).read_text().split("\n## Functions")[-1].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     return [row for row in rows if len(row) == 3 and row[1] != "here"]
 

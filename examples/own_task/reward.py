@@ -1,0 +1,13 @@
+"""What a good answer is: here, the letters of the prompt in alphabetical order."""
+
+from __future__ import annotations
+
+from roll_batching.rl.rewards import Completion
+
+
+def reward(completion: Completion) -> float:
+    """The share of the answer's letters that stand in their place; 0 for a response of another length."""
+    answer, response = completion.record["answer"], completion.response
+    if len(response) != len(answer):
+        return 0.0
+    return sum(a == b for a, b in zip(answer, response, strict=True)) / len(answer)
