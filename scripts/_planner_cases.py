@@ -55,8 +55,19 @@ WORKLOADS = {
 }
 
 
+def heavy_tailed(seed: int, n: int) -> np.ndarray:
+    """Most short, some up to eight times the usual cap, as in traces of requests with long contexts."""
+    return np.clip(2000 * (1 + np.random.default_rng(seed).pareto(1.1, n)), 16, 8 * CAP).astype(int)
+
+
 def ours(lengths: np.ndarray, dp: int, cap: int) -> Bins:
     plan = plan_step(lengths, PlanConstraints(dp_size=dp, max_tokens=cap), cost=COST)
+    return [[mb.samples.tolist() for mb in rank] for rank in plan.micro_batches]
+
+
+def ours_with_experts(lengths: np.ndarray, dp: int, cap: int) -> Bins:
+    """All ranks share experts, and so wait for each other at every micro-batch."""
+    plan = plan_step(lengths, PlanConstraints(dp_size=dp, max_tokens=cap, ep_size=dp), cost=COST)
     return [[mb.samples.tolist() for mb in rank] for rank in plan.micro_batches]
 
 

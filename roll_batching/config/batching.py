@@ -54,7 +54,7 @@ class PassBatching:
     oversize: str = "error"
     """What becomes of a sequence longer than the cap: "error", "alone", "truncate" or "drop"."""
     objective: str = "auto"
-    """What the planner balances: "auto" (by topology), "rank_total", "lockstep" or "pipeline"."""
+    """What the planner balances: "auto" (by the layout), "rank_total", "lockstep" or "pipeline"."""
     seed: int = 0
     """Seed of algorithms that draw at random."""
 
@@ -90,13 +90,17 @@ class PassBatching:
         cp_size: int = 1,
         pp_size: int = 1,
         vpp_size: int = 1,
+        ep_size: int = 1,
+        etp_size: int | None = None,
+        fully_sharded: bool = False,
         sequence_parallel: bool = False,
         group_size: int | str | None = None,
         pack_multiple: int = 1,
     ) -> PlanConstraints:
         """What `plan_step` needs to plan this pass in the given parallel layout.
 
-        `group_size` is Megatron's number of micro-batches per virtual-pipeline group (None: its
+        `ep_size`, `etp_size` (None: `tp_size`) and `fully_sharded` say which ranks wait for each other at every
+        micro-batch. `group_size` is Megatron's number of micro-batches per virtual-pipeline group (None: its
         default), `pack_multiple` an extra multiple for the whole pack (16 for some low precisions).
         """
         from roll_batching.planning import PlanConstraints
@@ -107,6 +111,9 @@ class PassBatching:
             cp_size=cp_size,
             pp_size=pp_size,
             vpp_size=vpp_size,
+            ep_size=ep_size,
+            etp_size=etp_size,
+            fully_sharded=fully_sharded,
             sequence_parallel=sequence_parallel,
             mode=self.mode,
             max_tokens=self.max_tokens,

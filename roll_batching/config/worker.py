@@ -51,7 +51,9 @@ class PlanningArgs(Settings):
     )
     objective: Literal["auto", "rank_total", "lockstep", "pipeline"] = honoured(
         "auto",
-        help="What is balanced: chosen by the layout, the sum per rank, each step across ranks, or the pipeline.",
+        help="What is balanced: what the layout waits for (experts: every micro-batch across the ranks that share "
+        "them; a pipeline: its makespan; else the sum per rank, then every micro-batch), the sum per rank alone, every "
+        "micro-batch across all ranks, or the pipeline.",
     )
     dynamic_algorithm: Literal["roll", "nemo_rl", "prefer_closest", "prefer_first"] = honoured(
         "roll", help="How dynamic batching forms its rectangles."

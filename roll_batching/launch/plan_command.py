@@ -64,6 +64,9 @@ def plan(
     cp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Context-parallel size; aligns sequences.")] = 1,
     pp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Pipeline stages; their makespan is balanced.")] = 1,
     vpp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Model chunks per pipeline stage.")] = 1,
+    ep: Annotated[
+        int, typer.Option(min=1, max=MOST_SPLITS, help="Experts' ranks; they wait at every micro-batch.")
+    ] = 1,
     sequence_parallel: Annotated[bool, typer.Option(help="Align packs for sequence parallelism.")] = False,
     oversize: Annotated[str, typer.Option(help="Sequences above the cap: error, alone, truncate, drop.")] = "error",
     first: Annotated[int | None, typer.Option(min=1, help="Plan only the first N sequences.")] = None,
@@ -86,6 +89,7 @@ def plan(
             cp_size=cp,
             pp_size=pp,
             vpp_size=vpp,
+            ep_size=ep,
             sequence_parallel=sequence_parallel,
             oversize=oversize,
         )

@@ -26,6 +26,8 @@ class ParallelLayout:
     pp_size: int
     vpp_size: int
     ep_size: int
+    etp_size: int
+    """Tensor parallelism inside the experts; Megatron's default is `tp_size`."""
     dp_size: int
     sequence_parallel: bool
     tp_rank: int
@@ -41,6 +43,14 @@ class ParallelLayout:
     replica_group: Any
     """The ranks of this replica, on gloo."""
     device: torch.device
+    fully_sharded: bool = False
+    """Whether data-parallel ranks gather parameters layer by layer, as Megatron FSDP does."""
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """What a plan must know of this layout, by the names of `PlanConstraints`."""
+        names = ("dp_size", "tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "etp_size")
+        return {name: getattr(self, name) for name in (*names, "fully_sharded", "sequence_parallel")}
 
     @property
     def is_last_stage(self) -> bool:
@@ -150,12 +160,14 @@ def describe_layout(
         _host_groups[groups.dp] = _make_host_groups(groups.dp)
     host_group, replica_group = _host_groups[groups.dp]
     expert_group = getattr(groups, "ep", None)
+    expert_tensor_group = getattr(groups, "expt_tp", None)
     return ParallelLayout(
         tp_size=groups.tp.size(),
         cp_size=groups.cp.size(),
         pp_size=groups.pp.size(),
         vpp_size=vpp_size,
         ep_size=expert_group.size() if expert_group is not None else 1,
+        etp_size=(groups.tp if expert_tensor_group is None else expert_tensor_group).size(),
         dp_size=groups.dp.size(),
         sequence_parallel=sequence_parallel,
         tp_rank=groups.tp.rank(),

@@ -50,6 +50,15 @@ class PlanConstraints:
     vpp_size: int = 1
     """Model chunks per pipeline stage; above 1 the schedule is Megatron's interleaved one."""
 
+    ep_size: int = 1
+    """Expert parallelism: Megatron's expert groups are consecutive ranks of TP x CP x DP."""
+
+    etp_size: int | None = None
+    """Tensor parallelism inside the experts; None means `tp_size`, as in Megatron."""
+
+    fully_sharded: bool = False
+    """Whether DP ranks gather parameters layer by layer (FSDP, ZeRO-3), and so meet at every micro-batch."""
+
     group_size: int | str | None = None
     """Interleaving only: Megatron's `microbatch_group_size_per_vp_stage`. None means `pp_size`, with the
     micro-batch count a multiple of it; an int N admits K with K % N == 0 or K % N >= pp_size; "auto" admits
@@ -82,7 +91,9 @@ class PlanConstraints:
     "truncate" or "drop"."""
 
     objective: str = "auto"
-    """What load_balance minimises: "rank_total", "lockstep", "pipeline"; "auto" takes the topology's."""
+    """What load_balance minimises. "auto" and "pipeline": the step's time by the layout; where ranks meet once per
+    step, rank totals within 1.0005 of their mean wherever that is possible, and then lockstep. "lockstep": as if all
+    ranks met at every micro-batch; "rank_total": rank totals alone."""
 
     seed: int = 0
     """Seed of first_fit_shuffle and of the search; the same seed gives the same plan on any machine."""
@@ -103,12 +114,13 @@ class PlanConstraints:
             "cp_size",
             "pp_size",
             "vpp_size",
+            "ep_size",
             "pack_multiple",
             "sequence_length_round",
             "min_num_micro_batches",
         ):
             _require_positive(name, getattr(self, name))
-        for name in ("max_tokens", "rows", "padded_length"):
+        for name in ("max_tokens", "rows", "padded_length", "etp_size"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
@@ -122,8 +134,19 @@ class PlanConstraints:
                 raise PlanError(f'sequence_multiple={self.sequence_multiple!r} must be an integer, None or "2*cp*tp"')
         elif self.sequence_multiple is not None:
             _require_positive("sequence_multiple", self.sequence_multiple)
+        self._check_experts()
         self._check_pipeline()
         self._check_mode()
+
+    def _check_experts(self) -> None:
+        ranks = self.tp_size * self.cp_size * self.dp_size
+        if ranks % self._expert_ranks:
+            inner = "" if self.etp_size is None else f" x etp_size={self.etp_size}"
+            whole = "dp_size x cp_size" if self.etp_size is None else "dp_size x cp_size x tp_size"
+            raise PlanError(
+                f"ep_size={self.ep_size}{inner} does not divide {whole} = "
+                f"{ranks if self.etp_size else ranks // self.tp_size}: change one of them"
+            )
 
     def _check_pipeline(self) -> None:
         if self.vpp_size > 1 and self.pp_size == 1:
@@ -209,11 +232,24 @@ class PlanConstraints:
         return self.vpp_size > 1
 
     @property
-    def resolved_objective(self) -> str:
-        """The objective with "auto" resolved: "pipeline" with a pipeline, else "balanced" (both others)."""
-        if self.objective != "auto":
-            return self.objective
-        return "pipeline" if self.pp_size > 1 else "balanced"
+    def _expert_ranks(self) -> int:
+        """Ranks of TP x CP x DP that exchange tokens at every layer with experts."""
+        return self.ep_size * (self.etp_size or self.tp_size)
+
+    @property
+    def lockstep_ranks(self) -> int:
+        """How many consecutive DP ranks wait for each other at every micro-batch, given the objective.
+
+        1: ranks meet once per step. `dp_size`: all of them, with shards that are gathered layer by layer, and where
+        they compute the same shapes. In between: the DP ranks that one expert group of Megatron's (order
+        "tp-cp-ep-dp") reaches, and those that its neighbours in TP and CP link to them.
+        """
+        if self.objective == "rank_total":
+            return 1
+        if self.objective == "lockstep" or self.fully_sharded or self.shared_shapes:
+            return self.dp_size
+        replica = self.tp_size * self.cp_size
+        return math.lcm(self._expert_ranks, replica) // replica
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by field name; `PlanConstraints(**d)` restores it."""

@@ -41,6 +41,12 @@ def pipeline_makespan(costs: ArrayLike, *, stages: int, chunks: int = 1, group_s
     )
 
 
+def slowest_makespan(table: Ints, *, stages: int, chunks: int = 1, group_size: int | None = None) -> int:
+    """The largest `pipeline_makespan` among the rows of `table` (int64[n, K]): pipelines side by side."""
+    schedule = static_schedule(stages, table.shape[1], chunks, group_size)
+    return int(_slowest(table, schedule.micro_batch, schedule.backward, schedule.previous, schedule.awaited))
+
+
 def order_for_pipeline(
     costs: ArrayLike,
     *,
@@ -49,14 +55,16 @@ def order_for_pipeline(
     group_size: int | None = None,
     seed: int = 0,
     tries: int = MOST_ORDERS,
+    start: Ints | None = None,
 ) -> Ints:
     """An order of the micro-batches (int64[K], positions into `costs`) with a small makespan.
 
-    Starts from small-at-ends and is never worse. Where there are no more orders than `tries` all are tried (up
-    to 8 micro-batches by default); otherwise swaps and moves with a falling threshold of acceptance.
+    Starts from `start` (default: small-at-ends) and is never worse. Where there are no more orders than `tries`
+    all are tried (up to 8 micro-batches by default); otherwise swaps and moves with a falling threshold of
+    acceptance.
     """
     values = _as_costs(costs)
-    start = small_at_ends(values)
+    start = small_at_ends(values) if start is None else start
     if len(values) < 2 or stages == 1:
         return start
     schedule = static_schedule(stages, len(values), chunks, group_size)
@@ -96,6 +104,16 @@ def _makespan(
             begin = max(begin, end[awaited[operation]])
         end[operation] = begin + (costs[order[micro_batch[operation]]] << backward[operation])
         latest = max(latest, end[operation])
+    return latest
+
+
+@compiled
+def _slowest(table: Ints, micro_batch: Ints, backward: Ints, previous: Ints, awaited: Ints) -> int:
+    order = np.arange(table.shape[1])
+    end = np.empty(len(previous), dtype=np.int64)
+    latest = 0
+    for row in range(len(table)):
+        latest = max(latest, _makespan(table[row], order, micro_batch, backward, previous, awaited, end))
     return latest
 
 

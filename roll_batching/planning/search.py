@@ -1,8 +1,7 @@
 """Local search over packs: swaps that lower lockstep cost and rank excess, never above the cap.
 
 The lockstep cost is the sum over indices k of the largest cost among the ranks at k. The rank excess is
-what ranks have above a level, in sum; the level lies a little above the mean, by a share of what lockstep
-loses anyway. The search lowers a weighted sum of both.
+what ranks have above a level, in sum. The search lowers a weighted sum of both.
 
 A swap exchanges two units of different packs; each pack also holds some empty units, so that a swap with
 one of them is a move. Most candidates are neighbours in the order of sizes: in nearly full packs only units
@@ -163,15 +162,15 @@ def swap_units(
     threshold: int,
     column_weight: int,
     rank_weight: int,
-    allowance: int,
+    level: int,
     seed: int,
 ) -> tuple[Ints, Ints, Ints]:
     """Improved packs of all units (int64[n]), the columns (int64[K, dp]) and the ranks of packs (int64[dp*K]).
 
     `pack_of` (values 0 to dp_size * count - 1) must be within the cap, apart from packs with a single unit
     above it; `columns` (int64[K, dp]) and `rank_of_pack` are where the search starts. `home` holds each unit's
-    rank or -1 (all or none). `threshold` is the first accepted loss, in weighted cost. The level of ranks is
-    their mean plus the lockstep loss divided by `allowance` (0: the mean itself).
+    rank or -1 (all or none). `threshold` is the first accepted loss, in weighted cost; `level`
+    is what a rank may have before it counts as excess.
     """
     real = len(pack_of)
     packs = dp_size * count
@@ -209,10 +208,6 @@ def swap_units(
             column_of[pack] = k
             totals[rank_at[pack]] += load[pack]
     top = column_tops(columns, load)
-    mean = totals.sum() // dp_size
-    level = mean
-    if allowance:
-        level += max(0, load[top].sum() - mean) // allowance
     best_energy = column_weight * load[top].sum() + rank_weight * excess_above(totals, level)
     best = place[:real].copy()
     best_columns = columns.copy()

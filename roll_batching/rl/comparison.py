@@ -46,14 +46,7 @@ class ModeComparison:
             },
         }
         self._constraints = {
-            mode: pass_batching(worker.model_copy(update=changes), "train").constraints(
-                dp_size=layout.dp_size,
-                tp_size=layout.tp_size,
-                cp_size=layout.cp_size,
-                pp_size=layout.pp_size,
-                vpp_size=layout.vpp_size,
-                sequence_parallel=layout.sequence_parallel,
-            )
+            mode: pass_batching(worker.model_copy(update=changes), "train").constraints(**layout.planned)
             for mode, changes in variants.items()
         }
 

@@ -105,7 +105,9 @@ class StepTime:
     free: float
     """Ranks meet at the end of the step only (plain data parallelism): the slowest rank."""
     lockstep: float
-    """Ranks meet at every micro-batch (EP or FSDP across DP): the run of the slowest at every index."""
+    """Ranks meet at every micro-batch (FSDP, or one expert group across DP): the slowest's run at every index."""
+    step: float
+    """Ranks meet where the plan was made for it: `lockstep_ranks` neighbours at every micro-batch, all at the end."""
 
 
 def simulate_plan(plan: Plan, *, fixed: float = 0) -> StepTime:
@@ -118,5 +120,11 @@ def simulate_plan(plan: Plan, *, fixed: float = 0) -> StepTime:
             costs, stages=constraints.pp_size, chunks=constraints.vpp_size, group_size=plan.group_size
         ).makespan
 
+    blocks = table.reshape(-1, constraints.lockstep_ranks, plan.num_micro_batches).max(axis=1)
     per_rank = tuple(time(costs) for costs in table.tolist())
-    return StepTime(per_rank=per_rank, free=max(per_rank), lockstep=time(table.max(axis=0).tolist()))
+    return StepTime(
+        per_rank=per_rank,
+        free=max(per_rank),
+        lockstep=time(table.max(axis=0).tolist()),
+        step=max(time(costs) for costs in blocks.tolist()),
+    )

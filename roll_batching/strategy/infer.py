@@ -135,12 +135,7 @@ class MegatronInferStrategy:
         batching = self.batching.infer if forward else self.batching.train
         layout = self.layout
         constraints = batching.constraints(
-            dp_size=layout.dp_size,
-            tp_size=layout.tp_size,
-            cp_size=layout.cp_size,
-            pp_size=layout.pp_size,
-            vpp_size=layout.vpp_size,
-            sequence_parallel=layout.sequence_parallel,
+            **layout.planned,
             group_size=self.settings.group_size if layout.vpp_size > 1 else None,
         )
         return plan_step(
@@ -335,7 +330,7 @@ class MegatronInferStrategy:
 
     def _check_plan(self, plan: Plan) -> None:
         planned, layout = plan.constraints, self.layout
-        for name in ("dp_size", "tp_size", "cp_size", "pp_size", "vpp_size", "sequence_parallel"):
+        for name in ("dp_size", "tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "sequence_parallel"):
             if getattr(planned, name) != getattr(layout, name):
                 raise LayoutError(
                     f"the plan was made for {name}={getattr(planned, name)} and this job runs {getattr(layout, name)}: "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import megatron.core
@@ -74,6 +74,7 @@ def adopt_parts(
         device=next(gpt.parameters()).device,
         groups=pg_collection,
     )
+    layout = replace(layout, fully_sharded=gathers_layers(getattr(chunks[0], "ddp_config", None)))
     error = None
     try:
         check_parts(chunks, layout, batching, settings, defer_head=defer_head, also=also)
@@ -112,6 +113,17 @@ def _notice_router_losses(config: Any, groups: Any) -> None:
             auxiliary,
             z_loss,
         )
+
+
+def gathers_layers(ddp_config: Any) -> bool:
+    """Whether a DistributedDataParallelConfig shards parameters, so that ranks meet in every layer.
+
+    Megatron FSDP does with its strategy "optim_grads_params"; `overlap_param_gather` gathers once per step.
+    """
+    return bool(
+        getattr(ddp_config, "use_megatron_fsdp", False)
+        and ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
+    )
 
 
 def _defer_in(chunk: Any) -> None:

@@ -56,6 +56,8 @@ def test_modes_reach_the_planner():
     assert isinstance(constraints, PlanConstraints)
     assert (constraints.mode, constraints.max_tokens, constraints.oversize) == ("packed", 64, "drop")
     assert constraints.sequence_multiple == "2*cp*tp" and constraints.pack_multiple == 16
+    experts = packed.constraints(dp_size=4, cp_size=2, tp_size=2, ep_size=4, etp_size=1, fully_sharded=True)
+    assert (experts.ep_size, experts.etp_size, experts.fully_sharded) == (4, 1, True)
     dynamic = PassBatching(mode="dynamic", max_tokens=64, algorithm="roll", sequence_length_round=8)
     assert dynamic.constraints(dp_size=1, pp_size=2, vpp_size=2, group_size=3).group_size == 3
     padded = PassBatching(mode="padded", algorithm="none", rows=4, padded_length=32)

@@ -6,7 +6,7 @@ A check gets a case and a view: `view[rank][k]` with lists, so that a test can b
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,8 @@ def cases(draw: st.DrawFn) -> Case:
         sequence_parallel=draw(st.booleans()),
         pp_size=pp_size,
         vpp_size=vpp_size,
+        ep_size=draw(st.sampled_from([1, 1, *(ep for ep in (2, 4, 8) if dp_size % ep == 0)])),
+        fully_sharded=draw(st.integers(0, 7)) == 0,
         group_size=group_size,
         pack_multiple=draw(st.sampled_from([1, 1, 2])),
         min_num_micro_batches=draw(st.sampled_from([1, 1, 3])),
@@ -278,6 +280,10 @@ def pack_costs(case: Case, view: View) -> np.ndarray:
     )
 
 
+def costs_of_units(case: Case, units: list[list[int]], used: dict[int, int]) -> list[int]:
+    return [sum(case.cost.sequence(used[i]) for i in unit) for unit in units]
+
+
 def check_7_balance(case: Case, view: View) -> None:
     """Never worse than first-fit-decreasing's packs, sorted into columns; columns in one order."""
     c = case.constraints
@@ -297,7 +303,8 @@ def check_7_balance(case: Case, view: View) -> None:
     ((units, _),) = units_by_rank(case, view)
     sizes = [sum(up(used[i], sequence) for i in unit) for unit in units]
     bins = plain_first_fit_decreasing(sizes, (c.max_tokens or 0) // pack * pack)
-    costs = [sum(case.cost.sequence(used[i]) for u in members for i in units[u]) for members in bins]
+    unit_costs = costs_of_units(case, units, used)
+    costs = [sum(unit_costs[u] for u in members) for members in bins]
     costs = sorted(costs + [0] * (view.num_micro_batches * c.dp_size - len(costs)), reverse=True)
     columns = [costs[k * c.dp_size : (k + 1) * c.dp_size] for k in range(view.num_micro_batches)]
     totals = [0] * c.dp_size
@@ -306,13 +313,18 @@ def check_7_balance(case: Case, view: View) -> None:
             totals[rank] += cost
     lockstep = sum(column[0] for column in columns)
     above = sum(max(0, total - mean) for total in totals)
-    objective = c.objective
-    if objective == "lockstep":
+    largest = table.sum(axis=1).max()
+    if c.objective == "rank_total":
+        assert largest - mean <= above
+    elif c.pp_size == 1 and c.lockstep_ranks == 1:
+        alone = replace(c, objective="rank_total")
+        costs_alone = pack_costs(case, view_of(replace(case, constraints=alone).plan()))
+        assert largest <= max(mean + mean // 2000, costs_alone.sum(axis=1).max(), max(unit_costs))
+    elif c.pp_size == 1:
+        blocks = table.reshape(-1, c.lockstep_ranks, table.shape[1]).max(axis=1)
+        assert blocks.sum(axis=1).max() <= lockstep
+    elif c.objective == "lockstep":
         assert tops.sum() <= lockstep
-    elif objective == "rank_total":
-        assert table.sum(axis=1).max() - mean <= above
-    else:
-        assert tops.sum() <= lockstep + above
 
 
 def check_8_integer_and_repeatable(case: Case, plan: Plan, again: Plan) -> None:

@@ -144,7 +144,7 @@ def test_count_by_makespan_against_every_count(fixed_tokens, pp_size, vpp_size, 
     def time(count: int | None) -> tuple[float, int]:
         order, offsets, chosen = balance_units(inputs, count=count)
         plan = assemble_units(inputs, order, offsets, chosen)
-        return simulate_plan(plan, fixed=inputs.fixed_cost / pp_size).lockstep, chosen
+        return simulate_plan(plan, fixed=inputs.fixed_cost / pp_size).step, chosen
 
     chosen_time, chosen = time(None)
     counts, count = [], legal_count(-(-int(lengths.sum()) // (2 * 16384)) + 1, constraints)

@@ -387,3 +387,9 @@ def test_convert_config_names_what_it_cannot_read(tmp_path, text, words):
     result = CliRunner().invoke(app_of(convert_config), [str(tmp_path / "grpo.yaml")])
     assert isinstance(result.exception, ConfigError) and words in str(result.exception)
     assert "grpo.yaml" in str(result.exception)
+
+
+def test_plan_knows_expert_parallelism(lengths_csv):
+    result = CliRunner().invoke(app_of(plan), [str(lengths_csv[0]), "--dp", "4", "--ep", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["constraints"]["ep_size"] == 2

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,78 @@ def test_the_example_prints_equal_losses(ranks: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(lines) == 3
+
+
+def expert_layout(etp_size: int | None) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from roll_batching.modeling.parallel import describe_layout, start_processes
+    from roll_batching.planning import PlanConstraints
+
+    device = start_processes()
+    parallel_state.initialize_model_parallel(
+        2, expert_model_parallel_size=2 if etp_size == 1 else 1, expert_tensor_parallel_size=etp_size
+    )
+    layout = describe_layout(vpp_size=1, sequence_parallel=False, device=device)
+    constraints = PlanConstraints(max_tokens=64, **layout.planned)
+    return {"etp": layout.etp_size, "width": constraints.lockstep_ranks, **layout.planned}
+
+
+@pytest.mark.parametrize(("etp_size", "found"), [(None, 2), (1, 1)])
+def test_the_experts_of_existing_groups_reach_the_plan(etp_size: int | None, found: int) -> None:
+    for layout in run_ranks(2, "tests.strategy.test_parts:expert_layout", etp_size):
+        assert layout["etp"] == layout["etp_size"] == found
+        assert layout["ep_size"] == (2 if etp_size == 1 else 1) and layout["width"] == 1
+
+
+def plans_of_an_expert_strategy(_: None) -> tuple[Any, str]:
+    from roll_batching.data import gather_lengths
+    from roll_batching.errors import RankError
+    from roll_batching.losses import SFTLoss
+    from roll_batching.planning import plan_step
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.models import ARCHITECTURE, worker_config
+
+    moe = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
+    config = worker_config(
+        "packed", 64, megatron={"expert_model_parallel_size": 2}, architecture={**ARCHITECTURE, "moe": moe}
+    )
+    strategy = MegatronTrainStrategy(config)
+    strategy.initialize()
+    batch = _samples_of(strategy.layout.dp_rank)
+    table = gather_lengths(batch)
+    planned = strategy.plan(table).constraints
+    alone = plan_step(table.lengths, replace(planned, ep_size=1), ids=table.ids)
+    with pytest.raises(RankError) as caught:
+        strategy.train_step(batch, alone, SFTLoss())
+    return planned, str(caught.value)
+
+
+def _samples_of(rank: int) -> Any:
+    from roll_batching.data import SampleBatch
+
+    rows = [torch.arange(5 + i) for i in range(3)]
+    return SampleBatch.from_lists({"input_ids": rows}, {"input_ids": "token"}, ids=[3 * rank + i for i in range(3)])
+
+
+def test_expert_parallelism_reaches_the_plan_and_is_compared() -> None:
+    for planned, message in run_ranks(2, "tests.strategy.test_parts:plans_of_an_expert_strategy"):
+        assert planned.ep_size == 2 and planned.lockstep_ranks == 2 and not planned.fully_sharded
+        assert "made for ep_size=1 and this job runs 2" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"overlap_param_gather": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True}, False),
+        ({"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim"}, False),
+        ({"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}, True),
+    ],
+)
+def test_only_shards_gathered_layer_by_layer_make_ranks_meet(options: dict[str, Any], expected: bool) -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from roll_batching.strategy.parts import gathers_layers
+
+    assert gathers_layers(DistributedDataParallelConfig(**options)) is expected
+    assert not gathers_layers(None)

@@ -1,0 +1,96 @@
+"""Units that share packs, and their first placements for a given number of micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll_batching.planning.first_fit import descending, first_fit
+from roll_batching.planning.inputs import Ints, PlanInputs
+from roll_batching.planning.spread import cheapest_first, handicaps, mend_overflow
+
+MEND_ITERATIONS = 200_000
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Packs, and which of them meet at one index."""
+
+    place: Ints
+    """int64[n]: the pack of every unit."""
+    columns: Ints
+    """int64[K, dp]: the packs of every index, before their order in time is known."""
+    rank_of_pack: Ints
+    """int64[dp*K]"""
+
+
+def at_home(inputs: PlanInputs) -> bool:
+    """Whether the units have ranks where they must stay (all have, or none)."""
+    return bool(np.any(inputs.units.home >= 0))
+
+
+def pools_of(inputs: PlanInputs) -> list[Pool]:
+    """One pool of all units, or one per rank where units have a home."""
+    units, dp_size = inputs.units, inputs.constraints.dp_size
+    if not at_home(inputs):
+        return [Pool(inputs, np.arange(len(units)), dp_size)]
+    return [Pool(inputs, np.flatnonzero(units.home == rank), 1) for rank in range(dp_size)]
+
+
+class Pool:
+    """Units that share packs: all of them, or those of one rank."""
+
+    def __init__(self, inputs: PlanInputs, units: Ints, ranks: int) -> None:
+        self.units = units
+        self.ranks = ranks
+        self.cap = inputs.constraints.usable_tokens
+        self.seed = inputs.constraints.seed
+        self.slots = inputs.units.slots[units]
+        self.costs = inputs.units.costs[units]
+        self.order = descending(self.slots)
+        self.first_fit = first_fit(self.slots, self.order, self.cap)
+        self.first_fit_count = -(-(int(self.first_fit.max(initial=-1)) + 1) // ranks)
+        self._placed: dict[int, Ints | None] = {}
+
+    def least_count(self) -> int:
+        """No placement needs fewer micro-batches per rank: by tokens, and by units above half the cap."""
+        alone = self.slots > self.cap
+        inside = self.slots[~alone]
+        halves = int((2 * inside > self.cap).sum())
+        packs = int(alone.sum()) + max(halves, -(-int(inside.sum()) // self.cap))
+        return -(-packs // self.ranks)
+
+    def try_place(self, count: int) -> Ints | None:
+        """Packs (int64[n], 0 to ranks * count - 1) for `count` micro-batches per rank, or None."""
+        if count not in self._placed:
+            self._placed[count] = self._try_place(count)
+        return self._placed[count]
+
+    def _try_place(self, count: int) -> Ints | None:
+        packs = count * self.ranks
+        if not len(self.units):
+            return np.empty(0, dtype=np.int64)
+        place, homeless = cheapest_first(self.slots, self.costs, self.order, np.zeros(packs, np.int64), self.cap)
+        if not homeless:
+            return place
+        if count >= self.first_fit_count:
+            return self.first_fit
+        if np.any(self.slots > self.cap):
+            return None
+        place, overflow = mend_overflow(place, self.slots, self.order, packs, self.cap, MEND_ITERATIONS, self.seed)
+        return None if overflow else place
+
+    def place_beside_giants(self, count: int, *, level_totals: bool) -> Packing | None:
+        """By cost, with full packs beside the costliest units; None where units find no room."""
+        handicap, places = handicaps(self.costs, self.slots, self.ranks, count, self.cap, level_totals=level_totals)
+        place, homeless = cheapest_first(self.slots, self.costs, self.order, handicap, self.cap)
+        columns = np.empty(len(places), dtype=np.int64)
+        columns[places] = np.arange(len(places))
+        return None if homeless else Packing(place, columns.reshape(count, self.ranks), places % self.ranks)
+
+    def place(self, count: int) -> Ints:
+        """As `try_place`, for a count that is known to work."""
+        place = self.try_place(count)
+        assert place is not None
+        return place
