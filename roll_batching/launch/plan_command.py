@@ -65,7 +65,7 @@ def plan(
     pp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Pipeline stages; their makespan is balanced.")] = 1,
     vpp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Model chunks per pipeline stage.")] = 1,
     ep: Annotated[
-        int, typer.Option(min=1, max=MOST_SPLITS, help="Experts' ranks; they wait at every micro-batch.")
+        int, typer.Option(min=1, max=MOST_SPLITS, help="Expert-parallel size; ranks that share experts wait.")
     ] = 1,
     sequence_parallel: Annotated[bool, typer.Option(help="Align packs for sequence parallelism.")] = False,
     oversize: Annotated[str, typer.Option(help="Sequences above the cap: error, alone, truncate, drop.")] = "error",

@@ -15,7 +15,9 @@ and, for `load_balance`:
 
 6. without a pipeline there are at most as many micro-batches as first-fit-decreasing needs; with one, their
    number has the smallest predicted makespan;
-7. cost is balanced for the topology's objective, and equal costs meet at equal indices;
+7. cost is balanced for what the layout waits for: rank totals where ranks meet once per step (and then every
+   index), every index where they share experts or gather parameters layer by layer, the pipeline's makespan;
+   without a pipeline equal costs meet at equal indices;
 8. arithmetic is integer and searches have iteration budgets: two machines never disagree.
 """
 
