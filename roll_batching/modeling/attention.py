@@ -86,7 +86,8 @@ class PackedAttention(torch.nn.Module):
         if params.rotary is None:
             if self.inverse_frequencies.device != query.device:
                 self.inverse_frequencies = self.inverse_frequencies.to(query.device)
-            params.rotary = self.rotary.tables(params.positions, self.inverse_frequencies)
+            cos, sin = self.rotary.tables(params.positions, self.inverse_frequencies)
+            params.rotary = cos.to(query.dtype), sin.to(query.dtype)  # once: every layer keeps them for its backward
         tables: Tables = params.rotary
         return rotate(query, tables), rotate(key, tables)
 

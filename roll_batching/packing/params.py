@@ -33,6 +33,10 @@ class PackedParams(PackedSeqParams):
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     """cos and sin tables of the local rows; the first layer of a forward pass fills them in."""
 
+    def release(self) -> None:
+        """Lets go of what layers filled in: they do so again when they need it."""
+        self.rotary = None
+
 
 def packed_params(layout: PackLayout, cp_rank: int, device: torch.device) -> PackedParams:
     """PackedParams of `layout` for one context-parallel rank.

@@ -25,6 +25,7 @@ from roll_batching.modeling.parallel import ParallelLayout, make_layout, start_p
 from roll_batching.packing.batch import PackedBatch, pack_step, unpack_results
 from roll_batching.planning import CostModel, Plan, plan_step
 from roll_batching.strategy.agreement import agree, digest
+from roll_batching.strategy.built import of_built_model
 from roll_batching.strategy.checkpoint import load_strategy, save_strategy
 from roll_batching.strategy.generation import GenerationSettings, generate
 from roll_batching.strategy.schedule import run_schedule
@@ -41,23 +42,22 @@ class MegatronInferStrategy:
     together. Results come back in the caller's order, on every rank of a replica.
     """
 
-    def __init__(self, config: WorkerConfig, *, seed: int = 0, temperature: float = 1.0) -> None:
-        self.config: WorkerConfig | None = config
-        self.seed = seed
-        self._start(config.batching(), StepSettings.of(config), temperature)
+    layout: ParallelLayout = of_built_model()
+    chunks: list[Any] = of_built_model()
+    dtype: torch.dtype = of_built_model()
+    batching: BatchingConfig = of_built_model()
+    settings: StepSettings = of_built_model()
 
-    def _start(self, batching: BatchingConfig, settings: StepSettings, temperature: float) -> None:
-        """What a strategy holds, however it is made."""
-        self.batching, self.settings = batching, settings
+    def __init__(self, config: WorkerConfig | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
+        self.config, self.seed = config, seed
+        if config is not None:  # else the caller's parts bring their own
+            self.batching, self.settings = config.batching(), StepSettings.of(config)
         self.temperature = temperature
         """Logits are divided by it wherever log-probs are computed; rollouts should sample with the same."""
-        self.layout: ParallelLayout
-        self.chunks: list[Any]
         self.pg_collection: Any = None
         """Megatron's process groups, where they are not those of its parallel state."""
         self.cost: CostModel | None = None
         self.vocab_size: int | None = None
-        self.dtype: torch.dtype
         self._noticed_fillers = False
 
     # ---- building
@@ -89,7 +89,7 @@ class MegatronInferStrategy:
 
     def _configured(self) -> WorkerConfig:
         if self.config is None:
-            raise LayoutError("a strategy made by from_parts is ready: its model and optimizer are the caller's")
+            raise LayoutError("this strategy has no WorkerConfig to build a model of; from_parts takes one that exists")
         return self.config
 
     def _build(self) -> None:
@@ -115,10 +115,7 @@ class MegatronInferStrategy:
         return self.layout.device
 
     def gather_parameters(self) -> None:
-        """Makes parameters whole on every rank: call it before you read those of `chunks` yourself. Collective.
-
-        Under `overlap_param_gather` they are a step old in part, from `train_step` to the next forward pass.
-        """
+        """Makes parameters whole on every rank: before you read those of `chunks` yourself. Collective."""
         gather_parameters(self.chunks)
 
     def copy_weights_from(self, other: MegatronInferStrategy) -> None:

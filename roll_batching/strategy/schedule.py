@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,6 +17,7 @@ from roll_batching.modeling.experts import padding_uncounted, routed_padding, wi
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.packing.batch import PackedBatch
+from roll_batching.packing.params import PackedParams
 from roll_batching.planning import Plan
 from roll_batching.strategy.pipeline import PlannedP2P
 
@@ -84,6 +86,7 @@ def run_schedule(
                 packed_seq_params=None if rows_form else pack.params,
                 **extra,
             )
+        _release_after_use(pack.params, output, chunk, chunks, forward_only)
         return output, bind_loss(pack, chunk)
 
     communicator, options, changes = None, {}, {}
@@ -116,6 +119,21 @@ def run_schedule(
     if isinstance(communicator, PlannedP2P):
         communicator.check_exhausted(forward_only)
     return results
+
+
+def _release_after_use(
+    params: PackedParams, output: Any, chunk: Any, chunks: Sequence[Any], forward_only: bool
+) -> None:
+    """Frees what layers keep with a micro-batch when this stage is done with it.
+
+    That is after the last chunk's forward pass or, as recompute asks again, when the backward of the first has ended.
+    """
+    if forward_only or not output.requires_grad:
+        if chunk is chunks[-1]:
+            params.release()
+    elif chunk is chunks[0]:
+        engine = torch.autograd.Variable._execution_engine
+        output.register_hook(lambda _: engine.queue_callback(params.release))  # at the end of this backward pass
 
 
 @contextlib.contextmanager

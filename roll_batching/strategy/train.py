@@ -6,11 +6,11 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from roll_batching.config import BatchingConfig, TrainingArgs
+from roll_batching.config import BatchingConfig, TrainingArgs, WorkerConfig
 from roll_batching.data import SampleBatch
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import loss_spec
@@ -58,8 +58,8 @@ class StepResult:
 class MegatronTrainStrategy(MegatronInferStrategy):
     """Training steps over planned micro-batches; subclass it and define `token_loss` for your own loss."""
 
-    def _start(self, batching: BatchingConfig, settings: StepSettings, temperature: float) -> None:
-        super()._start(batching, settings, temperature)
+    def __init__(self, config: WorkerConfig | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
+        super().__init__(config, seed=seed, temperature=temperature)
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.scheduler_unit: SchedulerUnit = "steps"
@@ -82,7 +82,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         temperature: float = 1.0,
         cost: CostModel | None = None,
         settings: StepSettings | None = None,
-    ) -> MegatronTrainStrategy:
+        **own: Any,
+    ) -> Self:
         """Puts plan, packing, schedule and loss under a Megatron model and optimizer that exist already.
 
         Changes nothing in the model, except its output layer's class when `defer_head` asks for it:
@@ -102,13 +103,14 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             temperature: logits are divided by it.
             cost: the planner's cost model; None derives one from the model's config.
             settings: further settings; `rows_form` is set here.
+            own: arguments of a subclass's constructor, which is called with None for the WorkerConfig.
 
         Raises:
             LayoutError: on all ranks, naming everything about the parts that cannot work and what to set.
         """
-        strategy = cls.__new__(cls)
-        strategy.config, strategy.seed = None, 0
-        strategy._start(batching, replace(settings or StepSettings(), rows_form=rows_form), temperature)
+        strategy = cls(None, **own)
+        strategy.batching, strategy.temperature = batching, temperature
+        strategy.settings = replace(settings or StepSettings(), rows_form=rows_form)
         strategy.optimizer, strategy.scheduler = optimizer, scheduler
         strategy.scheduler_unit = scheduler_unit or "steps"
         strategy.vocab_size, strategy.pg_collection = vocab_size, pg_collection
@@ -183,7 +185,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         Takes what `forward_backward` takes, and raises what it raises, before the optimizer steps.
         """
         started = time.perf_counter()
-        if self.optimizer is None:
+        if self.chunks and self.optimizer is None:
             raise LayoutError("this strategy was made without an optimizer: call forward_backward and step yours")
         self._loss(loss)
         for chunk in self.chunks:
