@@ -33,7 +33,8 @@ class RewardProcess:
     """The reward function `path`, called with `arguments` by name, `limit` seconds at most per call.
 
     The process starts with the first call, or with `start`, and again after one that had to be killed. It ends with
-    `close`, and with the process that it works for. Whoever waits longer than `notice_after` seconds is told what for.
+    `close`, and with the process that it works for. Whoever waits longer than `notice_after` seconds is told what
+    for, and again after twice as long.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class RewardProcess:
     ) -> None:
         self.path, self.arguments = path, dict(arguments or {})
         self.limit, self.notice_after = limit, notice_after
+        self._patience = notice_after
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._calls = 0
@@ -65,7 +67,7 @@ class RewardProcess:
             return
         ours, theirs = multiprocessing.Pipe()
         # Handed down as it is, since the package need not be installed for an interpreter that starts anew.
-        command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-u", "-c", _CHILD, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0)
         theirs.close()
         self._connection, self._calls = ours, 0
@@ -83,6 +85,7 @@ class RewardProcess:
         `seed` and the id seed the function's random numbers. Raises DataError naming sample, function and cure when
         a call fails, returns no finite number or malformed marks, takes too long, or ends its process.
         """
+        self._patience = self.notice_after
         answers = [self._score(c, int(i), seed) for c, i in zip(completions, ids, strict=True)]
         names = sorted({name for answer in answers for name in answer["marks"]})
         if len(names) > MOST_MARKS:
@@ -122,22 +125,21 @@ class RewardProcess:
         """What the process answers to `message`; it is closed when there is no answer."""
         assert self._connection is not None
         started = time.monotonic()
-        notice = started + self.notice_after
         try:
             self._connection.send(message)
             while True:
                 answer = self._answer()
                 if answer is not None:
                     return answer
-                now = time.monotonic()
-                if now - started > self.limit:
+                waited = time.monotonic() - started
+                if waited > self.limit:
                     raise DataError(
                         f"reward function {self.path} did not return within {self.limit:g} s on {where}: raise "
                         "reward_timeout (seconds per call), or give what it waits for a limit of its own"
                     )
-                if now > notice:
-                    self._tell(where, now - started)
-                    notice = now + (now - started)
+                if waited > self._patience:
+                    self._tell(where, waited)
+                    self._patience *= 2
         except DataError:
             self.close()
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,12 +24,23 @@ def writing(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize(("when", "saved"), [(training, 0), (writing, 1)])
-def test_nothing_outlives_a_killed_launcher(when, saved, tmp_path, report):
+def test_nothing_outlives_a_killed_launcher(when, saved, tmp_path):
     job = write_job(tmp_path, **LONG, save_steps=saved, save_total_limit=1 if saved else None)
     with started(tmp_path, *train(job)) as launcher:
         wait_for(lambda: when(tmp_path), 150)
         kill(launcher)
         wait_for(lambda: not processes(tmp_path), 5)
+
+
+def test_a_key_pressed_ends_a_job_with_one_line(tmp_path):
+    """As a terminal does, the whole process group of the command gets the signal."""
+    with started(tmp_path, *train(write_job(tmp_path, **LONG))) as launcher:
+        wait_for(lambda: training(tmp_path), 150)
+        os.killpg(launcher.pid, signal.SIGINT)
+        assert launcher.wait(timeout=15) == 1
+        assert not processes(tmp_path)
+    said = [line for line in (tmp_path / "said").read_text().splitlines() if not line.startswith("warmup ")]
+    assert said == ["error: stopped by SIGINT; all ranks were ended"]
 
 
 def test_what_a_killed_rank_has_forked_ends_even_without_a_launcher(tmp_path):

@@ -142,13 +142,15 @@ def test_a_path_that_leads_nowhere(path, words, tmp_path, monkeypatch, report):
         ("closes everything", "its process ended with exit code 1"),
     ],
 )
-def test_a_failure_names_its_sample_and_function(how, words, failing, report):
+def test_a_failure_names_its_sample_and_function(how, words, failing, report, capfd):
     reward = failing("fails", how=how)
     with pytest.raises(DataError) as caught:
         scored(reward, completion(), completion("#99"), ids=[40, 41])
     said = str(caught.value)
     assert words in said
     assert said.startswith(f"reward function {HERE}fails failed on sample 41 (prompt 'a+9=', response '#99'): ")
+    if how == "os._exit":
+        assert "last words" in capfd.readouterr().out
     report(f"bad reward: {said}")
     assert scored(reward, completion()).rewards.tolist() == [1], "the next call finds a process again"
 

@@ -43,5 +43,6 @@ def test_a_dying_rank_ends_the_job(where: str, how: str, tmp_path: Path, report:
     assert done.returncode != 0
     cause = "signal 9 (SIGKILL)" if how == "killed" else f"died in the {where}"
     assert "rank 1" in last and cause in last
+    assert "rank 0" not in done.stderr and "onnection" not in done.stderr, "nothing of the rank that lost its peer"
     assert seconds < 15
     report(f"a rank dies in the {where} ({how}): all ended after {seconds:.1f} s: {last}")
