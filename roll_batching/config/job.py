@@ -94,8 +94,8 @@ class JobConfig(Settings):
     reward_args: dict[str, Any] = honoured(default_factory=dict, help="Keyword arguments for the reward function.")
     reward_timeout: float = honoured(
         300.0,
-        help="Seconds that one call of the reward function may take, and the import of its module; a longer one ends "
-        "the job with an error that names the sample.",
+        help="Seconds that one call of the reward function may take, and the import of its module (60 at least); a "
+        "longer one ends the job with an error that names the sample.",
         gt=0,
     )
     tokenizer: TokenizerConfig = honoured(default_factory=TokenizerConfig, help="How text becomes tokens.")

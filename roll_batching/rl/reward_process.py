@@ -26,6 +26,8 @@ _CHILD = (
 )
 _SECONDS_BEFORE_NOTICE = 10.0
 _SECONDS_BETWEEN_LOOKS = 0.05
+_SECONDS_TO_START = 60.0
+"""What starting and importing may take at least, however short calls have to be."""
 _LONGEST_ANSWER = 1 << 20
 
 
@@ -58,6 +60,11 @@ class RewardProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def start_limit(self) -> float:
+        """Seconds that starting the process and importing the function may take."""
+        return max(self.limit, _SECONDS_TO_START)
+
     def start(self) -> None:
         """Starts the process and imports the function, if that has not been done.
 
@@ -72,7 +79,7 @@ class RewardProcess:
         theirs.close()
         self._connection, self._calls = ours, 0
         try:
-            error = self._ask((self.path, self.arguments), "the import of its module").get("error")
+            error = self._ask((self.path, self.arguments), "the import of its module", self.start_limit).get("error")
         except DataError as failed:
             raise ConfigError(str(failed)) from None
         if error is not None:
@@ -113,7 +120,7 @@ class RewardProcess:
         where = f"sample {sample} (prompt {_short(completion.prompt)}, response {_short(completion.response)})"
         self._calls += 1
         own = int(np.random.SeedSequence([seed, sample]).generate_state(1)[0])
-        answer = self._ask((self._calls, own, completion), where)
+        answer = self._ask((self._calls, own, completion), where, self.limit)
         if "error" in answer:
             raise DataError(
                 f"reward function {self.path} failed on {where}: {answer['error']}. It must return a finite number or "
@@ -121,7 +128,7 @@ class RewardProcess:
             )
         return answer
 
-    def _ask(self, message: Any, where: str) -> dict[str, Any]:
+    def _ask(self, message: Any, where: str, limit: float) -> dict[str, Any]:
         """What the process answers to `message`; it is closed when there is no answer."""
         assert self._connection is not None
         started = time.monotonic()
@@ -132,13 +139,13 @@ class RewardProcess:
                 if answer is not None:
                     return answer
                 waited = time.monotonic() - started
-                if waited > self.limit:
+                if waited > limit:
                     raise DataError(
-                        f"reward function {self.path} did not return within {self.limit:g} s on {where}: raise "
+                        f"reward function {self.path} did not return within {limit:g} s on {where}: raise "
                         "reward_timeout (seconds per call), or give what it waits for a limit of its own"
                     )
                 if waited > self._patience:
-                    self._tell(where, waited)
+                    self._tell(where, waited, limit)
                     self._patience *= 2
         except DataError:
             self.close()
@@ -168,12 +175,12 @@ class RewardProcess:
         how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
         return f"its process ended {how}; its output is above"
 
-    def _tell(self, where: str, seconds: float) -> None:
+    def _tell(self, where: str, seconds: float, limit: float) -> None:
         rank = os.environ.get("RANK", "0")
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
         print(
             f"notice: rank {rank} waits for reward function {self.path} on {where} since {since} ({seconds:.0f} s); "
-            f"reward_timeout ends the wait after {self.limit:g} s",
+            f"reward_timeout ends the wait after {limit:g} s",
             file=sys.stderr,
             flush=True,
         )

@@ -116,7 +116,7 @@ def start_reward(layout: ParallelLayout, reward: RewardProcess) -> None:
             reward.start()
     except Exception as caught:
         error = caught
-    _wait_for_all(layout.host_group, reward.limit)
+    _wait_for_all(layout.host_group, reward.start_limit)
     agree(layout.host_group, error)
 
 
@@ -128,7 +128,7 @@ def score_rollouts(strategy: MegatronInferStrategy, rollouts: Rollouts, reward: 
     """
     layout = strategy.layout
     mine = _scored_here(rollouts, reward) if layout.reports else None
-    _wait_for_all(layout.host_group, reward.limit * (1 + rollouts.most))
+    _wait_for_all(layout.host_group, reward.start_limit + reward.limit * rollouts.most)
     parts: list[Any] = [None] * dist.get_world_size(layout.host_group)
     dist.all_gather_object(parts, mine, layout.host_group)
     said = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]

@@ -40,9 +40,9 @@ def test_a_reward_that_leaves_on_import_is_found_before_ranks_are_started(tmp_pa
 
 @pytest.mark.bad_input
 def test_a_reward_that_never_returns_ends_the_job_at_its_limit(tmp_path, report):
-    code, said = trained(tmp_path, **SHORT, reward_function=REWARDS + "never", reward_timeout=8)
+    code, said = trained(tmp_path, **SHORT, reward_function=REWARDS + "never", reward_timeout=2)
     assert code == 1
-    assert "did not return within 8 s on sample " in shown(said)[-1] and "raise reward_timeout" in shown(said)[-1]
+    assert "did not return within 2 s on sample " in shown(said)[-1] and "raise reward_timeout" in shown(said)[-1]
     assert len(shown(said)) == 1, said
     report(shown(said)[-1])
 

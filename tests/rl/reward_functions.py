@@ -23,14 +23,15 @@ def tokens(completion: Completion) -> float:
 
 def takes(completion: Completion, what: str) -> Any:
     """One of the values that a function may return by right."""
-    import torch
+    if what == "tensor":
+        import torch
 
+        return torch.tensor(1.5)
     return {
         "int": 3,
         "bool": True,
         "numpy": np.float32(0.5),
         "array of none": np.array(2),
-        "tensor": torch.tensor(1.5),
         "marks": Score(reward=np.int64(1), marks={"right": np.bool_(True), "wrong": 0}),
     }[what]
 
@@ -109,7 +110,7 @@ def raises(error: BaseException) -> Any:
 
 def scribbles(completion: Completion) -> float:
     """Writes whole messages of junk into whatever is open."""
-    for descriptor in range(3, 20):
+    for descriptor in range(3, 1000):
         with contextlib.suppress(OSError):
             os.write(descriptor, b"\x00\x00\x00\x02hi")
     return 1.0

@@ -179,19 +179,16 @@ def test_standard_input_is_empty():
 @pytest.mark.bad_input
 def test_a_call_that_takes_too_long_is_an_error_and_is_told_of_before(capfd, monkeypatch, report):
     monkeypatch.setenv("RANK", "3")
-    with RewardProcess(HERE + "tokens", limit=60) as reward:
-        scored(reward, completion())
-        reward.path, reward.limit = HERE + "never", 60
-    reward.start()  # the import may take its time
-    reward.limit, reward.notice_after = 1.0, 0.3
+    reward = RewardProcess(HERE + "never", limit=1, notice_after=0.3)
+    reward.start()
     started = time.monotonic()
     with pytest.raises(DataError) as caught:
         scored(reward, completion(), ids=[7])
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     said = str(caught.value)
     assert f"reward function {HERE}never did not return within 1 s on sample 7 (prompt 'a+9='" in said
     assert "raise reward_timeout" in said
-    notice = capfd.readouterr().err.splitlines()[0]
+    notice = [line for line in capfd.readouterr().err.splitlines() if "on sample" in line][0]
     assert f"notice: rank 3 waits for reward function {HERE}never on sample 7 (prompt 'a+9='" in notice
     assert "reward_timeout ends the wait after 1 s" in notice
     report(str(caught.value))
@@ -199,9 +196,7 @@ def test_a_call_that_takes_too_long_is_an_error_and_is_told_of_before(capfd, mon
 
 
 def test_what_a_late_function_has_started_ends_with_it():
-    reward = RewardProcess(HERE + "leaves_a_command", limit=60)
-    reward.start()
-    reward.limit = 1.5
+    reward = RewardProcess(HERE + "leaves_a_command", limit=2)
     with pytest.raises(DataError, match="did not return"):
         scored(reward, completion())
     wait_for(lambda: not [p for p in psutil.process_iter(["cmdline"]) if "1234567" in (p.info["cmdline"] or ())], 5)
