@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models import cpu_runs_experts
+from tests.support.experts import let_experts_run
 from tests.support.ranks import run_ranks
 
 
@@ -15,6 +15,7 @@ def _strategy(dtype: str, megatron: Any = None, moe: bool = False, layers: int =
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import ARCHITECTURE, fill, worker_config
 
+    let_experts_run()
     experts = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}} if moe else {}
     architecture = {**ARCHITECTURE, **experts, "num_layers": layers}
     config = worker_config("packed", 256, dtype=dtype, megatron=megatron, architecture=architecture)
@@ -165,8 +166,6 @@ def test_generation_under_context_parallelism_and_virtual_stages_is_refused_by_n
 
 @pytest.mark.layouts
 def test_ranks_that_share_experts_generate_in_lockstep() -> None:
-    if not cpu_runs_experts():
-        pytest.skip("this Megatron-Core cannot run a mixture of experts without TransformerEngine")
     target = "tests.strategy.test_generation:greedy_in_layout"
     (alone, _), *_ = run_ranks(1, target, ({}, True))
     ranks = run_ranks(2, target, ({"expert_model_parallel_size": 2}, True))

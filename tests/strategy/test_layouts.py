@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.layouts import EXPERTS, MOST_RANKS, Layout, pairwise, wanted_pairs
+from tests.support.experts import let_experts_run
+from tests.support.layouts import EXPERTS, MOST_RANKS, WIDE_EXPERTS, Layout, pairwise, wanted_pairs
 from tests.support.layouts import _pairs as pairs_of
-from tests.support.models import ARCHITECTURE, MODES, cpu_runs_experts
+from tests.support.models import ARCHITECTURE, MODES
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.layouts
@@ -27,6 +28,7 @@ STEPS = 5
 RATE = 1e-3
 LIMIT, STEPS_LIMIT = 1e-5, 1e-4
 DEEP = {**ARCHITECTURE, "num_layers": 8}
+Z_LOSS = 0.02
 EXPERT_FIELDS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
 
 MATRIX = pairwise()
@@ -50,16 +52,18 @@ def _batches() -> list[Any]:
 def _loss() -> Any:
     from roll_batching.losses import PolicyLoss
 
-    return PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, entropy_coef=0.02)
+    return PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
 
 
-def architecture(tied: bool, moe: bool) -> dict[str, Any]:
-    return {**DEEP, "tie_word_embeddings": tied, **({"moe": EXPERT_FIELDS, "num_layers": 4} if moe else {})}
+def architecture(tied: bool, moe: bool, router: bool) -> dict[str, Any]:
+    experts = {"moe": EXPERT_FIELDS | {"z_loss_coeff": Z_LOSS if router else 0.0}, "num_layers": 4}
+    return {**DEEP, "tie_word_embeddings": tied, **(experts if moe else {})}
 
 
-def write_references(payload: tuple[str, list[tuple[bool, bool]]]) -> None:
+def write_references(payload: tuple[str, list[tuple[bool, bool, bool]]]) -> None:
     """Gradients of the first batch and the losses of five Adam steps, in one process, by stock Megatron and torch."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from roll_batching.modeling.parallel import make_layout, start_processes
     from tests.support.reference import gradients, policy_loss, sequence_statistics, stock_model
@@ -67,7 +71,8 @@ def write_references(payload: tuple[str, list[tuple[bool, bool]]]) -> None:
     folder, variants = payload
     make_layout(device=start_processes())
     model_parallel_cuda_manual_seed(0)
-    for tied, moe in variants:
+    let_experts_run()
+    for tied, moe, router in variants:
         options = {}
         if moe:
             options = {
@@ -76,20 +81,24 @@ def write_references(payload: tuple[str, list[tuple[bool, bool]]]) -> None:
                 "moe_ffn_hidden_size": EXPERT_FIELDS["ffn_hidden_size"],
                 "moe_router_load_balancing_type": "none",
                 "moe_token_dispatcher_type": "alltoall",
+                "moe_z_loss_coeff": Z_LOSS if router else None,
+                "calculate_per_token_loss": True,
             }
-        model = stock_model(architecture(tied, moe), **options)
+        model = stock_model(architecture(tied, moe, router), **options)
         with torch.no_grad():
             rows = [sequence_statistics(model, tokens)[0] for tokens in _batches()[0].to_lists("input_ids")]
         adam = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
         losses, first = [], {}
         for batch in _batches():
+            # Routers multiply by their tokens, and nobody divides here.
+            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / batch.num_tokens)
             loss = policy_loss(model, batch, clip=(0.2, 0.28), kl=0.05, entropy=0.02)
             losses.append(float(loss))
             first = first or gradients(model, loss)
             adam.zero_grad()
             policy_loss(model, batch, clip=(0.2, 0.28), kl=0.05, entropy=0.02).backward()
             adam.step()
-        torch.save((losses, first, rows), Path(folder) / f"reference-{tied}-{moe}.pt")
+        torch.save((losses, first, rows), Path(folder) / f"reference-{tied}-{moe}-{router}.pt")
 
 
 Found = dict[str, dict[str, Any]]
@@ -98,6 +107,7 @@ Found = dict[str, dict[str, Any]]
 def compare(payload: tuple[str, list[dict[str, Any]]]) -> list[Found]:
     """For each layout and mode: differences from the reference, relative ones."""
     folder, layouts = payload
+    let_experts_run()
     return [_compare_layout(folder, Layout(**layout)) for layout in layouts]
 
 
@@ -124,10 +134,12 @@ def _compare_layout(folder: str, layout: Layout) -> Found:
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import fill, whole_gradients, worker_config, worst_difference
 
-    expected_losses, expected, rows = torch.load(Path(folder) / f"reference-{layout.tied}-{layout.moe}.pt")
+    expected_losses, expected, rows = torch.load(
+        Path(folder) / f"reference-{layout.tied}-{layout.moe}-{layout.router}.pt"
+    )
 
     def config(mode: str) -> Any:
-        shape = architecture(layout.tied, layout.moe)
+        shape = architecture(layout.tied, layout.moe, layout.router)
         return worker_config(mode, CAP, architecture=shape, megatron=layout.megatron(), dtype=layout.dtype)
 
     strategy = MegatronTrainStrategy(config("packed"))
@@ -194,7 +206,7 @@ def _run(layouts: list[Layout], references: Path, report: Callable[[str], None])
 @pytest.fixture(scope="module")
 def references() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
-        variants = [(False, False), (True, False)] + ([(False, True)] if cpu_runs_experts() else [])
+        variants = [(False, False, False), (True, False, False), (False, True, False), (False, True, True)]
         run_ranks(1, "tests.strategy.test_layouts:write_references", (folder, variants), timeout=300)
         yield Path(folder)
 
@@ -221,6 +233,9 @@ def test_pipeline_of_four_with_context_of_four(references: Path, report: Callabl
 
 
 def test_experts(references: Path, report: Callable[[str], None]) -> None:
-    if not cpu_runs_experts():
-        pytest.skip("this Megatron-Core cannot run a mixture of experts without TransformerEngine")
     _run(EXPERTS, references, report)
+
+
+@pytest.mark.slow
+def test_experts_in_wide_layouts(references: Path, report: Callable[[str], None]) -> None:
+    _run(WIDE_EXPERTS, references, report)

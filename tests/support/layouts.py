@@ -42,6 +42,8 @@ class Layout:
     per_token: bool = True
     dtype: str = "fp32"
     moe: bool = False
+    router: bool = False
+    """With the routers' z-loss, which with `per_token` depends on nothing but the tokens."""
 
     @property
     def ranks(self) -> int:
@@ -57,7 +59,7 @@ class Layout:
         sizes = " ".join(
             f"{k}{getattr(self, k)}" for k in ("tp", "pp", "vpp", "cp", "dp", "ep") if getattr(self, k) > 1
         )
-        flags = [k for k in ("sp", "distopt", "recompute", "tied", "moe") if getattr(self, k)]
+        flags = [k for k in ("sp", "distopt", "recompute", "tied", "moe", "router") if getattr(self, k)]
         scaling = [] if self.per_token else ["micro-batch-mean"]
         return " ".join([sizes or "one rank", *flags, *scaling, self.dtype])
 
@@ -125,11 +127,20 @@ def pairwise(at_least: int = 40) -> list[Layout]:
 
 
 EXPERTS = [
-    Layout(moe=True),
-    Layout(moe=True, dp=2, ep=2),
+    Layout(moe=True, router=True),
+    Layout(moe=True, router=True, dp=2, ep=2),
     Layout(moe=True, dp=2, distopt=True),
-    Layout(moe=True, cp=2, ep=2),
-    Layout(moe=True, tp=2, sp=True),
-    Layout(moe=True, pp=2, dp=2, ep=2),
-    Layout(moe=True, pp=2, vpp=2),
+    Layout(moe=True, router=True, cp=2, ep=2),
+    Layout(moe=True, router=True, tp=2, sp=True),
+    Layout(moe=True, per_token=False, pp=2, dp=2, ep=2),
+    Layout(moe=True, router=True, pp=2, vpp=2),
 ]
+WIDE_EXPERTS = [
+    Layout(moe=True, router=True, tp=2, sp=True, pp=2),
+    Layout(moe=True, router=True, tp=2, sp=True, pp=2, dp=2, ep=2),
+    Layout(moe=True, router=True, tp=2, sp=True, cp=2, ep=2, recompute=True),
+    Layout(moe=True, per_token=False, tp=2, sp=True, dp=2, ep=2, distopt=True),
+    Layout(moe=True, router=True, pp=2, vpp=2, cp=2, ep=2),
+    Layout(moe=True, router=True, dp=4, ep=2, distopt=True),
+]
+"""What users run: tensor with sequence parallelism (tensor-parallel experts among them), stages, experts over ranks."""

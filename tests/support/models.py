@@ -26,13 +26,6 @@ ARCHITECTURE = {
 MODES = ("padded", "dynamic", "packed")
 
 
-def cpu_runs_experts() -> bool:
-    """Whether the installed Megatron-Core runs a mixture of experts here: 0.16 needs TransformerEngine for it."""
-    from importlib.metadata import version
-
-    return torch.cuda.is_available() or tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)
-
-
 def worker_config(
     mode: str,
     cap: int,
@@ -166,7 +159,7 @@ def whole_gradients(chunks: list[Any], vocab_size: int, tp_rank: int, distribute
     local: dict[str, list[Any]] = {}
     for chunk in chunks:
         if distributed_optimizer:  # each rank holds only its shard of the reduced gradient
-            for buffer in chunk.buffers:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 for bucket in buffer.buckets:
                     group = buffer.data_parallel_group
                     parts = list(bucket.grad_data.chunk(group.size()))

@@ -85,8 +85,7 @@ def policy_loss(
     for i in range(len(batch)):
         mask = fields["response_mask"][i][1:].bool()
         count += int(mask.sum())
-        if len(mask) == 0:
-            continue
+        # Also a sample that predicts nothing is run: routers add their losses over all tokens.
         log_probs, entropies = sequence_statistics(model, fields["input_ids"][i])
         ratio = (log_probs - fields["old_log_probs"][i][:-1]).exp()
         advantage = fields["advantages"][i]
