@@ -271,7 +271,9 @@ class WorkerConfig(Settings):
         1, help="Devices per process.", reason="a process drives one device; leave it out"
     )
     world_size: int | None = noticed(None, help="Processes of the role.", notice="device_mapping counts the processes")
-    backend_timeout: int = honoured(30, help="Minutes that a collective may wait before the job ends.", gt=0)
+    backend_timeout: float = honoured(
+        30, help="Minutes that a collective may wait for another rank before the job ends; 0.5 is half a minute.", gt=0
+    )
     max_concurrency: int | None = noticed(None, help="Ray actor's concurrency.", notice="torchrun workers have none")
     model_update_frequency: int = refused(
         1,

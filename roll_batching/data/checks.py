@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from roll_batching.data.fields import FieldSpec, Schema
+from roll_batching.distributed import digest
 from roll_batching.errors import DataError
 
 
@@ -72,3 +74,15 @@ def require_finite(name: str, values: Any, spec: FieldSpec, ids: Tensor, lengths
         detail = f"; the first at position {int(where[0] - offsets[first])} of {int(lengths[first])}"
         where = samples.unique_consecutive()
     raise DataError(f"Field {name!r} is not finite in {name_rows(where, ids)}{detail}.")
+
+
+def content_digest(ids: Tensor, lengths: Tensor, fields: Mapping[str, Any]) -> int:
+    """Of samples and their fields; what lies on a device is left out, `input_ids` excepted: it would be waited for."""
+    parts = []
+    for name, values in sorted({"ids": ids, "lengths": lengths, **fields}.items()):
+        if not isinstance(values, Tensor):
+            parts.append(f"{name}={values!r}")
+        elif values.device.type == "cpu" or name == "input_ids":
+            raw = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            parts.append(f"{name}={values.dtype}{list(values.shape)}:{zlib.crc32(raw)}")
+    return digest(*parts)

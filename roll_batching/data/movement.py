@@ -1,6 +1,6 @@
 """Samples travel to the ranks that a plan chose, and results travel home: `distribute` and `collect`.
 
-Both first agree (see `peers`), then move each field in one all-to-all of bytes, so that every dtype
+Both first agree (see `distributed.consensus`), then move each field in one all-to-all of bytes, so that every dtype
 travels on every backend. Nothing about shapes is exchanged: the plan knows all lengths.
 """
 
@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_batching.data.fields import FieldSpec
-from roll_batching.data.peers import Peers, agree
+from roll_batching.data.peers import Peers
 from roll_batching.data.ragged import place, row_indices, starts_of
 from roll_batching.data.samples import SampleBatch
-from roll_batching.errors import DataError, RankError
+from roll_batching.data.table import require_batch
+from roll_batching.distributed import Facts
+from roll_batching.errors import DataError
 
 if TYPE_CHECKING:
     from roll_batching.planning import Plan
@@ -46,12 +48,11 @@ def distribute(batch: SampleBatch, plan: Plan, group: Any = None) -> SampleBatch
             static values that differ between ranks.
     """
     peers = Peers.of(group)
-
-    def prepare() -> tuple[dict[str, str], int, _Routes]:
-        _require_batch("distribute", batch)
-        return _facts(batch, plan), 0, _routes(plan, peers, batch)
-
-    _, routes = agree(peers, "distribute", prepare)
+    with peers.consensus("distribute") as facts:
+        require_batch("distribute", batch)
+        _require_plan(plan)
+        _state(facts, batch, plan)
+        routes = _routes(plan, peers, batch)
     routes = _locate(routes, plan, peers, batch, "distribute")
     send = routes.outgoing
     samples = batch.select_ids(plan.ids[send])
@@ -85,17 +86,17 @@ def collect(results: SampleBatch, plan: Plan, group: Any = None, *, like: Sample
             `distribute`.
     """
     peers = Peers.of(group)
-
-    def prepare() -> tuple[dict[str, str], int, tuple[_Routes, SampleBatch]]:
-        _require_batch("collect", results)
+    with peers.consensus("collect") as facts:
+        require_batch("collect", results)
+        _require_plan(plan)
         if like is not None:
-            _require_batch("collect", like, "like")
+            require_batch("collect", like, "like")
         elif plan.location is None and peers.size > 1:
             raise DataError("The plan does not say where samples lie: pass like=, the batch that was distributed.")
+        _state(facts, results, plan)
+        facts.equal("whether like= is given", like is not None)
         routes = _routes(plan, peers, like)
-        return _facts(results, plan), 0, (routes, _results_of(results, plan, routes, peers))
-
-    _, (routes, computed) = agree(peers, "collect", prepare)
+        computed = _results_of(results, plan, routes, peers)
     if like is not None:
         routes = _locate(routes, plan, peers, like, "collect")
     home = np.flatnonzero(routes.location == peers.rank)
@@ -188,15 +189,15 @@ def _locate(routes: _Routes, plan: Plan, peers: Peers, held: SampleBatch, what: 
         return routes
     holders = peers.all_gather(held.find(plan.ids)[1].to(torch.uint8)).numpy()
     times = holders.sum(0, dtype=np.int64)
-    error = DataError if peers.size == 1 else RankError
-    if (twice := np.flatnonzero(times > 1)).size:
-        ranks = np.flatnonzero(holders[:, twice[0]]).tolist()
-        raise error(
-            f"{what}: sample id {plan.ids[twice[0]]} is held by data-parallel ranks {ranks} "
-            f"({twice.size} such ids in all). Each sample lies on one rank."
-        )
-    if (nobody := np.flatnonzero((times == 0) & (routes.rank_of >= 0))).size:
-        raise error(f"{what}: no rank holds sample ids {_few(plan.ids[nobody])} of the plan.")
+    with peers.consensus(what):
+        if (twice := np.flatnonzero(times > 1)).size:
+            ranks = np.flatnonzero(holders[:, twice[0]]).tolist()
+            raise DataError(
+                f"Sample id {plan.ids[twice[0]]} is held by data-parallel ranks {ranks} "
+                f"({twice.size} such ids in all). Each sample lies on one rank."
+            )
+        if (nobody := np.flatnonzero((times == 0) & (routes.rank_of >= 0))).size:
+            raise DataError(f"No rank holds sample ids {_few(plan.ids[nobody])} of the plan.")
     location = np.where(times == 1, holders.argmax(0), -1).astype(np.int64)
     return _Routes(location, routes.rank_of, routes.placed, routes.me)
 
@@ -308,16 +309,18 @@ def _assemble(
 # ---- words
 
 
-def _facts(batch: SampleBatch, plan: Plan) -> dict[str, str]:
-    facts = {f"field {name!r}": words for name, words in batch.describe(static_values=True).items()}
+def _require_plan(value: object) -> None:
+    if not (hasattr(value, "fingerprint") and hasattr(value, "rank_samples")):
+        raise DataError(f"plan is a {type(value).__name__}: pass the Plan that strategy.plan or plan_step returns.")
+
+
+def _state(facts: Facts, batch: SampleBatch, plan: Plan) -> None:
+    for name, words in batch.describe(static_values=True).items():
+        facts.equal(f"field {name!r}", words)
+    facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths, or on one and send the plan")
     # A plan's fingerprint covers all but where samples lie, and a rank that is wrong there would hang.
     places = None if plan.location is None else hashlib.sha256(plan.location.tobytes()).hexdigest()[:16]
-    return {**facts, "the plan": str(plan.fingerprint), "the plan's location": str(places)}
-
-
-def _require_batch(what: str, batch: Any, name: str = "batch") -> None:
-    if not isinstance(batch, SampleBatch):
-        raise DataError(f"{what} takes a SampleBatch as {name}; got {type(batch).__name__}.")
+    facts.equal("the plan's location", places)
 
 
 def _few(ids: np.ndarray | Sequence[int]) -> str:

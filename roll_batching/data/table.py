@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll_batching.data.peers import Peers, agree
+from roll_batching.data.peers import Peers
 from roll_batching.data.samples import SampleBatch
+from roll_batching.distributed import digest
 from roll_batching.errors import DataError
+
+
+def require_batch(what: str, value: object, name: str = "batch") -> None:
+    """Raises `DataError` unless `value`, the argument `name` of the operation `what`, is a SampleBatch."""
+    if not isinstance(value, SampleBatch):
+        raise DataError(f"{what} takes a SampleBatch as {name}; got {type(value).__name__}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,30 +83,35 @@ def gather_lengths(batch: SampleBatch, group: Any = None) -> LengthTable:
         group: by default Megatron's data-parallel group, else all processes, else this one alone.
 
     Raises:
-        DataError, RankError: on all ranks alike: an id that two samples have, something that is no
-            `SampleBatch` on any rank.
+        RankError: on all ranks alike (`DataError` in a single process): an id that two samples have,
+            something that is no `SampleBatch` on any rank, ranks of a replica with different samples.
     """
     peers = Peers.of(group)
-
-    def prepare() -> tuple[dict[str, str], int, SampleBatch]:
-        if not isinstance(batch, SampleBatch):
-            raise DataError(f"gather_lengths takes a SampleBatch; got {type(batch).__name__}.")
-        return {}, len(batch), batch
-
-    counts, _ = agree(peers, "gather_lengths", prepare)
+    with peers.consensus("gather_lengths"):
+        require_batch("gather_lengths", batch)
+    counts = _sizes(peers, len(batch))
     rows = torch.zeros(2, int(counts.max()), dtype=torch.int64)
     rows[0, : len(batch)] = batch.ids
     rows[1, : len(batch)] = batch.lengths
     valid = torch.arange(rows.shape[1]) < counts[:, None]
     ids, lengths = peers.all_gather(rows).unbind(1)
     location = torch.arange(peers.size).repeat_interleave(counts)
-    return LengthTable(ids[valid].numpy(), lengths[valid].numpy(), location.numpy())
+    with peers.consensus("gather_lengths") as facts:
+        table = LengthTable(ids[valid].numpy(), lengths[valid].numpy(), location.numpy())
+        facts.equal(
+            "the table of all samples",
+            digest(table.ids.tobytes(), table.lengths.tobytes()),
+            "Give all ranks of a replica the same samples",
+        )
+    return table
 
 
 def number_globally(batch: SampleBatch, group: Any = None) -> SampleBatch:
     """The same samples with ids 0, 1, 2, ... over all ranks, by data-parallel rank, then row. Collective."""
     peers = Peers.of(group)
-    counts, _ = agree(peers, "number_globally", lambda: ({}, len(batch), None))
+    with peers.consensus("number_globally"):
+        require_batch("number_globally", batch)
+    counts = _sizes(peers, len(batch))
     first = int(counts[: peers.rank].sum())
     return batch.with_ids(torch.arange(first, first + len(batch)))
 
@@ -121,17 +133,20 @@ def gather_bins(batch: SampleBatch, sizes: Sequence[int], group: Any = None) -> 
             of its batch.
     """
     peers = Peers.of(group)
-
-    def prepare() -> tuple[dict[str, str], int, torch.Tensor]:
+    with peers.consensus("gather_bins"):
+        require_batch("gather_bins", batch)
         own = torch.tensor(list(sizes), dtype=torch.int64)
         if bool((own < 0).any()) or int(own.sum()) != len(batch):
             raise DataError(f"Micro-batches of {list(sizes)} samples do not make up a batch of {len(batch)}.")
-        return {}, own.numel(), own
-
-    counts, own = agree(peers, "gather_bins", prepare)
+    counts = _sizes(peers, own.numel())
     everyone = peers.all_gather(torch.nn.functional.pad(own, (0, int(counts.max()) - own.numel())))
     ends = everyone.flatten().cumsum(0).view_as(everyone)
     return [
         [list(range(end - size, end)) for size, end in zip(row.tolist(), row_ends.tolist(), strict=True)]
         for row, row_ends in zip(everyone, ends, strict=True)
     ]
+
+
+def _sizes(peers: Peers, own: int) -> torch.Tensor:
+    """int64 `[size]` on the host: the `own` of every rank."""
+    return peers.all_gather(torch.tensor(own))

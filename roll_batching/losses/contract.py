@@ -80,6 +80,14 @@ class LossSpec:
     gather_cp: bool
     check: Callable[[SampleBatch, Sequence[npt.NDArray[np.int64]]], None] | None
     """Called with this rank's samples and the rows of each micro-batch, before the step."""
+    name: str
+    """The loss's class."""
+
+    @property
+    def words(self) -> str:
+        """What ranks that run the same loss have in common."""
+        method = "sequence_loss" if self.by_sequence else "token_loss"
+        return f"{self.name}.{method} of {sorted(self.needs)}, masks {self.masks}, sums {self.sums}"
 
 
 def loss_spec(loss: Any) -> LossSpec:
@@ -114,4 +122,5 @@ def loss_spec(loss: Any) -> LossSpec:
         by_sequence=by_sequence,
         gather_cp=bool(getattr(loss, "gather_cp", False)),
         check=getattr(loss, "check", None),
+        name=name,
     )

@@ -10,6 +10,7 @@ import torch
 
 from roll_batching.data import SampleBatch
 from roll_batching.errors import DataError, LossError
+from roll_batching.losses.contract import LossSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,21 @@ class StepCounts:
                 f"the loss reduces over {mask!r} and declares masks {tuple(counts)}: add it to the loss's `masks`"
             )
         return max(counts[mask], 1)
+
+
+def require_counts(counts: StepCounts, spec: LossSpec) -> None:
+    """Raises `LossError` unless `counts` holds all that a loss divides by."""
+    if not isinstance(counts, StepCounts):
+        raise LossError(f"counts is {type(counts).__name__}: pass what strategy.count(batch, loss) returns")
+    missing = [
+        *(name for name in spec.masks if name not in counts.tokens or name not in counts.sequences),
+        *(name for name in spec.sums if name not in counts.sums),
+    ]
+    if missing:
+        raise LossError(
+            f"counts lacks {', '.join(missing)}, which {spec.name} divides by: pass what strategy.count(batch, loss) "
+            "returns for the same loss"
+        )
 
 
 def local_counts(

@@ -37,7 +37,8 @@ class HostMetric:
         return numerator / denominator if denominator else 0.0
 
 
-def _tensors(metric: Metric) -> tuple[torch.Tensor, ...]:
+def metric_tensors(metric: Metric) -> tuple[torch.Tensor, ...]:
+    """The one or two numbers that a metric consists of."""
     return (metric.numerator, metric.denominator) if isinstance(metric, Mean) else (metric.value,)
 
 
@@ -52,7 +53,7 @@ def to_host(
     names: list[tuple[str, str, int]] = []
     for micro_batch in metrics:
         for name, metric in micro_batch.items():
-            parts = [torch.as_tensor(part).detach().double().reshape(()) for part in _tensors(metric)]
+            parts = [torch.as_tensor(part).detach().double().reshape(()) for part in metric_tensors(metric)]
             names.append((name, _SHAPES[type(metric)], len(parts)))
             flat.extend(parts)
     if not flat:

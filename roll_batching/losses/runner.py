@@ -7,7 +7,8 @@ nothing else. Nothing here reads a device value on the host before the step's en
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from roll_batching.errors import LossError
 from roll_batching.losses.contract import LossOutput, LossSpec, Max, Mean, Metric, Min, Sum
 from roll_batching.losses.counts import StepCounts
 from roll_batching.losses.head import HeadContext
+from roll_batching.losses.metrics import metric_tensors
 from roll_batching.losses.sequences import SequenceParts, SequenceView, join_metrics
 from roll_batching.losses.views import TokenView
 from roll_batching.packing.batch import PackedBatch
@@ -99,8 +101,8 @@ class LossRunner:
         self._loss, self._spec, self._counts = loss, spec, counts
         self._head, self._scaling, self._train = head, scaling, train
         self.breach: LossError | None = None
-        """A wrong shape or a missing gradient; the schedule still runs to its end, on all ranks, so that the error
-        can be agreed on instead of leaving the others waiting."""
+        """What the loss raised, a wrong shape, or a missing gradient; the schedule still runs to its end, on all
+        ranks, so that the error can be agreed on instead of leaving the others waiting."""
 
     @property
     def partial_over_cp(self) -> bool:
@@ -112,20 +114,48 @@ class LossRunner:
         tokens = int(pack.layout.real[pack.layout.rows(self._head.layout.cp_rank)].sum())
 
         def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
-            if not pack.samples or self.breach is not None:
+            if not pack.samples:
                 idle, _ = self._head.log_probs(output, pack, chunk, entropy=False, idle=True)
                 return self._scaling.outputs(idle.sum(), None, tokens)
-            try:
-                call = self._by_sequence if self._spec.by_sequence else self._by_token
-                loss, record = call(output, pack, chunk)
-            except LossError as error:
-                self.breach = error
-                return loss_func(output)
+            call = self._by_sequence if self._spec.by_sequence else self._by_token
+            loss, record = call(output, pack, chunk)
             return self._scaling.outputs(loss, record, tokens)
 
         return loss_func
 
-    def _by_token(self, output: torch.Tensor, pack: PackedBatch, chunk: Any) -> tuple[torch.Tensor, MicroBatchRecord]:
+    def _guarded(
+        self,
+        call: Callable[[], tuple[torch.Tensor, MicroBatchRecord]],
+        pack: PackedBatch,
+        computed: Sequence[torch.Tensor | None],
+    ) -> tuple[torch.Tensor, MicroBatchRecord | None]:
+        """The loss of a micro-batch by the user's code, or, where that raises, nothing.
+
+        What the head `computed` then enters with weight zero: this rank takes part in the same collectives as
+        tensor-parallel ranks whose loss did not raise.
+        """
+        try:
+            return call()
+        except Exception as error:  # whatever it is, the step's end makes it everybody's
+            if self.breach is None:
+                self.breach = error if isinstance(error, LossError) else self._failure(error, pack)
+        parts = [(x.nan_to_num(0, 0, 0) * 0).sum() for x in computed if x is not None]
+        return torch.stack(parts).sum(), None
+
+    def _failure(self, error: Exception, pack: PackedBatch) -> LossError:
+        """What a loss raised, with the line that did and the samples that it had."""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        samples = ", ".join(map(str, pack.ids[:8])) + (", ..." if pack.samples > 8 else "")
+        failure = LossError(
+            f"{self._spec.name} failed on the pack of samples {samples} with {type(error).__name__}: {error} "
+            f"({frame.filename}, line {frame.lineno})"
+        )
+        failure.__cause__ = error
+        return failure
+
+    def _by_token(
+        self, output: torch.Tensor, pack: PackedBatch, chunk: Any
+    ) -> tuple[torch.Tensor, MicroBatchRecord | None]:
         needs, log_probs, entropy, logits = self._spec.needs, None, None, None
         if needs & {"log_probs", "entropy"}:
             log_probs, entropy = self._head.log_probs(output, pack, chunk, entropy="entropy" in needs)
@@ -138,21 +168,29 @@ class LossRunner:
             entropy=entropy,
             logits=logits,
         )
-        result = self._loss.token_loss(view)
-        loss = self._checked(result)
-        record = MicroBatchRecord(loss, dict(result.metrics), pack)
-        record.watch(log_probs)
-        return loss, record
+
+        def call() -> tuple[torch.Tensor, MicroBatchRecord]:
+            result = self._loss.token_loss(view)
+            loss = self._checked(result)
+            record = MicroBatchRecord(loss, dict(result.metrics), pack)
+            record.watch(log_probs)
+            return loss, record
+
+        return self._guarded(call, pack, (log_probs, entropy, logits))
 
     def _by_sequence(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any
-    ) -> tuple[torch.Tensor, MicroBatchRecord]:
+    ) -> tuple[torch.Tensor, MicroBatchRecord | None]:
         parts = SequenceParts(output, pack, chunk, self._head, whole=self._spec.gather_cp)
-        views = [SequenceView(self._counts, parts, place) for place in range(pack.samples)]
-        results = [self._loss.sequence_loss(view) for view in views]
-        losses = torch.stack([self._checked(result) for result in results])
-        loss = losses.sum()
-        return loss, MicroBatchRecord(loss, join_metrics(results), pack, losses)
+
+        def call() -> tuple[torch.Tensor, MicroBatchRecord]:
+            views = [SequenceView(self._counts, parts, place) for place in range(pack.samples)]
+            results = [self._loss.sequence_loss(view) for view in views]
+            losses = torch.stack([self._checked(result) for result in results])
+            loss = losses.sum()
+            return loss, MicroBatchRecord(loss, join_metrics(results), pack, losses)
+
+        return self._guarded(call, pack, parts.logits)
 
     def _checked(self, result: Any) -> torch.Tensor:
         name = type(self._loss).__name__
@@ -176,4 +214,8 @@ class LossRunner:
                 raise LossError(
                     f"{name} returned the metric {key!r} as {type(metric).__name__}: wrap it in Sum, Mean, Max or Min"
                 )
+            for part in metric_tensors(metric):
+                if not isinstance(part, (torch.Tensor, int, float)) or torch.as_tensor(part).numel() != 1:
+                    what = f"shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
+                    raise LossError(f"{name} returned the metric {key!r} of {what}: a metric holds one number")
         return loss.reshape(())

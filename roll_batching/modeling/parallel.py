@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from roll_batching.distributed import group_timeout, host_group
 from roll_batching.errors import LayoutError
 
 
@@ -40,8 +41,6 @@ class ParallelLayout:
     dp_group: Any
     host_group: Any
     """All ranks, on gloo: for agreement and metrics, whatever the backend of the model."""
-    replica_group: Any
-    """The ranks of this replica, on gloo."""
     device: torch.device
     fully_sharded: bool = False
     """Whether data-parallel ranks gather parameters layer by layer, as Megatron FSDP does."""
@@ -128,6 +127,7 @@ def make_layout(
             vpp_size if vpp_size > 1 else None,
             context_parallel_size=cp_size,
             expert_model_parallel_size=ep_size,
+            distributed_timeout_minutes=group_timeout(dist.group.WORLD) / datetime.timedelta(minutes=1),
         )
     running_vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     layout = describe_layout(vpp_size=running_vpp, sequence_parallel=sequence_parallel, device=device)
@@ -141,10 +141,6 @@ def make_layout(
     return layout
 
 
-_host_groups: dict[Any, tuple[Any, Any]] = {}
-"""By data-parallel group: what `describe_layout` has created already."""
-
-
 def describe_layout(
     *, vpp_size: int, sequence_parallel: bool, device: torch.device, groups: Any = None
 ) -> ParallelLayout:
@@ -156,9 +152,6 @@ def describe_layout(
 
     if groups is None:
         groups = ProcessGroupCollection.use_mpu_process_groups()
-    if groups.dp not in _host_groups:
-        _host_groups[groups.dp] = _make_host_groups(groups.dp)
-    host_group, replica_group = _host_groups[groups.dp]
     expert_group = getattr(groups, "ep", None)
     expert_tensor_group = getattr(groups, "expt_tp", None)
     return ParallelLayout(
@@ -178,20 +171,6 @@ def describe_layout(
         cp_group=groups.cp,
         pp_group=groups.pp,
         dp_group=groups.dp,
-        host_group=host_group,
-        replica_group=replica_group,
+        host_group=host_group(),
         device=device,
     )
-
-
-def _make_host_groups(dp_group: Any) -> tuple[Any, Any]:
-    world = dist.new_group(backend="gloo")
-    placed: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(placed, dp_group.rank(), group=world)
-    mine = None
-    for replica in range(dp_group.size()):
-        ranks = [rank for rank, dp_rank in enumerate(placed) if dp_rank == replica]
-        group = dist.new_group(ranks, backend="gloo")
-        if replica == dp_group.rank():
-            mine = group
-    return world, mine

@@ -11,7 +11,7 @@ import logging
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from roll_batching.config import JobConfig
 from roll_batching.data.epochs import EpochStream
+from roll_batching.distributed import consensus
 from roll_batching.errors import CheckpointError
 from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.rl.folder import EarlierRun
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
-from roll_batching.strategy.agreement import agree, digest
 from roll_batching.strategy.checkpoint import PARTIAL, check_saving, whole_or_nothing, write_strategy
 
 logger = logging.getLogger(__name__)
@@ -71,20 +71,12 @@ class JobCheckpoints:
         self.kept = config.save_total_limit
         self.resumed: SavedPoint | None = None
         """The point that the run goes on from; None where it starts at the beginning."""
-        group = strategy.layout.host_group
-        self._agreed(self._check)
-        if config.resume_from_checkpoint:
-            self.resumed = self._agreed(lambda: _resumed(config, self.folder))
-            agree(group, None, same=digest(str(self.resumed)), what="the checkpoints that the ranks found")
-
-    def _agreed(self, act: Callable[[], Any]) -> Any:
-        result, error = None, None
-        try:
-            result = act()
-        except Exception as caught:  # whatever it is, the other ranks must hear of it
-            error = caught
-        agree(self.strategy.layout.host_group, error)
-        return result
+        self._group = strategy.layout.host_group
+        with consensus(self._group, "the job's checkpoints") as facts:
+            self._check()
+            if config.resume_from_checkpoint:
+                self.resumed = _resumed(config, self.folder)
+            facts.equal("the checkpoint that is found", self.resumed, "Save to a file system that all machines share")
 
     def _check(self) -> None:
         if self.every:
@@ -129,7 +121,8 @@ class JobCheckpoints:
             reference.load(point.path / "reference")
         stream.load_state_dict(point.position)
         if point.layout == _sizes(self.strategy.layout):
-            self._agreed(lambda: _set_random_states(torch.load(point.path / _random_file(), weights_only=True)))
+            with consensus(self._group, "the job's random numbers"):
+                _set_random_states(torch.load(point.path / _random_file(), weights_only=True))
         elif dist.get_rank() == 0:
             logger.warning(
                 "%s was saved with %s and this run has %s: it goes on from the same weights and data, with other "
@@ -151,12 +144,11 @@ class JobCheckpoints:
         """Writes a checkpoint after every `save_steps`-th and the `last` step of a phase. Collective."""
         if not self.every or (step % self.every and step != last):
             return
-        group = self.strategy.layout.host_group
-        with whole_or_nothing(self.folder / f"{phase}-{step:06d}", group) as folder:
+        with whole_or_nothing(self.folder / f"{phase}-{step:06d}", self._group) as folder:
             write_strategy(self.strategy, folder)
             if reference is not None:
                 (folder / "reference").mkdir(exist_ok=True)
-                dist.barrier(group=group)
+                dist.barrier(group=self._group)
                 write_strategy(reference, folder / "reference")
             torch.save(_random_states(), folder / _random_file())
             if dist.get_rank() == 0:

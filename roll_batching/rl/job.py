@@ -14,6 +14,7 @@ import torch
 from roll_batching.config import JobConfig, TrainingArgs
 from roll_batching.data import FieldSpec, SampleBatch
 from roll_batching.data.epochs import DocumentStream, PromptStream
+from roll_batching.distributed import consensus
 from roll_batching.losses import PolicyLoss, mask_overlong
 from roll_batching.losses.metrics import as_numbers, join_parts
 from roll_batching.observe.metrics import Row
@@ -28,8 +29,6 @@ from roll_batching.rl.rollout import StepScores, generate_rollouts, score_rollou
 from roll_batching.rl.update import Update, UpdateSettings, train_on_rollouts
 from roll_batching.rl.warmup import train_on_documents
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy, MegatronTrainStrategy
-from roll_batching.strategy.agreement import agree, digest
-from roll_batching.strategy.checkpoint import _agreed
 
 _AGGREGATION = {
     "token-mean": "token_mean",
@@ -62,8 +61,8 @@ class Job:
         self.strategy = MegatronTrainStrategy(worker, seed=config.seed, temperature=sampling.temperature)
         self.strategy.initialize()
         layout = self.strategy.layout
-        agree(layout.host_group, None, same=digest(inputs.fingerprint), what="the data files")
-        with _agreed(layout.host_group):
+        with consensus(layout.host_group, "the job's inputs") as facts:
+            facts.equal("the data files", inputs.fingerprint, "Give all machines the same files")
             if torch.distributed.get_rank() == 0:
                 until_the_end.enter_context(held(folder_of(config)))
         if inputs.reward is not None:
@@ -101,7 +100,7 @@ class Job:
         With the first one the folder becomes this run's: what an earlier run left makes way.
         """
         if not self._open:
-            with _agreed(self.strategy.layout.host_group):
+            with consensus(self.strategy.layout.host_group, "opening the run's folder"):
                 if torch.distributed.get_rank() == 0:
                     earlier = EarlierRun(self.recorder.folder)
                     self.checkpoints.make_way(earlier)

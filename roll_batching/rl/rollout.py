@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from roll_batching.data import SampleBatch
 from roll_batching.data.encode import encode_prompts
 from roll_batching.data.texts import Prompt
 from roll_batching.data.tokenizers import Tokenizer
-from roll_batching.errors import RankError
+from roll_batching.distributed import consensus, exchange
 from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.planning import batch_balance
 from roll_batching.rl.reward_process import RewardProcess
 from roll_batching.rl.rewards import Completion, Scored
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
-from roll_batching.strategy.agreement import agree
 
 _MARGIN = 60.0
 """Seconds that ranks may be apart beside what the reward takes."""
@@ -110,14 +107,9 @@ class StepScores:
 
 def start_reward(layout: ParallelLayout, reward: RewardProcess) -> None:
     """Starts `reward` on the ranks that score. Collective; raises RankError, the same on all ranks, when one cannot."""
-    error: Exception | None = None
-    try:
+    with consensus(layout.host_group, "starting the reward", patience=reward.start_limit + _MARGIN):
         if layout.reports:
             reward.start()
-    except Exception as caught:
-        error = caught
-    _wait_for_all(layout.host_group, reward.start_limit)
-    agree(layout.host_group, error)
 
 
 def score_rollouts(strategy: MegatronInferStrategy, rollouts: Rollouts, reward: RewardProcess) -> StepScores:
@@ -127,27 +119,18 @@ def score_rollouts(strategy: MegatronInferStrategy, rollouts: Rollouts, reward: 
     is not finite; it names the samples. Ranks that are done wait as long as the reward's own limit allows the others.
     """
     layout = strategy.layout
-    mine = _scored_here(rollouts, reward) if layout.reports else None
-    _wait_for_all(layout.host_group, reward.start_limit + reward.limit * rollouts.most)
-    parts: list[Any] = [None] * dist.get_world_size(layout.host_group)
-    dist.all_gather_object(parts, mine, layout.host_group)
-    said = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
-    if said:
-        raise RankError("; ".join(said))
+    parts = exchange(
+        layout.host_group,
+        "scoring",
+        lambda: _scored_here(rollouts, reward) if layout.reports else None,
+        patience=reward.start_limit + reward.limit * rollouts.most + _MARGIN,
+    )
     return _merged([part for part in parts if part is not None])
 
 
-def _wait_for_all(group: Any, seconds: float) -> None:
-    """Returns when every rank is here, whatever the group's own timeout is: no collective is begun before."""
-    dist.monitored_barrier(group, timeout=datetime.timedelta(seconds=seconds + _MARGIN))
-
-
-def _scored_here(rollouts: Rollouts, reward: RewardProcess) -> dict[str, Any] | str:
-    """This replica's columns, or the error that scoring ended with."""
-    try:
-        scored: Scored = reward.score(rollouts.completions, rollouts.batch.ids.tolist(), seed=rollouts.seed)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+def _scored_here(rollouts: Rollouts, reward: RewardProcess) -> dict[str, Any]:
+    """This replica's columns."""
+    scored: Scored = reward.score(rollouts.completions, rollouts.batch.ids.tolist(), seed=rollouts.seed)
     return {
         "ids": rollouts.batch.ids.numpy(),
         "lengths": rollouts.batch.lengths.numpy(),

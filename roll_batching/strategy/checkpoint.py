@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from roll_batching.distributed import consensus, digest, exchange
 from roll_batching.errors import CheckpointError
 from roll_batching.modeling.head import gpt_of
-from roll_batching.strategy.agreement import agree, digest
 from roll_batching.strategy.update import parts_of
 
 if TYPE_CHECKING:
     from roll_batching.strategy.infer import MegatronInferStrategy
 
 RECORD = "strategy.json"
+SAVING, LOADING = "saving a checkpoint", "loading a checkpoint"
 PARTIAL = ".partial"
 """Ends the name of a checkpoint that is being written."""
 _NOT_OF_THE_FUNCTION = ("init_std", "hidden_dropout", "max_position_embeddings", "aux_loss_coeff", "z_loss_coeff")
@@ -65,19 +66,20 @@ def whole_or_nothing(path: str | Path, group: Any) -> Iterator[Path]:
     A checkpoint that lies at `path` is replaced; any other folder with something in it is refused. Raises
     `RankError` on all ranks with what went wrong on any.
     """
-    path = Path(path)
-    partial = path.with_name(path.name + PARTIAL)
-    with _agreed(group):
+    with consensus(group, SAVING) as facts:
+        path = Path(path)
+        partial = path.with_name(path.name + PARTIAL)
+        facts.equal("the path", path)
         if dist.get_rank() == 0:
             if path.exists() and not (path / RECORD).is_file() and not (path.is_dir() and not any(path.iterdir())):
                 raise CheckpointError(f"{path} exists and is no checkpoint: give another path")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-    with _agreed(group):
+    with consensus(group, SAVING):
         if not partial.is_dir():
             raise CheckpointError(f"{path.parent} is not the same folder on all machines: save to a shared file system")
         yield partial
-    with _agreed(group):
+    with consensus(group, SAVING):
         if dist.get_rank() == 0:
             replaced = path.with_name(path.name + ".replaced")
             shutil.rmtree(replaced, ignore_errors=True)
@@ -85,17 +87,6 @@ def whole_or_nothing(path: str | Path, group: Any) -> Iterator[Path]:
                 path.rename(replaced)
             partial.rename(path)
             shutil.rmtree(replaced, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _agreed(group: Any) -> Iterator[None]:
-    """What any rank raises inside becomes the same `RankError` on all ranks."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    agree(group, error)
 
 
 def write_strategy(strategy: MegatronInferStrategy, folder: Path) -> None:
@@ -131,12 +122,12 @@ def load_strategy(strategy: MegatronInferStrategy, path: str | Path, *, optimize
     """Loads weights, and on request the optimizer. All ranks call it; see `MegatronInferStrategy.load`."""
     from megatron.core import dist_checkpointing
 
-    path = Path(path)
     group = strategy.layout.host_group
-    record: dict[str, Any] = {}
-    error: Exception | None = None
-    try:
+    with consensus(group, LOADING) as facts:
+        path = Path(path)
         record = _read_record(path)
+        facts.equal(f"the file {RECORD}", digest(json.dumps(record)), "All ranks load the same checkpoint")
+        facts.equal("whether the optimizer is loaded", optimizer)
         _check_architecture(strategy, record, path)
         if optimizer:
             check_saving(strategy)
@@ -145,9 +136,6 @@ def load_strategy(strategy: MegatronInferStrategy, path: str | Path, *, optimize
                     f"{path} holds a model without optimizer state: load it with optimizer=False, which starts from "
                     "its weights with a fresh optimizer"
                 )
-    except Exception as caught:
-        error = caught
-    agree(group, error, same=digest(json.dumps(record)), what="the checkpoints that they load")
     strategy.gather_parameters()
     mine = _optimizer_of(strategy) if optimizer else None
     if mine is not None:
@@ -312,10 +300,8 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    wanted: dict[str, tuple[int, ...] | None] = {}
-    found: dict[str, tuple[int, ...]] = {}
-    problems: list[str] = []
-    with _agreed(group):
+    def tensors_here() -> tuple[dict[str, tuple[int, ...] | None], dict[str, tuple[int, ...]]]:
+        wanted: dict[str, tuple[int, ...] | None] = {}
         for item in _leaves(state):
             pieces = list(_leaves(item.build())) if isinstance(item, ShardedTensorFactory) else [item]
             for piece in pieces:
@@ -326,9 +312,12 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
             for tensor in dist_checkpointing.load_tensors_metadata(str(path)).values()
             if optimizer or not tensor.key.startswith("optimizer.")
         }
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, wanted, group=group)
-    wanted = {key: shape for one in everyone for key, shape in one.items()}
+        return wanted, found
+
+    everyone = exchange(group, LOADING, tensors_here)
+    wanted = {key: shape for one, _ in everyone for key, shape in one.items()}
+    found = everyone[0][1]
+    problems: list[str] = []
     for key in sorted(wanted.keys() | found.keys()):
         if key not in found:
             problems.append(f"{key} is missing there")
@@ -336,7 +325,7 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
             problems.append(f"{key} {list(found[key])} is not in the model here")
         elif (shape := wanted[key]) is not None and shape != found[key]:
             problems.append(f"{key} is {list(found[key])} there and {list(shape)} here")
-    with _agreed(group):
+    with consensus(group, LOADING):
         if problems:
             raise CheckpointError(f"the checkpoint {path} does not fit: {_some(problems)}")
 

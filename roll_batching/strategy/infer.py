@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import torch.distributed as dist
 
 from roll_batching.config import BatchingConfig, WorkerConfig
 from roll_batching.data import FieldSpec, LengthTable, SampleBatch
+from roll_batching.data.checks import content_digest
+from roll_batching.data.table import require_batch
+from roll_batching.distributed import Facts, consensus, digest, exchange, host_group
 from roll_batching.errors import LayoutError, LossError
-from roll_batching.losses.contract import loss_spec
+from roll_batching.losses.contract import LossSpec, loss_spec
 from roll_batching.losses.counts import StepCounts, local_counts, truncated_lengths
 from roll_batching.losses.head import HeadContext
 from roll_batching.losses.metrics import HostMetric, as_numbers, join_parts, to_host
@@ -24,15 +28,16 @@ from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.parallel import ParallelLayout, make_layout, start_processes
 from roll_batching.packing.batch import PackedBatch, pack_step, unpack_results
 from roll_batching.planning import CostModel, Plan, plan_step
-from roll_batching.strategy.agreement import agree, digest
 from roll_batching.strategy.built import of_built_model
 from roll_batching.strategy.checkpoint import load_strategy, save_strategy
-from roll_batching.strategy.generation import GenerationSettings, generate
+from roll_batching.strategy.generation import GenerationSettings, check_generation, generate
 from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.settings import StepSettings
-from roll_batching.strategy.weights import copy_parameters, gather_parameters
+from roll_batching.strategy.weights import check_same_parameters, copy_parameters, gather_parameters
 
 logger = logging.getLogger(__name__)
+
+_SAME_SAMPLES = "Give all tensor-, context- and pipeline-parallel ranks of a data-parallel rank the same samples"
 
 
 class MegatronInferStrategy:
@@ -72,6 +77,9 @@ class MegatronInferStrategy:
         if architecture is None:
             raise LayoutError("model_args.architecture is missing: it gives the shape of the model to build")
         device = start_processes(config.backend_timeout)
+        with consensus(host_group(), "initialize") as facts:
+            words = repr((config.model_dump(), self.seed, self.temperature))
+            facts.equal("the role's configuration", digest(words), "Start all ranks with the same settings")
         settings = config.strategy_args.strategy_config
         self.layout = make_layout(
             tp_size=settings.tensor_model_parallel_size,
@@ -120,6 +128,8 @@ class MegatronInferStrategy:
 
     def copy_weights_from(self, other: MegatronInferStrategy) -> None:
         """Takes over the parameters of a strategy with the same model and layout (else `LayoutError`). Collective."""
+        with self._consensus("copy_weights_from"):
+            check_same_parameters(other.chunks, self.chunks)
         copy_parameters(other.chunks, self.chunks)
 
     # ---- planning
@@ -168,10 +178,12 @@ class MegatronInferStrategy:
         Raises:
             RankError: when any rank's input is wrong, on all ranks, before the model runs.
         """
-        wanted = [name for name in ("log_probs", "entropy") if name in needs]
-        if not wanted or len(wanted) != len(set(needs)):
-            raise LossError(f"forward(needs={sorted(needs)}): ask for log_probs, entropy or both")
-        packs = self._pack(local, plan, masks)
+        with self._consensus("forward") as facts:
+            wanted = [name for name in ("log_probs", "entropy") if name in needs]
+            if not wanted or len(wanted) != len(set(needs)):
+                raise LossError(f"forward(needs={sorted(needs)}): ask for log_probs, entropy or both")
+            facts.equal("what is asked for", (wanted, masks))
+            packs = self._pack(facts, local, plan, masks)
         head = self._head()
 
         def bind(pack: PackedBatch, chunk: Any) -> Any:
@@ -201,9 +213,11 @@ class MegatronInferStrategy:
 
     def evaluate(self, local: SampleBatch, plan: Plan, loss: Any) -> dict[str, float]:
         """The loss (under "loss") and metrics of a loss object over the planned samples, without gradient."""
-        spec = loss_spec(loss)
-        packs = self._pack(local, plan, spec.masks, spec.check)
-        counts = self._reduce_counts(self._local_counts(local, plan, spec.masks, spec.sums))
+        with self._consensus("evaluate") as facts:
+            spec = loss_spec(loss)
+            packs = self._pack_for(facts, local, plan, spec)
+            own = self._local_counts(local, plan, spec)
+        counts = self._reduce_counts(own)
         scaling = Scaling(per_token=True, num_micro_batches=1, dp_size=1)
         runner = LossRunner(loss, spec, counts, self._head(), scaling, train=False)
         with torch.no_grad(), self._evaluating():
@@ -213,6 +227,12 @@ class MegatronInferStrategy:
 
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
         """Samples responses to this rank's prompts; see `strategy.generation.generate`."""
+        with self._consensus("generate") as facts:
+            check_generation(self, prompts, settings)
+            facts.equal("the settings", settings)
+            facts.equal_in_part(
+                "the prompts of a replica", content_digest(prompts.ids, prompts.lengths, prompts.fields), _SAME_SAMPLES
+            )
         self.gather_parameters()  # not in the forward pass: ranks without prompts make none
         with self._evaluating():
             return generate(self, prompts, settings)
@@ -277,41 +297,38 @@ class MegatronInferStrategy:
             for chunk, mode in zip(self.chunks, modes, strict=True):
                 chunk.train(mode)
 
-    def _pack(
-        self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None, check: Any = None
-    ) -> list[PackedBatch]:
-        """Packs this rank's micro-batches; raises on every rank when any rank's samples or plan are wrong.
+    def _consensus(self, what: str) -> contextlib.AbstractContextManager[Facts]:
+        """See `distributed.consensus`, among all ranks, with replicas as parts."""
+        layout = self.layout
+        return consensus(layout.host_group, what, part=layout.dp_rank, parts=layout.dp_size)
 
-        `check` is a loss's own look at the samples of each micro-batch.
-        """
-        packs: list[PackedBatch] = []
-        error: Exception | None = None
-        try:
-            self._check_plan(plan)
-            packs = pack_step(
-                local,
-                plan,
-                dp_rank=self.layout.dp_rank,
-                cp_rank=self.layout.cp_rank,
-                device=self.device,
-                masks=masks,
-                tokens=int(plan.tokens.max()) if self.settings.pipeline_shapes == "shared" else None,
-            )
-            if check is not None:
-                check(local, [local.rows_of(pack.ids).numpy() for pack in packs if pack.samples])
-        except Exception as caught:  # whatever it is, the other ranks must hear of it
-            error = caught
-        agree(
-            self.layout.host_group,
-            error,
-            same=digest(plan.fingerprint),
-            what="the plans",
-            within=self.layout.replica_group,
-            same_within=_content_digest(local),
-            what_within="the ranks of one replica hold different samples: give all tensor-, context- and "
-            "pipeline-parallel ranks of a data-parallel rank the same batch",
+    def _pack(self, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> list[PackedBatch]:
+        """Packs this rank's micro-batches, and states what other ranks must have as well. Inside a consensus."""
+        require_batch("a pass", local)
+        self._check_plan(plan)
+        facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths and constraints")
+        packs = pack_step(
+            local,
+            plan,
+            dp_rank=self.layout.dp_rank,
+            cp_rank=self.layout.cp_rank,
+            device=self.device,
+            masks=masks,
+            tokens=int(plan.tokens.max()) if self.settings.pipeline_shapes == "shared" else None,
         )
+        if self.layout.tp_size * self.layout.cp_size * self.layout.pp_size > 1:
+            facts.equal_in_part(
+                "the batch of a replica", content_digest(local.ids, local.lengths, local.fields), _SAME_SAMPLES
+            )
         self._notice_fillers(plan)
+        return packs
+
+    def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> list[PackedBatch]:
+        """`_pack` for a loss, with its own look at the samples of each micro-batch."""
+        facts.equal("the loss", spec.words)
+        packs = self._pack(facts, local, plan, spec.masks)
+        if spec.check is not None:
+            spec.check(local, [local.rows_of(pack.ids).numpy() for pack in packs if pack.samples])
         return packs
 
     def _notice_fillers(self, plan: Plan) -> None:
@@ -326,6 +343,8 @@ class MegatronInferStrategy:
             )
 
     def _check_plan(self, plan: Plan) -> None:
+        if not isinstance(plan, Plan):
+            raise LayoutError(f"plan is a {type(plan).__name__}: pass what strategy.plan(table) or plan_step returns")
         planned, layout = plan.constraints, self.layout
         for name in ("dp_size", "tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "sequence_parallel"):
             if getattr(planned, name) != getattr(layout, name):
@@ -334,14 +353,12 @@ class MegatronInferStrategy:
                     "plan with strategy.plan(...) or with the constraints of this layout"
                 )
 
-    def _local_counts(
-        self, local: SampleBatch, plan: Plan | None, masks: Sequence[str], sums: Sequence[str]
-    ) -> StepCounts:
+    def _local_counts(self, local: SampleBatch, plan: Plan | None, spec: LossSpec) -> StepCounts:
         used = truncated_lengths(plan, self.layout.dp_rank) if plan is not None else None
         counted = local
         if plan is not None:
             counted = local.select_ids(plan.ids[plan.rank_samples(self.layout.dp_rank)])
-        return local_counts(counted, masks, sums, used)
+        return local_counts(counted, spec.masks, spec.sums, used)
 
     def _reduce_counts(self, counts: StepCounts) -> StepCounts:
         vector = counts.vector()
@@ -357,9 +374,19 @@ class MegatronInferStrategy:
         The first host read of the step. Every rank tells its loss, its metrics and, where a loss is
         not finite or broke its contract, what is wrong and with which samples.
         """
+        everyone = exchange(self.layout.host_group, "the step's loss", lambda: self._outcome(records, runner))
+        problems = list(dict.fromkeys(text for text, _, _ in everyone if text))
+        if problems:
+            raise LossError("; ".join(problems)) from runner.breach
+        return sum(loss for _, loss, _ in everyone), join_parts(part for _, _, part in everyone)
+
+    def _outcome(
+        self, records: list[MicroBatchRecord], runner: LossRunner
+    ) -> tuple[str | None, float, dict[str, HostMetric]]:
+        """What is wrong with this rank's loss, the loss, and its metrics: one device read."""
         losses, metrics = to_host([r.loss for r in records], [r.metrics for r in records])
         problem = None if runner.breach is None else str(runner.breach)
-        bad = [r for r, value in zip(records, losses, strict=True) if value != value or abs(value) == float("inf")]
+        bad = [r for r, value in zip(records, losses, strict=True) if not math.isfinite(value)]
         if problem is None and bad:
             samples = sorted({sample for record in bad for sample in record.culprits()})
             value = losses[records.index(bad[0])]
@@ -367,26 +394,6 @@ class MegatronInferStrategy:
                 f"the loss is {value} for sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:16]))}: "
                 "look at these samples' fields and at what the loss computes from them. The optimizer made no step"
             )
-        speaks = (
-            self.layout.is_last_stage
-            and self.layout.tp_rank == 0
-            and (self.layout.cp_rank == 0 or runner.partial_over_cp)
-        )
-        mine: tuple[str | None, float, dict[str, HostMetric]] = (
-            problem,
-            sum(losses) if speaks else 0.0,
-            metrics if speaks else {},
-        )
-        everyone: list[Any] = [None] * dist.get_world_size(self.layout.host_group)
-        dist.all_gather_object(everyone, mine, group=self.layout.host_group)
-        problems = list(dict.fromkeys(text for text, _, _ in everyone if text))
-        if problems:
-            raise LossError("; ".join(problems))
-        return sum(loss for _, loss, _ in everyone), join_parts(part for _, _, part in everyone)
-
-
-def _content_digest(local: SampleBatch) -> int:
-    parts = [local.ids.numpy().tobytes(), local.lengths.numpy().tobytes()]
-    if "input_ids" in local:
-        parts.append(local["input_ids"].cpu().numpy().tobytes())
-    return digest(*parts)
+        layout = self.layout
+        speaks = layout.is_last_stage and layout.tp_rank == 0 and (layout.cp_rank == 0 or runner.partial_over_cp)
+        return (problem, sum(losses), metrics) if speaks else (problem, 0.0, {})

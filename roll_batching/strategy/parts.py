@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from roll_batching.config import BatchingConfig
+from roll_batching.distributed import consensus, host_group
 from roll_batching.errors import LayoutError
 from roll_batching.losses.runner import has_router_losses
 from roll_batching.modeling.attention import PackedAttention
@@ -27,7 +28,6 @@ from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.parallel import ParallelLayout, describe_layout
 from roll_batching.modeling.requirements import Installed, refusals
 from roll_batching.planning import CostModel
-from roll_batching.strategy.agreement import agree
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.update import has_loss_scale
 
@@ -63,11 +63,12 @@ def adopt_parts(
     """
     if not dist.is_initialized():
         raise LayoutError("no process group: call torch.distributed.init_process_group and build the model first")
-    strange = [type(gpt_of(chunk)).__name__ for chunk in chunks if not _is_gpt(gpt_of(chunk))]
-    if strange:
-        raise LayoutError(f"{', '.join(strange)} is not a GPTModel: pass model_chunks of GPTModel")
-    gpt = gpt_of(chunks[0])
-    config = gpt.config
+    with consensus(host_group(), "from_parts") as facts:
+        _check_arguments(chunks, batching, settings, pg_collection)
+        gpt = gpt_of(chunks[0])
+        config = gpt.config
+        facts.equal("how passes are batched", batching)
+        facts.equal("the settings", settings)
     layout = describe_layout(
         vpp_size=len(chunks),
         sequence_parallel=config.sequence_parallel,
@@ -75,16 +76,8 @@ def adopt_parts(
         groups=pg_collection,
     )
     layout = replace(layout, fully_sharded=gathers_layers(getattr(chunks[0], "ddp_config", None)))
-    error = None
-    try:
+    with consensus(layout.host_group, "from_parts"):
         check_parts(chunks, layout, batching, settings, defer_head=defer_head, also=also)
-    except LayoutError as caught:
-        error = caught
-    if dist.get_world_size() == 1:
-        if error is not None:
-            raise error
-    else:
-        agree(layout.host_group, error)
     if not settings.rows_form and gpt.position_embedding_type == "rope" and dist.get_rank() == 0:
         logger.warning(
             "the model rotates packed sequences itself, which without TransformerEngine's fused kernel waits for the "
@@ -101,6 +94,24 @@ def adopt_parts(
         dtype=config.params_dtype,
         cost=model_cost(config, gpt.vocab_size, layout),
     )
+
+
+def _check_arguments(chunks: Sequence[Any], batching: Any, settings: Any, pg_collection: Any) -> None:
+    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+        raise LayoutError(
+            "model_chunks must be a list of model chunks, one per virtual stage, and is "
+            f"{[type(chunk).__name__ for chunk in chunks]}"
+        )
+    strange = [type(gpt_of(chunk)).__name__ for chunk in chunks if not _is_gpt(gpt_of(chunk))]
+    if strange:
+        raise LayoutError(f"{', '.join(strange)} is not a GPTModel: pass model_chunks of GPTModel")
+    if not isinstance(batching, BatchingConfig) or not isinstance(settings, StepSettings):
+        raise LayoutError(
+            f"batching is a {type(batching).__name__} and settings a {type(settings).__name__}: pass a BatchingConfig "
+            "and a StepSettings"
+        )
+    if pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection):
+        raise LayoutError(f"pg_collection is a {type(pg_collection).__name__}: pass a ProcessGroupCollection, or None")
 
 
 def _notice_router_losses(config: Any, groups: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -12,9 +12,10 @@ import torch
 
 from roll_batching.config import BatchingConfig, TrainingArgs, WorkerConfig
 from roll_batching.data import SampleBatch
+from roll_batching.data.table import require_batch
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import loss_spec
-from roll_batching.losses.counts import StepCounts
+from roll_batching.losses.counts import StepCounts, require_counts
 from roll_batching.losses.metrics import HostMetric, as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, wrap_ddp
@@ -138,12 +139,14 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
         Raises `LossError` for a schedule that decays without knowing its length.
         """
-        total = training.max_steps
-        if total < 1 and training.lr_scheduler_type not in ("constant", "constant_with_warmup"):
-            raise LossError(
-                f"lr_scheduler_type {training.lr_scheduler_type!r} needs training_args.max_steps, the optimizer "
-                "steps that it spans"
-            )
+        with self._consensus("start_phase") as facts:
+            total = training.max_steps
+            if total < 1 and training.lr_scheduler_type not in ("constant", "constant_with_warmup"):
+                raise LossError(
+                    f"lr_scheduler_type {training.lr_scheduler_type!r} needs training_args.max_steps, the optimizer "
+                    "steps that it spans"
+                )
+            facts.equal("training_args", training)
         settings = self._configured().strategy_args.strategy_config
         self.gather_parameters()
         self.optimizer = self.scheduler = None
@@ -163,8 +166,12 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         Pass the result to `train_step(counts=...)`: samples that are not computed, because their
         gradient is known to be zero, still count.
         """
-        spec = loss_spec(self._loss(loss))
-        return self._reduce_counts(self._local_counts(local, None, spec.masks, spec.sums))
+        with self._consensus("count") as facts:
+            spec = loss_spec(self._loss(loss))
+            facts.equal("the loss", spec.words)
+            require_batch("count", local)
+            own = self._local_counts(local, None, spec)
+        return self._reduce_counts(own)
 
     def _loss(self, loss: Any) -> Any:
         if loss is not None:
@@ -185,14 +192,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         Takes what `forward_backward` takes, and raises what it raises, before the optimizer steps.
         """
         started = time.perf_counter()
-        if self.chunks and self.optimizer is None:
-            raise LayoutError("this strategy was made without an optimizer: call forward_backward and step yours")
-        self._loss(loss)
-        for chunk in self.chunks:
-            if hasattr(chunk, "zero_grad_buffer"):
-                chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        total, metrics = self._accumulate(local, plan, loss, counts)
+        total, metrics = self._accumulate("train_step", local, plan, loss, counts, first=self._zero_gradients)
         lr = self.optimizer.param_groups[0]["lr"]
         grad_norm = step_optimizer(self.optimizer, self.chunks, self.layout.host_group)
         if grad_norm is None:
@@ -228,17 +228,37 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             RankError: on all ranks, before the model runs, when samples or plan are wrong on any.
             LossError: on all ranks, when the loss is not finite or breaks its contract; names the samples.
         """
-        total, metrics = self._accumulate(local, plan, loss, counts)
+        total, metrics = self._accumulate("forward_backward", local, plan, loss, counts)
         return total, as_numbers(metrics)
 
+    def _zero_gradients(self) -> None:
+        if self.optimizer is None:
+            raise LayoutError("this strategy was made without an optimizer: call forward_backward and step yours")
+        for chunk in self.chunks:
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
     def _accumulate(
-        self, local: SampleBatch, plan: Plan, loss: Any, counts: StepCounts | None
+        self,
+        what: str,
+        local: SampleBatch,
+        plan: Plan,
+        loss: Any,
+        counts: StepCounts | None,
+        first: Callable[[], None] | None = None,
     ) -> tuple[float, dict[str, HostMetric]]:
-        loss = self._loss(loss)
-        spec = loss_spec(loss)
-        packs = self._pack(local, plan, spec.masks, spec.check)
-        if counts is None:
-            counts = self._reduce_counts(self._local_counts(local, plan, spec.masks, spec.sums))
+        """`forward_backward` under the name `what`; `first` is done when nothing else can fail on this rank."""
+        with self._consensus(what) as facts:
+            loss = self._loss(loss)
+            spec = loss_spec(loss)
+            packs = self._pack_for(facts, local, plan, spec)
+            own = counts if counts is not None else self._local_counts(local, plan, spec)
+            require_counts(own, spec)
+            facts.equal("counts", "those of the planned samples" if counts is None else counts)
+            if first is not None:
+                first()
+        counts = self._reduce_counts(own) if counts is None else counts
         config = self.chunks[0].config
         scaling = Scaling(
             per_token=config.calculate_per_token_loss,

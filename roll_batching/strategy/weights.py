@@ -24,21 +24,26 @@ def gather_parameters(chunks: Sequence[Any]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-@torch.no_grad()
-def copy_parameters(source: Sequence[Any], target: Sequence[Any]) -> None:
-    """Copies the parameters of chunks into chunks of the same model and layout. Collective.
-
-    Raises `LayoutError` when they are not the same, before anything is copied.
-    """
-    gather_parameters(source)
-    gather_parameters(target)
-    theirs, mine = [[dict(gpt_of(chunk).named_parameters()) for chunk in chunks] for chunks in (source, target)]
-    shapes = [[{name: p.shape for name, p in chunk.items()} for chunk in chunks] for chunks in (theirs, mine)]
-    if shapes[0] != shapes[1]:
+def check_same_parameters(source: Sequence[Any], target: Sequence[Any]) -> None:
+    """Raises `LayoutError` unless both are chunks of the same model in the same layout."""
+    theirs, mine = ([_shapes(chunk) for chunk in chunks] for chunks in (source, target))
+    if theirs != mine:
         raise LayoutError(
             "parameters are copied between strategies of one model in one layout, and these two differ in theirs: give "
             "both roles the same architecture and the same parallel sizes"
         )
-    for from_chunk, to_chunk in zip(theirs, mine, strict=True):
-        for name, parameter in to_chunk.items():
-            parameter.copy_(from_chunk[name])
+
+
+def _shapes(chunk: Any) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in gpt_of(chunk).named_parameters()}
+
+
+@torch.no_grad()
+def copy_parameters(source: Sequence[Any], target: Sequence[Any]) -> None:
+    """Copies the parameters of chunks into chunks of the same model and layout. Collective."""
+    gather_parameters(source)
+    gather_parameters(target)
+    for theirs, mine in zip(source, target, strict=True):
+        values = dict(gpt_of(theirs).named_parameters())
+        for name, parameter in gpt_of(mine).named_parameters():
+            parameter.copy_(values[name])

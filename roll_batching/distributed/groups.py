@@ -1,0 +1,54 @@
+"""Process groups that exist besides the model's own, and what a group can carry."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_host_groups: dict[Any, Any] = {}
+"""By the group of all processes: the gloo group over the same ranks."""
+
+
+def host_group() -> Any:
+    """All processes on gloo, for agreement and small facts, whatever the backend of the model.
+
+    Made at the first call, which all processes make together; it waits as long as the group of all processes does.
+    """
+    world = dist.group.WORLD
+    if world not in _host_groups:
+        _host_groups.clear()  # of a world that was destroyed
+        _host_groups[world] = dist.new_group(backend="gloo", timeout=group_timeout(world))
+    return _host_groups[world]
+
+
+def group_timeout(group: Any) -> datetime.timedelta:
+    """How long a collective of `group` may wait before it fails."""
+    timeout: datetime.timedelta = group._get_backend(group_device(group, torch.device("cpu"))).options._timeout
+    return timeout
+
+
+def megatron_data_parallel_group() -> Any:
+    """Megatron's data-parallel group without context parallelism; None where Megatron is not initialised.
+
+    Whoever never imported Megatron has not initialised it, and is spared the import.
+    """
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    return state.get_data_parallel_group()
+
+
+def group_device(group: Any, preferred: torch.device) -> torch.device:
+    """Where tensors must be to travel in `group`: on `preferred` if the backend can, else nearby."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    # Gloo lists CUDA among its devices, but has no all-to-all there.
+    usable = {device for device, backend in backends.items() if device == "cpu" or backend != "gloo"}
+    if preferred.type in usable:
+        return preferred
+    if "cpu" in usable:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
