@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import re
 import traceback
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_batching.data import (
     FieldSpec,
@@ -235,6 +237,32 @@ def test_one_process_needs_no_group():
         assert_same(collect(computed(mine), plan), computed(local))
     with pytest.raises(DataError, match=r"lacks them|does not hold|No rank holds"):
         distribute(local.select([0, 1]), plan)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the tensor operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_results_of_whole_samples_are_not_stretched():
+    """A field is placed once per field on its way home; only where a sample was cut is it stretched before."""
+    local = make_batch([5, 3, 9], [7, 2, 5])
+    plan = plan_for(gather_lengths(local), 1)
+    whole = computed(distribute(local, plan))
+    short = computed(make_batch(whole.ids.tolist(), (whole.lengths - 1).tolist()))
+    placed = {}
+    for name, results in (("whole", whole), ("short", short)):
+        with Operators() as operators:
+            collect(results, plan)
+        placed[name] = operators.seen["index_copy_"]
+    assert placed == {"whole": 3, "short": 5}, "three fields to place; two of them hold values per token"
 
 
 # ---- bad states: the same error on every rank, before anything moves, and the ranks can go on

@@ -377,6 +377,15 @@ def test_wrong_settings_are_refused_at_construction(options: dict[str, Any], sai
         PolicyLoss(**options)
 
 
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_constant_mean_is_over_a_positive_length(length: int) -> None:
+    from roll_batching.errors import LossError
+    from roll_batching.losses import constant_mean
+
+    with pytest.raises(LossError, match=rf"constant_mean\({length}\): give a positive length"):
+        constant_mean(length)
+
+
 def test_metrics_join_by_their_kind_in_any_order() -> None:
     from roll_batching.errors import LossError
     from roll_batching.losses import Max, Mean, Min, Sum

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_batching.data import SampleBatch
-from roll_batching.errors import PlanError
+from roll_batching.errors import DataError, PlanError
 from roll_batching.packing import PackLayout, pack_step, packed_params, unpack_results
 from roll_batching.packing.layout import TAIL_SEGMENT
 from roll_batching.packing.spans import BucketSpans, VarlenSpans, bucket_spans, varlen_spans
@@ -85,6 +85,21 @@ def test_a_plan_without_context_parallelism_is_refused_under_it() -> None:
     _, plan = _one_pack([5, 3])
     with pytest.raises(PlanError, match=r"PlanConstraints\(cp_size=2"):
         PackLayout.of(plan.micro_batches[0][0], 2)
+
+
+@pytest.mark.bad_input
+def test_a_length_mismatch_names_the_sample_that_differs_and_both_lengths() -> None:
+    """Ids, rows and places in the pack are three different numbers here, and two of the three lengths are right."""
+    ids, lengths = [70, 50, 60, 80], [3, 5, 7, 2]
+    plan = plan_step(lengths, PlanConstraints(dp_size=1, max_tokens=32, algorithm="none"), ids=ids)
+    for wrong, number in enumerate(ids):
+        have = [n + 4 * (i == wrong) for i, n in enumerate(lengths)]
+        batch = SampleBatch.from_lists({"input_ids": [[1] * n for n in have]}, {"input_ids": "token"}, ids)
+        with pytest.raises(DataError, match=f"sample {number} has {have[wrong]} tokens .* and {lengths[wrong]} in"):
+            pack_step(batch.select([2, 0, 3, 1]), plan, dp_rank=0, device=CPU)
+    held = SampleBatch.from_lists({"input_ids": [[1] * n for n in lengths]}, {"input_ids": "token"}, ids)
+    with pytest.raises(DataError, match=r"samples \[50, 80\], which its local batch of 2 does not hold"):
+        pack_step(held.select([2, 0]), plan, dp_rank=0, device=CPU)
 
 
 plans = st.tuples(
