@@ -298,6 +298,23 @@ def test_dpo_equals_its_formula_wherever_the_pairs_lie(smoothing: float) -> None
     close(again, found)
 
 
+def test_dpos_metrics_say_which_response_is_preferred_and_by_how_much() -> None:
+    from roll_batching.losses import DPOLoss
+
+    data = whole_pairs()
+    metrics = run(DPOLoss(beta=0.2), data, PAIRED)[2]
+    rewards: list[Any] = []
+    formula(
+        data, lambda f, lp, h: 0.2 * (lp - f["ref_log_probs"]).sum(), lambda parts: rewards.extend(parts) or sum(parts)
+    )
+    values, chosen, pair = torch.stack(rewards).detach(), data["chosen"], data["pair"]
+    order = torch.argsort(pair[chosen])
+    liked, other = values[chosen][order], values[~chosen][torch.argsort(pair[~chosen])]
+    assert metrics["chosen_reward"] == pytest.approx(float(liked.mean()))
+    assert metrics["reward_margin"] == pytest.approx(float((liked - other).mean()))
+    assert metrics["reward_accuracy"] == pytest.approx(float((liked > other).double().mean()))
+
+
 def whole_pairs() -> Any:
     """Three pairs, every response with counted tokens."""
     data = batch().select([0, 2, 3, 4, 5, 6])
@@ -361,6 +378,7 @@ def test_metrics_do_not_depend_on_the_partition() -> None:
     [
         ({"clip_low": 0.0}, "clip range"),
         ({"dual_clip": 0.9}, "dual_clip is 0.9"),
+        ({"dual_clip": 1.0}, "dual_clip is 1.0"),
         ({"engine_ratio_cap": 0.0}, "engine_ratio_cap"),
         ({"kl_coef": -1.0}, "kl_coef"),
         ({"kl_bound": 0.0}, "kl_bound is 0.0"),
