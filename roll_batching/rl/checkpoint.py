@@ -6,12 +6,13 @@ last one draws the same data and the same random numbers, and writes the same ro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,18 @@ import torch.distributed as dist
 from roll_batching.config import JobConfig
 from roll_batching.data.epochs import EpochStream
 from roll_batching.distributed import consensus
-from roll_batching.errors import CheckpointError
+from roll_batching.errors import CheckpointError, RollBatchingError
 from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.rl.folder import EarlierRun
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
-from roll_batching.strategy.checkpoint import PARTIAL, check_saving, whole_or_nothing, write_strategy
+from roll_batching.strategy.checkpoint import (
+    PARTIAL,
+    check_saving,
+    whole_or_nothing,
+    write_strategy,
+    write_text,
+)
+from roll_batching.strategy.checkpoint_files import check_files, reading, words
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +85,7 @@ class JobCheckpoints:
             if config.resume_from_checkpoint:
                 self.resumed = _resumed(config, self.folder)
             facts.equal("the checkpoint that is found", self.resumed, "Save to a file system that all machines share")
+        self.latest = self.resumed.path if self.resumed is not None else None
 
     def _check(self) -> None:
         if self.every:
@@ -116,14 +125,16 @@ class JobCheckpoints:
         point = self.resumed
         if point is None or point.phase != phase:
             return 0
-        self.strategy.load(point.path)
-        if reference is not None:
-            reference.load(point.path / "reference")
-        stream.load_state_dict(point.position)
-        if point.layout == _sizes(self.strategy.layout):
-            with consensus(self._group, "the job's random numbers"):
-                _set_random_states(torch.load(point.path / _random_file(), weights_only=True))
-        elif dist.get_rank() == 0:
+        with self._advised(lambda: self._instead_of(point)):
+            self.strategy.load(point.path)
+            if reference is not None:
+                reference.load(point.path / "reference")
+            with consensus(self._group, "the job's checkpoints"):
+                stream.load_state_dict(point.position)
+                if point.layout == _sizes(self.strategy.layout):
+                    with reading(point.path / _random_file()):
+                        _set_random_states(torch.load(point.path / _random_file(), weights_only=True))
+        if point.layout != _sizes(self.strategy.layout) and dist.get_rank() == 0:
             logger.warning(
                 "%s was saved with %s and this run has %s: it goes on from the same weights and data, with other "
                 "mini-batches and random numbers than the saved run would have had",
@@ -144,25 +155,60 @@ class JobCheckpoints:
         """Writes a checkpoint after every `save_steps`-th and the `last` step of a phase. Collective."""
         if not self.every or (step % self.every and step != last):
             return
-        with whole_or_nothing(self.folder / f"{phase}-{step:06d}", self._group) as folder:
+        path = self.folder / f"{phase}-{step:06d}"
+        with self._advised(self._last_whole), whole_or_nothing(path, self._group) as folder:
             write_strategy(self.strategy, folder)
             if reference is not None:
-                (folder / "reference").mkdir(exist_ok=True)
-                dist.barrier(group=self._group)
+                with consensus(self._group, "the job's checkpoints"):
+                    if dist.get_rank() == 0:
+                        (folder / "reference").mkdir()
                 write_strategy(reference, folder / "reference")
-            torch.save(_random_states(), folder / _random_file())
-            if dist.get_rank() == 0:
-                record = {
-                    "phase": phase,
-                    "step": step,
-                    "position": stream.state_dict(),
-                    "layout": _sizes(self.strategy.layout),
-                }
-                (folder / _RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            with consensus(self._group, "the job's checkpoints"):
+                self._write_own(folder, phase, step, stream)
+        self.latest = path
         if self.kept is not None and dist.get_rank() == 0:
             placed = sorted((place, path) for path in self.folder.iterdir() if (place := _place(path)) is not None)
-            for _, path in placed[: -self.kept]:
-                shutil.rmtree(path, ignore_errors=True)
+            for _, old in placed[: -self.kept]:
+                shutil.rmtree(old, ignore_errors=True)
+                if old.exists():
+                    logger.warning("%s could not be removed: it stays, and takes room", old)
+
+    def _write_own(self, folder: Path, phase: str, step: int, stream: EpochStream[Any]) -> None:
+        """What the job adds to the strategy's files: random numbers of every rank, and where it is."""
+        file = folder / _random_file()
+        try:
+            with file.open("wb") as output:
+                torch.save(_random_states(), output)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{file} cannot be written: {words(error)}") from None
+        if dist.get_rank() == 0:
+            layout = _sizes(self.strategy.layout)
+            record = {"phase": phase, "step": step, "position": stream.state_dict(), "layout": layout}
+            write_text(folder / _RECORD, json.dumps(record, indent=1) + "\n")
+
+    @contextlib.contextmanager
+    def _advised(self, advice: Callable[[], str]) -> Iterator[None]:
+        """Adds to what fails, the same on all ranks, how the run can go on."""
+        try:
+            yield
+        except RollBatchingError as error:
+            raise type(error)(f"{error}. {advice()}") from None
+
+    def _last_whole(self) -> str:
+        if self.latest is None:
+            return "No checkpoint of this run is whole yet: it can only start anew"
+        own = self.latest.resolve().parent == self.folder.resolve()
+        return f"{self.latest} is whole: go on from it with resume_from_checkpoint={'true' if own else self.latest}"
+
+    def _instead_of(self, point: SavedPoint) -> str:
+        before = [
+            (place, path) for path in point.path.parent.iterdir() if (place := _place(path)) and place < point.order
+        ]
+        for _, path in sorted(before, reverse=True):
+            with contextlib.suppress(CheckpointError):
+                check_files(path)
+                return f"The checkpoint before it is whole: go on from it with resume_from_checkpoint={path}"
+        return "No whole checkpoint lies before it: mend what is named, or start a new run"
 
 
 def _sizes(layout: ParallelLayout) -> dict[str, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import queue
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -21,8 +20,17 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus, digest, exchange
-from roll_batching.errors import CheckpointError
+from roll_batching.errors import CheckpointError, RankError, RollBatchingError
+from roll_batching.files import cause
 from roll_batching.modeling.head import gpt_of
+from roll_batching.strategy.checkpoint_files import (
+    bytes_of,
+    check_files,
+    check_room,
+    errors_at_the_end,
+    load_tensors,
+    reading,
+)
 from roll_batching.strategy.update import parts_of
 
 if TYPE_CHECKING:
@@ -30,8 +38,8 @@ if TYPE_CHECKING:
 
 RECORD = "strategy.json"
 SAVING, LOADING = "saving a checkpoint", "loading a checkpoint"
-PARTIAL = ".partial"
-"""Ends the name of a checkpoint that is being written."""
+PARTIAL, REPLACED = ".partial", ".replaced"
+"""End the name of a checkpoint that is being written, and of the one before it while both are renamed."""
 _NOT_OF_THE_FUNCTION = ("init_std", "hidden_dropout", "max_position_embeddings", "aux_loss_coeff", "z_loss_coeff")
 """Settings of an architecture that may change between saving and loading."""
 _SHOWN = 6
@@ -66,34 +74,61 @@ def whole_or_nothing(path: str | Path, group: Any) -> Iterator[Path]:
     A checkpoint that lies at `path` is replaced; any other folder with something in it is refused. Raises
     `RankError` on all ranks with what went wrong on any.
     """
+    path = Path(path)
+    partial, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
     with consensus(group, SAVING) as facts:
-        path = Path(path)
-        partial = path.with_name(path.name + PARTIAL)
         facts.equal("the path", path)
         if dist.get_rank() == 0:
-            if path.exists() and not (path / RECORD).is_file() and not (path.is_dir() and not any(path.iterdir())):
-                raise CheckpointError(f"{path} exists and is no checkpoint: give another path")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            _make_empty(path, partial, replaced)
     with consensus(group, SAVING):
         if not partial.is_dir():
             raise CheckpointError(f"{path.parent} is not the same folder on all machines: save to a shared file system")
-        yield partial
-    with consensus(group, SAVING):
+    try:
+        failed = None
+        try:
+            yield partial
+        except RankError:  # heard by all
+            raise
+        except Exception as error:
+            failed = error
+        with consensus(group, SAVING):
+            if failed is not None:
+                raise failed
+        with consensus(group, SAVING):
+            if dist.get_rank() == 0:
+                if path.exists():
+                    path.rename(replaced)
+                partial.rename(path)
+                shutil.rmtree(replaced, ignore_errors=True)
+    except RollBatchingError:  # agreed on: all ranks are here
         if dist.get_rank() == 0:
-            replaced = path.with_name(path.name + ".replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
-            if path.exists():
-                path.rename(replaced)
-            partial.rename(path)
-            shutil.rmtree(replaced, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)  # what it takes may be what is missing
+        dist.barrier(group=group)
+        raise
+
+
+def _make_empty(path: Path, partial: Path, replaced: Path) -> None:
+    """Makes the folder `partial`. What an interrupted save left is taken away, or back where it was."""
+    try:
+        if replaced.exists() and not path.exists():
+            replaced.rename(path)
+        if path.exists() and not (path / RECORD).is_file() and not (path.is_dir() and not any(path.iterdir())):
+            raise CheckpointError(f"{path} exists and is no checkpoint: give another path")
+        for left in (partial, replaced):
+            if left.exists():
+                shutil.rmtree(left)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{partial} cannot be made: {cause(error)}") from None
 
 
 def write_strategy(strategy: MegatronInferStrategy, folder: Path) -> None:
     """Writes the strategy's files into the empty `folder`. All ranks call it."""
     from megatron.core import dist_checkpointing
 
-    check_saving(strategy)
+    group = strategy.layout.host_group
+    with consensus(group, SAVING):
+        check_saving(strategy)
     strategy.gather_parameters()
     optimizer = _optimizer_of(strategy)
     record: dict[str, Any] = {
@@ -112,22 +147,35 @@ def write_strategy(strategy: MegatronInferStrategy, folder: Path) -> None:
             "schedule_steps": getattr(strategy.scheduler, "num_steps", None),  # type: ignore[attr-defined]
         }
     state = _sharded_state(strategy, optimizer)
-    with _quiet(), _results_in_process():
+    needed = torch.tensor([bytes_of(_pieces(state))])
+    dist.all_reduce(needed, group=group)
+    with consensus(group, SAVING):
+        if dist.get_rank() == 0:
+            check_room(folder, int(needed))
+    with consensus(group, SAVING), errors_at_the_end(folder, int(needed)), _quiet():
         dist_checkpointing.save(state, str(folder))
-    if dist.get_rank() == 0:
-        (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    with consensus(group, SAVING):
+        if dist.get_rank() == 0:
+            write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Writes one of a checkpoint's own files. Raises `CheckpointError` with file and cause."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be written: {cause(error)}") from None
 
 
 def load_strategy(strategy: MegatronInferStrategy, path: str | Path, *, optimizer: bool) -> None:
     """Loads weights, and on request the optimizer. All ranks call it; see `MegatronInferStrategy.load`."""
-    from megatron.core import dist_checkpointing
-
     group = strategy.layout.host_group
     with consensus(group, LOADING) as facts:
         path = Path(path)
         record = _read_record(path)
         facts.equal(f"the file {RECORD}", digest(json.dumps(record)), "All ranks load the same checkpoint")
         facts.equal("whether the optimizer is loaded", optimizer)
+        check_files(path)
         _check_architecture(strategy, record, path)
         if optimizer:
             check_saving(strategy)
@@ -143,13 +191,16 @@ def load_strategy(strategy: MegatronInferStrategy, path: str | Path, *, optimize
     state = _sharded_state(strategy, mine)
     _check_tensors(state, path, group, optimizer=mine is not None)
     with _quiet():
-        loaded = dist_checkpointing.load(state, str(path))
-    for index, chunk in enumerate(strategy.chunks):
-        gpt_of(chunk).load_state_dict(loaded[f"model{index}"])
-    if mine is not None:
-        _restore_optimizer(strategy, mine, loaded["optimizer"], record["optimizer"])
-    elif (own := _optimizer_of(strategy)) is not None:
-        own.reload_model_params()  # its fp32 copies, where it has some
+        loaded, failed = load_tensors(state, path)
+    with consensus(group, LOADING):
+        if failed is not None:
+            raise failed
+        for index, chunk in enumerate(strategy.chunks):
+            gpt_of(chunk).load_state_dict(loaded[f"model{index}"])
+        if mine is not None:
+            _restore_optimizer(strategy, mine, loaded["optimizer"], record["optimizer"])
+        elif (own := _optimizer_of(strategy)) is not None:
+            own.reload_model_params()  # its fp32 copies, where it has some
 
 
 # ---- what is saved
@@ -235,26 +286,6 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _results_in_process() -> Iterator[None]:
-    """Megatron hands results over by a manager process that it starts once and that outlives a killed rank.
-
-    Saving without overlap, writer and reader are this process, and a plain queue does.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    name = "_results_queue"
-    if not hasattr(filesystem_async, name):
-        yield
-        return
-    before = getattr(filesystem_async, name)
-    setattr(filesystem_async, name, queue.Queue())
-    try:
-        yield
-    finally:
-        setattr(filesystem_async, name, before)
-
-
 # ---- checks
 
 
@@ -272,13 +303,17 @@ def _functional(settings: dict[str, Any]) -> dict[str, Any]:
 def _read_record(path: Path) -> dict[str, Any]:
     file = path / RECORD
     if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint {path}: look for the folder's name")
+        before = path.with_name(path.name + REPLACED)
+        cure = (
+            f"a save was interrupted, and {before} holds the one before it" if before.is_dir() else "look for its name"
+        )
+        raise CheckpointError(f"there is no checkpoint {path}: {cure}")
     if not file.is_file():
         raise CheckpointError(f"{path} is no checkpoint of a strategy: it has no {RECORD}")
-    try:
+    with reading(file):
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+        if not isinstance(record, dict) or not {"architecture", "optimizer"} <= record.keys():
+            raise CheckpointError(f"{file} is not what was written: it has no architecture or no optimizer")
     return record
 
 
@@ -298,15 +333,13 @@ def _check_architecture(strategy: MegatronInferStrategy, record: dict[str, Any],
 def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: bool) -> None:
     """Raises `RankError` on all ranks when the checkpoint lacks a tensor, has another shape, or has more."""
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     def tensors_here() -> tuple[dict[str, tuple[int, ...] | None], dict[str, tuple[int, ...]]]:
         wanted: dict[str, tuple[int, ...] | None] = {}
-        for item in _leaves(state):
-            pieces = list(_leaves(item.build())) if isinstance(item, ShardedTensorFactory) else [item]
-            for piece in pieces:
-                if isinstance(piece, ShardedTensor):  # a vocabulary padded for another layout has another size
-                    wanted[piece.key] = None if piece.allow_shape_mismatch else tuple(piece.global_shape)
+        for piece in _pieces(state):
+            if isinstance(piece, ShardedTensor):  # a vocabulary padded for another layout has another size
+                wanted[piece.key] = None if piece.allow_shape_mismatch else tuple(piece.global_shape)
         found = {
             tensor.key: tuple(tensor.global_shape)
             for tensor in dist_checkpointing.load_tensors_metadata(str(path)).values()
@@ -328,6 +361,14 @@ def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: 
     with consensus(group, LOADING):
         if problems:
             raise CheckpointError(f"the checkpoint {path} does not fit: {_some(problems)}")
+
+
+def _pieces(state: dict[str, Any]) -> Iterator[Any]:
+    """The leaves of a sharded state, those that factories make among them."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    for item in _leaves(state):
+        yield from _leaves(item.build()) if isinstance(item, ShardedTensorFactory) else (item,)
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

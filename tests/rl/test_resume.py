@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import threading
@@ -61,6 +62,21 @@ def refusals(jobs: dict[str, dict[str, Any]]) -> dict[str, str]:
         except RollBatchingError as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
+
+
+def run_out_of_room(job: dict[str, Any]) -> None:
+    """The whole job; once it has saved, no file of this process may grow beyond some bytes."""
+    from tests.rl.jobs import run
+
+    first = Path(job["output_dir"]) / job["exp_name"] / "checkpoints" / "rl-000001"
+
+    def limit() -> None:
+        while not first.exists():
+            time.sleep(0.001)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+    threading.Thread(target=limit, daemon=True).start()
+    run(job)
 
 
 # ---- tests
@@ -189,3 +205,32 @@ def test_what_cannot_be_resumed_says_why_on_every_rank(tmp_path, report):
     for name, (_, words) in cases.items():
         assert words in said[0][name] and words in said[1][name], said[0][name]
         report(f"{name}: {said[0][name]}")
+
+
+@pytest.mark.bad_input
+def test_trouble_with_checkpoints_tells_which_is_whole_and_how_to_go_on(tmp_path, report):
+    write_data(tmp_path)
+    run = tmp_path / "runs" / "full"
+    job = settings(tmp_path, exp_name="full", save_steps=1, warmup=None, reward_function="tests.rl.jobs:length")
+    outcomes = run_ranks(2, HERE + "run_out_of_room", job, check=False, timeout=90)
+    for outcome in outcomes:
+        said = outcome.output.strip().splitlines()[-1]
+        assert "rl-000002.partial/__" in said and "cannot be written: File too large (EFBIG)" in said, outcome.output
+        assert f"{run}/checkpoints/rl-000001 is whole: go on from it with resume_from_checkpoint=true" in said
+    report(said.replace(str(tmp_path), "..."))
+    assert saved(tmp_path, "full") == ["rl-000001"]
+
+    job = supervised(tmp_path, "cut", save_steps=1)
+    run_ranks(1, "tests.rl.jobs:run", job)
+    places = tmp_path / "runs" / "cut" / "checkpoints"
+    first, second = places / "warmup-000001", places / "warmup-000002"
+    files = [next(second.glob("__0_*.distcp")), second / "random-00000.pt"]
+    for file in files:
+        raw = file.read_bytes()
+        file.write_bytes(raw[:500])
+        said = run_ranks(1, HERE + "refusals", {"it": job | {"resume_from_checkpoint": True}})[0]["it"]
+        file.write_bytes(raw)
+        assert f"{file} " in said and len(said.splitlines()) == 1, said
+        assert f"The checkpoint before it is whole: go on from it with resume_from_checkpoint={first}" in said
+        report(said.replace(str(tmp_path), "..."))
+    run_ranks(1, "tests.rl.jobs:run", job | {"resume_from_checkpoint": str(first)})
