@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from roll_batching.distributed import consensus, exchange
+from roll_batching.distributed import consensus, digest, exchange
+from roll_batching.distributed.consensus import _named
 from roll_batching.errors import DataError, RankError
 from tests.support.ranks import run_ranks
 
@@ -104,6 +105,14 @@ def test_all_ranks_raise_the_same_and_go_on() -> None:
         assert dict(zip([case.__name__ for case in CASES], seen, strict=True)) == {
             case.__name__: expected for case, expected in CASES.items()
         }
+
+
+def test_many_ranks_are_counted_and_parts_of_a_digest_are_kept_apart() -> None:
+    assert _named([3]) == "rank 3"
+    assert _named(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
+    assert _named(range(9)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"
+    assert digest("ab", "c") != digest("a", "bc") and digest("ab") == digest(b"ab")
+    assert all(0 <= digest(str(number)) < 1 << 62 for number in range(100))
 
 
 def test_a_process_that_is_alone_raises_its_own_error() -> None:

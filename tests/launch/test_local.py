@@ -102,9 +102,13 @@ def test_devices_of_a_machine():
     assert choose_devices([4, 5], 2, 8, forced=False) == [4, 5]
     assert choose_devices([4, 5], 1, 8, forced=True) == [4]
     assert choose_devices(range(8), 1, 1, forced=True) == [0]
+    assert choose_devices([4, 5], 4, 8, forced=True) == [0, 1, 2, 3]
+    assert choose_devices([3, 4], 2, 4, forced=True) == [0, 1]
     assert choose_devices(None, 2, 2, forced=False) == [0, 1]
     with pytest.raises(ConfigError, match="names device 7, but this machine has 1 GPU .*--nproc 1"):
         choose_devices(range(8), 8, 1, forced=False)
+    with pytest.raises(ConfigError, match="names device 8, but this machine has 8 GPUs"):
+        choose_devices([7, 8], 2, 8, forced=False)
     with pytest.raises(ConfigError, match="--nproc asks for 4, but this machine has 2 GPUs"):
         choose_devices(range(8), 4, 2, forced=True)
 

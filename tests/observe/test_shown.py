@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
-from roll_batching.observe.curves import plot_learning_curve
+from roll_batching.observe.curves import _padding_panel, _reward_panel, plot_learning_curve
 from roll_batching.observe.progress import ProgressReporter
 from roll_batching.observe.summary import show_summary, summarize
 from tests.observe.rows import rl_rows
@@ -25,6 +27,19 @@ def test_the_curve_of_a_run_that_ended_early(tmp_path, rows):
     assert (tmp_path / "curve.png").stat().st_size > 5000
 
 
+def test_the_curve_shows_the_mean_of_five_steps_and_the_share_of_padding():
+    rows = [{"step": i, "reward": i * i / 49, "tokens": 30, "tokens_packed": 40} for i in range(1, 8)]
+    reward, padding = Figure().subplots(1, 2)
+    _reward_panel(reward, rows)
+    _padding_panel(padding, rows)
+    each, smooth = (line.get_xydata() for line in reward.lines)
+    assert each[:, 1].tolist() == [row["reward"] for row in rows]
+    assert smooth.tolist() == [[5, pytest.approx(11 / 49)], [6, pytest.approx(18 / 49)], [7, pytest.approx(27 / 49)]]
+    assert padding.lines[0].get_xydata().tolist() == [[i, 0.25] for i in range(1, 8)]
+    assert padding.yaxis.get_major_formatter()(0.25) == "25%"
+    assert (reward.get_ylim(), padding.get_ylim()) == ((0, 1.02), (-0.02, 1.02))
+
+
 def test_the_figures_are_sums_over_the_rl_rows():
     rows = [{"phase": "warmup", "step": 1, "tokens": 10**9}, *rl_rows(40)]
     figures = summarize(rows)
@@ -41,6 +56,37 @@ def test_the_table_names_before_after_and_every_mode():
     for words in ("before RL", "share of answers: shows work", "padded to the longest of the mini-batch"):
         assert words in text
     assert "sequence packing (this run)" in text and "tokens per second" in text
+
+
+def test_the_table_holds_the_figures():
+    out = io.StringIO()
+    figures = {"reward_before": 0.25, "reward_after": 0.75, "response_length_before": 20.0}
+    figures |= {"response_length_after": 12.5, "eval_seconds_after": 3.0}
+    figures |= {"tokens": 60, "tokens_padded": 240, "tokens_packed": 80, "tokens_per_second": 1234.5}
+    show_summary(figures, Console(file=out, width=110), used="packed", title="demo")
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "│" in line]
+    assert cells == [
+        ["reward", "0.250", "0.750", "+0.500"],
+        ["response length", "20.0", "12.5", "-7.5"],
+        ["padded to the longest of the mini-batch", "240", "75.0%", "1.00 x"],
+        ["sequence packing (this run)", "80", "25.0%", "0.33 x"],
+    ]
+    assert "60 real tokens trained on, 1,234 tokens per second" in out.getvalue()
+
+
+def test_a_resumed_phase_tells_the_time_that_its_own_steps_take(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("roll_batching.observe.progress.time", SimpleNamespace(monotonic=lambda: now))
+    out = io.StringIO()
+    progress = ProgressReporter(console=Console(file=out, width=100))
+    progress.start("rl", 12, done=4)
+    for now, step in ((130.0, 5), (139.0, 6), (140.0, 7), (141.6, 12)):  # noqa: B007 (the clock reads it)
+        progress.advance(step, {"tokens": 1000.0, "rate": 0.00125, "loss": 0.0})
+    assert [" ".join(line.split()) for line in out.getvalue().splitlines()] == [
+        "rl 5/12 0:30 spent, 3:30 left tokens 1,000 rate 0.00125 loss 0",
+        "rl 7/12 0:40 spent, 1:07 left tokens 1,000 rate 0.00125 loss 0",
+        "rl 12/12 0:42 spent, 0:00 left tokens 1,000 rate 0.00125 loss 0",
+    ]
 
 
 def test_in_a_log_progress_is_a_few_lines():

@@ -136,6 +136,7 @@ CHOICES = [
     ({"": [0, 1, 2], "words": [9, 4, 5]}, "words"),
     ({"a": [0, 1, 2], "b": [8, 8, 8], "c": [9, 4, 5]}, "c"),
     ({"a": [10, 13, 17], "b": [9, 4, 5]}, "b"),
+    ({"a": [10, 11, 17], "b": [9, 4, 5]}, "b"),
     ({"sorted": [10, 13, 17]}, "sorted"),
     ({"n": [7, 7, 7]}, "n"),
     ({"prompt": [5, 9], "response": [1, 3]}, None),
@@ -332,6 +333,7 @@ def test_plan_prints_one_json_object_and_draws(lengths_csv, tmp_path, dp):
     assert result.exit_code == 0, result.output
     printed = json.loads(result.output)
     reports = printed["reports"]
+    assert printed["plot"] == str(picture)
     assert set(reports) == {"padded", "dynamic", "packed"}
     assert (
         reports["packed"]["computed_tokens"]

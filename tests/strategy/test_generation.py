@@ -81,6 +81,7 @@ def recorded_against_packed(payload: tuple[str, float]) -> float:
 
 def sampling_rules(_: None) -> None:
     from roll_batching.strategy import GenerationSettings
+    from roll_batching.strategy.generation import _Sampler
 
     strategy = _strategy("fp32")
     prompts = _prompts(3)
@@ -101,6 +102,13 @@ def sampling_rules(_: None) -> None:
         response = row[len(prompt) :].tolist()
         assert 5 not in response[:-1] and (response[-1] == 5 or len(response) == 12)
         assert max(response) < 61
+    # Beyond the vocabulary lies padding. What is left out is never drawn, and log-probs are of the whole distribution.
+    cpu = torch.device("cpu")
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1, 99.0]]).log().repeat(300, 1)
+    for limits, kept in (({"top_k": 2}, 2), ({"top_p": 0.8}, 3), ({"top_p": 0.7}, 2), ({"top_k": 9}, 4)):
+        tokens, log_probs = _Sampler(GenerationSettings(max_new_tokens=1, eos_token_id=0, **limits), 4, cpu, 0)(logits)
+        assert set(tokens.tolist()) == set(range(kept))
+        assert torch.allclose(log_probs, logits[0][tokens])
     empty = strategy.generate(prompts.select([]), GenerationSettings(max_new_tokens=4, eos_token_id=5))
     assert len(empty) == 0
 
