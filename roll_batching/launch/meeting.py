@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import os
+import socket
 import sys
 import threading
 import time
@@ -13,6 +15,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.launch.environment import RankPlace
 
 _SECONDS_BEFORE_NOTICE = 10.0
+_SECONDS_BETWEEN_TRIES = 0.2
 _KEY = "roll-batching/met"
 
 
@@ -22,7 +25,7 @@ def meet(place: RankPlace, minutes: float, *, notice_after: float = _SECONDS_BEF
     After `notice_after` seconds, and again after twice as long, says on standard error who is waited for. Raises
     LayoutError naming the missing ranks after `minutes`.
     """
-    from torch.distributed import DistError, rendezvous
+    from torch.distributed import DistError
 
     limit = f"for {minutes:g} minutes at most (actor_train.backend_timeout)"
     timeout = datetime.timedelta(minutes=minutes)
@@ -33,7 +36,7 @@ def meet(place: RankPlace, minutes: float, *, notice_after: float = _SECONDS_BEF
 
     with _Notices(place.rank, host, limit, notice_after) as notices:
         try:
-            store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+            store = _store(place, timeout)
         except (DistError, RuntimeError, OSError) as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise LayoutError(
@@ -53,6 +56,42 @@ def meet(place: RankPlace, minutes: float, *, notice_after: float = _SECONDS_BEF
             if absent:
                 time.sleep(0.1)
     return store
+
+
+def _store(place: RankPlace, timeout: datetime.timedelta) -> Any:
+    """The store at `place.address`, without a wait for the ranks that are to join it.
+
+    torch's own rendezvous has rank 0 wait within, and can then not tell who is missing.
+    """
+    from torch.distributed import TCPStore
+
+    host, _, port = place.address.rpartition(":")
+    with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun or our launcher holds it
+    is_host = place.rank == 0 and not with_agent
+    if not is_host:
+        _await_host(host, int(port), timeout.total_seconds())
+    return TCPStore(
+        host,
+        int(port),
+        place.world_size,
+        is_master=is_host,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=not with_agent,  # torch's own rendezvous finds it there later
+    )
+
+
+def _await_host(host: str, port: int, seconds: float) -> None:
+    """Returns once someone listens there; raises OSError after `seconds`. torch would fill the screen meanwhile."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, until - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(_SECONDS_BETWEEN_TRIES)
 
 
 class _Notices:

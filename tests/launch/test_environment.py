@@ -98,5 +98,6 @@ def test_who_does_not_come_is_named(rank, waiting, end, tmp_path, report):
     assert waiting in notices[-1]
     assert all("for 0.06 minutes at most (actor_train.backend_timeout)" in line for line in notices)
     assert said.splitlines()[-1].startswith(end)
+    assert len(said.splitlines()) == len(notices) + 1, "torch says nothing of its own"
     report(notices[-1])
     report(said.splitlines()[-1])

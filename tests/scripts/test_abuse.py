@@ -1,0 +1,84 @@
+"""`scripts/abuse.py`: what is right passes, and whatever an abused job gets wrong is seen."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """The script as a module."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    spec = importlib.util.spec_from_file_location("abuse", SCRIPTS / "abuse.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_cheap_abuses_end_as_they_should(tmp_path):
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(SCRIPTS / "abuse.py"), "--only", "yaml: n", "--slack", "4", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 abuses" in done.stdout and "1 ok, 0 skipped, 0 wrong" in done.stdout
+    (outcome,) = json.loads(out.read_text())
+    assert outcome["abuse"] == "YAML: NUL" and outcome["code"] == 2 and outcome["verdict"] == "ok"
+    assert outcome["message"].startswith("error: ") and "U+0000" in outcome["message"]
+
+
+SAYS = "import sys; print('error: no', file=sys.stderr); sys.exit(1)"
+LEAVES = "import subprocess; subprocess.Popen(['sleep', '4321567'], start_new_session=True); raise SystemExit(1)"
+
+
+@contextlib.contextmanager
+def losing(home):
+    yield lambda: "the metrics are gone"
+
+
+@pytest.mark.parametrize(
+    ("code", "changes", "verdict"),
+    [
+        (SAYS, {}, "ok"),
+        (SAYS, {"code": 2}, "exit code 1 where 2 is right"),
+        (SAYS, {"words": ("yes",)}, "does not say 'yes'"),
+        (SAYS, {"lines": 0}, "1 lines where 0 are enough"),
+        (SAYS, {"scene": losing}, "the metrics are gone"),
+        ("import time; time.sleep(100)", {"seconds": 0.5}, "not ended after 0.5 s"),
+        ("1 / 0", {"lines": 9}, "a traceback"),
+        (LEAVES, {"words": ()}, "something of it outlives it"),
+    ],
+)
+def test_an_abuse_that_ends_otherwise_is_wrong(script, tmp_path, code, changes, verdict):
+    right = script.Abuse(name="one", code=1, words=() if "words" in changes or code != SAYS else ("no",))
+    case = dataclasses.replace(right, arguments=("-c", code), **{"seconds": 30.0, **changes})
+    out = tmp_path / "out.json"
+    assert script.main(["--json", str(out)], [case]) == (0 if verdict == "ok" else 1)
+    assert json.loads(out.read_text())[0]["verdict"] == verdict
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "4321567" in (p.info["cmdline"] or ())]
+
+
+def test_what_a_machine_cannot_do_is_skipped_and_said(script, capsys):
+    @contextlib.contextmanager
+    def impossible(home):
+        raise importlib.import_module("_abuse_run").SkippedError("no disk")
+        yield
+
+    assert script.main([], [script.Abuse(name="one", code=0, scene=impossible)]) == 0
+    assert "skipped: no disk" in capsys.readouterr().out
+
+
+def test_names_of_abuses_are_their_own(script):
+    names = [case.name for case in script.CASES]
+    assert len(set(names)) == len(names) >= 40
