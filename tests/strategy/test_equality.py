@@ -50,7 +50,7 @@ def compare_modes(folder: str) -> dict[tuple[str, bool], tuple[float, float, str
     from tests.support.models import fill, random_batch, whole_gradients, worker_config, worst_difference
 
     worst: dict[tuple[str, bool], tuple[float, float, str]] = {}
-    loss = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, entropy_coef=0.02)
+    loss = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
     for per_token in (True, False):
         strategies = {}
         for mode in MODES:

@@ -30,7 +30,7 @@ def _batch() -> Any:
 def _loss() -> Any:
     from roll_batching.losses import PolicyLoss
 
-    return PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, entropy_coef=0.02)
+    return PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
 
 
 def _batching(mode: str) -> Any:
@@ -302,8 +302,10 @@ def plans_of_an_expert_strategy(_: None) -> tuple[Any, str]:
     from roll_batching.losses import SFTLoss
     from roll_batching.planning import plan_step
     from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, worker_config
 
+    let_experts_run()
     moe = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
     config = worker_config(
         "packed", 64, megatron={"expert_model_parallel_size": 2}, architecture={**ARCHITECTURE, "moe": moe}
