@@ -172,7 +172,7 @@ def _errors(ranks: Sequence[int], messages: Sequence[str | None]) -> str:
     for rank, message in zip(ranks, messages, strict=True):
         if message is not None:
             alike.setdefault(message, []).append(rank)
-    return "\n".join(f"{_named(who)}: {message}" for message, who in alike.items())
+    return "; ".join(f"{_named(who)}: {message}" for message, who in alike.items())
 
 
 def _named(ranks: Sequence[int]) -> str:

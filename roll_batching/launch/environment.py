@@ -11,6 +11,8 @@ from roll_batching.errors import ConfigError
 
 LAUNCHER = "ROLL_BATCHING_LAUNCHER"
 """Holds the process id of our own launcher, in the processes that it starts."""
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""torch's word for: the store where ranks meet is not rank 0's, it was there before."""
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _CURE = (
@@ -25,12 +27,21 @@ class RankPlace:
 
     rank: int
     world_size: int
-    address: str
-    """Host and port where the ranks meet."""
+    host: str
+    """Where the ranks meet."""
+    port: int
+    """On which port of `host`."""
+    has_store: bool
+    """Whether the process that started this one answers there; else rank 0 does."""
     launcher: int | None
     """Process id of our own launcher; None where something else started this process."""
     has_keeper: bool
     """Whether the process that started this one stays until it ends: our launcher and torchrun's agent do."""
+
+    @property
+    def address(self) -> str:
+        """Host and port where the ranks meet."""
+        return f"{self.host}:{self.port}"
 
 
 def rank_place(environment: Mapping[str, str] = os.environ) -> RankPlace | None:
@@ -57,7 +68,9 @@ def rank_place(environment: Mapping[str, str] = os.environ) -> RankPlace | None:
     return RankPlace(
         rank=rank,
         world_size=world_size,
-        address=f"{environment['MASTER_ADDR']}:{port}",
+        host=environment["MASTER_ADDR"],
+        port=port,
+        has_store=environment.get(AGENT_STORE) == "True",
         launcher=int(launcher) if launcher else None,
         has_keeper=bool(launcher) or _TORCHRUN in environment,
     )

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roll_batching.launch.environment import LAUNCHER
+from roll_batching.launch.environment import AGENT_STORE, LAUNCHER
 from roll_batching.launch.failures import FOLDER_VARIABLE, Failure, completed, recorded_failures
 from roll_batching.lifetime import end_session
 
@@ -71,7 +71,7 @@ def _places(rank: int, count: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not rank 0's
+        AGENT_STORE: "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         LAUNCHER: str(os.getpid()),
     }

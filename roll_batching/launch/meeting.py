@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import socket
 import sys
 import threading
@@ -65,14 +64,12 @@ def _store(place: RankPlace, timeout: datetime.timedelta) -> Any:
     """
     from torch.distributed import TCPStore
 
-    host, _, port = place.address.rpartition(":")
-    with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun or our launcher holds it
-    is_host = place.rank == 0 and not with_agent
+    is_host = place.rank == 0 and not place.has_store
     if not is_host:
-        _await_host(host, int(port), timeout.total_seconds())
+        _await_host(place.host, place.port, timeout.total_seconds())
     return TCPStore(
-        host,
-        int(port),
+        place.host,
+        place.port,
         place.world_size,
         is_master=is_host,
         timeout=timeout,

@@ -74,7 +74,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.launch.environment import rank_place
 from roll_batching.launch.meeting import meet
 try:
-    meet(rank_place(), 0.06, notice_after=0.5)
+    meet(rank_place(), float(sys.argv[1]), notice_after=0.5)
 except LayoutError as error:
     sys.exit(str(error))
 """
@@ -82,21 +82,26 @@ except LayoutError as error:
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
-    ("rank", "waiting", "end"),
+    ("rank", "minutes", "waiting", "end"),
     [
-        ("1", "for rank 0, which should answer at 127.0.0.1:", "rank 1 of 3 could not meet the others at 127.0.0.1:"),
-        ("0", "for ranks 1, 2 of 3, which did not start", "ranks 1, 2 of 3 did not start within 0.06 minutes"),
+        (
+            "1",
+            "0.06",
+            "for rank 0, which should answer at 127.0.0.1:",
+            "rank 1 of 3 could not meet the others at 127.0.0.1:",
+        ),
+        ("0", "0.15", "for ranks 1, 2 of 3, which did not start", "ranks 1, 2 of 3 did not start within 0.15 minutes"),
     ],
 )
-def test_who_does_not_come_is_named(rank, waiting, end, tmp_path, report):
+def test_who_does_not_come_is_named(rank, minutes, waiting, end, tmp_path, report):
     place = {**WHOLE, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3", "MASTER_PORT": str(_free_port())}
-    code, said = done(tmp_path, "-c", MEET, **place)
+    code, said = done(tmp_path, "-c", MEET, minutes, **place)
     assert code == 1
     notices = [line for line in said.splitlines() if line.startswith("notice: ")]
     begun = [line.split(" s ")[0] for line in notices]
     assert begun[:2] == [f"notice: rank {rank} has waited {seconds}" for seconds in (0.5, 1)], said
     assert waiting in notices[-1]
-    assert all("for 0.06 minutes at most (actor_train.backend_timeout)" in line for line in notices)
+    assert all(f"for {minutes} minutes at most (actor_train.backend_timeout)" in line for line in notices)
     assert said.splitlines()[-1].startswith(end)
     assert len(said.splitlines()) == len(notices) + 1, "torch says nothing of its own"
     report(notices[-1])

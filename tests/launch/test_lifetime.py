@@ -19,8 +19,8 @@ def training(folder: Path) -> bool:
 
 
 def writing(folder: Path) -> bool:
-    """A checkpoint is being written, by processes beside launcher and ranks."""
-    return bool(list(folder.glob("runs/tiny/checkpoints/*.partial"))) and len(processes(folder)) > 3
+    """A checkpoint is being written."""
+    return bool(list(folder.glob("runs/tiny/checkpoints/*.partial")))
 
 
 @pytest.mark.parametrize(("when", "saved"), [(training, 0), (writing, 1)])
@@ -41,15 +41,3 @@ def test_a_key_pressed_ends_a_job_with_one_line(tmp_path):
         assert not processes(tmp_path)
     said = [line for line in (tmp_path / "said").read_text().splitlines() if not line.startswith("warmup ")]
     assert said == ["error: stopped by SIGINT; all ranks were ended"]
-
-
-def test_what_a_killed_rank_has_forked_ends_even_without_a_launcher(tmp_path):
-    """Everything but the writers of a checkpoint is killed at once."""
-    job = write_job(tmp_path, **LONG, save_steps=1, save_total_limit=1)
-    with started(tmp_path, *train(job)) as launcher:
-        wait_for(lambda: writing(tmp_path), 150)
-        ranks = [p for p in processes(tmp_path) if p.ppid() == launcher.pid]
-        kill(launcher)
-        for rank in ranks:
-            rank.kill()
-        wait_for(lambda: not processes(tmp_path), 5)

@@ -79,6 +79,17 @@ def test_what_a_killed_rank_has_started_ends_with_the_job(tmp_path):
         assert not commands.processes(tmp_path)
 
 
+def test_what_killed_ranks_have_forked_ends_even_without_a_launcher(tmp_path):
+    with commands.started(tmp_path, "-c", LAUNCH, "forks", str(tmp_path)) as job:
+        commands.wait_for(lambda: len(list(tmp_path.glob("forked*"))) == 2, 30)
+        ranks = [p for p in commands.processes(tmp_path) if p.ppid() == job.pid]
+        assert len(ranks) == 2 and len(commands.processes(tmp_path)) == 5
+        commands.kill(job)
+        for rank in ranks:
+            rank.kill()
+        commands.wait_for(lambda: not commands.processes(tmp_path), 5)
+
+
 @pytest.mark.parametrize("how", ["leaves", "error"])
 def test_without_our_launcher_a_rank_that_leaves_early_exits_with_1(how, tmp_path):
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -22,7 +22,7 @@ def test_a_reward_that_leaves_fails_the_job_with_one_message(tmp_path, report):
     code, said = trained(tmp_path, **SHORT, reward_function="leaving:reward")
     assert code == 1
     assert len(shown(said)) == 1, said
-    assert shown(said)[0].startswith("error: rank 0: ") and "rank 1: " in said
+    assert shown(said)[0].startswith("error: scoring: rank 0: ") and "rank 1: " in said
     assert "reward function leaving:reward failed on sample " in said and "SystemExit: 0 at " in said
     report(shown(said)[0])
 

@@ -88,6 +88,12 @@ def leaves_children(config: JobConfig) -> None:
     time.sleep(60)
 
 
+def forks(config: JobConfig) -> None:
+    if os.fork() == 0:
+        Path(sys.argv[2], f"forked{RANK}").touch()
+    time.sleep(60)
+
+
 def killed(config: JobConfig) -> None:
     if RANK == 1:
         note_time()
