@@ -74,7 +74,7 @@ def _store(place: RankPlace, timeout: datetime.timedelta) -> Any:
         is_master=is_host,
         timeout=timeout,
         wait_for_workers=False,
-        multi_tenant=not with_agent,  # torch's own rendezvous finds it there later
+        multi_tenant=not place.has_store,  # torch's own rendezvous finds it there later
     )
 
 
