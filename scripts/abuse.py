@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -71,11 +72,12 @@ def main(arguments: Sequence[str] | None = None, cases: Sequence[Abuse] = CASES)
     wrong = [outcome for outcome in outcomes if not outcome.fine]
     skipped = [outcome for outcome in outcomes if outcome.fine and outcome.verdict != "ok"]
     print(
-        f"{len(outcomes)} abuses in {time.monotonic() - begun:.0f} s: {len(outcomes) - len(wrong) - len(skipped)} ok, "
-        f"{len(skipped)} skipped, {len(wrong)} wrong"
+        f"{len(outcomes)} of {len(cases)} abuses in {time.monotonic() - begun:.0f} s: "
+        f"{len(outcomes) - len(wrong) - len(skipped)} ok, {len(skipped)} skipped, {len(wrong)} wrong"
     )
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind: processes, disks, folders
     sys.exit(main())

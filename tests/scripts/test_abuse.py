@@ -7,8 +7,10 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -32,7 +34,7 @@ def test_cheap_abuses_end_as_they_should(tmp_path):
     command = [sys.executable, str(SCRIPTS / "abuse.py"), "--only", "yaml: n", "--slack", "4", "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 abuses" in done.stdout and "1 ok, 0 skipped, 0 wrong" in done.stdout
+    assert "1 of " in done.stdout and "1 ok, 0 skipped, 0 wrong" in done.stdout
     (outcome,) = json.loads(out.read_text())
     assert outcome["abuse"] == "YAML: NUL" and outcome["code"] == 2 and outcome["verdict"] == "ok"
     assert outcome["message"].startswith("error: ") and "U+0000" in outcome["message"]
@@ -67,6 +69,18 @@ def test_an_abuse_that_ends_otherwise_is_wrong(script, tmp_path, code, changes, 
     assert script.main(["--json", str(out)], [case]) == (0 if verdict == "ok" else 1)
     assert json.loads(out.read_text())[0]["verdict"] == verdict
     assert not [p for p in psutil.process_iter(["cmdline"]) if "4321567" in (p.info["cmdline"] or ())]
+
+
+def test_a_script_that_is_ended_leaves_nothing_behind(tmp_path):
+    command = [sys.executable, str(SCRIPTS / "abuse.py"), "--only", "never returns"]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL) as script:
+        until, job = time.monotonic() + 60, []
+        while not job and time.monotonic() < until:
+            time.sleep(0.05)
+            job = [one.pid for one in psutil.Process(script.pid).children(recursive=True)]
+        script.terminate()
+    assert script.returncode == 143 and job
+    assert not list(tmp_path.iterdir()) and not any(map(psutil.pid_exists, job))
 
 
 def test_what_a_machine_cannot_do_is_skipped_and_said(script, capsys):
