@@ -150,7 +150,7 @@ def _explain(ranks: Sequence[int], everyone: Sequence[Any]) -> str:
         found |= _differences([ranks[i] for i in at], [everyone[i][3] for i in at])
     cures = {label: cure for *_, own in everyone for label, cure in own.items()}
     return "; ".join(
-        f"{label} differs between ranks: {words}" + (f". {cures[label]}" if cures.get(label) else "")
+        f"ranks differ in {label}: {words}" + (f". {cures[label]}" if cures.get(label) else "")
         for label, words in found.items()
     )
 

@@ -78,7 +78,7 @@ class MegatronInferStrategy:
             raise LayoutError("model_args.architecture is missing: it gives the shape of the model to build")
         device = start_processes(config.backend_timeout)
         with consensus(host_group(), "initialize") as facts:
-            words = repr((config.model_dump(), self.seed, self.temperature))
+            words = repr((config.model_dump(exclude={"data_args"}), self.seed, self.temperature))
             facts.equal("the role's configuration", digest(words), "Start all ranks with the same settings")
         settings = config.strategy_args.strategy_config
         self.layout = make_layout(

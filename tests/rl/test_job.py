@@ -231,7 +231,7 @@ def test_a_prompt_longer_than_allowed_is_named_by_its_line(folder, report):
 
 def test_data_files_that_differ_between_ranks(folder):
     outcomes = run_ranks(2, "tests.rl.test_job:run_on_own_file", str(folder), check=False, timeout=60)
-    assert all("the data files differ between ranks" in o.output for o in outcomes)
+    assert all("ranks differ in the data files" in o.output for o in outcomes)
 
 
 def run_on_own_file(folder):

@@ -186,7 +186,7 @@ SAYS = {
     "a loss that is no LossOutput": ("LossError", ["returned Tensor", "LossOutput(loss, metrics)"]),
     "a reduction over an undeclared mask": ("LossError", ["'old_log_probs'", "masks"]),
     "a mask that the batch does not have": ("RankError", ["response_mask", "input_ids"]),
-    "plans that differ between ranks": ("RankError", ["the plan differs between ranks", "on rank 0", "on rank 1"]),
+    "plans that differ between ranks": ("RankError", ["ranks differ in the plan", "on rank 0", "on rank 1"]),
     "samples that were not distributed": ("RankError", ["distribute(batch, plan)"]),
     "a rank that raises before the schedule": ("RankError", ["rank 1:", "input_ids"]),
     "a plan made for another layout": ("RankError", ["dp_size=1", "2"]),

@@ -349,7 +349,7 @@ def sharded_optimizer(folder: str) -> str:
 REFUSED = {
     "no checkpoint at the path": "there is no checkpoint",
     "another folder": "it has no strategy.json",
-    "rank 1 reads another one": "strategy.json differs between ranks",
+    "rank 1 reads another one": "ranks differ in the file strategy.json",
     "weights only, optimizer wanted": "load it with optimizer=False",
     "another shape": "decoder.layers.mlp.linear_fc1.weight is [4, 48, 16] there and [2, 64, 16] here",
     "another model of the same shape": "rotary_base is",
