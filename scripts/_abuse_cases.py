@@ -43,7 +43,7 @@ def _call(body: str) -> dict[str, str]:
 
 def _failing(name: str, body: str, *words: str) -> Abuse:
     where = ("rank ", "reward function scoring:reward failed on sample ")  # of each rank one, in a line each
-    return Abuse(name=f"reward: {name}", code=FAILED, files=_call(body), words=(*where, *words), lines=2)
+    return Abuse(name=f"reward: {name}", code=FAILED, files=_call(body), words=(*where, *words), lines=1)
 
 
 def _unimportable(name: str, text: str, *words: str) -> Abuse:
@@ -74,7 +74,7 @@ REWARDS = [
         settings={"reward_timeout": 2},
         files=_call("time.sleep(100000)"),
         words=("rank ", "scoring:reward did not return within 2 s on sample ", "raise reward_timeout"),
-        lines=2,
+        lines=1,
     ),
     Abuse(
         name="reward: forks and returns twice",
@@ -142,7 +142,7 @@ RUNS = [
         settings=SAVING,
         files={"scoring.py": FILLING_REWARD},
         words=("rl-000002", " is free there", "rl-000001 is whole: go on from it with resume_from_checkpoint=true"),
-        lines=2,
+        lines=1,
         scene=small_disk,
     ),
     Abuse(

@@ -89,19 +89,13 @@ class _Sampler:
         return log_probs
 
 
-def check_generation(strategy: MegatronInferStrategy, prompts: SampleBatch, settings: GenerationSettings) -> None:
-    """Raises `DataError` for what are no prompts, `LayoutError` under virtual pipelines or context parallelism."""
+def check_generation(prompts: SampleBatch, settings: GenerationSettings) -> None:
+    """Raises `DataError` for what are no prompts, or no settings."""
     require_batch("generate", prompts, "prompts")
     if len(prompts) and ("input_ids" not in prompts.schema or prompts.schema["input_ids"].kind != "token"):
         raise DataError("prompts need a field input_ids of kind token")
     if not isinstance(settings, GenerationSettings):
         raise DataError(f"settings is a {type(settings).__name__}: pass GenerationSettings")
-    layout = strategy.layout
-    if layout.vpp_size > 1 or layout.cp_size > 1:
-        raise LayoutError(
-            f"generate is not possible with virtual pipeline {layout.vpp_size} and context parallel size "
-            f"{layout.cp_size}: roll out with an engine, or in a job without them"
-        )
 
 
 @torch.no_grad()
@@ -118,11 +112,19 @@ def generate(strategy: MegatronInferStrategy, prompts: SampleBatch, settings: Ge
         fields `input_ids` (token), `response_mask` (token, bool) and `log_probs` (next_token: of the
         sampled tokens, 0 elsewhere; fp32, or fp64 for an fp64 model).
 
+    Raises:
+        LayoutError: under virtual pipelining or context parallelism.
+
     Without a pipeline a key-value cache makes every token one small step; with one, whole sequences are
     computed again for every token, which serves checks more than rollouts. Ranks that share experts
     decode in lockstep until the last of them has ended.
     """
     layout = strategy.layout
+    if layout.vpp_size > 1 or layout.cp_size > 1:
+        raise LayoutError(
+            f"generate is not possible with virtual pipeline {layout.vpp_size} and context parallel size "
+            f"{layout.cp_size}: roll out with an engine, or in a job without them"
+        )
     gpt = gpt_of(strategy.chunks[0])
     vocab_size = strategy.vocab_size or gpt.vocab_size
     sampler = _Sampler(settings, vocab_size, layout.device, settings.seed * 1_000_003 + layout.dp_rank)

@@ -228,7 +228,7 @@ class MegatronInferStrategy:
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
         """Samples responses to this rank's prompts; see `strategy.generation.generate`."""
         with self._consensus("generate") as facts:
-            check_generation(self, prompts, settings)
+            check_generation(prompts, settings)
             facts.equal("the settings", settings)
             facts.equal_in_part(
                 "the prompts of a replica", content_digest(prompts.ids, prompts.lengths, prompts.fields), _SAME_SAMPLES

@@ -138,6 +138,7 @@ def test_dropout_moves_the_first_ratio_and_is_refused_with_the_shared_plan() -> 
 def local_counts_under_context_parallelism(_: None) -> tuple[float, float, float]:
     """(gradient of one rank's share by a 3-tuple with local counts, by ours, by all rows at once)."""
     from roll_batching.data import gather_lengths
+    from roll_batching.distributed import Facts
     from roll_batching.losses import SFTLoss
     from roll_batching.strategy.schedule import run_schedule
     from tests.strategy.test_pipeline import _batch, _strategy
@@ -149,7 +150,7 @@ def local_counts_under_context_parallelism(_: None) -> tuple[float, float, float
     strategy.train_step(batch, plan, SFTLoss())
     ours = float(whole_gradients(strategy.chunks, 61, 0, False)["embedding.word_embeddings.weight"].norm())
     fill(strategy.chunks, 61)
-    packs = strategy._pack(batch, plan, ("response_mask",))
+    packs = strategy._pack(Facts(), batch, plan, ("response_mask",))
     head = strategy._head()
 
     def bind(pack: Any, chunk: Any) -> Any:
