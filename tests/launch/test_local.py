@@ -74,14 +74,14 @@ def test_a_failing_rank_ends_the_job_and_one_message_says_why(how, message, tmp_
 def test_what_a_killed_rank_has_started_ends_with_the_job(tmp_path):
     arguments = ("-c", LAUNCH, "leaves_children", str(tmp_path))
     with commands.started(tmp_path, *arguments) as job:
-        commands.wait_for((tmp_path / "failing").exists, 30)
+        commands.wait_for((tmp_path / "failing").exists, 150)
         assert job.wait(timeout=15) == 1
         assert not commands.processes(tmp_path)
 
 
 def test_what_killed_ranks_have_forked_ends_even_without_a_launcher(tmp_path):
     with commands.started(tmp_path, "-c", LAUNCH, "forks", str(tmp_path)) as job:
-        commands.wait_for(lambda: len(list(tmp_path.glob("forked*"))) == 2, 30)
+        commands.wait_for(lambda: len(list(tmp_path.glob("forked*"))) == 2, 150)
         ranks = [p for p in commands.processes(tmp_path) if p.ppid() == job.pid]
         assert len(ranks) == 2 and len(commands.processes(tmp_path)) == 5
         commands.kill(job)
