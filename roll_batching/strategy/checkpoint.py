@@ -74,9 +74,9 @@ def whole_or_nothing(path: str | Path, group: Any) -> Iterator[Path]:
     A checkpoint that lies at `path` is replaced; any other folder with something in it is refused. Raises
     `RankError` on all ranks with what went wrong on any.
     """
-    path = Path(path)
-    partial, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
     with consensus(group, SAVING) as facts:
+        path = Path(path)
+        partial, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
         facts.equal("the path", path)
         if dist.get_rank() == 0:
             _make_empty(path, partial, replaced)
