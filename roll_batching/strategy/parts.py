@@ -46,6 +46,12 @@ class AdoptedParts:
     cost: CostModel
 
 
+def require_processes() -> None:
+    """Raises `LayoutError` unless the processes have met."""
+    if not dist.is_initialized():
+        raise LayoutError("no process group: call torch.distributed.init_process_group and build the model first")
+
+
 def adopt_parts(
     chunks: Sequence[Any],
     batching: BatchingConfig,
@@ -61,8 +67,6 @@ def adopt_parts(
 
     Raises `LayoutError` (one rank) or `RankError` (several) that lists all that cannot work.
     """
-    if not dist.is_initialized():
-        raise LayoutError("no process group: call torch.distributed.init_process_group and build the model first")
     with consensus(host_group(), "from_parts") as facts:
         _check_arguments(chunks, batching, settings, pg_collection)
         gpt = gpt_of(chunks[0])

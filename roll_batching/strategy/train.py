@@ -13,6 +13,7 @@ import torch
 from roll_batching.config import BatchingConfig, TrainingArgs, WorkerConfig
 from roll_batching.data import SampleBatch
 from roll_batching.data.table import require_batch
+from roll_batching.distributed import consensus, host_group
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import loss_spec
 from roll_batching.losses.counts import StepCounts, require_counts
@@ -21,7 +22,7 @@ from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, wrap_ddp
 from roll_batching.planning import CostModel, Plan
 from roll_batching.strategy.infer import MegatronInferStrategy
-from roll_batching.strategy.parts import SchedulerUnit, adopt_parts, check_parts, optimizer_problems
+from roll_batching.strategy.parts import SchedulerUnit, adopt_parts, check_parts, optimizer_problems, require_processes
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.update import free_optimizer_memory, step_optimizer
 
@@ -109,20 +110,23 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         Raises:
             LayoutError: on all ranks, naming everything about the parts that cannot work and what to set.
         """
-        strategy = cls(None, **own)
-        strategy.batching, strategy.temperature = batching, temperature
-        strategy.settings = replace(settings or StepSettings(), rows_form=rows_form)
-        strategy.optimizer, strategy.scheduler = optimizer, scheduler
-        strategy.scheduler_unit = scheduler_unit or "steps"
-        strategy.vocab_size, strategy.pg_collection = vocab_size, pg_collection
-        strategy.chunks = list(model_chunks)
+        require_processes()
+        with consensus(host_group(), "from_parts"):
+            strategy = cls(None, **own)
+            strategy.batching, strategy.temperature = batching, temperature
+            strategy.settings = replace(settings or StepSettings(), rows_form=rows_form)
+            strategy.optimizer, strategy.scheduler = optimizer, scheduler
+            strategy.scheduler_unit = scheduler_unit or "steps"
+            strategy.vocab_size, strategy.pg_collection = vocab_size, pg_collection
+            strategy.chunks = list(model_chunks)
+            problems = optimizer_problems(strategy.chunks, optimizer, scheduler, scheduler_unit)
         adopted = adopt_parts(
             strategy.chunks,
             batching,
             strategy.settings,
             pg_collection=pg_collection,
             defer_head=defer_head,
-            also=optimizer_problems(strategy.chunks, optimizer, scheduler, scheduler_unit),
+            also=problems,
         )
         strategy.layout, strategy.dtype = adopted.layout, adopted.dtype
         strategy.cost = cost or adopted.cost

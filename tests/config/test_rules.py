@@ -271,6 +271,7 @@ def test_processes_must_fit_the_layout():
         ({"use_pg_clip_range": True, "pg_clip": 0.1}, "pg_clip"),
         ({}, "reference"),
         ({"actor_train.padded_length": 32}, "actor_train.padded_length"),
+        ({"actor_train.infer_batch_size": 3, "actor_train.logprob_plan": "own"}, "actor_train.infer_batch_size"),
         ({"actor_train.sequence_length_round_in_train": 32}, "actor_train.sequence_length_round_in_train"),
         ({"actor_train.planning_args": {"shared_shapes": True}}, "actor_train.planning_args.shared_shapes"),
         (
@@ -287,3 +288,17 @@ def test_processes_must_fit_the_layout():
 def test_keys_without_effect_get_a_notice(changes, path):
     notices = {notice.path for notice in config_from_dict(changed(changes)).notices}
     assert path in notices
+
+
+def test_a_key_that_is_not_given_or_has_effect_gets_no_notice():
+    for changes in (
+        {"actor_train.logprob_plan": "own"},
+        {
+            "actor_train.logprob_plan": "own",
+            "actor_train.infer_batch_size": 3,
+            "actor_train.use_sequence_packing": False,
+            "actor_train.sequence_packing_args": None,
+        },
+    ):
+        notices = {notice.path for notice in config_from_dict(changed(changes)).notices}
+        assert "actor_train.infer_batch_size" not in notices, notices

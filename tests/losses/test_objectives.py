@@ -377,6 +377,8 @@ def test_metrics_do_not_depend_on_the_partition() -> None:
     "options, said",
     [
         ({"clip_low": 0.0}, "clip range"),
+        ({"clip_low": 1.5}, "clip range"),
+        ({"clip_high": 0.0}, "clip range"),
         ({"dual_clip": 0.9}, "dual_clip is 0.9"),
         ({"dual_clip": 1.0}, "dual_clip is 1.0"),
         ({"engine_ratio_cap": 0.0}, "engine_ratio_cap"),

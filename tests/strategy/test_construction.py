@@ -65,6 +65,7 @@ def subclasses(_: None) -> dict[str, tuple[float, Any]]:
     """(loss of a step, what the subclass's constructor was given) by both ways, with the same weights."""
     from roll_batching.data import gather_lengths
     from roll_batching.losses import LossOutput
+    from roll_batching.planning import LinearQuadraticCost
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_parts import _batching, _start
     from tests.support.models import fill, random_batch, worker_config
@@ -100,6 +101,11 @@ def subclasses(_: None) -> dict[str, tuple[float, Any]]:
         strategy.initialize()
         fill(strategy.chunks, 61)
         found[f"{cls.__name__} built"] = (step(strategy), strategy.beta, strategy.temperature)
+    mine = LinearQuadraticCost(1, 2)
+    given, derived = (
+        Scaled.from_parts(*build("packed", rotate="core"), _batching("packed"), cost=cost).cost for cost in (mine, None)
+    )
+    found["cost"] = given is mine, type(derived).__name__
     try:
         Scaled.from_parts(*build("packed", rotate="core"), _batching("packed"), gamma=1)
     except TypeError as error:
@@ -110,6 +116,7 @@ def subclasses(_: None) -> dict[str, tuple[float, Any]]:
 def test_both_constructors_run_a_subclasss_own() -> None:
     found = run_ranks(1, "tests.strategy.test_construction:subclasses")[0]
     assert "gamma" in found.pop("unknown")
+    assert found.pop("cost") == (True, "FlopsCost")
     assert [rest for _, *rest in found.values()] == [[2.0, 0.7], [0.5, 0.7], [4.0, 0.7], [0.5, 0.7]]
     losses = [loss for loss, *_ in found.values()]
     assert max(losses) - min(losses) < 1e-5 * abs(losses[0])
