@@ -21,11 +21,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from roll_batching.config import BatchingConfig, PassBatching
+from roll_batching.config import BatchingConfig
 from roll_batching.data import SampleBatch, distribute, gather_lengths
 from roll_batching.losses import SFTLoss
 from roll_batching.modeling.parallel import start_processes
 from roll_batching.modeling.spec import packed_layer_spec
+from roll_batching.planning import BatchingSpec
 from roll_batching.strategy import MegatronTrainStrategy
 
 STEPS, SAMPLES, LONGEST, VOCABULARY = 3, 8, 48, 64
@@ -93,7 +94,7 @@ def packed_loop() -> list[float]:
     """The same training, packed and balanced."""
     model, optimizer = build(packed=True)
     # --- roll-batching from here
-    batching = PassBatching(mode="packed", max_tokens=96)
+    batching = BatchingSpec(mode="packed", max_tokens=96)
     strategy = MegatronTrainStrategy.from_parts([model], optimizer, BatchingConfig(train=batching, infer=batching))
     loss = SFTLoss(aggregation="sequence_mean")  # what the loop above computes: the mean of per-sample means
     losses, rank = [], parallel_state.get_data_parallel_rank()

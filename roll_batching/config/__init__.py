@@ -4,7 +4,7 @@ config = load_config("configs/demo_grpo.yaml", ["actor_train.training_args.learn
 config.actor_train.batching()
 """
 
-from roll_batching.config.batching import BatchingConfig, PassBatching
+from roll_batching.config.batching import BatchingConfig
 from roll_batching.config.job import JobConfig, TokenizerConfig, WarmupConfig
 from roll_batching.config.loader import config_from_dict, load_config
 from roll_batching.config.model import ArchitectureConfig, ModelArgs, MoEConfig, RopeScaling
@@ -29,7 +29,6 @@ __all__ = [
     "ModelArgs",
     "MoEConfig",
     "Notice",
-    "PassBatching",
     "Problem",
     "RopeScaling",
     "SequencePackingArgs",

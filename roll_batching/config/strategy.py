@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from roll_batching.config.fields import Settings, honoured, noticed, refused
+from roll_batching.planning import ParallelDims
 
 MEGATRON_STRATEGIES = ("megatron_train", "megatron_infer")
 ENGINE_STRATEGIES = ("vllm", "sglang", "hf_infer")
@@ -123,6 +124,18 @@ class MegatronConfig(Settings):
     def model_size(self) -> int:
         """Ranks that share one copy of the data: TP x PP x CP."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def parallel_dims(self, world_size: int) -> ParallelDims:
+        """The layout of `world_size` processes. Raises `LayoutError` when they do not divide into replicas."""
+        return ParallelDims.of_world(
+            world_size,
+            tp_size=self.tensor_model_parallel_size,
+            cp_size=self.context_parallel_size,
+            pp_size=self.pipeline_model_parallel_size,
+            vpp_size=self.vpp_size,
+            ep_size=self.expert_model_parallel_size,
+            sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from roll_batching.errors import ConfigError, DataError, PlanError
 from roll_batching.planning import Plan, PlanConstraints, plan_step
+from roll_batching.planning.batching_spec import Oversize
 from roll_batching.planning.compiled import announced
 from roll_batching.planning.inputs import Ints
 from roll_batching.planning.lengths_io import MOST_TOKENS, read_length_file
@@ -91,7 +92,7 @@ def plan(
             vpp_size=vpp,
             ep_size=ep,
             sequence_parallel=sequence_parallel,
-            oversize=oversize,
+            oversize=cast(Oversize, oversize),
         )
         with announced(_say_compiling):
             made, reports = _plans(sizes, packed, mode, algorithm, compare)
@@ -143,7 +144,8 @@ def _plans(
 
 def _as_mode(packed: PlanConstraints, mode: str, algorithm: str | None, width: int) -> PlanConstraints:
     """The same layout and cap in another mode; padded means rows as wide as the longest sequence."""
-    return replace(packed, mode=mode, algorithm=algorithm, padded_length=width if mode == "padded" else None)
+    changes: dict[str, Any] = {"mode": mode, "algorithm": algorithm}
+    return replace(packed, **changes, padded_length=width if mode == "padded" else None)
 
 
 def _print_table(reports: dict[str, dict[str, Any]], plan: Plan) -> None:

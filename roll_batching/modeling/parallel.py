@@ -12,25 +12,16 @@ import torch.distributed as dist
 
 from roll_batching.distributed import group_timeout, host_group
 from roll_batching.errors import LayoutError
+from roll_batching.planning import ParallelDims
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelLayout:
-    """Sizes of a parallel layout, this rank's place in it, and Megatron's groups for it.
+class ParallelLayout(ParallelDims):
+    """The sizes of a parallel layout, this rank's place in it, and Megatron's groups for it.
 
-    A *replica* is the `tp * cp * pp` ranks that share one copy of the data; `dp_group` joins the
-    ranks that hold the same part of the model in different replicas.
+    `dp_group` joins the ranks that hold the same part of the model in different replicas. `dims` gives the sizes alone.
     """
 
-    tp_size: int
-    cp_size: int
-    pp_size: int
-    vpp_size: int
-    ep_size: int
-    etp_size: int
-    """Tensor parallelism inside the experts; Megatron's default is `tp_size`."""
-    dp_size: int
-    sequence_parallel: bool
     tp_rank: int
     cp_rank: int
     pp_rank: int
@@ -42,14 +33,6 @@ class ParallelLayout:
     host_group: Any
     """All ranks, on gloo: for agreement and metrics, whatever the backend of the model."""
     device: torch.device
-    fully_sharded: bool = False
-    """Whether data-parallel ranks gather parameters layer by layer, as Megatron FSDP does."""
-
-    @property
-    def planned(self) -> dict[str, Any]:
-        """What a plan must know of this layout, by the names of `PlanConstraints`."""
-        names = ("dp_size", "tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "etp_size")
-        return {name: getattr(self, name) for name in (*names, "fully_sharded", "sequence_parallel")}
 
     @property
     def is_last_stage(self) -> bool:
@@ -90,53 +73,31 @@ def start_processes(timeout_minutes: float = 30.0) -> torch.device:
     return device
 
 
-def make_layout(
-    *,
-    tp_size: int = 1,
-    pp_size: int = 1,
-    vpp_size: int = 1,
-    cp_size: int = 1,
-    ep_size: int = 1,
-    sequence_parallel: bool = False,
-    device: torch.device,
-) -> ParallelLayout:
-    """Creates Megatron's process groups for the world, once per process, and describes them.
+def make_layout(dims: ParallelDims, device: torch.device) -> ParallelLayout:
+    """Creates Megatron's process groups for `dims`, once per process, and describes them.
 
-    Raises `LayoutError` when the world does not divide into replicas, or when the process already
-    has another layout: one process has one.
+    Raises `LayoutError` when the world is not that of `dims`, or when the process already has another layout: one
+    process has one.
     """
     from megatron.core import parallel_state
 
-    world, replica = dist.get_world_size(), tp_size * pp_size * cp_size
-    if world % replica:
-        raise LayoutError(
-            f"{world} processes cannot be divided into replicas of {replica} (tensor {tp_size} x pipeline {pp_size} "
-            f"x context {cp_size}): start a multiple of {replica} processes or change strategy_config"
-        )
-    if vpp_size > 1 and pp_size == 1:
-        raise LayoutError(f"virtual_pipeline_model_parallel_size={vpp_size} needs pipeline_model_parallel_size > 1")
-    if (world // replica * cp_size) % ep_size:
-        raise LayoutError(
-            f"expert_model_parallel_size={ep_size} does not divide data x context parallel = "
-            f"{world // replica * cp_size}: change one of them"
-        )
+    if dims.world_size != dist.get_world_size():
+        raise LayoutError(f"{dims} is a layout of {dims.world_size} processes, and there are {dist.get_world_size()}")
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tp_size,
-            pp_size,
-            vpp_size if vpp_size > 1 else None,
-            context_parallel_size=cp_size,
-            expert_model_parallel_size=ep_size,
+            dims.tp_size,
+            dims.pp_size,
+            dims.vpp_size if dims.interleaved else None,
+            context_parallel_size=dims.cp_size,
+            expert_model_parallel_size=dims.ep_size,
             distributed_timeout_minutes=group_timeout(dist.group.WORLD) / datetime.timedelta(minutes=1),
         )
     running_vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    layout = describe_layout(vpp_size=running_vpp, sequence_parallel=sequence_parallel, device=device)
-    asked = (tp_size, pp_size, vpp_size, cp_size, ep_size)
-    found = (layout.tp_size, layout.pp_size, layout.vpp_size, layout.cp_size, layout.ep_size)
-    if asked != found:
+    layout = describe_layout(vpp_size=running_vpp, sequence_parallel=dims.sequence_parallel, device=device)
+    if layout.dims != dims:
         raise LayoutError(
-            f"this process already runs the layout (tensor, pipeline, virtual, context, expert) = {found} and cannot "
-            f"also run {asked}: give all roles of one job the same layout, or run them as separate jobs"
+            f"this process already runs the layout {layout} and cannot also run {dims}: give all roles of one job the "
+            "same layout, or run them as separate jobs"
         )
     return layout
 

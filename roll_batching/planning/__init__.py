@@ -21,6 +21,7 @@ and, for `load_balance`:
 8. arithmetic is integer and searches have iteration budgets: two machines never disagree.
 """
 
+from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.bins import pack_bins
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.costs import (
@@ -35,6 +36,7 @@ from roll_batching.planning.costs import (
 )
 from roll_batching.planning.inputs import DroppedSample
 from roll_batching.planning.metrics import packing_metrics
+from roll_batching.planning.parallel_dims import ParallelDims
 from roll_batching.planning.partition import batch_balance, karmarkar_karp
 from roll_batching.planning.plan import MicroBatch, Plan
 from roll_batching.planning.planner import plan_step
@@ -42,12 +44,14 @@ from roll_batching.planning.report import PlanReport
 
 __all__ = [
     "DEFAULT_COST",
+    "BatchingSpec",
     "CostModel",
     "DroppedSample",
     "FittedCost",
     "FlopsCost",
     "LinearQuadraticCost",
     "MicroBatch",
+    "ParallelDims",
     "Plan",
     "PlanConstraints",
     "PlanReport",

@@ -25,7 +25,7 @@ from roll_batching.config import JobConfig
 from roll_batching.data.epochs import EpochStream
 from roll_batching.distributed import consensus
 from roll_batching.errors import CheckpointError, RollBatchingError
-from roll_batching.modeling.parallel import ParallelLayout
+from roll_batching.planning import ParallelDims
 from roll_batching.rl.folder import EarlierRun
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.checkpoint import (
@@ -43,7 +43,6 @@ PHASES = ("warmup", "rl")
 FOLDER = "checkpoints"
 _RECORD = "job.json"
 _NAME = re.compile(rf"({'|'.join(PHASES)})-(\d{{6,}})")
-_SIZES = ("tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "dp_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +55,8 @@ class SavedPoint:
     """The last step that was done in the phase."""
     position: dict[str, Any]
     """State of the phase's data stream."""
-    layout: dict[str, int]
-    """Sizes of the parallel layout."""
+    layout: ParallelDims
+    """The parallel layout that wrote it."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -131,16 +130,16 @@ class JobCheckpoints:
                 reference.load(point.path / "reference")
             with consensus(self._group, "the job's checkpoints"):
                 stream.load_state_dict(point.position)
-                if point.layout == _sizes(self.strategy.layout):
+                if point.layout == self.strategy.layout.dims:
                     with reading(point.path / _random_file()):
                         _set_random_states(torch.load(point.path / _random_file(), weights_only=True))
-        if point.layout != _sizes(self.strategy.layout) and dist.get_rank() == 0:
+        if point.layout != self.strategy.layout.dims and dist.get_rank() == 0:
             logger.warning(
                 "%s was saved with %s and this run has %s: it goes on from the same weights and data, with other "
                 "mini-batches and random numbers than the saved run would have had",
                 point.path,
                 point.layout,
-                _sizes(self.strategy.layout),
+                self.strategy.layout,
             )
         return point.step
 
@@ -182,7 +181,7 @@ class JobCheckpoints:
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{file} cannot be written: {words(error)}") from None
         if dist.get_rank() == 0:
-            layout = _sizes(self.strategy.layout)
+            layout = self.strategy.layout.to_dict()
             record = {"phase": phase, "step": step, "position": stream.state_dict(), "layout": layout}
             write_text(folder / _RECORD, json.dumps(record, indent=1) + "\n")
 
@@ -209,10 +208,6 @@ class JobCheckpoints:
                 check_files(path)
                 return f"The checkpoint before it is whole: go on from it with resume_from_checkpoint={path}"
         return "No whole checkpoint lies before it: mend what is named, or start a new run"
-
-
-def _sizes(layout: ParallelLayout) -> dict[str, int]:
-    return {name: getattr(layout, name) for name in _SIZES}
 
 
 # ---- finding
@@ -261,8 +256,9 @@ def _candidates(path: Path) -> Iterator[Path]:
 def _read(path: Path) -> SavedPoint:
     file = path / _RECORD
     try:
-        return SavedPoint(path=path, **json.loads(file.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        return SavedPoint(path=path, **(record | {"layout": ParallelDims(**record["layout"])}))
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from roll_batching.config import WorkerConfig
 from roll_batching.config.passes import pass_batching
-from roll_batching.modeling.parallel import ParallelLayout
-from roll_batching.planning import plan_step
+from roll_batching.planning import ParallelDims, PlanConstraints, plan_step
 
 
 class ModeComparison:
@@ -18,7 +17,7 @@ class ModeComparison:
     A mode without a cap of its own takes the cap of the mode that runs.
     """
 
-    def __init__(self, worker: WorkerConfig, layout: ParallelLayout, *, sequence_length: int) -> None:
+    def __init__(self, worker: WorkerConfig, dims: ParallelDims, *, sequence_length: int) -> None:
         cap = (
             worker.batching().train.max_tokens
             or worker.sequence_packing_args.max_packed_sequence_length_train
@@ -46,7 +45,7 @@ class ModeComparison:
             },
         }
         self._constraints = {
-            mode: pass_batching(worker.model_copy(update=changes), "train").constraints(**layout.planned)
+            mode: PlanConstraints.of(dims, pass_batching(worker.model_copy(update=changes), "train"))
             for mode, changes in variants.items()
         }
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from roll_batching.errors import ConfigError
 from roll_batching.lifetime import die_with_parent
-from roll_batching.rl.rewards import Completion, RewardFunction, checked, describe_error, load_reward
+from roll_batching.registry import describe_error
+from roll_batching.rl.rewards import Completion, RewardFunction, checked, load_reward
 
 
 def serve(descriptor: int, parent: int) -> None:

@@ -13,11 +13,8 @@ never stopped.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from roll_batching.errors import ConfigError
+from roll_batching.registry import load_dotted
 
 MOST_MARKS = 100
 """Names of marks that one step may have: each is a metric."""
@@ -81,23 +79,9 @@ def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> Reward
 
     Raises ConfigError when there is none, when its module cannot be imported, and when it does not take these.
     """
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
-        raise ConfigError(f"reward function {path!r}: write it as package.module:function")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a module may raise anything, and call sys.exit
-        said = f"cannot import {module_name!r} ({describe_error(error)})"
-        raise ConfigError(f"reward function {path!r}: {said}") from error
-    function = getattr(module, name, None)
-    if function is None:
-        raise ConfigError(f"reward function {path!r}: {module_name!r} has no {name!r}")
+    function = load_dotted("reward function", path)
     if not callable(function):
-        raise ConfigError(f"reward function {path!r}: {name!r} is a {type(function).__name__}, not a function")
+        raise ConfigError(f"reward function {path!r}: it is a {type(function).__name__}, not a function")
     keywords = dict(arguments or {})
     try:
         inspect.signature(function).bind(None, **keywords)
@@ -147,20 +131,6 @@ def _mark(name: str, value: Any) -> bool:
     if isinstance(value, (str, bytes)) or array or value not in (0, 1):
         raise TypeError(f"Score.marks[{name!r}] is {_shown(value)}, not True or False")
     return bool(value)
-
-
-def describe_error(error: BaseException) -> str:
-    """Type, message and place of an error of a user's code."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "its message cannot be shown"
-    place, traceback = "", error.__traceback__
-    while traceback is not None:
-        place = f" at {traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    text = f": {text[:1000]}" if text else ""
-    return f"{type(error).__name__}{text}{'' if isinstance(error, (ImportError, SyntaxError)) else place}"
 
 
 def _shown(value: Any) -> str:

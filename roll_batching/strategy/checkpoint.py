@@ -134,10 +134,7 @@ def write_strategy(strategy: MegatronInferStrategy, folder: Path) -> None:
     record: dict[str, Any] = {
         "architecture": _architecture(strategy),
         "dtype": str(strategy.dtype).removeprefix("torch."),
-        "layout": {
-            name: getattr(strategy.layout, name)
-            for name in ("tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "dp_size")
-        },
+        "layout": strategy.layout.to_dict(),
         "optimizer": None,
     }
     if optimizer is not None:

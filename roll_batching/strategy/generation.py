@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, head_attached
 from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.packing.batch import PackedBatch, pack_step
-from roll_batching.planning import PlanConstraints, plan_step
+from roll_batching.planning import BatchingSpec, PlanConstraints, plan_step
 from roll_batching.strategy.schedule import run_schedule
 
 if TYPE_CHECKING:
@@ -228,15 +228,8 @@ class _Recomputed:
         lengths = [len(row) for row in self._rows]
         # A replica generates by itself: a plan of one data-parallel rank.
         cap = max(strategy.batching.infer.max_tokens or 0, *(-(-n // _WIDTH_STEP) * _WIDTH_STEP for n in lengths))
-        constraints = PlanConstraints(
-            dp_size=1,
-            max_tokens=cap,
-            algorithm="none",
-            tp_size=layout.tp_size,
-            pp_size=layout.pp_size,
-            sequence_parallel=layout.sequence_parallel,
-        )
-        plan = plan_step(lengths, constraints)
+        dims = replace(layout.dims, dp_size=1, ep_size=1, etp_size=layout.tp_size)
+        plan = plan_step(lengths, PlanConstraints.of(dims, BatchingSpec(max_tokens=cap, algorithm="none")))
         batch = SampleBatch.from_lists({"input_ids": self._rows}, {"input_ids": "token"})
         packs = pack_step(batch, plan, dp_rank=0, device=layout.device)
 

@@ -27,7 +27,7 @@ from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.parallel import ParallelLayout, make_layout, start_processes
 from roll_batching.packing.batch import PackedBatch, pack_step, unpack_results
-from roll_batching.planning import CostModel, Plan, plan_step
+from roll_batching.planning import CostModel, Plan, PlanConstraints, plan_step
 from roll_batching.strategy.built import of_built_model
 from roll_batching.strategy.checkpoint import load_strategy, save_strategy
 from roll_batching.strategy.generation import GenerationSettings, check_generation, generate
@@ -81,15 +81,7 @@ class MegatronInferStrategy:
             words = repr((config.model_dump(exclude={"data_args"}), self.seed, self.temperature))
             facts.equal("the role's configuration", digest(words), "Start all ranks with the same settings")
         settings = config.strategy_args.strategy_config
-        self.layout = make_layout(
-            tp_size=settings.tensor_model_parallel_size,
-            pp_size=settings.pipeline_model_parallel_size,
-            vpp_size=settings.vpp_size,
-            cp_size=settings.context_parallel_size,
-            ep_size=settings.expert_model_parallel_size,
-            sequence_parallel=settings.sequence_parallel and settings.tensor_model_parallel_size > 1,
-            device=device,
-        )
+        self.layout = make_layout(settings.parallel_dims(dist.get_world_size()), device)
         self.vocab_size = architecture.vocab_size
         self.dtype = resolve_dtype(config.model_args.dtype, device)
         self._build()
@@ -140,10 +132,8 @@ class MegatronInferStrategy:
         `forward` plans a pass without gradient. Pure: all ranks get the same plan from the same table.
         """
         batching = self.batching.infer if forward else self.batching.train
-        layout = self.layout
-        constraints = batching.constraints(
-            **layout.planned,
-            group_size=self.settings.group_size if layout.vpp_size > 1 else None,
+        constraints = PlanConstraints.of(
+            self.layout, batching, group_size=self.settings.group_size if self.layout.interleaved else None
         )
         return plan_step(
             table.lengths,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from roll_batching.config import BatchingConfig, PassBatching, config_from_dict
-from roll_batching.config.batching import ALGORITHMS
+from roll_batching.config import BatchingConfig, config_from_dict
 from roll_batching.config.devices import parse_devices
-from roll_batching.errors import ConfigError
-from roll_batching.planning import PlanConstraints
-from roll_batching.planning import constraints as planning_constraints
+from roll_batching.errors import ConfigError, LayoutError, PlanError
+from roll_batching.planning import BatchingSpec, ParallelDims, PlanConstraints
 
 
 @pytest.mark.parametrize(
@@ -50,50 +48,77 @@ def test_device_mapping_runs_no_code_and_refuses_the_rest(written):
         parse_devices(written)
 
 
-def test_modes_reach_the_planner():
-    packed = PassBatching(max_tokens=64, sequence_multiple="2*cp*tp", oversize="drop")
-    constraints = packed.constraints(dp_size=2, tp_size=2, cp_size=2, sequence_parallel=True, pack_multiple=16)
-    assert isinstance(constraints, PlanConstraints)
-    assert (constraints.mode, constraints.max_tokens, constraints.oversize) == ("packed", 64, "drop")
-    assert constraints.sequence_multiple == "2*cp*tp" and constraints.pack_multiple == 16
-    experts = packed.constraints(dp_size=4, cp_size=2, tp_size=2, ep_size=4, etp_size=1, fully_sharded=True)
-    assert (experts.ep_size, experts.etp_size, experts.fully_sharded) == (4, 1, True)
-    dynamic = PassBatching(mode="dynamic", max_tokens=64, algorithm="roll", sequence_length_round=8)
-    assert dynamic.constraints(dp_size=1, pp_size=2, vpp_size=2, group_size=3).group_size == 3
-    padded = PassBatching(mode="padded", algorithm="none", rows=4, padded_length=32)
-    assert padded.constraints(dp_size=1).padded_length == 32
+def test_a_batching_and_a_layout_make_constraints_that_give_both_back():
+    packed = BatchingSpec(max_tokens=64, sequence_multiple="2*cp*tp", oversize="drop")
+    dims = ParallelDims(dp_size=4, cp_size=2, tp_size=2, ep_size=4, etp_size=1, fully_sharded=True)
+    constraints = PlanConstraints.of(dims, packed, pack_multiple=16)
+    assert (constraints.dims, constraints.batching, constraints.pack_multiple) == (dims, packed, 16)
+    assert constraints == PlanConstraints(
+        dp_size=4, cp_size=2, tp_size=2, ep_size=4, etp_size=1, fully_sharded=True,
+        max_tokens=64, sequence_multiple="2*cp*tp", oversize="drop", pack_multiple=16,
+    )  # fmt: skip
+    pipeline = ParallelDims(pp_size=2, vpp_size=2)
+    assert PlanConstraints.of(pipeline, BatchingSpec(mode="dynamic", max_tokens=64), group_size=3).group_size == 3
 
 
-def test_the_algorithms_are_the_planners():
-    assert {mode: set(names) for mode, names in ALGORITHMS.items()} == {
-        mode: set(names) for mode, names in planning_constraints.ALGORITHMS.items()
-    }
+@pytest.mark.parametrize("mode", ["packed", "dynamic", "padded"])
+def test_a_mode_brings_its_own_default_algorithm(mode):
+    spec = BatchingSpec(mode=mode, max_tokens=8)
+    assert spec.algorithm == {"packed": "load_balance", "dynamic": "roll", "padded": "none"}[mode]
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"max_tokens": None}, "needs max_tokens"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"mode": "dynamic", "max_tokens": 8}, "does not exist in dynamic mode"),
-        ({"mode": "padded", "algorithm": "none"}, "needs rows"),
+        ({"max_tokens": 0}, "max_tokens=0 must be an integer of at least 1"),
+        ({"mode": "dynamic", "max_tokens": 8, "algorithm": "load_balance"}, "does not exist in mode 'dynamic'"),
+        ({"mode": "padded"}, "needs rows"),
         ({"mode": "folded"}, "unknown"),
-        ({"max_tokens": 8, "oversize": "bogus"}, "oversize 'bogus' is unknown; choose one of error, alone"),
-        ({"max_tokens": 8, "objective": "bogus"}, "objective 'bogus' is unknown; choose one of auto"),
-        ({"max_tokens": 8, "sequence_multiple": "bogus"}, "sequence_multiple 'bogus' is unknown"),
-        ({"max_tokens": 8, "sequence_multiple": 0}, "sequence_multiple is 0"),
-        ({"max_tokens": "8"}, "max_tokens is '8'; it must be a whole number"),
-        ({"max_tokens": 8.5}, "max_tokens is 8.5; it must be a whole number"),
-        ({"max_tokens": True}, "max_tokens is True; it must be a whole number"),
+        ({"max_tokens": 8, "oversize": "bogus"}, "oversize='bogus' is unknown; choose one of error, alone"),
+        ({"max_tokens": 8, "objective": "bogus"}, "objective='bogus' is unknown; choose one of auto"),
+        ({"max_tokens": 8, "sequence_multiple": "bogus"}, "sequence_multiple='bogus' must be"),
+        ({"max_tokens": 8, "sequence_multiple": 0}, "sequence_multiple=0 must be"),
+        ({"max_tokens": "8"}, "max_tokens='8' must be an integer"),
+        ({"max_tokens": 8.5}, "max_tokens=8.5 must be an integer"),
+        ({"max_tokens": True}, "max_tokens=True must be an integer"),
+        (
+            {"mode": "dynamic", "max_tokens": 8, "algorithm": "prefer_first", "shared_shapes": True},
+            "'roll' or 'nemo_rl'",
+        ),
     ],
 )
-def test_inconsistent_passes_are_refused(values, words):
-    with pytest.raises(ConfigError, match=words):
-        PassBatching(**values)
+def test_inconsistent_batchings_are_refused(values, words):
+    with pytest.raises(PlanError, match=words):
+        BatchingSpec(**values)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tp_size": 0}, "tp_size=0 must be an integer"),
+        ({"vpp_size": 2}, "vpp_size=2 needs pp_size"),
+        ({"dp_size": 4, "ep_size": 3}, "ep_size=3 does not divide dp_size x cp_size = 4"),
+    ],
+)
+def test_sizes_that_no_world_has_are_refused(sizes, words):
+    with pytest.raises(LayoutError, match=words):
+        ParallelDims(**sizes)
+    with pytest.raises(PlanError, match=words):
+        PlanConstraints(**({"dp_size": 1} | sizes), max_tokens=8)
+
+
+def test_a_layout_of_a_world():
+    dims = ParallelDims.of_world(16, tp_size=2, pp_size=2, ep_size=4)
+    assert (dims.dp_size, dims.world_size, dims.etp_size) == (4, 16, 2)
+    assert str(dims) == "dp 4 x tp 2 x pp 2 x ep 4" and str(ParallelDims()) == "one rank"
+    assert ParallelDims(**dims.to_dict()) == dims
+    with pytest.raises(LayoutError, match="6 processes cannot be divided into replicas of 4"):
+        ParallelDims.of_world(6, tp_size=2, pp_size=2)
 
 
 def test_logprob_plan_is_checked():
-    one = PassBatching(max_tokens=8)
+    one = BatchingSpec(max_tokens=8)
     with pytest.raises(ConfigError, match="choose train, own or none"):
         BatchingConfig(train=one, infer=one, logprob_plan="both")
 

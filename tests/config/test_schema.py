@@ -102,8 +102,9 @@ def test_configurations_load_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from roll_batching.config import load_config\n"
+        "from roll_batching.planning import ParallelDims, PlanConstraints\n"
         "config = load_config('configs/demo_grpo.yaml')\n"
-        "config.actor_train.batching().train.constraints(dp_size=2)\n"
+        "PlanConstraints.of(ParallelDims(dp_size=2), config.actor_train.batching().train)\n"
         "import roll_batching.cli\n"
         "print(config.world_size)"
     )

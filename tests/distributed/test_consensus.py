@@ -135,9 +135,10 @@ def hang(layout: dict[str, int]) -> dict[str, float]:
 
     from roll_batching.distributed import group_timeout, host_group
     from roll_batching.modeling.parallel import make_layout, start_processes
+    from roll_batching.planning import ParallelDims
 
     device = start_processes(SECONDS / 60)
-    made = make_layout(**layout, device=device)
+    made = make_layout(ParallelDims.of_world(4, **layout), device)
     ours = {"world": dist.group.WORLD, "host": host_group(), "layout's host": made.host_group}
     found = {name: value for name, value in vars(parallel_state).items() if name.endswith("_GROUP") and value}
     groups = {**ours, **{name: group for name, group in found.items() if isinstance(group, dist.ProcessGroup)}}

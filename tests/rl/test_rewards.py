@@ -91,7 +91,7 @@ def test_numbers_of_every_kind_are_taken(what, value):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("nocolon", "write it as package.module:function"),
+        ("nocolon", "write it as package.module:name"),
         ("no_such_module:f", "cannot import 'no_such_module'"),
         ("math:no_such", "has no 'no_such'"),
         ("math:pi", "not a function"),

@@ -31,10 +31,11 @@ def write_references(folder: str) -> None:
     The loss is an fp64 model's: where it nearly cancels to 0, fp32 alone is further off than the limit.
     """
     from roll_batching.modeling.parallel import make_layout, start_processes
+    from roll_batching.planning import ParallelDims
     from tests.support.models import random_batch
     from tests.support.reference import gradients, policy_loss, stock_model
 
-    make_layout(device=start_processes())
+    make_layout(ParallelDims(), start_processes())
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(0)

@@ -66,10 +66,11 @@ def write_references(payload: tuple[str, list[tuple[bool, bool, bool]]]) -> None
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from roll_batching.modeling.parallel import make_layout, start_processes
+    from roll_batching.planning import ParallelDims
     from tests.support.reference import gradients, policy_loss, sequence_statistics, stock_model
 
     folder, variants = payload
-    make_layout(device=start_processes())
+    make_layout(ParallelDims(), start_processes())
     model_parallel_cuda_manual_seed(0)
     let_experts_run()
     for tied, moe, router in variants:

@@ -34,12 +34,13 @@ def _loss() -> Any:
 
 
 def _batching(mode: str) -> Any:
-    from roll_batching.config import BatchingConfig, PassBatching
+    from roll_batching.config import BatchingConfig
+    from roll_batching.planning import BatchingSpec
 
     options: dict[str, Any] = {"padded": {"rows": 3, "algorithm": "none"}}.get(mode, {"max_tokens": CAP})
     if mode == "dynamic":
         options |= {"algorithm": "roll", "sequence_length_round": 4}
-    one = PassBatching(mode=mode, **options)
+    one = BatchingSpec(mode=mode, **options)
     return BatchingConfig(train=one, infer=one)
 
 

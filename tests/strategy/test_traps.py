@@ -60,8 +60,9 @@ def scaled_in_place(_: None) -> tuple[float, float]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from roll_batching.modeling.parallel import make_layout, start_processes
+    from roll_batching.planning import ParallelDims
 
-    make_layout(device=start_processes())
+    make_layout(ParallelDims(), start_processes())
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
     loss = torch.tensor(8.0)
     logged: list[Any] = []
@@ -89,8 +90,9 @@ def mutated_logits(_: None) -> tuple[bool, bool]:
 
     from roll_batching.losses import token_log_probs
     from roll_batching.modeling.parallel import make_layout, start_processes
+    from roll_batching.planning import ParallelDims
 
-    layout = make_layout(device=start_processes())
+    layout = make_layout(ParallelDims(), start_processes())
     logits, labels = torch.randn(6, 1, 32), torch.randint(0, 32, (6, 1))
     theirs, ours = logits.clone(), logits.clone().requires_grad_()
     vocab_parallel_cross_entropy(theirs, labels)

@@ -16,9 +16,10 @@ TRAJECTORY = 18
 
 
 def _batching() -> Any:
-    from roll_batching.config import BatchingConfig, PassBatching
+    from roll_batching.config import BatchingConfig
+    from roll_batching.planning import BatchingSpec
 
-    one = PassBatching(max_tokens=32)
+    one = BatchingSpec(max_tokens=32)
     return BatchingConfig(train=one, infer=one)
 
 

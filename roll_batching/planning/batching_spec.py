@@ -1,0 +1,133 @@
+"""How the samples of a pass are put into micro-batches, whatever layout runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from roll_batching.errors import ConfigError, PlanError
+from roll_batching.planning.registry import ALGORITHMS, algorithm_of
+
+Mode = Literal["packed", "dynamic", "padded"]
+Oversize = Literal["error", "alone", "truncate", "drop"]
+Objective = Literal["auto", "rank_total", "lockstep", "pipeline"]
+
+_CHOICES = {
+    "mode": ("packed", "dynamic", "padded"),
+    "oversize": ("error", "alone", "truncate", "drop"),
+    "objective": ("auto", "rank_total", "lockstep", "pipeline"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchingSpec:
+    """Mode, cap, algorithm and their companions; checked at construction.
+
+    Raises `PlanError` for values that no plan could satisfy or that the mode would not read.
+    """
+
+    mode: Mode = "packed"
+    """"packed" (samples end to end), "dynamic" (rectangles of like lengths) or "padded" (fixed rows)."""
+
+    max_tokens: int | None = None
+    """Cap on the tokens that one micro-batch computes, before CP divides it. None only in mode "padded"."""
+
+    algorithm: str = None  # type: ignore[assignment]  # a name once constructed
+    """How micro-batches are formed: a name of the mode (see `registry.ALGORITHMS`), or the dotted path of a packer.
+    Left out it is the mode's default: load_balance, roll, none."""
+
+    sequence_length_round: int = 1
+    """Modes "dynamic" and "padded": the rectangle's length is a multiple of this."""
+
+    rows: int | None = None
+    """Mode "padded": sequences per micro-batch; None takes as many as the cap admits."""
+
+    padded_length: int | None = None
+    """The run's fixed maximum. Mode "padded": the length of every row (None: the micro-batch's longest).
+    Other modes: only the width that the report compares with (`tokens_before`)."""
+
+    min_num_micro_batches: int = 1
+    """Lower bound on the micro-batches of a rank."""
+
+    shared_shapes: bool = False
+    """Every rank computes the same shape at the same micro-batch index (the largest of them)."""
+
+    sequence_multiple: int | str | None = None
+    """Asked per-sequence alignment beside the layout's own (2*cp when cp > 1): an int, or "2*cp*tp"."""
+
+    oversize: Oversize = "error"
+    """A sequence or group above the cap: "error", "alone" (a micro-batch of its own, above the cap),
+    "truncate" or "drop"."""
+
+    objective: Objective = "auto"
+    """What load_balance minimises. "auto" and "pipeline": the step's time by the layout; where ranks meet once per
+    step, rank totals within 1.0005 of their mean wherever that is possible, and then lockstep. "lockstep": as if all
+    ranks met at every micro-batch; "rank_total": rank totals alone."""
+
+    seed: int = 0
+    """Seed of first_fit_shuffle and of the search; the same seed gives the same plan on any machine."""
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise PlanError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
+        if self.algorithm is None:
+            object.__setattr__(self, "algorithm", ALGORITHMS[self.mode].names[0])
+        for name in ("sequence_length_round", "min_num_micro_batches"):
+            require_positive(name, getattr(self, name))
+        for name in ("max_tokens", "rows", "padded_length"):
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise PlanError(f"seed={self.seed!r} must be an integer of at least 0")
+        if isinstance(self.sequence_multiple, str):
+            if self.sequence_multiple != "2*cp*tp":
+                raise PlanError(f'sequence_multiple={self.sequence_multiple!r} must be an integer, None or "2*cp*tp"')
+        elif self.sequence_multiple is not None:
+            require_positive("sequence_multiple", self.sequence_multiple)
+        self._check_algorithm()
+        self._check_mode()
+
+    def _check_algorithm(self) -> None:
+        try:
+            algorithm = algorithm_of(self.mode, self.algorithm)
+        except ConfigError:
+            raise PlanError(
+                f"algorithm={self.algorithm!r} does not exist in mode {self.mode!r}; choose one of "
+                f"{', '.join(ALGORITHMS[self.mode].names)}, or your own packer as package.module:name"
+            ) from None
+        if self.shared_shapes and self.mode != "packed" and not algorithm.same_positions:
+            able = [entry.name for entry in ALGORITHMS[self.mode] if entry.same_positions]
+            raise PlanError(
+                f"shared_shapes=True needs ranks that cut at the same positions; algorithm={self.algorithm!r} forms "
+                f"micro-batches freely, choose {' or '.join(map(repr, able))}"
+            )
+
+    def _check_mode(self) -> None:
+        if self.max_tokens is None and self.mode != "padded":
+            raise PlanError(f'mode={self.mode!r} needs max_tokens; only mode "padded" works without a cap')
+        if self.mode == "padded" and self.max_tokens is None and self.rows is None:
+            raise PlanError('mode "padded" needs rows (sequences per micro-batch) or max_tokens')
+        if self.mode != "padded" and self.rows is not None:
+            raise PlanError(f'rows={self.rows} is read in mode "padded" only, not in {self.mode!r}')
+        if self.mode == "packed" and self.sequence_length_round != 1:
+            raise PlanError(
+                f"sequence_length_round={self.sequence_length_round} is read in rectangles only; "
+                "in mode 'packed' ask for sequence_multiple"
+            )
+
+    @property
+    def row_limit(self) -> int | None:
+        """Mode "padded": the longest sample that a row of `padded_length` holds; None without a limit."""
+        return self.padded_length if self.mode == "padded" else None
+
+    @property
+    def batching(self) -> BatchingSpec:
+        """The batching alone, of a subclass that knows more."""
+        return BatchingSpec(**{field.name: getattr(self, field.name) for field in fields(BatchingSpec)})
+
+
+def require_positive(name: str, value: Any) -> None:
+    """Raises `PlanError` unless `value` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{name}={value!r} must be an integer of at least 1")

@@ -1,0 +1,121 @@
+"""The sizes of a parallel layout: the one object that says them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from roll_batching.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """How many ranks share a model, and in which way; plain integers, compared with `==`.
+
+    A *replica* is the `tp_size * cp_size * pp_size` ranks that work on the same samples; `dp_size` of them make the
+    world. Raises `LayoutError` for sizes that no world has.
+    """
+
+    dp_size: int = 1
+    """Data-parallel ranks, each a replica of TP x CP x PP processes."""
+    tp_size: int = 1
+    cp_size: int = 1
+    pp_size: int = 1
+    vpp_size: int = 1
+    """Model chunks per pipeline stage; above 1 the schedule is Megatron's interleaved one."""
+    ep_size: int = 1
+    """Expert parallelism: Megatron's expert groups are consecutive ranks of TP x CP x DP."""
+    etp_size: int = None  # type: ignore[assignment]  # an int once constructed
+    """Tensor parallelism inside the experts; left out it is `tp_size`, as in Megatron."""
+    sequence_parallel: bool = False
+    fully_sharded: bool = False
+    """Whether DP ranks gather parameters layer by layer (FSDP, ZeRO-3), and so meet at every micro-batch."""
+
+    def __post_init__(self) -> None:
+        if self.etp_size is None:
+            object.__setattr__(self, "etp_size", self.tp_size)
+        for name in _SIZES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise LayoutError(f"{name}={value!r} must be an integer of at least 1")
+        if self.vpp_size > 1 and self.pp_size == 1:
+            raise LayoutError(f"vpp_size={self.vpp_size} needs pp_size of at least 2; set vpp_size=1")
+        ranks = self.dp_size * self.cp_size * self.tp_size
+        if ranks % self.expert_ranks:
+            same = self.etp_size == self.tp_size
+            inner, whole = ("", "") if same else (f" x etp_size={self.etp_size}", " x tp_size")
+            raise LayoutError(
+                f"ep_size={self.ep_size}{inner} does not divide dp_size x cp_size{whole} = "
+                f"{ranks // self.tp_size if same else ranks}: change one of them"
+            )
+
+    @classmethod
+    def of_world(cls, world_size: int, **sizes: Any) -> ParallelDims:
+        """The dims of `world_size` processes: `sizes` without `dp_size`, which follows.
+
+        Raises `LayoutError` when the world does not divide into replicas.
+        """
+        one = cls(**(sizes | {"ep_size": 1, "etp_size": None}))
+        if world_size < 1 or world_size % one.replica_size:
+            raise LayoutError(
+                f"{world_size} processes cannot be divided into replicas of {one.replica_size} (tensor {one.tp_size} x "
+                f"pipeline {one.pp_size} x context {one.cp_size}): start a multiple of {one.replica_size} processes or "
+                "change the sizes"
+            )
+        return cls(dp_size=world_size // one.replica_size, **sizes)
+
+    @property
+    def replica_size(self) -> int:
+        """Processes of one replica."""
+        return self.tp_size * self.cp_size * self.pp_size
+
+    @property
+    def world_size(self) -> int:
+        """Processes of all replicas."""
+        return self.dp_size * self.replica_size
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether Megatron's interleaved schedule runs, with its rule for the number of micro-batches."""
+        return self.vpp_size > 1
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of TP x CP x DP that exchange tokens at every layer with experts."""
+        return self.ep_size * self.etp_size
+
+    @property
+    def meeting_ranks(self) -> int:
+        """How many consecutive DP ranks wait for each other at every micro-batch.
+
+        1: ranks meet once per step. `dp_size`: all of them, with shards that are gathered layer by layer. In between:
+        the DP ranks that one expert group of Megatron's (order "tp-cp-ep-dp") reaches, and those that its neighbours
+        in TP and CP link to them.
+        """
+        if self.fully_sharded:
+            return self.dp_size
+        ranks = self.tp_size * self.cp_size
+        return math.lcm(self.expert_ranks, ranks) // ranks
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The sizes alone, of a subclass that knows more."""
+        return ParallelDims(**{field.name: getattr(self, field.name) for field in fields(ParallelDims)})
+
+    def to_dict(self) -> dict[str, int | bool]:
+        """Plain values by field name; `ParallelDims(**d)` restores it."""
+        return asdict(self.dims)
+
+    def __str__(self) -> str:
+        """The sizes that are not 1: `dp 4 x tp 2, sequence parallel`."""
+        sizes = [f"{name.removesuffix('_size')} {getattr(self, name)}" for name in _SIZES[:-1]]
+        shown = [text for text in sizes if not text.endswith(" 1")]
+        if self.etp_size != self.tp_size:
+            shown.append(f"etp {self.etp_size}")
+        words = [" x ".join(shown) or "one rank"]
+        words += [name.replace("_", " ") for name in ("sequence_parallel", "fully_sharded") if getattr(self, name)]
+        return ", ".join(words)
+
+
+_SIZES = ("dp_size", "tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "etp_size")

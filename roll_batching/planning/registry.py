@@ -1,0 +1,102 @@
+"""The algorithms that form micro-batches, by mode and name.
+
+An algorithm of anybody's own is named by its dotted path, `package.module:function`, wherever a registered name is:
+a packer (see `planning.packers`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from roll_batching.registry import Entry, Registry
+
+_HERE = "roll_batching.planning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(Entry):
+    """One way to form micro-batches."""
+
+    forms: Literal["bins", "order", "placement"] = "bins"
+    """What it returns. "bins": sets of units, for the planner to count and place; "order": an order of the units,
+    which all ranks then cut at the same positions; "placement": everything, because count and placement are what it
+    balances."""
+    keeps_order: bool = False
+    """Of bins: they are cut and placed in the order in which they come, from rank to rank."""
+
+    @property
+    def same_positions(self) -> bool:
+        """Whether all ranks cut at the same positions, so that they can compute the same shapes."""
+        return self.forms == "order"
+
+
+def _packers(*named: tuple[str, str]) -> list[Algorithm]:
+    where = f"{_HERE}.packers.bin_packing"
+    return [Algorithm(name=name, target=f"{where}:{name}", summary=summary) for name, summary in named]
+
+
+ALGORITHMS: dict[str, Registry[Algorithm]] = {
+    "packed": Registry(
+        "packing algorithm",
+        Algorithm(
+            name="load_balance",
+            target=f"{_HERE}.load_balance.planner:balance",
+            summary="few packs under the cap, balanced for what the layout waits for",
+            forms="placement",
+        ),
+        Algorithm(
+            name="none",
+            target=f"{_HERE}.packers.bin_packing:concatenative",
+            summary="samples in their order, next-fit under the cap",
+            keeps_order=True,
+        ),
+        *_packers(
+            ("concatenative", "NeMo-RL's next-fit in the given order"),
+            ("first_fit_decreasing", "NeMo-RL's first-fit by falling length"),
+            ("first_fit_shuffle", "NeMo-RL's first-fit in an order drawn from the seed"),
+            ("modified_first_fit_decreasing", "NeMo-RL's modified first-fit-decreasing (Johnson and Garey 1985)"),
+        ),
+    ),
+    "dynamic": Registry(
+        "algorithm of dynamic batching",
+        Algorithm(
+            name="roll",
+            target=f"{_HERE}.packers.sorted_buckets:rising",
+            summary="ROLL's: rows by rising length, cut at the same positions on all ranks",
+            forms="order",
+        ),
+        Algorithm(
+            name="nemo_rl",
+            target=f"{_HERE}.packers.sorted_buckets:falling",
+            summary="NeMo-RL's: rows by falling length, cut at the same positions on all ranks",
+            forms="order",
+        ),
+        Algorithm(
+            name="prefer_closest",
+            target=f"{_HERE}.packers.prefer:closest",
+            summary="cosmos-rl's: the oldest sample opens a rectangle, those that keep it smallest join",
+        ),
+        Algorithm(
+            name="prefer_first",
+            target=f"{_HERE}.packers.prefer:first",
+            summary="cosmos-rl's: the oldest sample opens a rectangle, the oldest that fit join",
+        ),
+    ),
+    "padded": Registry(
+        "algorithm of padded batching",
+        Algorithm(
+            name="none",
+            target=f"{_HERE}.packers.sorted_buckets:as_given",
+            summary="rows in their order, in blocks from rank to rank",
+            forms="order",
+        ),
+    ),
+}
+"""By mode. The first of a mode is its default."""
+
+
+def algorithm_of(mode: str, name: str) -> Algorithm:
+    """The entry of `name` in `mode`; of a dotted path, an entry for a packer. `ConfigError` for what is neither."""
+    entry = ALGORITHMS[mode].get(name)
+    return Algorithm(name=name, target=name, summary="") if entry is None else entry

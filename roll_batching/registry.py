@@ -1,0 +1,109 @@
+"""What a configuration may call by name: registered entries, and anybody's own by its dotted path.
+
+An entry is a name and the dotted path of what it stands for. Nothing is imported before it is used: a configuration
+is read, and a step planned, without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from roll_batching.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One registered name."""
+
+    name: str
+    target: str
+    """Where its implementation stands: `package.module:attribute`."""
+    summary: str
+    """A sentence for the reference page and `--help`."""
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Registry(Generic[E]):
+    """Entries of one kind, by name, in the order in which they are shown."""
+
+    def __init__(self, kind: str, *entries: E) -> None:
+        self.kind = kind
+        """What an entry is, for messages: "loss", "packing algorithm"."""
+        self._entries = {entry.name: entry for entry in entries}
+        if len(self._entries) != len(entries):
+            raise ValueError(f"two entries for one {kind}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The registered names."""
+        return tuple(self._entries)
+
+    def __iter__(self) -> Iterator[E]:
+        return iter(self._entries.values())
+
+    def get(self, name: str) -> E | None:
+        """The entry of a registered name; None for a dotted path. Raises `ConfigError` for anything else."""
+        if name in self._entries:
+            return self._entries[name]
+        if is_dotted(name):
+            return None
+        raise ConfigError(
+            f"the {self.kind} {name!r} is unknown; choose one of {', '.join(self.names)}, or write your own as "
+            "package.module:name"
+        )
+
+    def load(self, name: str) -> Any:
+        """What a registered name or a dotted path stands for. Raises `ConfigError` when it cannot be loaded."""
+        entry = self.get(name)
+        return load_dotted(self.kind, name if entry is None else entry.target)
+
+
+def is_dotted(name: object) -> bool:
+    """Whether `name` is written as package.module:name."""
+    if not isinstance(name, str):
+        return False
+    module, colon, attribute = name.partition(":")
+    return bool(module and colon and attribute)
+
+
+def load_dotted(kind: str, path: str) -> Any:
+    """The object that `package.module:name` names; the working directory is on the path.
+
+    Raises `ConfigError` that names `kind` and `path`: when it is written in another way, when its module cannot be
+    imported, whatever that raises, and when it has no such name.
+    """
+    if not is_dotted(path):
+        raise ConfigError(f"{kind} {path!r}: write it as package.module:name")
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may raise anything, and call sys.exit
+        raise ConfigError(f"{kind} {path!r}: cannot import {module_name!r} ({describe_error(error)})") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{kind} {path!r}: {module_name!r} has no {name!r}")
+    return getattr(module, name)
+
+
+def describe_error(error: BaseException) -> str:
+    """Type, message and place of an error of a user's code."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its message cannot be shown"
+    place, traceback = "", error.__traceback__
+    while traceback is not None:
+        place = f" at {traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    text = f": {text[:1000]}" if text else ""
+    return f"{type(error).__name__}{text}{'' if isinstance(error, (ImportError, SyntaxError)) else place}"
