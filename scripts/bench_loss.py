@@ -19,7 +19,7 @@ from _measure import arguments, finish, peak_bytes, relative, seconds
 
 from roll_batching.data import SampleBatch
 from roll_batching.losses import PolicyLoss, TokenView, token_log_probs
-from roll_batching.losses.counts import local_counts
+from roll_batching.losses.denominators import local_counts
 from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import Plan, PlanConstraints
 

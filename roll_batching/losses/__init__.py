@@ -2,7 +2,7 @@
 
 from roll_batching.losses.aggregation import constant_mean, sequence_mean, sequence_sum, token_mean
 from roll_batching.losses.contract import LossOutput, Max, Mean, Min, Sum, loss_spec
-from roll_batching.losses.counts import StepCounts
+from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.estimators import k1, k2, k3
 from roll_batching.losses.objectives import PolicyLoss, SFTLoss
 from roll_batching.losses.overlong import mask_overlong

@@ -16,9 +16,9 @@ import torch
 
 from roll_batching.errors import LossError
 from roll_batching.losses.contract import LossOutput, LossSpec, Max, Mean, Metric, Min, Sum
-from roll_batching.losses.counts import StepCounts
+from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.head import HeadContext
-from roll_batching.losses.metrics import metric_tensors
+from roll_batching.losses.metric_kinds import metric_tensors
 from roll_batching.losses.sequences import SequenceParts, SequenceView, join_metrics
 from roll_batching.losses.views import TokenView
 from roll_batching.packing.batch import PackedBatch

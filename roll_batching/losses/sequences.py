@@ -16,7 +16,7 @@ import torch
 
 from roll_batching.errors import LossError
 from roll_batching.losses.contract import LossOutput, Max, Mean, Metric, Min, Sum
-from roll_batching.losses.counts import StepCounts
+from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.head import HeadContext
 from roll_batching.losses.views import View, counted
 from roll_batching.packing.batch import PackedBatch

@@ -14,7 +14,7 @@ import torch
 
 from roll_batching.errors import LossError
 from roll_batching.losses.contract import Mean
-from roll_batching.losses.counts import StepCounts
+from roll_batching.losses.denominators import StepCounts
 from roll_batching.packing.batch import PackedBatch
 
 

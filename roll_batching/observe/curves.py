@@ -11,7 +11,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from roll_batching.files import whole_file
-from roll_batching.observe.metrics import Row
+from roll_batching.observe.metrics_file import Row
 
 INK, SOFT, GRID = "#1f2933", "#8793a1", "#e4e8ec"
 BLUE, ORANGE, GREEN, GREY = "#2563a8", "#d9622b", "#2e8b6f", "#aab4be"

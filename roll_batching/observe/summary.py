@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from roll_batching.observe.metrics import Row
+from roll_batching.observe.metrics_file import Row
 
 MODES = (
     ("full", "padded to the longest length allowed"),

@@ -16,8 +16,8 @@ from roll_batching.data import FieldSpec, SampleBatch
 from roll_batching.data.epochs import DocumentStream, PromptStream
 from roll_batching.distributed import consensus
 from roll_batching.losses import PolicyLoss, mask_overlong
-from roll_batching.losses.metrics import as_numbers, join_parts
-from roll_batching.observe.metrics import Row
+from roll_batching.losses.metric_kinds import as_numbers, join_parts
+from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.advantages import AdvantageRule, compute_advantages, shuffled, zero_groups
 from roll_batching.rl.checkpoint import JobCheckpoints
 from roll_batching.rl.comparison import ModeComparison

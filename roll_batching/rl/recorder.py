@@ -9,7 +9,7 @@ import yaml
 from roll_batching.config import JobConfig
 from roll_batching.files import whole_file
 from roll_batching.observe.curves import plot_learning_curve
-from roll_batching.observe.metrics import EVENTS, METRICS, MetricsWriter, Row, read_metrics, rows_until
+from roll_batching.observe.metrics_file import EVENTS, METRICS, MetricsWriter, Row, read_metrics, rows_until
 from roll_batching.observe.progress import ProgressReporter
 from roll_batching.observe.summary import show_summary, summarize
 from roll_batching.rl.folder import EarlierRun, folder_of

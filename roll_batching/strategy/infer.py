@@ -19,9 +19,9 @@ from roll_batching.data.table import require_batch
 from roll_batching.distributed import Facts, consensus, digest, exchange, host_group
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import LossSpec, loss_spec
-from roll_batching.losses.counts import StepCounts, local_counts, truncated_lengths
+from roll_batching.losses.denominators import StepCounts, local_counts, truncated_lengths
 from roll_batching.losses.head import HeadContext
-from roll_batching.losses.metrics import HostMetric, as_numbers, join_parts, to_host
+from roll_batching.losses.metric_kinds import HostMetric, as_numbers, join_parts, to_host
 from roll_batching.losses.runner import LossRunner, MicroBatchRecord, Scaling
 from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost

@@ -16,8 +16,8 @@ from roll_batching.data.table import require_batch
 from roll_batching.distributed import consensus, host_group
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import loss_spec
-from roll_batching.losses.counts import StepCounts, require_counts
-from roll_batching.losses.metrics import HostMetric, as_numbers
+from roll_batching.losses.denominators import StepCounts, require_counts
+from roll_batching.losses.metric_kinds import HostMetric, as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, wrap_ddp
 from roll_batching.planning import CostModel, Plan

@@ -66,8 +66,8 @@ def run(
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     """(loss, gradient by the flat log-probs and entropies, metrics) over the micro-batches `bins`."""
     from roll_batching.losses.contract import loss_spec
-    from roll_batching.losses.counts import local_counts
-    from roll_batching.losses.metrics import as_numbers, join_parts, to_host
+    from roll_batching.losses.denominators import local_counts
+    from roll_batching.losses.metric_kinds import as_numbers, join_parts, to_host
     from roll_batching.losses.views import TokenView
     from roll_batching.packing.batch import pack_step
     from roll_batching.planning import Plan, PlanConstraints
@@ -409,7 +409,7 @@ def test_a_constant_mean_is_over_a_positive_length(length: int) -> None:
 def test_metrics_join_by_their_kind_in_any_order() -> None:
     from roll_batching.errors import LossError
     from roll_batching.losses import Max, Mean, Min, Sum
-    from roll_batching.losses.metrics import HostMetric, as_numbers, join_parts, to_host
+    from roll_batching.losses.metric_kinds import HostMetric, as_numbers, join_parts, to_host
 
     def part(value: float, tokens: float) -> dict[str, HostMetric]:
         x = torch.tensor(value)
@@ -544,7 +544,7 @@ def test_an_advantage_of_zero_is_neither_clipped_nor_bounded_away() -> None:
 
 
 def test_a_total_covers_what_the_first_mask_counts() -> None:
-    from roll_batching.losses.counts import local_counts
+    from roll_batching.losses.denominators import local_counts
 
     data = batch()
     everything = torch.ones(data.num_tokens)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from roll_batching.errors import RollBatchingError
-from roll_batching.observe.metrics import read_metrics
+from roll_batching.observe.metrics_file import read_metrics
 from roll_batching.rl.folder import HELD, EarlierRun, held
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from roll_batching.config import JobConfig
-from roll_batching.observe.metrics import read_metrics
+from roll_batching.observe.metrics_file import read_metrics
 from roll_batching.rl.job import policy_loss
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks

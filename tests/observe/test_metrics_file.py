@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_batching.observe.metrics import MetricsWriter, read_metrics
+from roll_batching.observe.metrics_file import MetricsWriter, read_metrics
 
 
 def test_each_row_is_on_disk_before_write_returns(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from roll_batching.data import SampleBatch
 from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossSpec
+from roll_batching.planning import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +112,10 @@ def local_counts(
     return StepCounts(tokens=tokens, sequences=sequences, sums=totals)
 
 
-def truncated_lengths(plan: object, dp_rank: int) -> dict[int, int]:
+def truncated_lengths(plan: Plan, dp_rank: int) -> dict[int, int]:
     """Ids and used lengths of the samples that the plan truncates on `dp_rank`."""
     found: dict[int, int] = {}
-    for mb in plan.micro_batches[dp_rank]:  # type: ignore[attr-defined]
-        short = np.flatnonzero(mb.lengths < plan.lengths[mb.samples])  # type: ignore[attr-defined]
-        for at in short:
-            found[int(plan.ids[mb.samples[at]])] = int(mb.lengths[at])  # type: ignore[attr-defined]
+    for mb in plan.micro_batches[dp_rank]:
+        for at in np.flatnonzero(mb.lengths < plan.lengths[mb.samples]):
+            found[int(plan.ids[mb.samples[at]])] = int(mb.lengths[at])
     return found
