@@ -4,16 +4,16 @@ config = load_config("configs/demo_grpo.yaml", ["actor_train.training_args.learn
 config.actor_train.batching()
 """
 
-from roll_batching.config.batching import BatchingConfig
-from roll_batching.config.job import JobConfig, TokenizerConfig, WarmupConfig
+from roll_batching.config.batching import BatchingConfig, SequencePackingArgs
+from roll_batching.config.diagnostics import ConfigFileError, Notice, Problem
+from roll_batching.config.job import JobConfig
+from roll_batching.config.job_keys import TokenizerConfig, WarmupConfig
 from roll_batching.config.loader import config_from_dict, load_config
 from roll_batching.config.model import ArchitectureConfig, ModelArgs, MoEConfig, RopeScaling
-from roll_batching.config.problems import ConfigFileError, Notice, Problem
 from roll_batching.config.strategy import MegatronConfig, StrategyArgs
 from roll_batching.config.worker import (
     DataArgs,
     GeneratingArgs,
-    SequencePackingArgs,
     TrainingArgs,
     WorkerConfig,
 )

@@ -6,11 +6,8 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from roll_batching.config.fields import Settings, honoured, noticed, refused
-
-LORA = "LoRA is not supported for now; train all parameters and leave the lora keys out"
-CHECKPOINTS = "Hugging Face checkpoints cannot be loaded for now; give the shape in model_args.architecture"
-VLM = "vision-language models are not supported for now"
+from roll_batching.config.fields import Settings, honoured
+from roll_batching.config.roll_keys import RollArchitecture, RollModelArgs
 
 
 class RopeScaling(Settings):
@@ -35,7 +32,7 @@ class MoEConfig(Settings):
     layer_freq: int = honoured(1, help="Every how many layers one is a mixture.", ge=1)
 
 
-class ArchitectureConfig(Settings):
+class ArchitectureConfig(RollArchitecture):
     """A dense or mixture decoder in the shape of Qwen and Llama, randomly initialised."""
 
     vocab_size: int = honoured(
@@ -61,23 +58,7 @@ class ArchitectureConfig(Settings):
     add_qkv_bias: bool = honoured(False, help="Bias on the query, key and value projections, as Qwen2 has.")
     init_std: float = honoured(0.02, help="Standard deviation of the random initial weights.", gt=0)
     hidden_dropout: float = honoured(0.0, help="Dropout after attention and feed-forward layers.", ge=0, lt=1)
-    attention_dropout: float = refused(
-        0.0,
-        help="Dropout inside attention.",
-        reason="variable-length attention kernels have no dropout; use 0",
-    )
     moe: MoEConfig | None = honoured(None, help="Mixture-of-experts layers; default: dense.")
-    multi_latent_attention: bool = refused(
-        False,
-        help="Multi-head latent attention.",
-        reason="multi-head latent attention (MLA) is not supported for now",
-    )
-    mtp_num_layers: int | None = refused(
-        None,
-        help="Layers that predict further tokens.",
-        reason="multi-token prediction (MTP) is not supported for now",
-        allowed=(0,),
-    )
 
     @property
     def kv_heads(self) -> int:
@@ -95,47 +76,15 @@ class ArchitectureConfig(Settings):
         return self.ffn_hidden_size or 4 * self.hidden_size
 
 
-class ModelArgs(Settings):
+class ModelArgs(RollModelArgs):
     """`model_args`: which model, in which precision."""
 
     architecture: ArchitectureConfig | None = honoured(
         None, help="The model's shape; weights start at random. Roles without one take actor_train's."
     )
-    model_name_or_path: str | None = refused(None, help="Checkpoint to start from.", reason=CHECKPOINTS)
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = honoured(
         "auto", help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA. fp32 and fp64: CPU only."
     )
-    disable_gradient_checkpointing: bool | None = noticed(
-        None,
-        help="ROLL's switch for Hugging Face models.",
-        notice="activations are recomputed as strategy_config.recompute_granularity says, as under "
-        "ROLL's Megatron "
-        "strategies; this switch does not change it",
-    )
-    attn_implementation: Literal["auto", "fa2", "sdpa"] | None = noticed(
-        None,
-        help="Attention kernel, in ROLL's names.",
-        notice="the attention core follows the device (variable-length flash kernels on CUDA, a "
-        "per-sequence core on "
-        "CPU); this value does not change it",
-    )
-    model_type: str | None = refused(
-        None,
-        help="ROLL's switch for reward-model heads.",
-        reason="only causal language models are trained here; leave it empty (~)",
-    )
-    freeze_module_prefix: str | list[str] | None = refused(
-        None,
-        help="Modules to freeze.",
-        reason="all parameters are trained; freezing modules is not supported",
-    )
-    adapter_name_or_path: str | None = refused(None, help="LoRA adapter to load.", reason=LORA)
-    lora_rank: int | None = refused(None, help="LoRA rank.", reason=LORA)
-    lora_alpha: int | None = refused(None, help="LoRA scale.", reason=LORA)
-    lora_target: str | list[str] | None = refused(None, help="Modules with LoRA.", reason=LORA)
-    lora_dropout: float | None = refused(None, help="LoRA dropout.", reason=LORA)
-    additional_target: str | list[str] | None = refused(None, help="Modules trained beside LoRA.", reason=LORA)
-    vision_config: dict[str, Any] | None = refused(None, help="Vision tower of a multimodal model.", reason=VLM)
 
     @model_validator(mode="before")
     @classmethod

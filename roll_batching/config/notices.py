@@ -5,99 +5,114 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from roll_batching.config.fields import use_of
-from roll_batching.config.job import JobConfig
-from roll_batching.config.problems import Notice, dotted
-from roll_batching.config.source import Source
+from roll_batching.config.batching import PASSES_OF_ROLES
+from roll_batching.config.diagnostics import KeyPath, Notice, dotted
+from roll_batching.config.fields import Honoured, Noticed, Pass, Roles, use_of
+from roll_batching.config.job_keys import JobKeys
+from roll_batching.config.key_paths import field_at, given_keys
 from roll_batching.config.strategy import ENGINE_STRATEGIES
-from roll_batching.config.walk import Path, field_at, given_keys
 from roll_batching.config.worker import WorkerConfig
+from roll_batching.config.yaml_source import Source
+from roll_batching.planning.batching_spec import Mode
 
-_ROLLOUT_BATCHING = "rollouts are decoded, not batched by a plan; old log-probs follow actor_train's batching"
-_DATA = "prompts are described by actor_train.data_args"
-_SAMPLING = "rollouts are sampled as actor_infer.generating_args says"
-_NO_TRAINING = "this role is not trained"
-_TRAIN_PASSES = "this role makes no training passes"
-
-_BATCHING_KEYS = (
-    "use_sequence_packing",
-    "sequence_packing_args",
-    "use_dynamic_batching",
-    "use_dynamic_batching_in_train",
-    "max_tokens_per_microbatch_in_train",
-    "sequence_length_round_in_train",
-    "use_dynamic_batching_in_infer",
-    "max_tokens_per_microbatch_in_infer",
-    "sequence_length_round_in_infer",
-    "padded_length",
-    "planning_args",
-    "infer_batch_size",
-)
-
-UNREAD: dict[str, dict[str, str]] = {
-    "actor_train": {"generating_args": _SAMPLING},
-    "actor_infer": {
-        "training_args": _NO_TRAINING,
-        "data_args": _DATA,
-        "logprob_plan": _NO_TRAINING,
-        "apply_loss_scale": _NO_TRAINING,
-        "backend_timeout": "actor_train's is used",
-        **dict.fromkeys(_BATCHING_KEYS, _ROLLOUT_BATCHING),
-    },
-    "reference": {
-        "training_args": _NO_TRAINING,
-        "data_args": _DATA,
-        "generating_args": _SAMPLING,
-        "logprob_plan": _NO_TRAINING,
-        "apply_loss_scale": _NO_TRAINING,
-        "backend_timeout": "actor_train's is used",
-        "use_dynamic_batching_in_train": _TRAIN_PASSES,
-        "max_tokens_per_microbatch_in_train": _TRAIN_PASSES,
-        "sequence_length_round_in_train": _TRAIN_PASSES,
-    },
-}
-"""Sections and keys that a role does not read, with what rules instead."""
+_DECODED = "rollouts are decoded, not batched by a plan; old log-probs follow actor_train's batching"
+_NAMES: dict[Pass, str] = {"train": "training passes", "infer": "passes without gradient"}
 
 
-def collect_notices(job: JobConfig, source: Source) -> tuple[Notice, ...]:
+def collect_notices(job: JobKeys, source: Source) -> tuple[Notice, ...]:
     """The notices of `job` as written in `source`, in the order of the file."""
-    found = [Notice(dotted(path), text, source.place(path)) for path, text in _notices(job, source.data)]
+    found = [Notice(dotted(path), text, source.place(path)) for path, text in _notices(job, source.data).items()]
     return tuple(sorted(found, key=lambda notice: notice.line or 10**9))
 
 
-def _notices(job: JobConfig, data: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    for path, value in given_keys(data):
-        text = _for_key(job, path, value)
-        if text is not None:
-            yield path, text
-    yield from _combinations(job, data)
-
-
-def _for_key(job: JobConfig, path: Path, value: Any) -> str | None:
-    """The notice for one given key, or None when it is honoured."""
-    if value is None:
+def unread_in(role: str, path: KeyPath) -> str | None:
+    """What rules instead of the key at `path` (within a role), where `role` never reads it."""
+    declared = _declared(role, path)
+    if declared.roles is not None and role not in declared.roles.names:
+        return declared.roles.otherwise
+    if declared.passes is None or set(declared.passes) & set(PASSES_OF_ROLES[role]):
         return None
+    if not PASSES_OF_ROLES[role]:
+        return _DECODED
+    return f"this role makes no {' and '.join(_NAMES[kind] for kind in declared.passes)}"
+
+
+def _declared(role: str, path: KeyPath) -> Honoured:
+    """Where the key at `path` (within `role`) applies: as its sections say, where it does not say it itself."""
+    roles: Roles | None = None
+    passes: tuple[Pass, ...] | None = None
+    mode: Mode | None = None
+    for end in range(1, len(path) + 1):
+        field = field_at((role, *path[:end]))
+        use = use_of(field) if field is not None else None
+        if isinstance(use, Honoured):
+            roles, passes, mode = use.roles or roles, use.passes or passes, use.mode or mode
+    return Honoured(roles=roles, passes=passes, mode=mode)
+
+
+def _notices(job: JobKeys, data: dict[str, Any]) -> dict[KeyPath, str]:
+    found: dict[KeyPath, str] = {}
+    for path, value in given_keys(data):
+        if value is None:
+            continue
+        text = _for_key(job, path)
+        if text is not None:
+            found[path] = text
+        elif path[0] in job.roles:
+            found |= dict(_of_another_mode(job.roles[str(path[0])], path))
+    for path, text in _combinations(job, data):
+        found.setdefault(path, text)
+    return found
+
+
+def _for_key(job: JobKeys, path: KeyPath) -> str | None:
+    """The notice for one given key, or None when it is honoured."""
     role = job.roles.get(str(path[0]))
-    unread = UNREAD.get(str(path[0]), {}).get(str(path[1])) if len(path) > 1 else None
-    if unread is not None:
-        return f"has no effect: {unread}"
-    if role is not None and role.strategy_args.strategy_name in ENGINE_STRATEGIES:
-        engine = role.strategy_args.strategy_name
-        if path[1:] == ("strategy_args", "strategy_name"):
-            return f"{engine} is not started: rollouts run on the Megatron model itself, with its current weights"
-        if path[1:3] == ("strategy_args", "strategy_config"):
-            return f"has no effect: a setting of {engine}, which is not started"
-        if path[1:] == ("device_mapping",) and role.device_mapping != job.actor_train.device_mapping:
-            return "has no effect: rollouts run on actor_train's devices"
+    if role is not None:
+        unread = unread_in(str(path[0]), path[1:])
+        if unread is not None:
+            return f"has no effect: {unread}"
+        if role.strategy_args.strategy_name in ENGINE_STRATEGIES:
+            text = _under_an_engine(job, role, path)
+            if text is not None:
+                return text
     if "system_envs" in path[:2] and str(path[-1]).startswith("NVTE_"):
         return "is set for the workers, but only TransformerEngine reads it; our attention core follows the device"
     field = field_at(path)
-    if field is not None and use_of(field)["use"] == "noticed":
-        return f"has no effect: {use_of(field)['notice']}"
+    use = use_of(field) if field is not None else None
+    return f"has no effect: {use.notice}" if isinstance(use, Noticed) else None
+
+
+def _under_an_engine(job: JobKeys, role: WorkerConfig, path: KeyPath) -> str | None:
+    engine = role.strategy_args.strategy_name
+    if path[1:] == ("strategy_args", "strategy_name"):
+        return f"{engine} is not started: rollouts run on the Megatron model itself, with its current weights"
+    if path[1:3] == ("strategy_args", "strategy_config"):
+        return f"has no effect: a setting of {engine}, which is not started"
+    if path[1:] == ("device_mapping",) and role.device_mapping != job.actor_train.device_mapping:
+        return "has no effect: rollouts run on actor_train's devices"
     return None
 
 
-def _combinations(job: JobConfig, data: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+def _of_another_mode(role: WorkerConfig, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """The outermost section or key on `path` that belongs to a batching mode in which none of its passes runs."""
+    name = str(path[0])
+    for end in range(2, len(path) + 1):
+        declared = _declared(name, path[1:end])
+        if declared.mode is None or declared.passes is None:
+            continue
+        modes = {kind: role.mode_of(kind) for kind in PASSES_OF_ROLES[name] if kind in declared.passes}
+        if declared.mode not in modes.values():
+            if len(modes) == 1:
+                ((kind, mode),) = modes.items()
+                text = f"{_NAMES[kind]} are {mode}, not {declared.mode}"
+            else:
+                text = f"no pass of this role is {declared.mode}"
+            yield path[:end], f"has no effect: {text}"
+            return
+
+
+def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     if job.use_pg_clip_range and "pg_clip" in data and not job.dual_clip_loss:
         yield ("pg_clip",), "has no effect: use_pg_clip_range takes pg_clip_low and pg_clip_high"
     for key in ("pg_clip_low", "pg_clip_high"):
@@ -114,59 +129,32 @@ def _combinations(job: JobConfig, data: dict[str, Any]) -> Iterator[tuple[Path, 
     if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:
         path = ("actor_infer", "generating_args", "num_return_sequences")
         yield path, f"has no effect: num_return_sequences_in_group = {job.group_size} is used"
-    for name, role in job.roles.items():
-        given = data.get(name) or {}
-        if name == "actor_infer" or not isinstance(given, dict):
-            continue
-        for key, text in _idle_batching(name, role, given):
-            yield (name, *key.split(".")), f"has no effect: {text}"
+    yield from _borrowed_plans(job.actor_train, data.get("actor_train") or {})
     yield from _lengths(job)
 
 
-def _idle_batching(name: str, role: WorkerConfig, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys of batching modes and passes that this role does not use."""
-    packed = role.use_sequence_packing
-    if not packed and "sequence_packing_args" in given:
-        yield "sequence_packing_args", "use_sequence_packing is false"
-    modes = {kind: "packed" if packed else "dynamic" if on else "padded" for kind, on in _dynamic_passes(role)}
-    for kind, mode in modes.items():
-        for key in (f"max_tokens_per_microbatch_in_{kind}", f"sequence_length_round_in_{kind}"):
-            if key in given and mode != "dynamic" and key not in UNREAD[name]:
-                yield key, f"use_dynamic_batching_in_{kind} is false"
-    if "padded_length" in given and "padded" not in modes.values():
-        yield "padded_length", "no pass of this role is padded"
-    for key in ("dynamic_algorithm", "shared_shapes"):
-        if key in (given.get("planning_args") or {}) and "dynamic" not in modes.values():
-            yield f"planning_args.{key}", "no pass of this role is batched dynamically"
-    if name == "actor_train" and role.logprob_plan != "own":
-        yield from _borrowed_plans(role, given)
-    elif "infer_batch_size" in given and modes["infer"] != "padded":
-        yield "infer_batch_size", f"passes without gradient are {modes['infer']}, not padded"
-
-
-def _dynamic_passes(role: WorkerConfig) -> tuple[tuple[str, bool], ...]:
-    return ("train", role.dynamic_in_train), ("infer", role.dynamic_in_infer)
-
-
-def _borrowed_plans(role: WorkerConfig, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _borrowed_plans(role: WorkerConfig, given: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Keys for passes without gradient that differ from training's, whose plans the old log-probs use."""
+    if role.logprob_plan == "own":
+        return
     text = f"old log-probs use training's plans under logprob_plan: {role.logprob_plan}; own would use this"
+    text = f"has no effect: {text}"
     if "infer_batch_size" in given:
-        yield "infer_batch_size", text
+        yield ("actor_train", "infer_batch_size"), text
     if role.use_dynamic_batching is None and role.dynamic_in_infer != role.dynamic_in_train:
         if not role.use_sequence_packing:
-            yield "use_dynamic_batching_in_infer", text
+            yield ("actor_train", "use_dynamic_batching_in_infer"), text
     for key in ("max_tokens_per_microbatch", "sequence_length_round"):
         if role.dynamic_in_infer and getattr(role, f"{key}_in_infer") != getattr(role, f"{key}_in_train"):
-            yield f"{key}_in_infer", text
+            yield ("actor_train", f"{key}_in_infer"), text
     packing = role.sequence_packing_args
     for key in ("max_packed_sequence_length", "min_num_micro_batches"):
         forward, train = getattr(packing, f"{key}_forward"), getattr(packing, f"{key}_train")
         if role.use_sequence_packing and f"{key}_forward" in packing.model_fields_set and forward != train:
-            yield f"sequence_packing_args.{key}_forward", text
+            yield ("actor_train", "sequence_packing_args", f"{key}_forward"), text
 
 
-def _lengths(job: JobConfig) -> Iterator[tuple[Path, str]]:
+def _lengths(job: JobKeys) -> Iterator[tuple[KeyPath, str]]:
     longest = job.sequence_length
     if longest is None:
         return

@@ -15,9 +15,11 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from roll_batching.config.fields import Settings, nested_settings, use_of
-from roll_batching.config.job import JobConfig
-from roll_batching.config.notices import UNREAD
+from roll_batching.config.fields import Honoured, Noticed, Refused, Settings, nested_settings, ordered_fields, use_of
+from roll_batching.config.job_keys import ROLES, JobKeys
+from roll_batching.config.key_paths import schema_keys
+from roll_batching.config.notices import unread_in
+from roll_batching.config.registered import registered_name
 from roll_batching.config.worker import TrainingArgs, WorkerConfig
 
 INTRODUCTION = """# Configuration
@@ -36,7 +38,8 @@ A job is one YAML file, in ROLL's shape and, where ROLL has a name, under ROLL's
 - A key that other systems read and that does nothing here is accepted with a notice, printed when the job
   starts. Nothing is ignored silently.
 
-In the tables, *no effect* marks such keys, and *refused* marks keys that have one possible value here.
+Each section lists the keys that are read. Below them stand ROLL's and Megatron's keys that do nothing here: *no
+effect* marks those that are accepted with a notice, *refused* those that have one possible value.
 """
 
 ROLES_NOTE = """The roles are `actor_train`, `actor_infer` and `reference`. Model and parallel layout are given
@@ -48,8 +51,8 @@ in some roles, and then get a notice:
 
 def reference_page() -> str:
     """The whole page, Markdown."""
-    parts = [INTRODUCTION, "## The job\n", _table(JobConfig)]
-    for name, settings in _sections(JobConfig, ()):
+    parts = [INTRODUCTION, "## The job\n", _table(JobKeys)]
+    for name, settings in _sections(JobKeys, ()):
         if settings is WorkerConfig:
             continue
         if settings is TrainingArgs:
@@ -64,7 +67,7 @@ def reference_page() -> str:
 
 def _sections(root: type[Settings], prefix: tuple[str, ...]) -> list[tuple[str, type[Settings]]]:
     found = []
-    for name, field in root.model_fields.items():
+    for name, field in ordered_fields(root).items():
         below = nested_settings(field)
         if below is None:
             continue
@@ -81,34 +84,59 @@ def _summary(settings: type[Settings]) -> str:
 
 def _unread_table() -> str:
     lines = ["| role | keys | why |", "|---|---|---|"]
-    for role, keys in UNREAD.items():
+    for role in ROLES:
         reasons: dict[str, list[str]] = {}
-        for key, reason in keys.items():
-            reasons.setdefault(reason, []).append(f"`{key}`")
+        sections: list[tuple[str, ...]] = []
+        for key in schema_keys(WorkerConfig):
+            reason = unread_in(role, key.path)
+            if reason is not None and key.path[:1] not in sections:
+                sections.append(key.path)
+                reasons.setdefault(reason, []).append(f"`{'.'.join(key.path)}`")
         lines += [f"| `{role}` | {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
     return "\n".join(lines) + "\n"
 
 
 def _table(settings: type[Settings]) -> str:
-    lines = ["| key | value | default | what it does |", "|---|---|---|---|"]
-    for name, field in settings.model_fields.items():
-        lines.append(f"| `{name}` | {_values(field)} | {_default(field)} | {_effect(field)} |")
-    return "\n".join(lines) + "\n"
+    """The keys that are read, and those without effect in a table of their own."""
+    fields = ordered_fields(settings)
+    read = {name: field for name, field in fields.items() if isinstance(use_of(field), Honoured)}
+    idle = {name: field for name, field in fields.items() if name not in read}
+    blocks = [_rows("key", "what it does", read), *_registered(read), _rows("without effect here", "why", idle)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _rows(key: str, effect: str, fields: dict[str, FieldInfo]) -> str:
+    lines = [f"| {key} | value | default | {effect} |", "|---|---|---|---|"]
+    lines += [
+        f"| `{name}` | {_values(field)} | {_default(field)} | {_effect(field)} |" for name, field in fields.items()
+    ]
+    return "\n".join(lines) if fields else ""
+
+
+def _registered(fields: dict[str, FieldInfo]) -> list[str]:
+    """What may be named in those of `fields` that name something registered."""
+    blocks = []
+    for name, field in fields.items():
+        names = registered_name(field)
+        if names is not None:
+            lines = [f"| `{name}` | |", "|---|---|", *(f"| `{e.name}` | {e.summary} |" for e in names.registry)]
+            blocks.append("\n".join([*lines, "| `package.module:name` | of your own |"]))
+    return blocks
 
 
 def _effect(field: FieldInfo) -> str:
     use = use_of(field)
     text = (field.description or "").replace("|", "\\|")
-    if use["use"] == "noticed":
-        return f"{text} *No effect*: {use['notice']}."
-    if use["use"] == "refused":
-        allowed = " or ".join(f"`{_plain(value)}`" for value in use["allowed"])
-        return f"{text} *Refused* unless {allowed}: {use['reason']}."
+    if isinstance(use, Noticed):
+        return f"{text} *No effect*: {use.notice}."
+    if isinstance(use, Refused):
+        allowed = " or ".join(f"`{_plain(value)}`" for value in use.allowed)
+        return f"{text} *Refused* unless {allowed}: {use.reason}."
     return text
 
 
 def _values(field: FieldInfo) -> str:
-    words = _annotation(field.annotation)
+    words = "a name, below" if registered_name(field) is not None else _annotation(field.annotation)
     bounds = {Gt: "above {}", Ge: "at least {}", Lt: "below {}", Le: "at most {}"}
     for limit in field.metadata:
         if type(limit) in bounds:

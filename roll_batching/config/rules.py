@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from roll_batching.config.job import misfit
-from roll_batching.config.problems import Problem
+from roll_batching.config.diagnostics import Problem
+from roll_batching.config.job_keys import JobKeys
+from roll_batching.config.model import ArchitectureConfig
 from roll_batching.config.strategy import MEGATRON_STRATEGIES, MegatronConfig
-
-if TYPE_CHECKING:
-    from roll_batching.config.job import JobConfig
-    from roll_batching.config.model import ArchitectureConfig
-    from roll_batching.config.worker import WorkerConfig
+from roll_batching.config.worker import WorkerConfig
 
 PARALLEL_KEYS = (
     "tensor_model_parallel_size",
@@ -25,7 +21,7 @@ PARALLEL_KEYS = (
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def broken_rules(job: JobConfig) -> list[Problem]:
+def broken_rules(job: JobKeys) -> list[Problem]:
     """Every rule that `job` breaks, with the path of the key to change."""
     problems: list[Problem] = []
     for name, role in job.roles.items():
@@ -77,12 +73,12 @@ def _layout(name: str, role: WorkerConfig) -> Iterator[Problem]:
         yield Problem((*path, "overlap_param_gather"), text)
     yield from _recompute(path, layout)
     if role.device_mapping is not None and len(role.device_mapping) % layout.model_size:
-        yield Problem((name, "device_mapping"), misfit(len(role.device_mapping), layout))
+        yield Problem((name, "device_mapping"), layout.misfit(len(role.device_mapping)))
     if role.model_args.architecture is not None:
         yield from _model_fits(name, role.model_args.architecture, layout)
 
 
-def _saving(job: JobConfig) -> Iterator[Problem]:
+def _saving(job: JobKeys) -> Iterator[Problem]:
     if not job.actor_train.strategy_args.strategy_config.use_distributed_optimizer:
         return
     path = ("actor_train", "strategy_args", "strategy_config", "use_distributed_optimizer")
@@ -194,7 +190,7 @@ def _dynamic(name: str, role: WorkerConfig, kind: str) -> Iterator[Problem]:
         yield Problem((name, round_key), text)
 
 
-def _roles(job: JobConfig) -> Iterator[Problem]:
+def _roles(job: JobKeys) -> Iterator[Problem]:
     shared = job.actor_train.strategy_args.strategy_config
     for name, role in job.roles.items():
         if name == "actor_train" or not role.strategy_args.runs_on_megatron:
@@ -214,7 +210,7 @@ def _roles(job: JobConfig) -> Iterator[Problem]:
             yield Problem(("actor_infer", "model_args", key), text)
 
 
-def _environment(job: JobConfig) -> Iterator[Problem]:
+def _environment(job: JobKeys) -> Iterator[Problem]:
     seen: dict[str, tuple[str, str]] = {}
     scopes = [((), job.system_envs), *(((name,), role.system_envs) for name, role in job.roles.items())]
     for scope, variables in scopes:
@@ -228,7 +224,7 @@ def _environment(job: JobConfig) -> Iterator[Problem]:
                 yield Problem(path, text)
 
 
-def _objective(job: JobConfig) -> Iterator[Problem]:
+def _objective(job: JobKeys) -> Iterator[Problem]:
     train = job.actor_train
     model = train.model_args.architecture
     if model is not None and model.hidden_dropout and train.logprob_plan == "train" and job.max_steps:
@@ -260,7 +256,7 @@ def _objective(job: JobConfig) -> Iterator[Problem]:
         yield Problem(("norm_mean_type",), "grpo subtracts the group's mean; use group, or adv_estimator: reinforce")
 
 
-def _lengths(job: JobConfig) -> Iterator[Problem]:
+def _lengths(job: JobKeys) -> Iterator[Problem]:
     response, whole = job.response_length, job.sequence_length
     if response is not None and whole is not None and "sequence_length" in job.model_fields_set:
         if whole < job.prompt_length + response:
@@ -272,7 +268,7 @@ def _lengths(job: JobConfig) -> Iterator[Problem]:
         yield Problem(path, f"is {tokens}, more than the job's response_length {response}")
 
 
-def missing_for_a_run(job: JobConfig) -> list[Problem]:
+def missing_for_a_run(job: JobKeys) -> list[Problem]:
     """What must be there before `job` can run, although a file without it is valid."""
     problems: list[Problem] = []
 

@@ -6,19 +6,16 @@ from typing import Any, Literal
 
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 
-from roll_batching.config.fields import Settings, honoured, noticed, refused
+from roll_batching.config.fields import Settings, honoured
+from roll_batching.config.roll_keys import RollMegatronConfig
 from roll_batching.planning import ParallelDims
 
 MEGATRON_STRATEGIES = ("megatron_train", "megatron_infer")
 ENGINE_STRATEGIES = ("vllm", "sglang", "hf_infer")
 FSDP_STRATEGIES = ("fsdp2_train", "fsdp2_infer", "deepspeed_train", "deepspeed_infer")
 
-FP8 = "FP8 is not supported for now; use model_args.dtype: bf16"
-ROUTER_REPLAY = "router replay is not supported for now"
-DYNAMIC_CP = "context-parallel groups that change per micro-batch are not supported for now"
 
-
-class MegatronConfig(Settings):
+class MegatronConfig(RollMegatronConfig):
     """`strategy_config` of the Megatron strategies. Keys left out are taken from actor_train's."""
 
     tensor_model_parallel_size: int = honoured(1, help="Tensor-parallel size (TP).", ge=1)
@@ -64,56 +61,6 @@ class MegatronConfig(Settings):
         "between stages, "
         "or by padding all micro-batches of a step to one length.",
     )
-    variable_seq_lengths: bool = noticed(
-        False,
-        help="Megatron's exchange of shapes between stages.",
-        notice="shapes come from the plan; pipeline_shapes: exchanged asks for Megatron's own exchange",
-    )
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = refused(
-        "alltoall",
-        help="How tokens travel to experts.",
-        reason="allgather fails with micro-batches of different lengths",
-    )
-    transformer_impl: Literal["local", "transformer_engine"] | None = noticed(
-        None,
-        help="Layer implementation.",
-        notice="layers are built from Megatron's local spec with our attention core",
-    )
-    apply_rope_fusion: bool = noticed(
-        False,
-        help="TransformerEngine's rotary kernel.",
-        notice="our attention core rotates queries and keys itself",
-    )
-    bias_activation_fusion: bool = noticed(
-        False, help="Fused bias and activation.", notice="bias and activation are computed unfused, on every device"
-    )
-    overlap_p2p_comm: bool = refused(
-        False,
-        help="Overlap pipeline transfers with compute.",
-        reason="transfers with planned shapes are not overlapped for now; leave it out",
-    )
-    batch_p2p_comm: bool = refused(
-        False,
-        help="Batch the pipeline's sends and receives.",
-        reason="batched transfers pair wrongly with two stages and virtual pipelining; leave it out",
-    )
-    deallocate_pipeline_outputs: bool = refused(
-        False,
-        help="Free a stage's output early.",
-        reason="it races with transfers before Megatron-Core 0.18; leave it out",
-    )
-    mtp_num_layers: int | None = refused(
-        None,
-        help="Layers that predict further tokens.",
-        reason="multi-token prediction (MTP) is not supported for now",
-        allowed=(0,),
-    )
-    fp8: str | None = refused(None, help="FP8 format.", reason=FP8)
-    fp8_recipe: str | None = refused(None, help="FP8 scaling recipe.", reason=FP8)
-    fp8_param: bool = refused(False, help="FP8 weights.", reason=FP8)
-    moe_enable_routing_replay: bool = refused(False, help="Replay of routing decisions.", reason=ROUTER_REPLAY)
-    dynamic_context_parallel: bool = refused(False, help="Context-parallel groups per micro-batch.", reason=DYNAMIC_CP)
-    hybrid_context_parallel: bool = refused(False, help="Megatron's earlier name for it.", reason=DYNAMIC_CP)
 
     @property
     def vpp_size(self) -> int:
@@ -124,6 +71,14 @@ class MegatronConfig(Settings):
     def model_size(self) -> int:
         """Ranks that share one copy of the data: TP x PP x CP."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def misfit(self, world_size: int) -> str:
+        """What to say when `world_size` processes do not divide into copies of this layout."""
+        return (
+            f"{world_size} processes do not divide into copies of TP {self.tensor_model_parallel_size} x "
+            f"PP {self.pipeline_model_parallel_size} x CP {self.context_parallel_size} = {self.model_size} ranks; "
+            f"use a multiple of {self.model_size} processes, or smaller sizes"
+        )
 
     def parallel_dims(self, world_size: int) -> ParallelDims:
         """The layout of `world_size` processes. Raises `LayoutError` when they do not divide into replicas."""

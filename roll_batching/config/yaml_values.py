@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-KeyPath = tuple[str | int, ...]
+from roll_batching.config.diagnostics import KeyPath
 
 LONGEST_TEXT = 256 * 1024
 """Characters of a file or of an override; the settings of a large job have a few thousand."""
@@ -62,7 +62,8 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.nested += 1
         if self.nested > DEEPEST:
-            raise _Refused(problem=_too_deep(), problem_mark=self.peek_event().start_mark)
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise _Refused(problem=_too_deep(), problem_mark=event.start_mark)
         node = super().compose_node(parent, index)
         self.nested -= 1
         return node
@@ -86,8 +87,8 @@ def read_values(text: str) -> tuple[Any, dict[KeyPath, int]]:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        walk = _Walk(loader)
-        data = None if node is None else walk.value(node, ())
+        reading = _Reading(loader)
+        data = None if node is None else reading.value(node, ())
     except yaml.reader.ReaderError as error:
         message = f"is not valid YAML: the character U+{error.character:04X} cannot stand in it; remove it"
         raise YamlFaults([Fault((), message, text.count("\n", 0, error.position) + 1)]) from None
@@ -103,9 +104,9 @@ def read_values(text: str) -> tuple[Any, dict[KeyPath, int]]:
     finally:
         if loader is not None:
             loader.dispose()
-    if walk.faults:
-        raise YamlFaults(walk.faults)
-    return data, walk.lines
+    if reading.faults:
+        raise YamlFaults(reading.faults)
+    return data, reading.lines
 
 
 def text_fault(text: str) -> str | None:
@@ -118,8 +119,8 @@ def text_fault(text: str) -> str | None:
 
 
 @dataclass
-class _Walk:
-    """One walk through composed nodes; aliases lead to the same node again and again."""
+class _Reading:
+    """One reading of composed nodes; aliases lead to the same node again and again."""
 
     loader: _Loader
     lines: dict[KeyPath, int] = field(default_factory=dict)

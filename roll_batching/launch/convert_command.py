@@ -9,7 +9,7 @@ import typer
 import yaml
 
 from roll_batching.compat.nemo_rl import convert_policy
-from roll_batching.config.source import read_yaml
+from roll_batching.config.yaml_source import read_yaml
 from roll_batching.errors import ConfigError, PlanError
 from roll_batching.files import whole_file
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from roll_batching.config import WorkerConfig
-from roll_batching.config.passes import pass_batching
 from roll_batching.planning import ParallelDims, PlanConstraints, plan_step
 
 
@@ -45,7 +44,7 @@ class ModeComparison:
             },
         }
         self._constraints = {
-            mode: PlanConstraints.of(dims, pass_batching(worker.model_copy(update=changes), "train"))
+            mode: PlanConstraints.of(dims, worker.model_copy(update=changes).batching().train)
             for mode, changes in variants.items()
         }
 

@@ -46,7 +46,7 @@ def problems(tmp_path):
             "actor_train:\n  sequence_packing_args: {algorithm: load_balanced}\n",
             "job.yaml:2: actor_train.sequence_packing_args.algorithm: 'load_balanced' is not possible; "
             "did you mean 'load_balance'? choose load_balance, none, concatenative, "
-            "first_fit_decreasing, first_fit_shuffle or modified_first_fit_decreasing",
+            "first_fit_decreasing, first_fit_shuffle, modified_first_fit_decreasing or your own as package.module:name",
         ),
         (
             "actor_train:\n  strategy_args: {strategy_name: fsdp2_train}\n",

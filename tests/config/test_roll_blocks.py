@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from roll_batching.config import ConfigFileError, load_config
-from roll_batching.config.fields import use_of
-from roll_batching.config.walk import field_at, given_keys
+from roll_batching.config.fields import Noticed, Refused, use_of
+from roll_batching.config.key_paths import field_at, given_keys
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parent / "data"
@@ -70,10 +70,10 @@ def test_every_key_is_honoured_or_has_a_notice(block, report):
         field = field_at(parts)
         assert field is not None, path
         use = use_of(field)
-        assert use["use"] in ("honoured", "refused"), f"{path} has no effect and no notice"
-        if use["use"] == "refused":
-            assert value in use["allowed"]
-            report(f"{block} {path}: {value!r} is what happens ({use['reason']})")
+        assert not isinstance(use, Noticed), f"{path} has no effect and no notice"
+        if isinstance(use, Refused):
+            assert value in use.allowed
+            report(f"{block} {path}: {value!r} is what happens ({use.reason})")
             continue
         if path in EXPECTED:
             assert EXPECTED[path](config), path

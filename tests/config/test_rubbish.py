@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from roll_batching.cli import main
 from roll_batching.config import ConfigFileError, config_from_dict, load_config
-from roll_batching.config.walk import heading_of, schema_keys
+from roll_batching.config.key_paths import heading_of, schema_keys
 from roll_batching.errors import ConfigError
 
 pytestmark = pytest.mark.bad_input
@@ -244,6 +244,54 @@ def test_no_value_of_any_key_ends_in_a_traceback_or_takes_long(value):
         with contextlib.suppress(ConfigError):
             config_from_dict(settings).check_runnable()
         assert time.perf_counter() - start < SECONDS, key.path
+
+
+def cyclic(value):
+    value["actor_train"]["system_envs"] = value
+    return value
+
+
+def cyclic_list():
+    items = [1]
+    items.append(items)
+    return items
+
+
+def laughing(levels):
+    items = ["x"]
+    for _ in range(levels):
+        items = [items] * 10
+    return items
+
+
+def nested(levels):
+    value = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (cyclic({"actor_train": {}}), "is a section or a list inside itself"),
+        ({"reward_args": {"x": cyclic_list()}}, "reward_args.x.1: is a section or a list inside itself"),
+        ({"reward_args": {"x": laughing(6)}}, "reward_args: holds more than 20,000 values"),
+        ({"reward_args": nested(5000)}, "reward_args: more than 32 sections or lists inside each other"),
+        ({"reward_args": (cyclic_list(),)}, "reward_args.0.1: is a section"),
+    ],
+)
+def test_python_objects_that_no_file_could_hold_are_one_error(settings, words):
+    with pytest.raises(ConfigFileError) as caught:
+        config_from_dict(settings)
+    assert words in str(caught.value)
+
+
+def test_settings_at_hand_are_copied():
+    mine = {"reward_args": {"words": ["a"]}}
+    config = config_from_dict(mine)
+    mine["reward_args"]["words"].append("b")
+    assert config.reward_args == {"words": ["a"]}
 
 
 WORDS = [key.path[-1] for key in schema_keys()]

@@ -11,13 +11,13 @@ import pytest
 
 import roll_batching
 from roll_batching.config import JobConfig, load_config
-from roll_batching.config.fields import use_of
+from roll_batching.config.fields import Honoured, Noticed, Refused, use_of
+from roll_batching.config.key_paths import schema_keys
 from roll_batching.config.reference import reference_page
-from roll_batching.config.walk import schema_keys
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(roll_batching.__file__).parent
-CHECKS_ONLY = {"fields.py", "loader.py", "notices.py", "reference.py", "rules.py", "walk.py"}
+CHECKS_ONLY = {"fields.py", "validation.py", "notices.py", "reference.py", "rules.py", "key_paths.py"}
 """Files of config/ that look at keys without doing what they ask."""
 
 
@@ -40,10 +40,10 @@ def test_every_key_declares_its_use():
     for key in settings_keys():
         use = use_of(key.field)
         assert key.field.description, key.path
-        if use["use"] == "noticed":
-            assert len(use["notice"]) > 10, key.path
-        if use["use"] == "refused":
-            assert len(use["reason"]) > 8 and key.field.default in use["allowed"], key.path
+        if isinstance(use, Noticed):
+            assert len(use.notice) > 10, key.path
+        if isinstance(use, Refused):
+            assert len(use.reason) > 8 and key.field.default in use.allowed, key.path
 
 
 def test_every_honoured_key_is_read():
@@ -51,7 +51,7 @@ def test_every_honoured_key_is_read():
     unread = [
         ".".join(key.path)
         for key in settings_keys()
-        if use_of(key.field)["use"] == "honoured" and key.path[-1] not in read and not only_refuses(key)
+        if isinstance(use_of(key.field), Honoured) and key.path[-1] not in read and not only_refuses(key)
     ]
     assert unread == []
 
@@ -59,7 +59,7 @@ def test_every_honoured_key_is_read():
 def only_refuses(key):
     """A section whose every key is refused holds nothing to read."""
     return key.section is not None and all(
-        use_of(field)["use"] == "refused" for field in key.section.model_fields.values()
+        isinstance(use_of(field), Refused) for field in key.section.model_fields.values()
     )
 
 

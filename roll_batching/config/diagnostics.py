@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from roll_batching.errors import ConfigError
 
+KeyPath = tuple[str | int, ...]
+"""Where a value stands: the keys and list positions that lead to it."""
+
 
 @dataclass(frozen=True)
 class Place:

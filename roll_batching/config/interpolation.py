@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll_batching.config.problems import ConfigFileError, Place, Problem
-from roll_batching.config.yaml_values import DEEPEST, MOST_CHARACTERS, MOST_VALUES, KeyPath, too_large
+from roll_batching.config.diagnostics import ConfigFileError, KeyPath, Place, Problem
+from roll_batching.config.yaml_values import DEEPEST, MOST_CHARACTERS, MOST_VALUES, too_large
 
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 

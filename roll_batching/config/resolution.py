@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from roll_batching.config.job import JobConfig
-    from roll_batching.config.worker import WorkerConfig
+from roll_batching.config.job_keys import JobKeys
+from roll_batching.config.worker import WorkerConfig
 
 
-def resolve_job(job: JobConfig) -> dict[str, Any]:
+def resolved(job: JobKeys) -> dict[str, Any]:
     """The fields of `job` that change once everything that follows from other keys is filled in."""
     lengths = _lengths(job)
     group = job.num_return_sequences_in_group or job.actor_infer.generating_args.num_return_sequences or 1
@@ -19,13 +18,13 @@ def resolve_job(job: JobConfig) -> dict[str, Any]:
     infer = _inherit(_own(job.actor_infer, lengths["sequence_length"]), train)
     tokens = infer.generating_args.max_new_tokens or lengths["response_length"]
     infer = _update(infer, "generating_args", max_new_tokens=tokens, num_return_sequences=group)
-    resolved = {**lengths, "num_return_sequences_in_group": group, "actor_train": train, "actor_infer": infer}
+    found = {**lengths, "num_return_sequences_in_group": group, "actor_train": train, "actor_infer": infer}
     if job.reference is not None:
-        resolved["reference"] = _inherit(_own(job.reference, lengths["sequence_length"]), train)
-    return resolved
+        found["reference"] = _inherit(_own(job.reference, lengths["sequence_length"]), train)
+    return found
 
 
-def _lengths(job: JobConfig) -> dict[str, int | None]:
+def _lengths(job: JobKeys) -> dict[str, int | None]:
     response, whole = job.response_length, job.sequence_length
     if response is None and whole is not None:
         response = max(1, whole - job.prompt_length)

@@ -1,4 +1,4 @@
-"""Walking the schema and, beside it, the keys that a file gives."""
+"""Paths of keys: of all that the schema has, and of those that a file gives."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from roll_batching.config.fields import Settings, nested_settings
-from roll_batching.config.job import ROLES, JobConfig
-
-Path = tuple[str | int, ...]
+from roll_batching.config.diagnostics import KeyPath
+from roll_batching.config.fields import Settings, nested_settings, ordered_fields
+from roll_batching.config.job_keys import ROLES, JobKeys
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,9 @@ class SchemaKey:
         return nested_settings(self.field)
 
 
-def schema_keys(root: type[Settings] = JobConfig, prefix: tuple[str, ...] = ()) -> Iterator[SchemaKey]:
-    """Every key of the schema, parents before children, in the order of definition."""
-    for name, field in root.model_fields.items():
+def schema_keys(root: type[Settings] = JobKeys, prefix: tuple[str, ...] = ()) -> Iterator[SchemaKey]:
+    """Every key of the schema, parents before children, a class's own before those of its bases."""
+    for name, field in ordered_fields(root).items():
         key = SchemaKey((*prefix, name), field, root)
         yield key
         if key.section is not None:
@@ -44,9 +43,9 @@ def all_keys() -> tuple[SchemaKey, ...]:
     return tuple(schema_keys())
 
 
-def settings_at(path: Path) -> type[Settings] | None:
+def settings_at(path: KeyPath) -> type[Settings] | None:
     """The settings class at `path`; None when a plain value (or nothing) is there."""
-    here: type[Settings] | None = JobConfig
+    here: type[Settings] | None = JobKeys
     for part in path:
         if here is None or part not in here.model_fields:
             return None
@@ -54,7 +53,7 @@ def settings_at(path: Path) -> type[Settings] | None:
     return here
 
 
-def heading_of(path: Path) -> str:
+def heading_of(path: KeyPath) -> str:
     """The heading of docs/configuration.md under which the keys of the section at `path` are listed."""
     if not path:
         return "The job"
@@ -62,13 +61,15 @@ def heading_of(path: Path) -> str:
     return ".".join(str(part) for part in path[role:]) or "Roles"
 
 
-def field_at(path: Path) -> FieldInfo | None:
+def field_at(path: KeyPath) -> FieldInfo | None:
     """The field at `path`; None when the schema has no such key."""
     parent = settings_at(path[:-1]) if path else None
     return parent.model_fields.get(str(path[-1])) if parent is not None else None
 
 
-def given_keys(data: Any, prefix: Path = (), settings: type[Settings] | None = JobConfig) -> Iterator[tuple[Path, Any]]:
+def given_keys(
+    data: Any, prefix: KeyPath = (), settings: type[Settings] | None = JobKeys
+) -> Iterator[tuple[KeyPath, Any]]:
     """The keys that `data` gives, down to plain values and to the entries of free-form maps."""
     if not isinstance(data, dict):
         return

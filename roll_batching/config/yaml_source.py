@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roll_batching.config.problems import ConfigFileError, Place, Problem, shortened
-from roll_batching.config.references import resolved
-from roll_batching.config.yaml_values import DEEPEST, LONGEST_TEXT, KeyPath, YamlFaults, read_values, text_fault
+from roll_batching.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, shortened
+from roll_batching.config.interpolation import resolved
+from roll_batching.config.yaml_values import DEEPEST, LONGEST_TEXT, YamlFaults, read_values, text_fault
 
 
 @dataclass

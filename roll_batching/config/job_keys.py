@@ -1,0 +1,154 @@
+"""The keys of a whole job, in ROLL's names where ROLL has one."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from roll_batching.config.diagnostics import ConfigFileError, Problem
+from roll_batching.config.fields import Settings, honoured
+from roll_batching.config.objective import ObjectiveKeys
+from roll_batching.config.roll_keys import RollJobKeys
+from roll_batching.config.worker import Environment, TrainingArgs, WorkerConfig
+
+ROLES = ("actor_train", "actor_infer", "reference")
+
+
+class TokenizerConfig(Settings):
+    """`tokenizer`: how text becomes tokens."""
+
+    type: Literal["char", "hf"] = honoured("char", help="char: one token per character. hf: Hugging Face's tokenizers.")
+    vocabulary: str | None = honoured(None, help="char: the characters, in the order of their ids.")
+    vocabulary_file: str | None = honoured(None, help="char: text file that holds the characters instead.")
+    name_or_path: str | None = honoured(None, help="hf: folder of the tokenizer, or its name.")
+    eos_token: str | None = honoured(None, help="Token that ends a response; char: one of the characters.")
+    pad_token: str | None = honoured(None, help="Token that fills; default: the end token.")
+
+
+class WarmupConfig(Settings):
+    """`warmup`: supervised training on a corpus before RL, with the same model and strategy."""
+
+    file_name: str | list[str] = honoured(help="JSONL file or files of the corpus, one document per line.")
+    prompt: str = honoured("prompt", help="Key of a document's beginning, which bears no loss.")
+    response: str = honoured("response", help="Key of the rest, which is learnt.")
+    training_args: TrainingArgs = honoured(
+        default_factory=TrainingArgs, help="Optimizer, schedule, mini-batch and max_steps of the warm-up."
+    )
+
+    @model_validator(mode="after")
+    def _has_steps(self) -> WarmupConfig:
+        if self.training_args.max_steps < 1:
+            raise ValueError("warmup.training_args.max_steps must say how many optimizer steps the warm-up takes")
+        return self
+
+
+class JobKeys(ObjectiveKeys, RollJobKeys):
+    """What a file says of a job."""
+
+    exp_name: str = honoured("roll-batching", help="Name of the run: its folder under output_dir.", min_length=1)
+    seed: int = honoured(42, help="Seed of everything that draws at random.", ge=0)
+    output_dir: str = honoured("runs", help="Folder that receives the run's folder.")
+    resume_from_checkpoint: bool | str = honoured(
+        False,
+        help="true: go on from the run's last checkpoint, from the beginning where there is none. Or the path of a "
+        "checkpoint or of a run's folder.",
+    )
+    system_envs: Environment = honoured(
+        default_factory=dict,
+        help="Environment variables for all roles, set before the workers import anything.",
+    )
+
+    max_steps: int = honoured(500, help="RL steps; 0: only the warm-up.", ge=0)
+    save_steps: int = honoured(
+        0, help="Write a checkpoint every so many steps and after the last one of each phase; 0: none.", ge=0
+    )
+    save_total_limit: int | None = honoured(
+        None, help="Keep only so many checkpoints of the run, the latest. Default: all.", ge=1
+    )
+    logging_steps: int = honoured(1, help="Show progress every so many steps; metrics are written at each.", ge=1)
+    eval_steps: int = honoured(
+        10, help="Evaluate on held-out prompts every so many steps, beside first and last.", ge=0
+    )
+    eval_samples: int = honoured(512, help="Sampled answers per evaluation; 0: no evaluation.", ge=0)
+
+    rollout_batch_size: int = honoured(128, help="Prompts per RL step.", ge=1)
+    num_return_sequences_in_group: int | None = honoured(
+        None,
+        help="Responses per prompt: the group. Default: generating_args.num_return_sequences, else 1.",
+        ge=1,
+    )
+    prompt_length: int = honoured(
+        1024, help="Longest prompt in tokens; a longer one is an error that names its line.", ge=1
+    )
+    response_length: int | None = honoured(
+        None, help="Longest response in tokens. Default: sequence_length - prompt_length.", ge=1
+    )
+    sequence_length: int | None = honoured(
+        None, help="Longest prompt and response together. Default: prompt_length + response_length.", ge=2
+    )
+    reward_function: str | None = honoured(
+        None, help="Dotted path of the function that scores responses. Needed when max_steps > 0."
+    )
+    reward_args: dict[str, Any] = honoured(default_factory=dict, help="Keyword arguments for the reward function.")
+    reward_timeout: float = honoured(
+        300.0,
+        help="Seconds that one call of the reward function may take, and the import of its module (60 at least); a "
+        "longer one ends the job with an error that names the sample.",
+        gt=0,
+    )
+    tokenizer: TokenizerConfig = honoured(default_factory=TokenizerConfig, help="How text becomes tokens.")
+    warmup: WarmupConfig | None = honoured(None, help="Supervised phase before RL. Default: none.")
+
+    max_grad_norm: float | None = honoured(None, help="Short form of actor_train.training_args.max_grad_norm.", ge=0)
+
+    actor_train: WorkerConfig = honoured(default_factory=WorkerConfig, help="The policy in training.")
+    actor_infer: WorkerConfig = honoured(
+        default_factory=WorkerConfig,
+        help="Rollouts: they run on actor_train's model, with these generating_args.",
+    )
+    reference: WorkerConfig | None = honoured(None, help="The frozen starting policy, for use_kl_loss. Default: none.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_roles(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: {} if value is None and key in ROLES[:2] else value for key, value in data.items()}
+
+    @property
+    def roles(self) -> dict[str, WorkerConfig]:
+        """The roles that this job has, by name."""
+        present = {name: getattr(self, name) for name in ROLES}
+        return {name: role for name, role in present.items() if role is not None}
+
+    @property
+    def group_size(self) -> int:
+        """Responses per prompt."""
+        return self.num_return_sequences_in_group or 1
+
+    @property
+    def world_size(self) -> int | None:
+        """Processes that actor_train.device_mapping names; None when it names none."""
+        mapping = self.actor_train.device_mapping
+        return None if mapping is None else len(mapping)
+
+    def dp_size(self, world_size: int) -> int:
+        """Data-parallel ranks among `world_size` processes. Raises ConfigError when they do not divide."""
+        layout = self.actor_train.strategy_args.strategy_config
+        if world_size % layout.model_size:
+            path = ("actor_train", "strategy_args", "strategy_config")
+            raise ConfigFileError([Problem(path, layout.misfit(world_size))])
+        return world_size // layout.model_size
+
+    def mini_batch_size(self, dp_size: int) -> int:
+        """Sequences of one optimizer step, over all data-parallel ranks."""
+        args = self.actor_train.training_args
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * dp_size
+
+    def environment(self) -> dict[str, str]:
+        """Variables for the workers: the job's, then those of its roles."""
+        merged = dict(self.system_envs)
+        for role in self.roles.values():
+            merged.update(role.system_envs)
+        return merged

@@ -1,0 +1,74 @@
+"""What a policy learns from: how rewards become advantages, and advantages a loss."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from roll_batching.config.fields import Settings, honoured
+
+
+class ObjectiveKeys(Settings):
+    """The keys of advantages and of the policy's loss."""
+
+    adv_estimator: Literal["grpo", "reinforce"] = honoured(
+        "grpo",
+        help="grpo: rewards minus their group's mean, over its deviation (the sample's, plus 1e-6). reinforce: rewards "
+        "as norm_* says.",
+    )
+    norm_mean_type: Literal["batch", "group"] | None = honoured(
+        None, help="reinforce: the mean that is subtracted from rewards. grpo always uses the group's."
+    )
+    norm_std_type: Literal["batch", "group"] | None = honoured(
+        None,
+        help="reinforce: the deviation that rewards are divided by. grpo: default group.",
+    )
+    whiten_advantages: bool = honoured(
+        False, help="Give the advantages of a step's tokens mean 0 and deviation 1 (REINFORCE++)."
+    )
+    reward_clip: float | None = honoured(None, help="Clip rewards, once they are normalised, to [-x, x].", gt=0)
+    advantage_clip: float | None = honoured(None, help="Clip advantages to [-x, x].", gt=0)
+    drop_zero_advantage_groups: bool = honoured(
+        False,
+        help="Leave out of the computation the groups whose advantages are all 0; they still count in the loss.",
+    )
+    control: Literal["none", "shuffled"] = honoured(
+        "none", help="shuffled: advantages are shuffled among samples, a control that must not learn."
+    )
+
+    ppo_epochs: int = honoured(1, help="Passes over a step's samples.", ge=1)
+    pg_clip: float = honoured(0.2, help="Clip range of the ratio, below and above, unless use_pg_clip_range.", gt=0)
+    use_pg_clip_range: bool = honoured(False, help="Use pg_clip_low and pg_clip_high instead of pg_clip.")
+    pg_clip_low: float = honoured(0.2, help="The ratio is clipped at 1 minus this; needs use_pg_clip_range.", gt=0)
+    pg_clip_high: float = honoured(0.2, help="The ratio is clipped at 1 plus this; needs use_pg_clip_range.", gt=0)
+    importance_sampling: Literal["token", "seq"] = honoured(
+        "token", help="A ratio per token, or one per sequence: the geometric mean of its tokens' (GSPO)."
+    )
+    dual_clip_loss: bool = honoured(
+        False, help="Bound the loss of a negative advantage A at -(1 + 2 * pg_clip) * A, whatever the ratio."
+    )
+    max_len_mask: bool = honoured(
+        False,
+        help="Leave out responses that were cut off at the length limit: they are not computed and count nowhere "
+        "in the loss. Their rewards still enter their group's advantages.",
+    )
+    use_kl_loss: bool = honoured(False, help="Add the divergence from the reference to the loss.")
+    kl_loss_coef: float = honoured(0.0, help="Weight of the divergence (k3); needs use_kl_loss.", ge=0)
+    kl_loss_bound: float | None = honoured(
+        10.0, help="Largest divergence per token, without gradient beyond (ROLL, verl: 10). ~: no bound.", gt=0
+    )
+    entropy_loss_coef: float = honoured(0.0, help="Weight of the entropy bonus.", ge=0)
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = honoured(
+        "token-mean", help="How tokens are averaged, over the whole mini-batch on all ranks."
+    )
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far below and above 1 the ratio may go."""
+        if self.use_pg_clip_range:
+            return self.pg_clip_low, self.pg_clip_high
+        return self.pg_clip, self.pg_clip
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the divergence from the reference; 0 when use_kl_loss is false."""
+        return self.kl_loss_coef if self.use_kl_loss else 0.0
