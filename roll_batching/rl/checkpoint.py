@@ -32,7 +32,7 @@ from roll_batching.strategy.checkpoint import (
     PARTIAL,
     check_saving,
     whole_or_nothing,
-    write_strategy,
+    write_state,
     write_text,
 )
 from roll_batching.strategy.checkpoint_files import check_files, reading, words
@@ -88,7 +88,7 @@ class JobCheckpoints:
 
     def _check(self) -> None:
         if self.every:
-            check_saving(self.strategy)
+            check_saving(self.strategy.state)
 
     @property
     def kept_rows(self) -> tuple[str, int] | None:
@@ -156,12 +156,12 @@ class JobCheckpoints:
             return
         path = self.folder / f"{phase}-{step:06d}"
         with self._advised(self._last_whole), whole_or_nothing(path, self._group) as folder:
-            write_strategy(self.strategy, folder)
+            write_state(self.strategy.state, folder)
             if reference is not None:
                 with consensus(self._group, "the job's checkpoints"):
                     if dist.get_rank() == 0:
                         (folder / "reference").mkdir()
-                write_strategy(reference, folder / "reference")
+                write_state(reference.state, folder / "reference")
             with consensus(self._group, "the job's checkpoints"):
                 self._write_own(folder, phase, step, stream)
         self.latest = path

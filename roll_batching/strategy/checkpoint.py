@@ -1,4 +1,4 @@
-"""Checkpoints of a strategy, by Megatron's distributed checkpointing: saved in one parallel layout, loaded in another.
+"""Checkpoints of a model and its training state, by Megatron: saved in one parallel layout, loaded in another.
 
 A checkpoint is a folder: Megatron's files with the weights and the optimizer's state, cut into global tensors, and
 `strategy.json` with everything that is no tensor. It is written under another name and renamed when it is whole,
@@ -13,8 +13,9 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,9 @@ from roll_batching.strategy.checkpoint_files import (
     load_tensors,
     reading,
 )
+from roll_batching.strategy.state import ModelState, TrainingState
 from roll_batching.strategy.update import parts_of
-
-if TYPE_CHECKING:
-    from roll_batching.strategy.infer import MegatronInferStrategy
+from roll_batching.strategy.weights import gather_parameters
 
 RECORD = "strategy.json"
 SAVING, LOADING = "saving a checkpoint", "loading a checkpoint"
@@ -46,25 +46,25 @@ _SHOWN = 6
 """Differences that an error lists."""
 
 
-def check_saving(strategy: MegatronInferStrategy) -> None:
-    """Raises `CheckpointError` when this strategy cannot be saved, whatever the path."""
+def check_saving(model: ModelState) -> None:
+    """Raises `CheckpointError` when this model cannot be saved, whatever the path."""
     if importlib.util.find_spec("psutil") is None:
         raise CheckpointError(
             "psutil is not installed, and Megatron's checkpoint writer hangs or fails without it: pip install psutil"
         )
-    if _optimizer_of(strategy) is None:
+    if model.optimizer is None:
         return
-    if any(type(part).__name__ == "DistributedOptimizer" for part in parts_of(_optimizer_of(strategy))):
+    if any(type(part).__name__ == "DistributedOptimizer" for part in parts_of(model.optimizer)):
         raise CheckpointError(
             "the state of Megatron's distributed optimizer is not saved: set use_distributed_optimizer: false in "
             "strategy_config, or do not save"
         )
 
 
-def save_strategy(strategy: MegatronInferStrategy, path: str | Path) -> None:
-    """Writes the strategy's checkpoint `path`, a folder. All ranks call it; see `MegatronInferStrategy.save`."""
-    with whole_or_nothing(path, strategy.layout.host_group) as folder:
-        write_strategy(strategy, folder)
+def save_state(model: ModelState, path: str | Path) -> None:
+    """Writes the checkpoint `path`, a folder. All ranks call it; see `MegatronInferStrategy.save`."""
+    with whole_or_nothing(path, model.layout.host_group) as folder:
+        write_state(model, folder)
 
 
 @contextlib.contextmanager
@@ -122,35 +122,35 @@ def _make_empty(path: Path, partial: Path, replaced: Path) -> None:
         raise CheckpointError(f"{partial} cannot be made: {cause(error)}") from None
 
 
-def write_strategy(strategy: MegatronInferStrategy, folder: Path) -> None:
-    """Writes the strategy's files into the empty `folder`. All ranks call it."""
+def write_state(model: ModelState, folder: Path) -> None:
+    """Writes a checkpoint's files into the empty `folder`. All ranks call it."""
     from megatron.core import dist_checkpointing
 
-    group = strategy.layout.host_group
+    group = model.layout.host_group
     with consensus(group, SAVING):
-        check_saving(strategy)
-    strategy.gather_parameters()
-    optimizer = _optimizer_of(strategy)
+        check_saving(model)
+    gather_parameters(model.chunks)
+    training = model.training
     record: dict[str, Any] = {
-        "architecture": _architecture(strategy),
-        "dtype": str(strategy.dtype).removeprefix("torch."),
-        "layout": strategy.layout.to_dict(),
+        "architecture": _architecture(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "layout": model.layout.to_dict(),
         "optimizer": None,
     }
-    if optimizer is not None:
+    if training is not None and training.optimizer is not None:
         record["optimizer"] = {
-            "steps": _prepare_state(optimizer),
-            "skipped_steps": strategy.skipped_steps,  # type: ignore[attr-defined]
-            "schedule_steps": getattr(strategy.scheduler, "num_steps", None),  # type: ignore[attr-defined]
+            "steps": _prepare_state(training.optimizer),
+            "skipped_steps": training.skipped_steps,
+            "schedule_steps": getattr(training.scheduler, "num_steps", None),
         }
-    state = _sharded_state(strategy, optimizer)
-    needed = torch.tensor([bytes_of(_pieces(state))])
+    tensors = _sharded_tensors(model, model.optimizer)
+    needed = torch.tensor([bytes_of(_pieces(tensors))])
     dist.all_reduce(needed, group=group)
     with consensus(group, SAVING):
         if dist.get_rank() == 0:
             check_room(folder, int(needed))
     with consensus(group, SAVING), errors_at_the_end(folder, int(needed)), _quiet():
-        dist_checkpointing.save(state, str(folder))
+        dist_checkpointing.save(tensors, str(folder))
     with consensus(group, SAVING):
         if dist.get_rank() == 0:
             write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
@@ -164,57 +164,59 @@ def write_text(file: Path, text: str) -> None:
         raise CheckpointError(f"{file} cannot be written: {cause(error)}") from None
 
 
-def load_strategy(strategy: MegatronInferStrategy, path: str | Path, *, optimizer: bool) -> None:
-    """Loads weights, and on request the optimizer. All ranks call it; see `MegatronInferStrategy.load`."""
-    group = strategy.layout.host_group
+def load_state(model: ModelState, path: str | Path, *, optimizer: bool) -> ModelState:
+    """`model` with the weights, and on request the training state, of a checkpoint.
+
+    Weights, moments and schedule change in place. All ranks call it; see `MegatronInferStrategy.load`.
+    """
+    group = model.layout.host_group
     with consensus(group, LOADING) as facts:
         path = Path(path)
         record = _read_record(path)
         facts.equal(f"the file {RECORD}", digest(json.dumps(record)), "All ranks load the same checkpoint")
         facts.equal("whether the optimizer is loaded", optimizer)
         check_files(path)
-        _check_architecture(strategy, record, path)
+        _check_architecture(model, record, path)
         if optimizer:
-            check_saving(strategy)
+            check_saving(model)
             if record["optimizer"] is None:
                 raise CheckpointError(
                     f"{path} holds a model without optimizer state: load it with optimizer=False, which starts from "
                     "its weights with a fresh optimizer"
                 )
-    strategy.gather_parameters()
-    mine = _optimizer_of(strategy) if optimizer else None
+    gather_parameters(model.chunks)
+    training = model.training if optimizer else None
+    mine = None if training is None else training.optimizer
     if mine is not None:
         _prepare_state(mine)
-    state = _sharded_state(strategy, mine)
-    _check_tensors(state, path, group, optimizer=mine is not None)
+    tensors = _sharded_tensors(model, mine)
+    _check_tensors(tensors, path, group, optimizer=mine is not None)
     with _quiet():
-        loaded, failed = load_tensors(state, path)
+        loaded, failed = load_tensors(tensors, path)
     with consensus(group, LOADING):
         if failed is not None:
             raise failed
-        for index, chunk in enumerate(strategy.chunks):
+        for index, chunk in enumerate(model.chunks):
             gpt_of(chunk).load_state_dict(loaded[f"model{index}"])
-        if mine is not None:
-            _restore_optimizer(strategy, mine, loaded["optimizer"], record["optimizer"])
-        elif (own := _optimizer_of(strategy)) is not None:
-            own.reload_model_params()  # its fp32 copies, where it has some
+        if training is not None and mine is not None:
+            restored = _restore_training(training, loaded["optimizer"], record["optimizer"])
+            model = replace(model, training=restored)
+        elif model.optimizer is not None:
+            model.optimizer.reload_model_params()  # its fp32 copies, where it has some
+    return model
 
 
 # ---- what is saved
 
 
-def _optimizer_of(strategy: MegatronInferStrategy) -> Any:
-    return getattr(strategy, "optimizer", None)
-
-
-def _sharded_state(strategy: MegatronInferStrategy, optimizer: Any) -> dict[str, Any]:
+def _sharded_tensors(model: ModelState, optimizer: Any) -> dict[str, Any]:
     """Weights and optimizer state as shards of global tensors, whose names do not depend on the layout.
 
     Options of the parameter groups are left out: they are the present configuration's.
     """
     from megatron.core import parallel_state
 
-    groups = strategy.pg_collection
+    groups = model.pg_collection
     data = parallel_state.get_data_parallel_group(with_context_parallel=True) if groups is None else groups.dp_cp
     metadata = {
         "dp_cp_group": data,
@@ -222,7 +224,7 @@ def _sharded_state(strategy: MegatronInferStrategy, optimizer: Any) -> dict[str,
     }
     state: dict[str, Any] = {
         f"model{index}": gpt_of(chunk).sharded_state_dict(metadata=dict(metadata))
-        for index, chunk in enumerate(strategy.chunks)
+        for index, chunk in enumerate(model.chunks)
     }
     if optimizer is not None:
         found = optimizer.sharded_state_dict(dict(state), metadata=dict(metadata))
@@ -259,8 +261,8 @@ def _prepare_state(optimizer: Any) -> int:
     return steps
 
 
-def _restore_optimizer(strategy: Any, optimizer: Any, loaded: dict[Any, Any], record: dict[str, Any]) -> None:
-    steps = record["steps"]
+def _restore_training(training: TrainingState, loaded: dict[Any, Any], record: dict[str, Any]) -> TrainingState:
+    optimizer, scheduler, steps = training.optimizer, training.scheduler, record["steps"]
     for part, state in zip(parts_of(optimizer), _inner(optimizer, loaded), strict=True):
         state["param_groups"] = part.optimizer.state_dict()["param_groups"]
         if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
@@ -269,10 +271,10 @@ def _restore_optimizer(strategy: Any, optimizer: Any, loaded: dict[Any, Any], re
             for group in state["param_groups"]:
                 group["step"] = steps
     optimizer.load_state_dict(loaded)
-    strategy.skipped_steps = record["skipped_steps"]
-    if strategy.scheduler is not None and record["schedule_steps"] is not None:
-        strategy.scheduler.num_steps = record["schedule_steps"]
-        strategy.scheduler.step(0)
+    if scheduler is not None and record["schedule_steps"] is not None:
+        scheduler.num_steps = record["schedule_steps"]
+        scheduler.step(0)
+    return replace(training, skipped_steps=record["skipped_steps"])
 
 
 @contextlib.contextmanager
@@ -286,10 +288,9 @@ def _quiet() -> Iterator[None]:
 # ---- checks
 
 
-def _architecture(strategy: MegatronInferStrategy) -> dict[str, Any] | None:
+def _architecture(model: ModelState) -> dict[str, Any] | None:
     """The settings that the weights belong to; None for a model that the caller built."""
-    architecture = strategy.config and strategy.config.model_args.architecture
-    return None if architecture is None else _functional(architecture.model_dump(mode="json"))
+    return None if model.architecture is None else _functional(model.architecture.model_dump(mode="json"))
 
 
 def _functional(settings: dict[str, Any]) -> dict[str, Any]:
@@ -314,8 +315,8 @@ def _read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def _check_architecture(strategy: MegatronInferStrategy, record: dict[str, Any], path: Path) -> None:
-    saved, own = record["architecture"], _architecture(strategy)
+def _check_architecture(model: ModelState, record: dict[str, Any], path: Path) -> None:
+    saved, own = record["architecture"], _architecture(model)
     if saved is None or own is None:
         return
     differing = [

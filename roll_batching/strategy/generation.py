@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,7 @@ from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import BatchingSpec, PlanConstraints, plan_step
 from roll_batching.strategy.schedule import run_schedule
-
-if TYPE_CHECKING:
-    from roll_batching.strategy.infer import MegatronInferStrategy
+from roll_batching.strategy.state import ModelState
 
 _WIDTH_STEP = 16
 """Visible keys grow in steps of this many positions, so that shapes repeat."""
@@ -99,12 +97,12 @@ def check_generation(prompts: SampleBatch, settings: GenerationSettings) -> None
 
 
 @torch.no_grad()
-def generate(strategy: MegatronInferStrategy, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
+def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
     """Samples `num_return_sequences` responses to each of this data-parallel rank's prompts.
 
     Args:
-        strategy: an initialised strategy; tensor-parallel ranks call with the same prompts.
-        prompts: samples with a token field `input_ids`; may be empty.
+        model: the model to sample from, its parameters whole.
+        prompts: samples with a token field `input_ids`; may be empty. Tensor-parallel ranks pass the same.
         settings: sampling settings; `seed` and the data-parallel rank seed the draws.
 
     Returns:
@@ -119,14 +117,14 @@ def generate(strategy: MegatronInferStrategy, prompts: SampleBatch, settings: Ge
     computed again for every token, which serves checks more than rollouts. Ranks that share experts
     decode in lockstep until the last of them has ended.
     """
-    layout = strategy.layout
+    layout = model.layout
     if layout.vpp_size > 1 or layout.cp_size > 1:
         raise LayoutError(
             f"generate is not possible with virtual pipeline {layout.vpp_size} and context parallel size "
             f"{layout.cp_size}: roll out with an engine, or in a job without them"
         )
-    gpt = gpt_of(strategy.chunks[0])
-    vocab_size = strategy.vocab_size or gpt.vocab_size
+    gpt = gpt_of(model.chunks[0])
+    vocab_size = model.vocab_size or gpt.vocab_size
     sampler = _Sampler(settings, vocab_size, layout.device, settings.seed * 1_000_003 + layout.dp_rank)
     rows = [row.to(layout.device) for row in prompts.to_lists("input_ids")] if len(prompts) else []
     idle = not rows
@@ -138,9 +136,9 @@ def generate(strategy: MegatronInferStrategy, prompts: SampleBatch, settings: Ge
     repeat = torch.arange(len(rows), device=layout.device).repeat_interleave(copies)
     with head_attached(gpt):
         if layout.pp_size > 1:
-            source: _Cached | _Recomputed = _Recomputed(strategy, [rows[i] for i in repeat.tolist()])
+            source: _Cached | _Recomputed = _Recomputed(model, [rows[i] for i in repeat.tolist()])
         else:
-            source = _Cached(strategy.chunks[0], gpt, rows, repeat, settings.max_new_tokens)
+            source = _Cached(model.chunks[0], gpt, rows, repeat, settings.max_new_tokens)
         with _decoding(layout.device, quick=layout.pp_size == 1):
             tokens, log_probs = _decode(source, len(repeat), sampler, settings, layout, idle=idle)
     if idle:
@@ -219,15 +217,15 @@ class _Recomputed:
     The last stage's logits reach all stages, so that all draw the same tokens.
     """
 
-    def __init__(self, strategy: MegatronInferStrategy, rows: list[torch.Tensor]) -> None:
-        self._strategy, self._rows = strategy, rows
+    def __init__(self, model: ModelState, rows: list[torch.Tensor]) -> None:
+        self._model, self._rows = model, rows
 
     def first(self) -> torch.Tensor:
         """Logits after each row, [rows, vocabulary]."""
-        strategy, layout = self._strategy, self._strategy.layout
+        model, layout = self._model, self._model.layout
         lengths = [len(row) for row in self._rows]
         # A replica generates by itself: a plan of one data-parallel rank.
-        cap = max(strategy.batching.infer.max_tokens or 0, *(-(-n // _WIDTH_STEP) * _WIDTH_STEP for n in lengths))
+        cap = max(model.batching.infer.max_tokens or 0, *(-(-n // _WIDTH_STEP) * _WIDTH_STEP for n in lengths))
         dims = replace(layout.dims, dp_size=1, ep_size=1, etp_size=layout.tp_size)
         plan = plan_step(lengths, PlanConstraints.of(dims, BatchingSpec(max_tokens=cap, algorithm="none")))
         batch = SampleBatch.from_lists({"input_ids": self._rows}, {"input_ids": "token"})
@@ -242,11 +240,11 @@ class _Recomputed:
             return collect
 
         parts = run_schedule(
-            plan, packs, strategy.chunks, bind, layout, forward_only=True, collect=True,
-            pg_collection=strategy.pg_collection,
+            plan, packs, model.chunks, bind, layout, forward_only=True, collect=True,
+            pg_collection=model.pg_collection,
         )  # fmt: skip
-        vocabulary = gpt_of(strategy.chunks[0]).vocab_size
-        logits = torch.zeros(len(lengths), vocabulary, dtype=strategy.result_dtype, device=layout.device)
+        vocabulary = gpt_of(model.chunks[0]).vocab_size
+        logits = torch.zeros(len(lengths), vocabulary, dtype=model.result_dtype, device=layout.device)
         if layout.is_last_stage:
             order = torch.from_numpy(plan.rank_samples(0)).to(layout.device)
             logits[order] = torch.cat([part for part in parts if len(part)]).to(logits.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,29 +14,27 @@ import torch.distributed as dist
 from roll_batching.config import BatchingConfig, WorkerConfig
 from roll_batching.data import FieldSpec, LengthTable, SampleBatch
 from roll_batching.data.checks import content_digest
-from roll_batching.data.table import require_batch
-from roll_batching.distributed import Facts, consensus, digest, exchange, host_group
+from roll_batching.distributed import Facts, consensus, digest, host_group
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import LossSpec, loss_spec
-from roll_batching.losses.denominators import StepCounts, local_counts, truncated_lengths
 from roll_batching.losses.head import HeadContext
-from roll_batching.losses.metric_kinds import HostMetric, as_numbers, join_parts, to_host
-from roll_batching.losses.runner import LossRunner, MicroBatchRecord, Scaling
+from roll_batching.losses.metric_kinds import as_numbers
+from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.parallel import ParallelLayout, make_layout, start_processes
-from roll_batching.packing.batch import PackedBatch, pack_step, unpack_results
+from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, Plan, PlanConstraints, plan_step
-from roll_batching.strategy.built import of_built_model
-from roll_batching.strategy.checkpoint import load_strategy, save_strategy
+from roll_batching.strategy.checkpoint import load_state, save_state
 from roll_batching.strategy.generation import GenerationSettings, check_generation, generate
+from roll_batching.strategy.inputs import SAME_SAMPLES, counts_here, pack_inputs, reduce_counts
+from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.settings import StepSettings
+from roll_batching.strategy.state import ModelState
 from roll_batching.strategy.weights import check_same_parameters, copy_parameters, gather_parameters
 
 logger = logging.getLogger(__name__)
-
-_SAME_SAMPLES = "Give all tensor-, context- and pipeline-parallel ranks of a data-parallel rank the same samples"
 
 
 class MegatronInferStrategy:
@@ -47,25 +44,62 @@ class MegatronInferStrategy:
     together. Results come back in the caller's order, on every rank of a replica.
     """
 
-    layout: ParallelLayout = of_built_model()
-    chunks: list[Any] = of_built_model()
-    dtype: torch.dtype = of_built_model()
-    batching: BatchingConfig = of_built_model()
-    settings: StepSettings = of_built_model()
-
     def __init__(self, config: WorkerConfig | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
         self.config, self.seed = config, seed
-        if config is not None:  # else the caller's parts bring their own
-            self.batching, self.settings = config.batching(), StepSettings.of(config)
         self.temperature = temperature
         """Logits are divided by it wherever log-probs are computed; rollouts should sample with the same."""
-        self.pg_collection: Any = None
-        """Megatron's process groups, where they are not those of its parallel state."""
-        self.cost: CostModel | None = None
-        self.vocab_size: int | None = None
+        self._state: ModelState | None = None
         self._noticed_fillers = False
 
-    # ---- building
+    # ---- the model
+
+    @property
+    def state(self) -> ModelState:
+        """The model and everything that belongs to it; `LayoutError` before there is one."""
+        if self._state is None:
+            raise LayoutError(
+                f"this {type(self).__name__} has no model yet: call initialize() first, or make it with from_parts"
+            )
+        return self._state
+
+    @state.setter
+    def state(self, state: ModelState) -> None:
+        self._state = state
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The parallel layout, and this rank's place in it."""
+        return self.state.layout
+
+    @property
+    def chunks(self) -> Sequence[Any]:
+        """This pipeline stage's model chunks, one per virtual stage."""
+        return self.state.chunks
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.state.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.state.dtype
+
+    @property
+    def cost(self) -> CostModel:
+        """What a sequence costs the model, for the planner."""
+        return self.state.cost
+
+    @property
+    def batching(self) -> BatchingConfig:
+        """How passes are cut into micro-batches."""
+        return self.state.batching
+
+    @property
+    def settings(self) -> StepSettings:
+        """How a step runs."""
+        return self.state.settings
 
     def initialize(self) -> None:
         """Joins the processes, creates Megatron's groups and builds the model.
@@ -80,39 +114,32 @@ class MegatronInferStrategy:
         with consensus(host_group(), "initialize") as facts:
             words = repr((config.model_dump(exclude={"data_args"}), self.seed, self.temperature))
             facts.equal("the role's configuration", digest(words), "Start all ranks with the same settings")
-        settings = config.strategy_args.strategy_config
-        self.layout = make_layout(settings.parallel_dims(dist.get_world_size()), device)
-        self.vocab_size = architecture.vocab_size
-        self.dtype = resolve_dtype(config.model_args.dtype, device)
-        self._build()
-        self.cost = model_cost(self.chunks[0].config, architecture.vocab_size, self.layout)
+        megatron = config.strategy_args.strategy_config
+        layout = make_layout(megatron.parallel_dims(dist.get_world_size()), device)
+        dtype = resolve_dtype(config.model_args.dtype, device)
+        chunks = build_chunks(architecture, megatron, layout, dtype, seed=self.seed)
+        built = ModelState(
+            layout=layout,
+            chunks=chunks,
+            dtype=dtype,
+            cost=model_cost(chunks[0].config, architecture.vocab_size, layout),
+            batching=config.batching(),
+            settings=StepSettings.of(config),
+            vocab_size=architecture.vocab_size,
+            architecture=architecture,
+        )
+        self.state = self._made_ready(built, config)
+
+    def _made_ready(self, built: ModelState, config: WorkerConfig) -> ModelState:
+        """The state of a model that was just built, for what this strategy does with it."""
+        for chunk in built.chunks:
+            chunk.eval()
+        return built
 
     def _configured(self) -> WorkerConfig:
         if self.config is None:
             raise LayoutError("this strategy has no WorkerConfig to build a model of; from_parts takes one that exists")
         return self.config
-
-    def _build(self) -> None:
-        self.chunks = self._build_chunks()
-        for chunk in self.chunks:
-            chunk.eval()
-
-    def _build_chunks(self) -> list[Any]:
-        config = self._configured()
-        architecture = config.model_args.architecture
-        assert architecture is not None  # checked by initialize
-        return build_chunks(
-            architecture,
-            config.strategy_args.strategy_config,
-            self.layout,
-            self.dtype,
-            seed=self.seed,
-        )
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self.layout.device
 
     def gather_parameters(self) -> None:
         """Makes parameters whole on every rank: before you read those of `chunks` yourself. Collective."""
@@ -131,14 +158,15 @@ class MegatronInferStrategy:
 
         `forward` plans a pass without gradient. Pure: all ranks get the same plan from the same table.
         """
-        batching = self.batching.infer if forward else self.batching.train
+        state = self.state
+        batching = state.batching.infer if forward else state.batching.train
         constraints = PlanConstraints.of(
-            self.layout, batching, group_size=self.settings.group_size if self.layout.interleaved else None
+            state.layout, batching, group_size=state.settings.group_size if state.layout.interleaved else None
         )
         return plan_step(
             table.lengths,
             constraints,
-            cost=self.cost,
+            cost=state.cost,
             ids=table.ids,
             group_ids=group_ids,
             home_rank=home_rank,
@@ -188,12 +216,13 @@ class MegatronInferStrategy:
 
         with torch.no_grad(), self._evaluating():
             results = self._run(plan, packs, bind, forward_only=True, collect=True)
-        rows = torch.zeros(local.num_tokens, len(wanted), dtype=self.result_dtype, device=self.device)
-        if self.layout.is_last_stage and len(local):
+        layout = self.layout
+        rows = torch.zeros(local.num_tokens, len(wanted), dtype=self.state.result_dtype, device=layout.device)
+        if layout.is_last_stage and len(local):
             rows = unpack_results(local, packs, results).to(rows.dtype)
-        if self.layout.pp_size > 1:
-            last = dist.get_global_rank(self.layout.pp_group, self.layout.pp_size - 1)
-            dist.broadcast(rows, last, group=self.layout.pp_group)
+        if layout.pp_size > 1:
+            last = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
+            dist.broadcast(rows, last, group=layout.pp_group)
         fields = {name: rows[:, i].contiguous().cpu() for i, name in enumerate(wanted)}
         return SampleBatch(local.ids, local.lengths, fields, {name: FieldSpec("next_token") for name in wanted})
 
@@ -206,13 +235,13 @@ class MegatronInferStrategy:
         with self._consensus("evaluate") as facts:
             spec = loss_spec(loss)
             packs = self._pack_for(facts, local, plan, spec)
-            own = self._local_counts(local, plan, spec)
-        counts = self._reduce_counts(own)
+            own = counts_here(self.layout, local, plan, spec)
+        counts = reduce_counts(self.layout, own)
         scaling = Scaling(per_token=True, num_micro_batches=1, dp_size=1)
         runner = LossRunner(loss, spec, counts, self._head(), scaling, train=False)
         with torch.no_grad(), self._evaluating():
             records = self._run(plan, packs, runner.bind, forward_only=True)
-        total, metrics = self._finish([r for r in records if r is not None], runner)
+        total, metrics = join_outcomes(self.layout, [r for r in records if r is not None], runner)
         return {"loss": total, **as_numbers(metrics)}
 
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
@@ -221,11 +250,11 @@ class MegatronInferStrategy:
             check_generation(prompts, settings)
             facts.equal("the settings", settings)
             facts.equal_in_part(
-                "the prompts of a replica", content_digest(prompts.ids, prompts.lengths, prompts.fields), _SAME_SAMPLES
+                "the prompts of a replica", content_digest(prompts.ids, prompts.lengths, prompts.fields), SAME_SAMPLES
             )
         self.gather_parameters()  # not in the forward pass: ranks without prompts make none
         with self._evaluating():
-            return generate(self, prompts, settings)
+            return generate(self.state, prompts, settings)
 
     # ---- checkpoints
 
@@ -239,7 +268,7 @@ class MegatronInferStrategy:
             RankError: on all ranks: `path` holds something else, the optimizer is Megatron's distributed one,
                 psutil is missing, or a rank could not write.
         """
-        save_strategy(self, path)
+        save_state(self.state, path)
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> None:
         """Takes over what `save` wrote, in this or another parallel layout. Collective.
@@ -251,40 +280,38 @@ class MegatronInferStrategy:
             RankError: on all ranks, before anything is changed: there is no such checkpoint, it belongs to a model of
                 another shape or architecture (both named), or holds no optimizer.
         """
-        load_strategy(self, path, optimizer=optimizer and hasattr(self, "optimizer"))
+        state = self.state
+        self.state = load_state(state, path, optimizer=optimizer and state.training is not None)
 
     # ---- shared by the strategies
 
     def _run(self, plan: Plan, packs: list[PackedBatch], bind: Any, **options: Any) -> list[Any]:
+        state = self.state
         return run_schedule(
             plan,
             packs,
-            self.chunks,
+            state.chunks,
             bind,
-            self.layout,
-            pipeline_shapes=self.settings.pipeline_shapes,
-            rows_form=self.settings.rows_form,
-            pg_collection=self.pg_collection,
+            state.layout,
+            pipeline_shapes=state.settings.pipeline_shapes,
+            rows_form=state.settings.rows_form,
+            pg_collection=state.pg_collection,
             **options,
         )
 
     def _head(self) -> HeadContext:
-        return HeadContext(layout=self.layout, vocab_size=self.vocab_size, temperature=self.temperature)
-
-    @property
-    def result_dtype(self) -> torch.dtype:
-        """What per-token results are returned in: fp32, or fp64 for an fp64 model."""
-        return torch.float64 if self.dtype is torch.float64 else torch.float32
+        return HeadContext(layout=self.layout, vocab_size=self.state.vocab_size, temperature=self.temperature)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        modes = [chunk.training for chunk in self.chunks]
-        for chunk in self.chunks:
+        chunks = self.chunks
+        modes = [chunk.training for chunk in chunks]
+        for chunk in chunks:
             chunk.eval()
         try:
             yield
         finally:
-            for chunk, mode in zip(self.chunks, modes, strict=True):
+            for chunk, mode in zip(chunks, modes, strict=True):
                 chunk.train(mode)
 
     def _consensus(self, what: str) -> contextlib.AbstractContextManager[Facts]:
@@ -293,23 +320,7 @@ class MegatronInferStrategy:
         return consensus(layout.host_group, what, part=layout.dp_rank, parts=layout.dp_size)
 
     def _pack(self, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> list[PackedBatch]:
-        """Packs this rank's micro-batches, and states what other ranks must have as well. Inside a consensus."""
-        require_batch("a pass", local)
-        self._check_plan(plan)
-        facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths and constraints")
-        packs = pack_step(
-            local,
-            plan,
-            dp_rank=self.layout.dp_rank,
-            cp_rank=self.layout.cp_rank,
-            device=self.device,
-            masks=masks,
-            tokens=int(plan.tokens.max()) if self.settings.pipeline_shapes == "shared" else None,
-        )
-        if self.layout.tp_size * self.layout.cp_size * self.layout.pp_size > 1:
-            facts.equal_in_part(
-                "the batch of a replica", content_digest(local.ids, local.lengths, local.fields), _SAME_SAMPLES
-            )
+        packs = pack_inputs(self.state, facts, local, plan, masks)
         self._notice_fillers(plan)
         return packs
 
@@ -331,59 +342,3 @@ class MegatronInferStrategy:
                 placed,
                 self.layout.dp_size,
             )
-
-    def _check_plan(self, plan: Plan) -> None:
-        if not isinstance(plan, Plan):
-            raise LayoutError(f"plan is a {type(plan).__name__}: pass what strategy.plan(table) or plan_step returns")
-        planned, layout = plan.constraints, self.layout
-        for name in ("dp_size", "tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "sequence_parallel"):
-            if getattr(planned, name) != getattr(layout, name):
-                raise LayoutError(
-                    f"the plan was made for {name}={getattr(planned, name)} and this job runs {getattr(layout, name)}: "
-                    "plan with strategy.plan(...) or with the constraints of this layout"
-                )
-
-    def _local_counts(self, local: SampleBatch, plan: Plan | None, spec: LossSpec) -> StepCounts:
-        used = truncated_lengths(plan, self.layout.dp_rank) if plan is not None else None
-        counted = local
-        if plan is not None:
-            counted = local.select_ids(plan.ids[plan.rank_samples(self.layout.dp_rank)])
-        return local_counts(counted, spec.masks, spec.sums, used)
-
-    def _reduce_counts(self, counts: StepCounts) -> StepCounts:
-        vector = counts.vector()
-        layout = self.layout
-        if layout.tp_rank or layout.cp_rank or layout.pp_rank:  # one voice per replica
-            vector.zero_()
-        dist.all_reduce(vector, group=layout.host_group)
-        return counts.with_vector(vector)
-
-    def _finish(self, records: list[MicroBatchRecord], runner: LossRunner) -> tuple[float, dict[str, HostMetric]]:
-        """(loss of the step, metrics over all ranks); raises what any rank found, on all.
-
-        The first host read of the step. Every rank tells its loss, its metrics and, where a loss is
-        not finite or broke its contract, what is wrong and with which samples.
-        """
-        everyone = exchange(self.layout.host_group, "the step's loss", lambda: self._outcome(records, runner))
-        problems = list(dict.fromkeys(text for text, _, _ in everyone if text))
-        if problems:
-            raise LossError("; ".join(problems)) from runner.breach
-        return sum(loss for _, loss, _ in everyone), join_parts(part for _, _, part in everyone)
-
-    def _outcome(
-        self, records: list[MicroBatchRecord], runner: LossRunner
-    ) -> tuple[str | None, float, dict[str, HostMetric]]:
-        """What is wrong with this rank's loss, the loss, and its metrics: one device read."""
-        losses, metrics = to_host([r.loss for r in records], [r.metrics for r in records])
-        problem = None if runner.breach is None else str(runner.breach)
-        bad = [r for r, value in zip(records, losses, strict=True) if not math.isfinite(value)]
-        if problem is None and bad:
-            samples = sorted({sample for record in bad for sample in record.culprits()})
-            value = losses[records.index(bad[0])]
-            problem = (
-                f"the loss is {value} for sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:16]))}: "
-                "look at these samples' fields and at what the loss computes from them. The optimizer made no step"
-            )
-        layout = self.layout
-        speaks = layout.is_last_stage and layout.tp_rank == 0 and (layout.cp_rank == 0 or runner.partial_over_cp)
-        return (problem, sum(losses), metrics) if speaks else (problem, 0.0, {})

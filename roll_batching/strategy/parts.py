@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import megatron.core
 import torch
@@ -29,21 +29,10 @@ from roll_batching.modeling.parallel import ParallelLayout, describe_layout
 from roll_batching.modeling.requirements import Installed, refusals
 from roll_batching.planning import CostModel
 from roll_batching.strategy.settings import StepSettings
+from roll_batching.strategy.state import ModelState, TrainingState
 from roll_batching.strategy.update import has_loss_scale
 
-SchedulerUnit = Literal["steps", "samples"]
-"""What an OptimizerParamScheduler counts."""
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdoptedParts:
-    """What a strategy needs to know about chunks that somebody else built."""
-
-    layout: ParallelLayout
-    dtype: torch.dtype
-    cost: CostModel
 
 
 def require_processes() -> None:
@@ -58,12 +47,15 @@ def adopt_parts(
     settings: StepSettings,
     *,
     pg_collection: Any,
+    vocab_size: int | None,
+    cost: CostModel | None,
+    training: TrainingState,
     defer_head: bool,
     also: Sequence[str] = (),
-) -> AdoptedParts:
-    """Checks the chunks, defers their head if asked, and describes them. A collective call.
+) -> ModelState:
+    """The state of chunks that somebody else built, checked; their head is deferred if asked. A collective call.
 
-    `also` holds problems that were found before.
+    `cost` None derives one from the model's config. `also` holds problems that were found before.
 
     Raises `LayoutError` (one rank) or `RankError` (several) that lists all that cannot work.
     """
@@ -80,8 +72,19 @@ def adopt_parts(
         groups=pg_collection,
     )
     layout = replace(layout, fully_sharded=gathers_layers(getattr(chunks[0], "ddp_config", None)))
+    state = ModelState(
+        layout=layout,
+        chunks=chunks,
+        dtype=config.params_dtype,
+        cost=cost or model_cost(config, gpt.vocab_size, layout),
+        batching=batching,
+        settings=settings,
+        vocab_size=vocab_size,
+        pg_collection=pg_collection,
+        training=training,
+    )
     with consensus(layout.host_group, "from_parts"):
-        check_parts(chunks, layout, batching, settings, defer_head=defer_head, also=also)
+        check_parts(state, defer_head=defer_head, also=also)
     if not settings.rows_form and gpt.position_embedding_type == "rope" and dist.get_rank() == 0:
         logger.warning(
             "the model rotates packed sequences itself, which without TransformerEngine's fused kernel waits for the "
@@ -93,11 +96,7 @@ def adopt_parts(
     if defer_head:
         for chunk in chunks:
             _defer_in(chunk)
-    return AdoptedParts(
-        layout=layout,
-        dtype=config.params_dtype,
-        cost=model_cost(config, gpt.vocab_size, layout),
-    )
+    return state
 
 
 def _check_arguments(chunks: Sequence[Any], batching: Any, settings: Any, pg_collection: Any) -> None:
@@ -151,39 +150,25 @@ def _defer_in(chunk: Any) -> None:
         chunk.enable_forward_pre_hook()
 
 
-def check_parts(
-    chunks: Sequence[Any],
-    layout: ParallelLayout,
-    batching: BatchingConfig,
-    settings: StepSettings,
-    *,
-    defer_head: bool = False,
-    also: Sequence[str] = (),
-) -> None:
+def check_parts(state: ModelState, *, defer_head: bool = False, also: Sequence[str] = ()) -> None:
     """Raises `LayoutError` with all of `part_problems` and `also`, if there are any."""
-    problems = [*part_problems(chunks, layout, batching, settings, defer_head=defer_head), *also]
+    problems = [*part_problems(state, defer_head=defer_head), *also]
     if problems:
         raise LayoutError("the model cannot be trained as it is: " + "; ".join(problems))
 
 
-def part_problems(
-    chunks: Sequence[Any],
-    layout: ParallelLayout,
-    batching: BatchingConfig,
-    settings: StepSettings,
-    *,
-    defer_head: bool = False,
-) -> list[str]:
-    """Everything about chunks and config that cannot work, each with what to set; empty when all is well."""
+def part_problems(state: ModelState, *, defer_head: bool = False) -> list[str]:
+    """Everything about model and config that cannot work, each with what to set; empty when all is well."""
+    chunks, layout, settings = state.chunks, state.layout, state.settings
     config = gpt_of(chunks[0]).config
     return [
         *_model_problems(chunks, layout, defer_head),
-        *_attention_problems(chunks, batching, settings),
+        *_attention_problems(chunks, state.batching, settings),
         *_installation_problems(chunks, layout),
         *expert_problems(config, packed=not settings.rows_form),
         *_reduction_problems(chunks, layout),
         *_pipeline_problems(config, layout, settings),
-        *_dropout_problems(config, batching),
+        *_dropout_problems(config, state.batching),
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from roll_batching.config import BatchingConfig, TrainingArgs, WorkerConfig
+from roll_batching.config import BatchingConfig, MegatronConfig, TrainingArgs, WorkerConfig
 from roll_batching.data import SampleBatch
 from roll_batching.data.table import require_batch
 from roll_batching.distributed import consensus, host_group
@@ -22,9 +22,13 @@ from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, wrap_ddp
 from roll_batching.planning import CostModel, Plan
 from roll_batching.strategy.infer import MegatronInferStrategy
-from roll_batching.strategy.parts import SchedulerUnit, adopt_parts, check_parts, optimizer_problems, require_processes
+from roll_batching.strategy.inputs import counts_here, reduce_counts
+from roll_batching.strategy.outcome import join_outcomes
+from roll_batching.strategy.parts import adopt_parts, check_parts, optimizer_problems, require_processes
 from roll_batching.strategy.settings import StepSettings
+from roll_batching.strategy.state import ModelState, SchedulerUnit, TrainingState
 from roll_batching.strategy.update import free_optimizer_memory, step_optimizer
+from roll_batching.strategy.weights import gather_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +64,26 @@ class StepResult:
 class MegatronTrainStrategy(MegatronInferStrategy):
     """Training steps over planned micro-batches; subclass it and define `token_loss` for your own loss."""
 
-    def __init__(self, config: WorkerConfig | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
-        super().__init__(config, seed=seed, temperature=temperature)
-        self.optimizer: Any = None
-        self.scheduler: Any = None
-        self.scheduler_unit: SchedulerUnit = "steps"
-        self.skipped_steps = 0
+    @property
+    def _training(self) -> TrainingState:
+        training = self.state.training
+        assert training is not None  # both ways to a state of this strategy give it one
+        return training
+
+    @property
+    def optimizer(self) -> Any:
+        """The Megatron optimizer; None where the caller steps its own."""
+        return self._training.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """The OptimizerParamScheduler, or None."""
+        return self._training.scheduler
+
+    @property
+    def skipped_steps(self) -> int:
         """Steps so far that were skipped because the gradient's norm was not finite."""
+        return self._training.skipped_steps
 
     @classmethod
     def from_parts(
@@ -113,50 +130,43 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         require_processes()
         with consensus(host_group(), "from_parts"):
             strategy = cls(None, **own)
-            strategy.batching, strategy.temperature = batching, temperature
-            strategy.settings = replace(settings or StepSettings(), rows_form=rows_form)
-            strategy.optimizer, strategy.scheduler = optimizer, scheduler
-            strategy.scheduler_unit = scheduler_unit or "steps"
-            strategy.vocab_size, strategy.pg_collection = vocab_size, pg_collection
-            strategy.chunks = list(model_chunks)
-            problems = optimizer_problems(strategy.chunks, optimizer, scheduler, scheduler_unit)
-        adopted = adopt_parts(
-            strategy.chunks,
+            strategy.temperature = temperature
+            chunks = list(model_chunks)
+            training = TrainingState(optimizer=optimizer, scheduler=scheduler, scheduler_unit=scheduler_unit or "steps")
+            settings = replace(settings or StepSettings(), rows_form=rows_form)
+            problems = optimizer_problems(chunks, optimizer, scheduler, scheduler_unit)
+        strategy.state = adopt_parts(
+            chunks,
             batching,
-            strategy.settings,
+            settings,
             pg_collection=pg_collection,
+            vocab_size=vocab_size,
+            cost=cost,
+            training=training,
             defer_head=defer_head,
             also=problems,
         )
-        strategy.layout, strategy.dtype = adopted.layout, adopted.dtype
-        strategy.cost = cost or adopted.cost
         return strategy
 
-    def _build(self) -> None:
-        config = self._configured()
-        self.chunks = wrap_ddp(self._build_chunks(), config.strategy_args.strategy_config)
-        check_parts(self.chunks, self.layout, self.batching, self.settings)
-        self.start_phase(config.training_args)
+    def _made_ready(self, built: ModelState, config: WorkerConfig) -> ModelState:
+        megatron = config.strategy_args.strategy_config
+        state = replace(built, chunks=wrap_ddp(list(built.chunks), megatron), training=TrainingState())
+        check_parts(state)
+        _agree_on_phase(state, config.training_args)
+        gather_parameters(state.chunks)
+        return _with_optimizer(state, config.training_args, megatron)
 
     def start_phase(self, training: TrainingArgs) -> None:
         """A fresh optimizer and learning-rate schedule for the weights as they are; the old one is freed before.
 
         Raises `LossError` for a schedule that decays without knowing its length.
         """
-        with self._consensus("start_phase") as facts:
-            total = training.max_steps
-            if total < 1 and training.lr_scheduler_type not in ("constant", "constant_with_warmup"):
-                raise LossError(
-                    f"lr_scheduler_type {training.lr_scheduler_type!r} needs training_args.max_steps, the optimizer "
-                    "steps that it spans"
-                )
-            facts.equal("training_args", training)
-        settings = self._configured().strategy_args.strategy_config
+        _agree_on_phase(self.state, training)
+        megatron = self._configured().strategy_args.strategy_config
         self.gather_parameters()
-        self.optimizer = self.scheduler = None
+        self.state = replace(self.state, training=replace(self._training, optimizer=None, scheduler=None))
         free_optimizer_memory(self.chunks)
-        self.optimizer = build_optimizer(self.chunks, training, settings, self.dtype)
-        self.scheduler = build_scheduler(self.optimizer, training, max(total, 1))
+        self.state = _with_optimizer(self.state, training, megatron)
 
     def copy_weights_from(self, other: MegatronInferStrategy) -> None:
         """As the inference strategy has it; the optimizer goes on from the new weights and keeps its moments."""
@@ -174,8 +184,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             spec = loss_spec(self._loss(loss))
             facts.equal("the loss", spec.words)
             require_batch("count", local)
-            own = self._local_counts(local, None, spec)
-        return self._reduce_counts(own)
+            own = counts_here(self.layout, local, None, spec)
+        return reduce_counts(self.layout, own)
 
     def _loss(self, loss: Any) -> Any:
         if loss is not None:
@@ -197,12 +207,14 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         """
         started = time.perf_counter()
         total, metrics = self._accumulate("train_step", local, plan, loss, counts, first=self._zero_gradients)
-        lr = self.optimizer.param_groups[0]["lr"]
-        grad_norm = step_optimizer(self.optimizer, self.chunks, self.layout.host_group)
+        training = self._training
+        lr = training.optimizer.param_groups[0]["lr"]
+        grad_norm = step_optimizer(training.optimizer, self.chunks, self.layout.host_group)
         if grad_norm is None:
-            self.skipped_steps += 1
-        elif self.scheduler is not None:
-            self.scheduler.step(1 if self.scheduler_unit == "steps" else len(plan.lengths))
+            skipped = replace(training, skipped_steps=training.skipped_steps + 1)
+            self.state = replace(self.state, training=skipped)
+        elif training.scheduler is not None:
+            training.scheduler.step(1 if training.scheduler_unit == "steps" else len(plan.lengths))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the optimizer's kernels belong to the step that the clock measures
         return StepResult(
@@ -257,12 +269,12 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             loss = self._loss(loss)
             spec = loss_spec(loss)
             packs = self._pack_for(facts, local, plan, spec)
-            own = counts if counts is not None else self._local_counts(local, plan, spec)
+            own = counts if counts is not None else counts_here(self.layout, local, plan, spec)
             require_counts(own, spec)
             facts.equal("counts", "those of the planned samples" if counts is None else counts)
             if first is not None:
                 first()
-        counts = self._reduce_counts(own) if counts is None else counts
+        counts = reduce_counts(self.layout, own) if counts is None else counts
         config = self.chunks[0].config
         scaling = Scaling(
             per_token=config.calculate_per_token_loss,
@@ -275,4 +287,22 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         for chunk in self.chunks:
             chunk.train()
         records = self._run(plan, packs, runner.bind)
-        return self._finish([r for r in records if r is not None], runner)
+        return join_outcomes(self.layout, [r for r in records if r is not None], runner)
+
+
+def _agree_on_phase(state: ModelState, training: TrainingArgs) -> None:
+    with consensus(state.layout.host_group, "start_phase") as facts:
+        if training.max_steps < 1 and training.lr_scheduler_type not in ("constant", "constant_with_warmup"):
+            raise LossError(
+                f"lr_scheduler_type {training.lr_scheduler_type!r} needs training_args.max_steps, the optimizer steps "
+                "that it spans"
+            )
+        facts.equal("training_args", training)
+
+
+def _with_optimizer(state: ModelState, training: TrainingArgs, megatron: MegatronConfig) -> ModelState:
+    """`state` with a new optimizer and learning-rate schedule."""
+    optimizer = build_optimizer(list(state.chunks), training, megatron, state.dtype)
+    scheduler = build_scheduler(optimizer, training, max(training.max_steps, 1))
+    assert state.training is not None  # only trained models come here
+    return replace(state, training=replace(state.training, optimizer=optimizer, scheduler=scheduler))

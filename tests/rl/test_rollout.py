@@ -96,7 +96,7 @@ def score_slowly(job: dict[str, Any]) -> list[float]:
     rollouts = generate_rollouts(strategy, prompts, tokenizer, sampling, prompt_length=40)
     short = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=1))
     dist.all_reduce(torch.ones(1), group=short)  # its connections are made
-    strategy.layout = dataclasses.replace(strategy.layout, host_group=short)
+    strategy.state = dataclasses.replace(strategy.state, layout=dataclasses.replace(strategy.layout, host_group=short))
     with RewardProcess("tests.rl.reward_functions:slow_on_rank_1", {"seconds": 3}) as reward:
         start_reward(strategy.layout, reward)
         return score_rollouts(strategy, rollouts, reward).rewards.tolist()

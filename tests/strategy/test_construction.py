@@ -35,8 +35,6 @@ def before_initialize(path: str) -> dict[str, str]:
         if name.startswith("_") or name in ("initialize", "from_parts"):
             continue
         strategy = MegatronTrainStrategy(worker_config("packed", 64))
-        if name in ("batching", "settings"):  # known from the configuration
-            continue
         try:
             value = getattr(strategy, name)
             if inspect.isfunction(member):

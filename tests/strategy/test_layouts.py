@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def _compare_layout(folder: str, layout: Layout) -> Found:
     found: Found = {}
     place = strategy.layout
     for mode in MODES:
-        strategy.batching = config(mode).batching()
+        strategy.state = replace(strategy.state, batching=config(mode).batching())
         fill(strategy.chunks, 61, place.tp_rank, place.tp_size)
         strategy.start_phase(TrainingArgs(learning_rate=RATE, max_grad_norm=0.0))
         log_probs, evaluated = _forward_gaps(strategy, _batches()[0], rows, expected_losses[0])

@@ -278,22 +278,22 @@ def expert_layout(etp_size: int | None) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from roll_batching.modeling.parallel import describe_layout, start_processes
-    from roll_batching.planning import PlanConstraints
+    from roll_batching.planning import BatchingSpec, PlanConstraints
 
     device = start_processes()
     parallel_state.initialize_model_parallel(
         2, expert_model_parallel_size=2 if etp_size == 1 else 1, expert_tensor_parallel_size=etp_size
     )
     layout = describe_layout(vpp_size=1, sequence_parallel=False, device=device)
-    constraints = PlanConstraints(max_tokens=64, **layout.planned)
+    constraints = PlanConstraints.of(layout.dims, BatchingSpec(max_tokens=64))
     torch.distributed.barrier()  # rank 0 keeps the store that the others still read
-    return {"etp": layout.etp_size, "width": constraints.lockstep_ranks, **layout.planned}
+    return {"etp": layout.etp_size, "width": constraints.lockstep_ranks, "ep_size": layout.ep_size}
 
 
 @pytest.mark.parametrize(("etp_size", "found"), [(None, 2), (1, 1)])
 def test_the_experts_of_existing_groups_reach_the_plan(etp_size: int | None, found: int) -> None:
     for layout in run_ranks(2, "tests.strategy.test_parts:expert_layout", etp_size):
-        assert layout["etp"] == layout["etp_size"] == found
+        assert layout["etp"] == found
         assert layout["ep_size"] == (2 if etp_size == 1 else 1) and layout["width"] == 1
 
 

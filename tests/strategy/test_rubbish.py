@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -153,12 +154,12 @@ ENTRIES: dict[str, Callable[[Scene], Any]] = {
 
 
 def _without_optimizer(s: Scene) -> Any:
-    optimizer = s.strategy.optimizer
-    s.strategy.optimizer = s.given(optimizer, None)
+    state = s.strategy.state
+    s.strategy.state = s.given(state, replace(state, training=replace(state.training, optimizer=None)))
     try:
         return s.strategy.train_step(s.local, s.plan, s.loss)
     finally:
-        s.strategy.optimizer = optimizer
+        s.strategy.state = state
 
 
 def attempts(payload: tuple[dict[str, Any], str]) -> list[tuple[str, str, float]]:

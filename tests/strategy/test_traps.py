@@ -34,7 +34,8 @@ def batched_transfers(_: None) -> tuple[float, float]:
         if batched:
             from dataclasses import replace
 
-            strategy.settings = replace(strategy.settings, pipeline_shapes="exchanged")
+            settings = replace(strategy.settings, pipeline_shapes="exchanged")
+            strategy.state = replace(strategy.state, settings=settings)
         strategy.train_step(batch, plan, SFTLoss())
         gradient = whole_gradients(strategy.chunks, 61, 0, False)["embedding.word_embeddings.weight"]
         norms.append(float(gradient.norm()))

@@ -1,0 +1,75 @@
+"""What a pass takes: this rank's packs, checked against its model and against what other ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from roll_batching.data import SampleBatch
+from roll_batching.data.checks import content_digest
+from roll_batching.data.table import require_batch
+from roll_batching.distributed import Facts
+from roll_batching.errors import LayoutError
+from roll_batching.losses.contract import LossSpec
+from roll_batching.losses.denominators import StepCounts, local_counts, truncated_lengths
+from roll_batching.modeling.parallel import ParallelLayout
+from roll_batching.packing.batch import PackedBatch, pack_step
+from roll_batching.planning import Plan
+from roll_batching.strategy.state import ModelState
+
+SAME_SAMPLES = "Give all tensor-, context- and pipeline-parallel ranks of a data-parallel rank the same samples"
+
+
+def pack_inputs(
+    state: ModelState, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None
+) -> list[PackedBatch]:
+    """This rank's micro-batches, packed; `facts` hears what other ranks must have as well. Inside a consensus."""
+    require_batch("a pass", local)
+    layout = state.layout
+    _check_plan(plan, layout)
+    facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths and constraints")
+    packs = pack_step(
+        local,
+        plan,
+        dp_rank=layout.dp_rank,
+        cp_rank=layout.cp_rank,
+        device=state.device,
+        masks=masks,
+        tokens=int(plan.tokens.max()) if state.settings.pipeline_shapes == "shared" else None,
+    )
+    if layout.tp_size * layout.cp_size * layout.pp_size > 1:
+        facts.equal_in_part(
+            "the batch of a replica", content_digest(local.ids, local.lengths, local.fields), SAME_SAMPLES
+        )
+    return packs
+
+
+def _check_plan(plan: Plan, layout: ParallelLayout) -> None:
+    if not isinstance(plan, Plan):
+        raise LayoutError(f"plan is a {type(plan).__name__}: pass what strategy.plan(table) or plan_step returns")
+    planned = plan.constraints
+    for name in ("dp_size", "tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "sequence_parallel"):
+        if getattr(planned, name) != getattr(layout, name):
+            raise LayoutError(
+                f"the plan was made for {name}={getattr(planned, name)} and this job runs {getattr(layout, name)}: "
+                "plan with strategy.plan(...) or with the constraints of this layout"
+            )
+
+
+def counts_here(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, spec: LossSpec) -> StepCounts:
+    """Denominators over this rank's planned samples, or over all of `local` where `plan` is None."""
+    used = truncated_lengths(plan, layout.dp_rank) if plan is not None else None
+    counted = local
+    if plan is not None:
+        counted = local.select_ids(plan.ids[plan.rank_samples(layout.dp_rank)])
+    return local_counts(counted, spec.masks, spec.sums, used)
+
+
+def reduce_counts(layout: ParallelLayout, counts: StepCounts) -> StepCounts:
+    """Denominators over all ranks. Collective."""
+    vector = counts.vector()
+    if layout.tp_rank or layout.cp_rank or layout.pp_rank:  # one voice per replica
+        vector.zero_()
+    dist.all_reduce(vector, group=layout.host_group)
+    return counts.with_vector(vector)
