@@ -34,13 +34,17 @@ def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
 
 def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
     """RoPE of the architecture, scaling included."""
+    settings = RotarySettings(base=architecture.rotary_base, percent=architecture.rotary_percent)
     scaling = architecture.rope_scaling
-    options = {} if scaling is None else scaling.model_dump(exclude={"type"}, exclude_none=True)
-    return RotarySettings(
-        base=architecture.rotary_base,
-        percent=architecture.rotary_percent,
-        scaling=None if scaling is None else scaling.type,
-        **options,
+    if scaling is None:
+        return settings
+    return dataclasses.replace(
+        settings,
+        scaling=scaling.type,
+        factor=scaling.factor,
+        low_freq_factor=scaling.low_freq_factor,
+        high_freq_factor=scaling.high_freq_factor,
+        original_max_position_embeddings=scaling.original_max_position_embeddings,
     )
 
 
