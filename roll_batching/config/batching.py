@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator
+
 from roll_batching.config.fields import Pass, Settings, honoured
 from roll_batching.config.registered import RegisteredName
 from roll_batching.errors import ConfigError, PlanError
@@ -39,6 +41,12 @@ class BatchingConfig:
                 raise ConfigError(f"{name} is a {type(getattr(self, name)).__name__}: give a BatchingSpec")
         if self.logprob_plan not in ("train", "own", "none"):
             raise ConfigError(f"logprob_plan {self.logprob_plan!r} is unknown; choose train, own or none")
+
+
+def _at_least_one(value: int | str | None) -> int | str | None:
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"is {value}; it must be at least 1")
+    return value
 
 
 class SequencePackingArgs(Settings):
@@ -79,7 +87,7 @@ class PlanningArgs(Settings):
         help="Dynamic batching: one shape per step for all ranks, as ROLL does, instead of each rank's own.",
         mode="dynamic",
     )
-    sequence_multiple: int | Literal["2*cp*tp"] | None = honoured(
+    sequence_multiple: Annotated[int | Literal["2*cp*tp"] | None, AfterValidator(_at_least_one)] = honoured(
         None,
         help="Round each sequence up to this multiple; default: 2 x CP with context parallelism, else 1.",
     )
@@ -139,7 +147,7 @@ class RoleBatching(Settings):
         mode="dynamic",
         passes=("infer",),
     )
-    padded_length: int | Literal["longest"] | None = honoured(
+    padded_length: Annotated[int | Literal["longest"] | None, AfterValidator(_at_least_one)] = honoured(
         None,
         help="Padded mode: length of every row. Default: the job's sequence_length; longest: each "
         "micro-batch's longest.",

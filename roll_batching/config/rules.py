@@ -9,6 +9,7 @@ from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.model import ArchitectureConfig
 from roll_batching.config.strategy import MEGATRON_STRATEGIES, MegatronConfig
 from roll_batching.config.worker import WorkerConfig
+from roll_batching.planning.registry import ALGORITHMS, algorithm_of
 
 PARALLEL_KEYS = (
     "tensor_model_parallel_size",
@@ -160,6 +161,8 @@ def _batching(name: str, role: WorkerConfig) -> Iterator[Problem]:
     for kind, on in (("train", role.dynamic_in_train), ("infer", role.dynamic_in_infer)):
         if on and (kind == "infer" or name == "actor_train"):
             yield from _dynamic(name, role, kind)
+    if role.dynamic_in_train or role.dynamic_in_infer:
+        yield from _shared_shapes(name, role)
 
 
 def _packing_caps(name: str, role: WorkerConfig) -> Iterator[Problem]:
@@ -188,6 +191,16 @@ def _dynamic(name: str, role: WorkerConfig, kind: str) -> Iterator[Problem]:
             f"{layout.context_parallel_size} = {multiple}; use {-(-step // multiple) * multiple}"
         )
         yield Problem((name, round_key), text)
+
+
+def _shared_shapes(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    planning = role.planning_args
+    if planning.shared_shapes and not algorithm_of("dynamic", planning.dynamic_algorithm).same_positions:
+        able = " or ".join(entry.name for entry in ALGORITHMS["dynamic"] if entry.same_positions)
+        text = (
+            f"needs ranks that cut at the same positions, as dynamic_algorithm: {planning.dynamic_algorithm} does not"
+        )
+        yield Problem((name, "planning_args", "shared_shapes"), f"{text}; use {able}, or set this to false")
 
 
 def _roles(job: JobKeys) -> Iterator[Problem]:

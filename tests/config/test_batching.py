@@ -149,6 +149,28 @@ def test_passes_have_caps_of_their_own():
     assert config_from_dict({"actor_train": role}).actor_train.batching().infer.max_tokens == 64
 
 
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [("packed", ("none", "load_balance", "my_packers:mine")), ("dynamic", ("prefer_first", "my_packers.of:mine"))],
+)
+def test_an_algorithm_is_a_registered_name_or_a_dotted_path_that_is_not_yet_loaded(mode, names):
+    for name in names:
+        role = {
+            "packed": {
+                "use_sequence_packing": True,
+                "sequence_packing_args": {"max_packed_sequence_length_train": 64, "algorithm": name},
+            },
+            "dynamic": {
+                "use_dynamic_batching": True,
+                "max_tokens_per_microbatch_in_train": 64,
+                "max_tokens_per_microbatch_in_infer": 64,
+                "planning_args": {"dynamic_algorithm": name},
+            },
+        }[mode]
+        batching = config_from_dict({"actor_train": role}).actor_train.batching()
+        assert batching.train.algorithm == batching.infer.algorithm == name
+
+
 @pytest.mark.parametrize(("written", "length"), [(None, 96), ("longest", None), (48, 48)])
 def test_padded_length(written, length):
     data = {"prompt_length": 32, "response_length": 64, "actor_train": {"padded_length": written}}

@@ -2,42 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 
 from roll_batching.config import ConfigFileError, config_from_dict
-
-MODEL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_layers": 4,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 96,
-}
-BASE = {
-    "actor_train": {
-        "model_args": {"architecture": MODEL},
-        "device_mapping": "list(range(0,8))",
-        "use_sequence_packing": True,
-        "sequence_packing_args": {"max_packed_sequence_length_train": 1024},
-        "strategy_args": {"strategy_name": "megatron_train", "strategy_config": {}},
-    },
-    "reference": {"strategy_args": {"strategy_name": "megatron_infer"}},
-}
-
-
-def changed(changes):
-    data = copy.deepcopy(BASE)
-    for path, value in changes.items():
-        here = data
-        *parents, last = path.split(".")
-        for part in parents:
-            here = here.setdefault(part, {})
-        here[last] = value
-    return data
-
+from tests.config.jobs import BASE, changed
 
 LAYOUT = "actor_train.strategy_args.strategy_config"
 ARCHITECTURE = "actor_train.model_args.architecture"
@@ -187,6 +155,19 @@ BROKEN = {
         {"use_kl_loss": True, "kl_loss_coef": 0.1, "reference": None},
         {"use_kl_loss": "reference"},
     ),
+    "shared shapes where ranks cut freely": (
+        DYNAMIC
+        | {
+            "actor_train.max_tokens_per_microbatch_in_train": 64,
+            "actor_train.planning_args": {"shared_shapes": True, "dynamic_algorithm": "my_packers:mine"},
+        },
+        {"actor_train.planning_args.shared_shapes": "use roll or nemo_rl, or set this to false"},
+    ),
+    "a padded length below 1": ({"actor_train.padded_length": 0}, {"actor_train.padded_length": "at least 1"}),
+    "a multiple below 1": (
+        {"reference.planning_args": {"sequence_multiple": -4}},
+        {"reference.planning_args.sequence_multiple": "is -4; it must be at least 1"},
+    ),
     "lengths that do not add up": (
         {"prompt_length": 10, "response_length": 10, "sequence_length": 15},
         {"sequence_length": "less than prompt_length 10 + response_length 10"},
@@ -261,44 +242,3 @@ def test_processes_must_fit_the_layout():
     assert config.dp_size(4) == 2
     with pytest.raises(ConfigFileError, match="3 processes do not divide into copies of TP 2"):
         config.dp_size(3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "path"),
-    [
-        ({"kl_loss_coef": 0.1}, "kl_loss_coef"),
-        ({"pg_clip_low": 0.1}, "pg_clip_low"),
-        ({"use_pg_clip_range": True, "pg_clip": 0.1}, "pg_clip"),
-        ({}, "reference"),
-        ({"actor_train.padded_length": 32}, "actor_train.padded_length"),
-        ({"actor_train.infer_batch_size": 3, "actor_train.logprob_plan": "own"}, "actor_train.infer_batch_size"),
-        ({"actor_train.sequence_length_round_in_train": 32}, "actor_train.sequence_length_round_in_train"),
-        ({"actor_train.planning_args": {"shared_shapes": True}}, "actor_train.planning_args.shared_shapes"),
-        (
-            {"actor_train.sequence_packing_args.max_packed_sequence_length_forward": 2048},
-            "actor_train.sequence_packing_args.max_packed_sequence_length_forward",
-        ),
-        (
-            {"num_return_sequences_in_group": 8, "actor_infer.generating_args.num_return_sequences": 1},
-            "actor_infer.generating_args.num_return_sequences",
-        ),
-        ({"prompt_length": 1000, "response_length": 1000}, "actor_train.planning_args.oversize"),
-    ],
-)
-def test_keys_without_effect_get_a_notice(changes, path):
-    notices = {notice.path for notice in config_from_dict(changed(changes)).notices}
-    assert path in notices
-
-
-def test_a_key_that_is_not_given_or_has_effect_gets_no_notice():
-    for changes in (
-        {"actor_train.logprob_plan": "own"},
-        {
-            "actor_train.logprob_plan": "own",
-            "actor_train.infer_batch_size": 3,
-            "actor_train.use_sequence_packing": False,
-            "actor_train.sequence_packing_args": None,
-        },
-    ):
-        notices = {notice.path for notice in config_from_dict(changed(changes)).notices}
-        assert "actor_train.infer_batch_size" not in notices, notices

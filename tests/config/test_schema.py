@@ -30,10 +30,9 @@ def reads_of(package):
     """What `package` reads: outside of config, when a job is resolved, and through what those use of the settings."""
     found = set()
     for file, owner, function in package.places:
-        of_settings = file.startswith("config/") and owner is not None
-        if file not in CHECKS_ONLY and (
-            not of_settings or "validator" in str(map(ast.unparse, function.decorator_list))
-        ):
+        validates = any("validator" in ast.unparse(decorator) for decorator in function.decorator_list)
+        of_settings = file.startswith("config/") and owner is not None and not validates
+        if file not in CHECKS_ONLY and not of_settings:
             found |= package.reads(owner, function)
     left = list(found)
     while left:
