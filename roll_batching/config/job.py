@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import PrivateAttr, model_validator
 
-from roll_batching.config.diagnostics import ConfigFileError, Notice
+from roll_batching.config.diagnostics import ConfigFileError, Notice, Problem
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.resolution import resolved
 from roll_batching.config.rules import missing_for_a_run
@@ -35,8 +35,12 @@ class JobConfig(JobKeys):
         """Raises ConfigFileError naming all that a run needs and this configuration leaves out."""
         problems = missing_for_a_run(self)
         if problems:
-            source = self._source
-            raise ConfigFileError([problem.placed(source.place) if source else problem for problem in problems])
+            raise self.error(*problems)
+
+    def error(self, *problems: Problem) -> ConfigFileError:
+        """An error of `problems`, each with the place where its key was written."""
+        source = self._source
+        return ConfigFileError([problem.placed(source.place) if source else problem for problem in problems])
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved settings as plain data, ready for YAML or JSON."""

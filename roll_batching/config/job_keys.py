@@ -107,7 +107,9 @@ class JobKeys(ObjectiveKeys, RollJobKeys):
         default_factory=WorkerConfig,
         help="Rollouts: they run on actor_train's model, with these generating_args.",
     )
-    reference: WorkerConfig | None = honoured(None, help="The frozen starting policy, for use_kl_loss. Default: none.")
+    reference: WorkerConfig | None = honoured(
+        None, help="The frozen starting policy, for use_kl_loss and for losses of your own. Default: none."
+    )
 
     @model_validator(mode="before")
     @classmethod

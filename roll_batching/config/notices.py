@@ -10,6 +10,7 @@ from roll_batching.config.diagnostics import KeyPath, Notice, dotted
 from roll_batching.config.fields import Honoured, Noticed, Pass, Roles, use_of
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.key_paths import field_at, given_keys
+from roll_batching.config.objective_rules import idle_objective_keys, wants_reference
 from roll_batching.config.strategy import ENGINE_STRATEGIES
 from roll_batching.config.worker import WorkerConfig
 from roll_batching.config.yaml_source import Source
@@ -113,6 +114,22 @@ def _of_another_mode(role: WorkerConfig, path: KeyPath) -> Iterator[tuple[KeyPat
 
 
 def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    if job.loss_function == "policy":
+        yield from _policy(job, data)
+    yield from idle_objective_keys(job, data)
+    if job.reference is not None and not wants_reference(job):
+        yield ("reference",), "is not built: use_kl_loss is false or kl_loss_coef is 0"
+    sampling = data.get("actor_infer") or {}
+    number = (sampling.get("generating_args") or {}).get("num_return_sequences")
+    if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:
+        path = ("actor_infer", "generating_args", "num_return_sequences")
+        yield path, f"has no effect: num_return_sequences_in_group = {job.group_size} is used"
+    yield from _borrowed_plans(job.actor_train, data.get("actor_train") or {})
+    yield from _lengths(job)
+
+
+def _policy(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Settings of the loss `policy` that others put out of effect."""
     if job.use_pg_clip_range and "pg_clip" in data and not job.dual_clip_loss:
         yield ("pg_clip",), "has no effect: use_pg_clip_range takes pg_clip_low and pg_clip_high"
     for key in ("pg_clip_low", "pg_clip_high"):
@@ -122,15 +139,6 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
         yield ("kl_loss_coef",), "has no effect: use_kl_loss is false"
     if job.use_kl_loss and not job.kl_loss_coef:
         yield ("use_kl_loss",), "has no effect: kl_loss_coef is 0"
-    if job.reference is not None and not job.kl_coef:
-        yield ("reference",), "is not built: use_kl_loss is false or kl_loss_coef is 0"
-    sampling = data.get("actor_infer") or {}
-    number = (sampling.get("generating_args") or {}).get("num_return_sequences")
-    if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:
-        path = ("actor_infer", "generating_args", "num_return_sequences")
-        yield path, f"has no effect: num_return_sequences_in_group = {job.group_size} is used"
-    yield from _borrowed_plans(job.actor_train, data.get("actor_train") or {})
-    yield from _lengths(job)
 
 
 def _borrowed_plans(role: WorkerConfig, given: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.config.fields import Settings, honoured
+from roll_batching.config.losses import LOSSES
+from roll_batching.config.registered import RegisteredName
 
 
 class ObjectiveKeys(Settings):
     """The keys of advantages and of the policy's loss."""
 
-    adv_estimator: Literal["grpo", "reinforce"] = honoured(
+    loss_function: Annotated[str, RegisteredName(LOSSES)] = honoured(
+        "policy", help="The loss of the RL phase; your own is a class (docs/custom-losses.md)."
+    )
+    loss_args: dict[str, Any] = honoured(
+        default_factory=dict, help="Settings of the loss's own, by name, checked by their types."
+    )
+    adv_estimator: Annotated[str, RegisteredName(ADVANTAGE_ESTIMATORS)] = honoured(
         "grpo",
-        help="grpo: rewards minus their group's mean, over its deviation (the sample's, plus 1e-6). reinforce: rewards "
-        "as norm_* says.",
+        help="How rewards become advantages; your own is a function of (rewards, group_size, *, response_tokens), "
+        "float64, int and int64 of all samples of the step, a prompt's side by side, which returns as many float64, "
+        "the same on every rank.",
     )
     norm_mean_type: Literal["batch", "group"] | None = honoured(
         None, help="reinforce: the mean that is subtracted from rewards. grpo always uses the group's."

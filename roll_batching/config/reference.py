@@ -18,6 +18,7 @@ from pydantic_core import PydanticUndefined
 from roll_batching.config.fields import Honoured, Noticed, Refused, Settings, nested_settings, ordered_fields, use_of
 from roll_batching.config.job_keys import ROLES, JobKeys
 from roll_batching.config.key_paths import schema_keys
+from roll_batching.config.losses import LOSSES
 from roll_batching.config.notices import unread_in
 from roll_batching.config.registered import registered_name
 from roll_batching.config.worker import TrainingArgs, WorkerConfig
@@ -49,6 +50,12 @@ in some roles, and then get a notice:
 """
 
 
+LOSSES_NOTE = """The fields of a class of your own, or the keywords of its `__init__`, are the names of its `loss_args`
+(docs/custom-losses.md). What `policy` has keys for, above, cannot be given in `loss_args` as well. A loss that reads
+what rollouts do not have, such as `dpo`, serves your own training loop and not this job.
+"""
+
+
 def reference_page() -> str:
     """The whole page, Markdown."""
     parts = [INTRODUCTION, "## The job\n", _table(JobKeys)]
@@ -59,10 +66,19 @@ def reference_page() -> str:
             parts += [f"## `{name}`\n", "The keys of a role's `training_args`, below; `max_steps` is required.\n"]
             continue
         parts += [f"## `{name}`\n", _table(settings)]
+    parts += ["## Losses\n", _losses()]
     parts += ["## Roles\n", ROLES_NOTE + _unread_table(), _table(WorkerConfig)]
     for name, settings in _sections(WorkerConfig, ()):
         parts += [f"### `{name}`\n", _summary(settings), _table(settings)]
     return "\n".join(parts)
+
+
+def _losses() -> str:
+    lines = [LOSSES_NOTE, "| loss_function | reads |", "|---|---|"]
+    lines += [f"| `{loss.name}` | {', '.join(f'`{name}`' for name in loss.reads)} |" for loss in LOSSES]
+    for loss in LOSSES:
+        lines += [f"\n### `loss_args` of `{loss.name}`\n", _table(loss.settings).rstrip()]
+    return "\n".join(lines) + "\n"
 
 
 def _sections(root: type[Settings], prefix: tuple[str, ...]) -> list[tuple[str, type[Settings]]]:

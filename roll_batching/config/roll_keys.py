@@ -292,7 +292,9 @@ class RollJobKeys(Settings):
     enable_old_logprobs_recompute: bool = noticed(
         True, help="Compute old log-probs.", notice="actor_train.logprob_plan decides"
     )
-    kl_penalty: str | None = noticed(None, help="Estimator of add_token_level_kl.", notice="the KL loss uses k3")
+    kl_penalty: str | None = noticed(
+        None, help="Estimator of add_token_level_kl.", notice="loss_args.kl_estimator names the one of the KL loss"
+    )
     value_clip: float | None = noticed(None, help="Clip range of a critic.", notice="there is no critic")
     gamma: float = refused(1.0, help="Discount.", reason="rewards belong to whole responses; use 1")
     add_token_level_kl: bool = refused(

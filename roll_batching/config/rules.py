@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.config.diagnostics import Problem
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.model import ArchitectureConfig
+from roll_batching.config.objective_rules import objective_problems
 from roll_batching.config.strategy import MEGATRON_STRATEGIES, MegatronConfig
 from roll_batching.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
@@ -37,6 +39,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += _roles(job)
     problems += _environment(job)
     problems += _objective(job)
+    problems += objective_problems(job)
     problems += _lengths(job)
     return problems
 
@@ -320,7 +323,8 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     if job.eval_samples:
         text = "is missing: the JSONL file of held-out prompts; or set eval_samples: 0"
         need(data.eval_file_name, ("actor_train", "data_args", "eval_file_name"), text)
-    if job.adv_estimator == "grpo":
-        text = f"is {job.group_size}: grpo compares the responses of a prompt and needs at least 2"
+    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    if estimator is not None and estimator.compares:
+        text = f"is {job.group_size}: {estimator.name} compares the responses of a prompt and needs at least 2"
         need(job.group_size > 1, ("num_return_sequences_in_group",), text)
     return problems

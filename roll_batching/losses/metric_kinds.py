@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from roll_batching.errors import LossError
 from roll_batching.losses.contract import Max, Mean, Metric, Min, Sum
 
-_SHAPES: dict[type, str] = {Sum: "sum", Mean: "mean", Max: "max", Min: "min"}
+Kind = Literal["sum", "mean", "max", "min"]
+_KINDS: dict[type, Kind] = {Sum: "sum", Mean: "mean", Max: "max", Min: "min"}
 
 
 @dataclass(frozen=True)
 class HostMetric:
-    """A metric on the host: its kind and its one or two numbers."""
+    """A metric on the host: its kind and its one number, or, of a mean, numerator and denominator."""
 
-    kind: str
+    kind: Kind
     values: tuple[float, ...]
 
     def join(self, other: HostMetric) -> HostMetric:
@@ -50,11 +52,11 @@ def to_host(
     Raises `LossError` when a metric changes its kind between micro-batches.
     """
     flat: list[torch.Tensor] = [loss.double().reshape(()) for loss in losses]
-    names: list[tuple[str, str, int]] = []
+    names: list[tuple[str, Kind, int]] = []
     for micro_batch in metrics:
         for name, metric in micro_batch.items():
             parts = [torch.as_tensor(part).detach().double().reshape(()) for part in metric_tensors(metric)]
-            names.append((name, _SHAPES[type(metric)], len(parts)))
+            names.append((name, _KINDS[type(metric)], len(parts)))
             flat.extend(parts)
     if not flat:
         return [], {}

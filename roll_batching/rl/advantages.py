@@ -6,13 +6,17 @@ computes the same advantages from the same numbers and keeps those of its own sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from roll_batching.errors import DataError
 
+AdvantageFunction = Callable[..., np.ndarray]
+"""`(rewards, group_size, *, response_tokens) -> advantages`: float64[n], int, int64[n] -> float64[n]. Groups are
+consecutive entries. Every rank calls it with the same arguments and must come to the same numbers."""
 Scope = Literal["group", "batch"]
 EPSILON = 1e-6
 """Added to the deviation of rewards (ROLL, verl, slime)."""
@@ -39,6 +43,46 @@ class AdvantageRule:
     whiten: bool = False
     """Give the step's advantages mean 0 and deviation 1 over response tokens (long responses count more): the
     sample's variance, plus 1e-8 under the root."""
+
+
+def grpo(
+    rewards: np.ndarray,
+    group_size: int,
+    *,
+    response_tokens: np.ndarray | None = None,
+    std: Scope = "group",
+    **limits: Any,
+) -> np.ndarray:
+    """Rewards minus their group's mean, over a deviation; `limits` are the other fields of `AdvantageRule`."""
+    rule = AdvantageRule(mean="group", std=std, **limits)
+    return compute_advantages(rewards, group_size, rule, response_tokens=response_tokens)
+
+
+def reinforce(
+    rewards: np.ndarray,
+    group_size: int,
+    *,
+    response_tokens: np.ndarray | None = None,
+    mean: Scope | None = None,
+    std: Scope | None = None,
+    **limits: Any,
+) -> np.ndarray:
+    """Rewards as they are, or minus a mean and over a deviation; `limits` are the other fields of `AdvantageRule`."""
+    rule = AdvantageRule(mean=mean, std=std, **limits)
+    return compute_advantages(rewards, group_size, rule, response_tokens=response_tokens)
+
+
+def checked(advantages: Any, rewards: np.ndarray, who: str) -> np.ndarray:
+    """`advantages` as float64. Raises DataError, naming `who` made them, unless there is a finite one per reward."""
+    try:
+        found = np.asarray(advantages, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"the advantages of {who} are no numbers ({error}): return float64[{len(rewards)}]") from error
+    if found.shape != rewards.shape:
+        raise DataError(f"the advantages of {who} have shape {found.shape}: return one per reward, {rewards.shape}")
+    if (bad := np.flatnonzero(~np.isfinite(found))).size:
+        raise DataError(f"the advantages of {who} at positions {bad[:5].tolist()} are not finite")
+    return found
 
 
 def compute_advantages(

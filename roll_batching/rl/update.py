@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from roll_batching.data import FieldSpec, LengthTable, SampleBatch, collect, distribute, gather_lengths
 from roll_batching.data.membership import mini_batches
-from roll_batching.losses import PolicyLoss
+from roll_batching.losses import loss_spec
 from roll_batching.planning import Plan
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy, StepResult
 
@@ -49,7 +50,7 @@ class _MiniBatch:
 def train_on_rollouts(
     strategy: MegatronTrainStrategy,
     home: SampleBatch,
-    loss: PolicyLoss,
+    loss: Any,
     settings: UpdateSettings,
     *,
     seed: int,
@@ -58,11 +59,12 @@ def train_on_rollouts(
 ) -> Iterator[Update]:
     """Train on the samples of all ranks, `home` being this rank's, and yield after each optimizer step. Collective.
 
-    `home` has `input_ids`, `response_mask` and `advantages`; old and reference log-probs are added here, as the
-    strategy's `logprob_plan` and `reference` ask. `seed` is this step's own, for membership. `idle` is the part
-    of `home` that has no gradient: it is not computed, and counts in the loss's denominators as far as its mask
-    says. All ranks pass it (empty, where they have no such sample), or none.
+    `home` has `input_ids` and what `loss` reads, such as `response_mask` and `advantages`; old and reference log-probs
+    are added here, as the strategy's `logprob_plan` and `reference` ask. `seed` is this step's own, for membership.
+    `idle` is the part of `home` that has no gradient: it is not computed, and counts in the loss's denominators as far
+    as its mask says. All ranks pass it (empty, where they have no such sample), or none.
     """
+    masks = loss_spec(loss).masks
     table = gather_lengths(home)
     table = table.select(np.argsort(table.ids))  # membership must not depend on who generated what
     working = np.ones(len(table), dtype=bool)
@@ -70,9 +72,9 @@ def train_on_rollouts(
         working = ~np.isin(table.ids, gather_lengths(idle).ids)
     first_epoch = list(_epoch(strategy, table, working, settings, seed=seed, epoch=0))
     if strategy.batching.logprob_plan != "none":
-        home = _with_old_log_probs(strategy, home, table, [m.plan for m in first_epoch], loss.masks)
+        home = _with_old_log_probs(strategy, home, table, [m.plan for m in first_epoch], masks)
     if reference is not None:
-        home = _with_log_probs(reference, home, [reference.plan(table, forward=True)], "ref_log_probs", loss.masks)
+        home = _with_log_probs(reference, home, [reference.plan(table, forward=True)], "ref_log_probs", masks)
     for epoch in range(settings.epochs):
         batches = _epoch(strategy, table, working, settings, seed=seed, epoch=epoch) if epoch else first_epoch
         for batch in batches:

@@ -7,7 +7,7 @@ import yaml
 
 from roll_batching.config import JobConfig
 from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.job import policy_loss
+from roll_batching.rl.from_config import loss_of
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -72,7 +72,7 @@ def test_the_figures_of_a_row_agree_with_each_other(folder):
 
 
 def test_the_keys_of_the_objective_reach_the_loss(folder):
-    loss = policy_loss(JobConfig.model_validate(settings(folder)))
+    loss = loss_of(JobConfig.model_validate(settings(folder)))
     assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.ratio, loss.kl_coef) == (0.2, 0.2, None, "token", 0.0)
     changes = {
         "pg_clip": 0.3,
@@ -84,13 +84,13 @@ def test_the_keys_of_the_objective_reach_the_loss(folder):
         "loss_agg_mode": "seq-mean-token-mean",
         "reference": {},
     }
-    loss = policy_loss(JobConfig.model_validate(settings(folder, **changes)))
+    loss = loss_of(JobConfig.model_validate(settings(folder, **changes)))
     assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.ratio) == (0.3, 0.3, 1.6, "sequence")
     assert (loss.kl_coef, loss.entropy_coef, loss.aggregation) == (0.1, 0.01, "sequence_mean")
     assert loss.kl_bound == 10.0
     for bound in (3.5, None):
         job = JobConfig.model_validate(settings(folder, **changes, kl_loss_bound=bound))
-        assert policy_loss(job).kl_bound == bound
+        assert loss_of(job).kl_bound == bound
 
 
 def test_fewer_prompts_than_ranks_still_train(folder):

@@ -79,7 +79,7 @@ def every_kind(payload):
     from roll_batching.config import JobConfig
     from roll_batching.data import SampleBatch
     from roll_batching.losses import LossOutput, Max, Mean, Min, Sum
-    from roll_batching.rl.job import update_row
+    from roll_batching.rl.rows import update_row
     from roll_batching.rl.update import UpdateSettings, train_on_rollouts
     from roll_batching.strategy import MegatronTrainStrategy
 

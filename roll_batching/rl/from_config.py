@@ -1,0 +1,91 @@
+"""From a configuration to what runs: the loss, the advantage estimator, the schedule, the sampling."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from roll_batching.config import JobConfig, TrainingArgs
+from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS
+from roll_batching.config.arguments import Arguments
+from roll_batching.config.diagnostics import Problem
+from roll_batching.config.losses import LOSSES
+from roll_batching.config.objective_rules import advantage_arguments, loss_arguments
+from roll_batching.errors import ConfigError, LossError
+from roll_batching.losses import loss_spec
+from roll_batching.registry import describe_error
+from roll_batching.rl.advantages import AdvantageFunction, checked
+from roll_batching.strategy import GenerationSettings
+
+
+def loss_of(config: JobConfig) -> Any:
+    """The loss object of the RL phase. Raises ConfigFileError with the places of `loss_function` and `loss_args`."""
+    name, at, below = config.loss_function, ("loss_function",), ("loss_args",)
+    try:
+        make = LOSSES.load(name)
+    except ConfigError as error:
+        raise config.error(Problem(at, str(error))) from error
+    registered = LOSSES.get(name)
+    if registered is not None:
+        return make(**loss_arguments(config, registered))
+    if not callable(make):
+        raise config.error(Problem(at, f"{name!r} is a {type(make).__name__}: name a class of losses"))
+    try:
+        given, problems = Arguments.of(f"the loss {name!r}", make).read(config.loss_args, below)
+    except ConfigError as error:
+        raise config.error(Problem(at, str(error))) from error
+    if problems:
+        raise config.error(*problems)
+    try:
+        loss = make(**given)
+    except (Exception, SystemExit) as error:  # its constructor may raise anything, and call sys.exit
+        raise config.error(Problem(below, f"{name!r} refuses its settings: {describe_error(error)}")) from error
+    try:
+        loss_spec(loss)
+    except LossError as error:
+        raise config.error(Problem(at, str(error))) from error
+    return loss
+
+
+def advantages_of(config: JobConfig) -> AdvantageFunction:
+    """The function that makes advantages. Raises ConfigFileError with the place of `adv_estimator`."""
+    name = config.adv_estimator
+    try:
+        function = ADVANTAGE_ESTIMATORS.load(name)
+    except ConfigError as error:
+        raise config.error(Problem(("adv_estimator",), str(error))) from error
+    if not callable(function):
+        text = f"{name!r} is a {type(function).__name__}: name a function of (rewards, group_size, *, response_tokens)"
+        raise config.error(Problem(("adv_estimator",), text))
+    bound = partial(function, **advantage_arguments(config))
+
+    def estimate(rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray) -> np.ndarray:
+        return checked(bound(rewards, group_size, response_tokens=response_tokens), rewards, name)
+
+    return estimate
+
+
+def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:
+    """The RL phase's training arguments, `max_steps` being the optimizer steps that it will make."""
+    args = config.actor_train.training_args
+    if args.max_steps > 0 or not config.max_steps:
+        return args
+    samples = config.rollout_batch_size * config.group_size
+    per_step = -(-samples // config.mini_batch_size(dp_size)) * config.ppo_epochs
+    return config.actor_train.with_training(max_steps=config.max_steps * per_step).training_args
+
+
+def sampling_of(config: JobConfig, eos_token_id: int) -> GenerationSettings:
+    """How rollouts are sampled."""
+    args = config.actor_infer.generating_args
+    return GenerationSettings(
+        max_new_tokens=args.max_new_tokens or 1,
+        eos_token_id=eos_token_id,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        greedy=not args.do_sample,
+        num_return_sequences=config.group_size,
+    )

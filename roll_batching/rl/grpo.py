@@ -1,0 +1,191 @@
+"""The RL phase: prompts, rollouts, rewards, advantages, balanced training steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_batching.config.objective_rules import wants_reference
+from roll_batching.data import FieldSpec, SampleBatch
+from roll_batching.data.epochs import PromptStream
+from roll_batching.distributed import consensus, digest
+from roll_batching.losses import mask_overlong
+from roll_batching.observe.metrics_file import Row
+from roll_batching.rl.advantages import AdvantageFunction, shuffled, zero_groups
+from roll_batching.rl.comparison import ModeComparison
+from roll_batching.rl.evaluation import Evaluator
+from roll_batching.rl.rollout import Rollouts, StepScores, generate_rollouts, score_rollouts
+from roll_batching.rl.rows import comparison_row, merged, score_row, update_row
+from roll_batching.rl.run import Run
+from roll_batching.rl.update import Update, UpdateSettings, train_on_rollouts
+from roll_batching.strategy import MegatronInferStrategy
+
+PHASE = "rl"
+"""Its name in rows and checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What the policy learns from."""
+
+    loss: Any
+    """A loss object (see `losses.contract`)."""
+    advantages: AdvantageFunction
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """What a step trains on."""
+
+    home: SampleBatch
+    """This rank's samples, with the fields that `config.losses.ROLLOUT_FIELDS` promises, less the other models'
+    log-probs."""
+    idle: SampleBatch | None
+    """Those of them that the job leaves out of the computation: overlong, or of a group without advantages. None
+    where it leaves out nothing, on every rank."""
+    scores: StepScores
+
+
+class Grpo:
+    """The RL phase of a run."""
+
+    def __init__(self, run: Run, objective: Objective) -> None:
+        self.shared, self.config, self.strategy, self.objective = run, run.config, run.strategy, objective
+        inputs, config, layout = run.inputs, run.config, run.strategy.layout
+        assert inputs.prompts is not None and inputs.reward is not None
+        self.reward = inputs.reward
+        self.stream = PromptStream(inputs.prompts, config.rollout_batch_size, seed=config.seed)
+        self.settings = UpdateSettings(
+            mini_batch_size=config.mini_batch_size(layout.dp_size),
+            epochs=config.ppo_epochs,
+        )
+        self.comparison = ModeComparison(config.actor_train, layout, sequence_length=config.sequence_length or 1)
+        self.evaluator = self._evaluator()
+        self.reference = self._reference()
+
+    def run(self) -> None:
+        """All steps. The first row holds the evaluation before any update, the last the one after all."""
+        config, strategy, recorder = self.config, self.strategy, self.shared.recorder
+        checkpoints = self.shared.checkpoints
+        strategy.start_phase(self.shared.schedule)
+        behind = checkpoints.restore(PHASE, self.stream, self.reference)
+        self.shared.begin(PHASE, config.max_steps, behind)
+        for step in range(behind + 1, config.max_steps + 1):
+            started = time.perf_counter()
+            before = self._evaluate(0) if step == 1 else {}
+            rolling = time.perf_counter()
+            scored = self._roll_out(step)
+            training = time.perf_counter()
+            updates = list(self._train(scored, step))
+            done = time.perf_counter()
+            due = step == config.max_steps or (config.eval_steps and step % config.eval_steps == 0)
+            evaluated = before or (self._evaluate(step) if due else {})
+            compared = comparison_row(self.comparison.tokens(update.plan.lengths) for update in updates)
+            times = {
+                "skipped_steps": strategy.skipped_steps,
+                "rollout_seconds": training - rolling,
+                "update_seconds": done - training,
+                "seconds": time.perf_counter() - started,
+            }
+            row = merged(update_row(updates), score_row(scored.scores), compared, evaluated, times)
+            shown = {"reward": row["reward"], "length": row["response_length_mean"]}
+            recorder.step(step, row, shown=shown | {"held-out": row.get("eval_reward")})
+            checkpoints.save_if_due(PHASE, step, config.max_steps, self.stream, self.reference)
+
+    def _evaluator(self) -> Evaluator | None:
+        inputs, config = self.shared.inputs, self.config
+        if inputs.heldout is None:
+            return None
+        return Evaluator(
+            prompts=inputs.heldout,
+            tokenizer=inputs.tokenizer,
+            reward=self.reward,
+            settings=self.shared.sampling,
+            samples=config.eval_samples,
+            prompt_length=config.prompt_length,
+            seed=config.seed,
+        )
+
+    def _reference(self) -> MegatronInferStrategy | None:
+        """A frozen copy of the policy as RL begins, when the loss asks for it."""
+        if self.config.reference is None or not wants_reference(self.config):
+            return None
+        reference = MegatronInferStrategy(
+            self.config.reference, seed=self.config.seed, temperature=self.strategy.temperature
+        )
+        reference.initialize()
+        reference.copy_weights_from(self.strategy)
+        return reference
+
+    def _evaluate(self, updates: int) -> Row:
+        """Held-out figures after `updates` RL steps; nothing without held-out prompts."""
+        if self.evaluator is None:
+            return {}
+        return {"eval_updates": updates, **self.evaluator(self.strategy, number=updates)}
+
+    def _roll_out(self, step: int) -> _Scored:
+        config, strategy = self.config, self.strategy
+        rollouts = generate_rollouts(
+            strategy,
+            next(self.stream),
+            self.shared.inputs.tokenizer,
+            replace(self.shared.sampling, seed=step_seed(config.seed, step)),
+            prompt_length=config.prompt_length,
+        )
+        scores = score_rollouts(strategy, rollouts, self.reward)
+        advantages = self._advantages(scores, step)
+        home = _with_scores(rollouts, scores, advantages)
+        here = home.ids.numpy()  # ids are places among the step's samples
+        idle = np.zeros(len(here), dtype=bool)
+        if config.drop_zero_advantage_groups:
+            idle |= zero_groups(advantages, config.group_size)[here]
+        if config.max_len_mask:
+            overlong = ~scores.finished[here]
+            home = mask_overlong(home, torch.from_numpy(overlong))
+            idle |= overlong
+        leaves_out = config.drop_zero_advantage_groups or config.max_len_mask
+        return _Scored(home=home, idle=home.select(np.flatnonzero(idle)) if leaves_out else None, scores=scores)
+
+    def _advantages(self, scores: StepScores, step: int) -> np.ndarray:
+        """float64[n] of all samples of the step, the same on every rank."""
+        config = self.config
+        with consensus(self.strategy.layout.host_group, "advantages") as facts:
+            found = self.objective.advantages(scores.rewards, config.group_size, response_tokens=scores.response_tokens)
+            facts.equal("the advantages", digest(found.tobytes()), "adv_estimator must give the same on every rank")
+        if config.control == "shuffled":
+            return shuffled(found, np.random.default_rng(step_seed(config.seed, step)))
+        return found
+
+    def _train(self, scored: _Scored, step: int) -> Iterator[Update]:
+        return train_on_rollouts(
+            self.strategy,
+            scored.home,
+            self.objective.loss,
+            self.settings,
+            seed=step_seed(self.config.seed, step),
+            idle=scored.idle,
+            reference=self.reference,
+        )
+
+
+def _with_scores(rollouts: Rollouts, scores: StepScores, advantages: np.ndarray) -> SampleBatch:
+    """This rank's samples with what a loss may read of how they were drawn and judged."""
+    batch, here = rollouts.batch, rollouts.batch.ids.numpy()
+    fields = {
+        "advantages": torch.from_numpy(advantages[here]).float(),
+        "rewards": torch.from_numpy(scores.rewards[here]).float(),
+        "rollout_log_probs": batch["log_probs"],
+    }
+    sample, next_token = FieldSpec("sample"), FieldSpec("next_token")
+    kinds = {"advantages": sample, "rewards": sample, "rollout_log_probs": next_token}
+    return batch.without("log_probs").with_fields(fields, kinds)
+
+
+def step_seed(seed: int, step: int) -> int:
+    """A seed of its own for each step, 32 bits wide."""
+    return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])

@@ -1,0 +1,73 @@
+"""Rows of metrics.jsonl: figures of optimizer steps, joined by their kind, and of rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from roll_batching.errors import LossError
+from roll_batching.losses.metric_kinds import HostMetric, as_numbers, join_parts
+from roll_batching.observe.metrics_file import Row
+from roll_batching.rl.rollout import StepScores
+from roll_batching.rl.update import Update
+
+_PLACE = ("step", "phase")
+"""Columns that say which row it is."""
+
+
+def update_row(updates: Sequence[Update]) -> Row:
+    """A row's figures of one or several optimizer steps, each joined over the steps by its kind.
+
+    The loss's own metrics among them: a `Mean` is one over all steps' tokens, a `Max` the largest of all.
+    """
+    figures = join_parts(_figures(update) for update in updates)
+    reported = join_parts(update.result.joined_metrics for update in updates)
+    return merged(as_numbers(figures), {"lr": updates[-1].result.lr}, as_numbers(reported))
+
+
+def _figures(update: Update) -> dict[str, HostMetric]:
+    result, report = update.result, update.plan.report
+    padding = report.computed_tokens - report.real_tokens
+    return {
+        "loss": HostMetric("mean", (result.loss, 1)),
+        "grad_norm": HostMetric("mean", (result.grad_norm, 1)),
+        "tokens": HostMetric("sum", (report.real_tokens,)),
+        "computed_tokens": HostMetric("sum", (report.computed_tokens,)),
+        "train_seconds": HostMetric("sum", (result.seconds,)),
+        "tokens_per_second": HostMetric("mean", (report.real_tokens, result.seconds)),
+        "padding_share": HostMetric("mean", (padding, report.computed_tokens)),
+        "imbalance": HostMetric("mean", (report.imbalance, 1)),
+        "micro_batches": HostMetric("sum", (report.num_micro_batches,)),
+        "fillers": HostMetric("sum", (report.fillers,)),
+    }
+
+
+def comparison_row(tokens: Iterable[Mapping[str, int]]) -> Row:
+    """What the row's optimizer steps would compute in each mode, given as `tokens` by mode of each step."""
+    parts = ({f"tokens_{mode}": HostMetric("sum", (count,)) for mode, count in step.items()} for step in tokens)
+    return dict(as_numbers(join_parts(parts)))
+
+
+def score_row(scores: StepScores) -> Row:
+    """A row's figures of the step's rollouts."""
+    return {
+        "reward": float(scores.rewards.mean()),
+        "reward_std": float(scores.rewards.std()),
+        "response_length_mean": float(scores.response_tokens.mean()),
+        "response_length_max": int(scores.response_tokens.max()),
+        "length_max_over_mean": float(scores.lengths.max() / scores.lengths.mean()),
+        "finished_share": float(scores.finished.mean()),
+        **{f"mark/{name}": float(mark.mean()) for name, mark in scores.marks.items()},
+    }
+
+
+def merged(*parts: Row) -> Row:
+    """One row of all columns. Raises LossError when two parts have one of the same name: the loss chose it."""
+    row: Row = {}
+    for part in parts:
+        taken = [name for name in part if name in row or name in _PLACE]
+        if taken:
+            raise LossError(
+                f"the loss reports a metric named {taken[0]!r}, as a column of the run's own is: give it another name"
+            )
+        row |= part
+    return row

@@ -1,0 +1,59 @@
+"""What the phases of a job share: its inputs, its model, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch.distributed as dist
+
+from roll_batching.config import JobConfig
+from roll_batching.distributed import consensus
+from roll_batching.rl.checkpoint import JobCheckpoints
+from roll_batching.rl.folder import EarlierRun, folder_of, held
+from roll_batching.rl.from_config import sampling_of, schedule_of
+from roll_batching.rl.inputs import JobInputs
+from roll_batching.rl.recorder import RunRecorder
+from roll_batching.rl.rollout import start_reward
+from roll_batching.strategy import MegatronTrainStrategy
+
+
+class Run:
+    """A job on its way: the strategy is built, the folder is held, the reward answers.
+
+    Building it is collective. What it takes is given back when `until_the_end` closes.
+    """
+
+    def __init__(self, config: JobConfig, inputs: JobInputs, until_the_end: contextlib.ExitStack) -> None:
+        self.config, self.inputs = config, inputs
+        self.sampling = sampling_of(config, inputs.tokenizer.eos_token_id)
+        self.schedule = schedule_of(config, config.dp_size(int(os.environ.get("WORLD_SIZE", "1"))))
+        """The RL phase's training arguments."""
+        worker = config.actor_train.model_copy(update={"training_args": self.schedule})
+        self.strategy = MegatronTrainStrategy(worker, seed=config.seed, temperature=self.sampling.temperature)
+        self.strategy.initialize()
+        layout = self.strategy.layout
+        with consensus(layout.host_group, "the job's inputs") as facts:
+            facts.equal("the data files", inputs.fingerprint, "Give all machines the same files")
+            if dist.get_rank() == 0:
+                until_the_end.enter_context(held(folder_of(config)))
+        if inputs.reward is not None:
+            until_the_end.callback(inputs.reward.close)
+            start_reward(layout, inputs.reward)
+        self.checkpoints = JobCheckpoints(config, folder_of(config), self.strategy)
+        self.recorder = RunRecorder(config, enabled=dist.get_rank() == 0)
+        self._open = False
+
+    def begin(self, phase: str, steps: int, done: int) -> None:
+        """A phase of `steps` steps begins after `done` of them, everything being built and loaded. Collective.
+
+        With the first one the folder becomes this run's: what an earlier run left makes way.
+        """
+        if not self._open:
+            with consensus(self.strategy.layout.host_group, "opening the run's folder"):
+                if dist.get_rank() == 0:
+                    earlier = EarlierRun(self.recorder.folder)
+                    self.checkpoints.make_way(earlier)
+                    self.recorder.open(earlier, self.checkpoints.kept_rows)
+            self._open = True
+        self.recorder.start(phase, steps, done)

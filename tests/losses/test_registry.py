@@ -1,0 +1,101 @@
+"""The registered losses: their entries say what the losses themselves say, and a job takes them by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from roll_batching.config import load_config
+from roll_batching.config.diagnostics import ConfigFileError
+from roll_batching.config.loader import config_from_dict
+from roll_batching.config.losses import LOSSES, ROLLOUT_FIELDS
+from roll_batching.losses import PolicyLoss, loss_spec
+from roll_batching.rl.from_config import loss_of
+from tests.support.ranks import ROOT
+
+
+@pytest.mark.parametrize("entry", LOSSES, ids=lambda entry: entry.name)
+def test_an_entry_has_every_setting_of_its_loss_with_its_default(entry):
+    fields = {field.name: field.default for field in dataclasses.fields(LOSSES.load(entry.name))}
+    own = {name: field.default for name, field in entry.settings.model_fields.items()}
+    assert {*own, *entry.keys} == set(fields) and not set(own) & set(entry.keys)
+    assert own == {name: fields[name] for name in own}
+    assert set(loss_spec(LOSSES.load(entry.name)()).masks) <= set(entry.reads)
+
+
+def job(**changes):
+    return config_from_dict(changes)
+
+
+def test_settings_without_a_key_reach_the_loss():
+    given = {"kl_estimator": "k2", "engine_ratio_cap": 2, "sample_weights": "rewards"}
+    loss = loss_of(job(loss_args=given, use_kl_loss=True, kl_loss_coef=0.1, reference={}, pg_clip=0.3))
+    assert loss == PolicyLoss(
+        clip_low=0.3, clip_high=0.3, kl_coef=0.1, kl_estimator="k2", engine_ratio_cap=2.0, sample_weights="rewards"
+    )
+    assert type(loss.engine_ratio_cap) is float
+    assert loss_of(job()) == PolicyLoss()
+    assert loss_of(job(loss_function="sft", loss_args={"aggregation": "sequence_mean"})).aggregation == "sequence_mean"
+
+
+REFUSED = {
+    "unknown name": ({"loss_args": {"kl_estimatr": "k1"}}, "loss_args.kl_estimatr", "did you mean 'kl_estimator'?"),
+    "kind": ({"loss_args": {"engine_ratio_cap": "2"}}, "loss_args.engine_ratio_cap", "a valid number, got '2'"),
+    "choice": ({"loss_args": {"kl_estimator": "k4"}}, "loss_args.kl_estimator", "'k1', 'k2' or 'k3', got 'k4'"),
+    "limit": ({"loss_args": {"engine_ratio_cap": 0}}, "loss_args.engine_ratio_cap", "greater than 0, got 0"),
+    "not finite": ({"loss_args": {"engine_ratio_cap": float("inf")}}, "loss_args.engine_ratio_cap", "finite number"),
+    "given by a key": ({"loss_args": {"clip_low": 0.1}}, "loss_args.clip_low", "set that, and leave this out"),
+    "given twice": ({"pg_clip": 0.1, "loss_args": {"clip_high": 0.1}}, "loss_args.clip_high", "pg_clip_high"),
+    "settings of another": ({"loss_function": "sft", "loss_args": {"beta": 0.1}}, "loss_args.beta", "are aggregation"),
+    "pairs": ({"loss_function": "dpo", "reference": {}}, "loss_function", "reads pair and chosen, which rollouts do"),
+    "no such loss": (
+        {"loss_function": "polcy"},
+        "loss_function",
+        "did you mean 'policy'? choose policy, sft, dpo or your own",
+    ),
+    "no section": ({"loss_args": 3}, "loss_args", "expected keys and values, got 3"),
+    "no estimator": (
+        {"adv_estimator": "grop"},
+        "adv_estimator",
+        "choose grpo, reinforce or your own as package.module:name",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_are_checked_when_the_file_is_read(name, report):
+    changes, path, words = REFUSED[name]
+    with pytest.raises(ConfigFileError) as caught:
+        job(**changes)
+    (problem,) = caught.value.problems
+    assert ".".join(map(str, problem.path)) == path and words in problem.message, str(problem)
+    report(f"{name}: {problem}")
+
+
+@pytest.mark.bad_input
+def test_with_file_and_line(tmp_path, report):
+    file = tmp_path / "job.yaml"
+    file.write_text("seed: 1\nloss_args:\n  engine_ratio_cap: 2\n  beta: 1\n")
+    with pytest.raises(ConfigFileError) as caught:
+        load_config(file)
+    assert f"{file}:4: loss_args.beta: unknown setting" in str(caught.value)
+
+
+def test_what_has_no_effect_is_told():
+    own = job(loss_function="my:Loss", adv_estimator="my:estimate", pg_clip=0.1, norm_std_type="batch", reference={})
+    assert [notice.path for notice in own.notices] == ["pg_clip", "norm_std_type"]
+    (told,) = job(loss_function="sft").notices
+    assert told.path == "loss_function" and "rewards are measured and change nothing" in told.text
+    (told,) = job(loss_args={"kl_estimator": "k1"}).notices
+    assert told.path == "loss_args.kl_estimator" and "use_kl_loss is false" in told.text
+
+
+def test_the_pages_name_every_loss_and_every_field():
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    custom = (ROOT / "docs" / "custom-losses.md").read_text(encoding="utf-8")
+    for entry in LOSSES:
+        assert f"| `{entry.name}` | {entry.summary} |" in page
+    for name in ROLLOUT_FIELDS:
+        assert f"| `{name}` |" in custom, name
