@@ -14,7 +14,7 @@ import typer
 from roll_batching.config import JobConfig, Notice, load_config
 from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.launch.convert_command import convert_config
-from roll_batching.launch.plan_command import plan
+from roll_batching.launch.plan_command import ALGORITHMS_OF_MODES, plan
 
 app = typer.Typer(
     help="Plans, packs and balances every training step on Megatron-Core.",
@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 
 
-app.command()(plan)
+app.command(epilog=ALGORITHMS_OF_MODES)(plan)
 app.command()(convert_config)
 
 

@@ -15,6 +15,7 @@ from roll_batching.planning.batching_spec import Oversize
 from roll_batching.planning.compiled import announced
 from roll_batching.planning.inputs import Ints
 from roll_batching.planning.lengths_io import MOST_TOKENS, read_length_file
+from roll_batching.planning.registry import ALGORITHMS
 
 ROWS = (
     (
@@ -50,6 +51,17 @@ ROWS = (
 MOST_RANKS = 65_536
 MOST_SPLITS = 1024
 
+ALGORITHMS_OF_MODES = "\n\n".join(
+    [
+        *(
+            f"{mode.capitalize()} mode: {'; '.join(f'{entry.name} ({entry.summary})' for entry in registry)}."
+            for mode, registry in ALGORITHMS.items()
+        ),
+        "In their place, a packer of your own: package.module:function.",
+    ]
+)
+"""What --algorithm takes, for the end of the help."""
+
 
 def plan(
     lengths: Annotated[Path, typer.Argument(help="CSV, JSONL, npy or Parquet file with one sequence per row.")],
@@ -60,7 +72,7 @@ def plan(
     max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Cap of a micro-batch in tokens.")] = 16384,
     dp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Data-parallel ranks.")] = 8,
     mode: Annotated[str, typer.Option(help="packed, dynamic or padded.")] = "packed",
-    algorithm: Annotated[str | None, typer.Option(help="Algorithm of the mode; default: its best.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="Algorithm of the mode, see below; default: its best.")] = None,
     tp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Tensor-parallel size; aligns packs.")] = 1,
     cp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Context-parallel size; aligns sequences.")] = 1,
     pp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Pipeline stages; their makespan is balanced.")] = 1,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll_batching.cli import main
+from roll_batching.planning.registry import ALGORITHMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,3 +83,14 @@ def test_help_names_the_commands(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0 and "train" in capsys.readouterr().out
+
+
+def test_help_names_every_algorithm_and_what_it_does(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for registry in ALGORITHMS.values():
+        for entry in registry:
+            assert f"{entry.name} ({entry.summary})" in said
+    assert "package.module:function" in said
