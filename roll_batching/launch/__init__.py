@@ -1,1 +1,1 @@
-"""Starting the processes of a job, and the commands that live beside it."""
+"""Starting the processes of a job, one per rank, and ending all of them together."""

@@ -94,3 +94,12 @@ def test_help_names_every_algorithm_and_what_it_does(capsys, monkeypatch):
         for entry in registry:
             assert f"{entry.name} ({entry.summary})" in said
     assert "package.module:function" in said
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["convert-config"], ["train"]], ids=" ".join)
+def test_help_needs_no_torch(command):
+    code = (
+        f"import sys; sys.modules['torch'] = None\nfrom roll_batching.cli import main\nmain({[*command, '--help']!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Usage: roll-batching" in done.stdout, done.stderr

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 from roll_batching import cli
 from roll_batching.cli import main
+from roll_batching.commands.convert_config import convert_config
+from roll_batching.commands.plan import ROWS, plan
 from roll_batching.errors import ConfigError, DataError
-from roll_batching.launch.convert_command import convert_config
-from roll_batching.launch.plan_command import ROWS, plan
 from roll_batching.planning.compiled import announced, next_random
 from roll_batching.planning.lengths_io import read_length_file, read_lengths
 
