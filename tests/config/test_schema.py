@@ -19,28 +19,36 @@ from tests.config.typed_reads import Package
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(roll_batching.__file__).parent
-CHECKS_ONLY = {f"config/{name}.py" for name in ("fields", "validation", "notices", "reference", "rules", "key_paths")}
-"""Files that look at keys without doing what they ask."""
+CHECKS = {
+    ("config/rules.py", "broken_rules"),
+    ("config/rules.py", "missing_for_a_run"),
+    ("config/notices.py", "collect_notices"),
+}
+"""They look at keys without doing what these ask."""
 
 DECIDED_BY_RULES = {("StrategyArgs", "strategy_name")}
 """Every role runs on the one strategy that it can run on; rules and notices say which names it may give."""
 
 
 def reads_of(package):
-    """What `package` reads: outside of config, when a job is resolved, and through what those use of the settings."""
+    """What `package` reads outside of config, when settings are made, and in whatever is called from there."""
     found = set()
     for file, owner, function in package.places:
         validates = any("validator" in ast.unparse(decorator) for decorator in function.decorator_list)
-        of_settings = file.startswith("config/") and owner is not None and not validates
-        if file not in CHECKS_ONLY and not of_settings:
-            found |= package.reads(owner, function)
+        if validates or not file.startswith("config/"):
+            found |= package.reads(file, owner, function)
     left = list(found)
     while left:
-        owner, name = left.pop()
-        method = package.classes[owner].methods.get(name)
-        new = package.reads(owner, method) - found if method is not None else set()
+        place, name = read = left.pop()
+        if read in CHECKS:
+            continue
+        if place in package.classes:
+            files = [(f, m) for f, owner, m in package.places if owner == place and m.name == name]
+            new = {inner for file, method in files for inner in package.reads(file, place, method)}
+        else:
+            new = package.reads(place, None, package.functions[read])
+        left += new - found
         found |= new
-        left += new
     return found
 
 

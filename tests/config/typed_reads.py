@@ -7,13 +7,12 @@ What cannot be followed is not counted: a variable that holds settings of unclea
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 Read = tuple[str, str]
-"""Class and attribute."""
+"""Class and attribute; or, for a function that is called or handed on, its file and name."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -41,21 +40,36 @@ class Class:
 class Package:
     """Classes, functions and reads of all modules below `root`; `skip` are files (relative to it) left out."""
 
-    def __init__(self, root: Path, skip: set[str] = frozenset()) -> None:
+    def __init__(self, root: Path) -> None:
         self.classes: dict[str, Class] = {}
-        self.returns: dict[str, Types] = defaultdict(Types)
-        modules = [(str(p.relative_to(root)), ast.parse(p.read_text())) for p in sorted(root.rglob("*.py"))]
-        modules = [(name, tree) for name, tree in modules if name not in skip]
+        self.functions: dict[Read, Function] = {}
+        """By file and name."""
+        self.imports: dict[Read, Read] = {}
+        """File and name, as they are called here, to file and name there."""
         self.places: list[tuple[str, str | None, Function]] = []
         """File, class and definition of every function and method."""
-        for name, tree in modules:
-            self._declarations(name, tree)
-        self.known = frozenset(self.classes)
-        for function in (f for _, owner, f in self.places if owner is None):
-            self.returns[function.name] |= annotated(function.returns)
+        for path in sorted(root.rglob("*.py")):
+            file, tree = str(path.relative_to(root)), ast.parse(path.read_text())
+            self._declarations(file, tree)
+            self._imports(root, file, tree)
         for _ in range(3):  # attributes assigned from attributes, a few deep
-            for _, owner, function in self.places:
-                _Reader(self, owner, function).visit_body()
+            for file, owner, function in self.places:
+                self.reads(file, owner, function)
+
+    def _imports(self, root: Path, file: str, tree: ast.Module) -> None:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == root.name:
+                there = "/".join(node.module.split(".")[1:])
+                there = f"{there}/__init__.py" if (root / there).is_dir() else f"{there}.py"
+                for name in node.names:
+                    self.imports[file, name.asname or name.name] = (there.lstrip("/"), name.name)
+
+    def function(self, file: str, name: str) -> Read | None:
+        """Where the function that `file` calls `name` stands."""
+        here = (file, name)
+        while here not in self.functions and here in self.imports:
+            here = self.imports[here]
+        return here if here in self.functions else None
 
     def _declarations(self, name: str, tree: ast.Module) -> None:
         for node in ast.walk(tree):
@@ -71,6 +85,7 @@ class Package:
         for node in ast.walk(tree):
             if isinstance(node, Function) and id(node) not in methods:
                 self.places.append((name, None, node))
+                self.functions[name, node.name] = node
 
     def lineage(self, name: str) -> Iterator[str]:
         """`name` and its bases in the package."""
@@ -89,9 +104,9 @@ class Package:
                 return (holder, name), cls.attributes[name]
         return None
 
-    def reads(self, owner: str | None, function: Function) -> set[Read]:
+    def reads(self, file: str, owner: str | None, function: Function) -> set[Read]:
         """What `function` reads, each with the class that declares it."""
-        reader = _Reader(self, owner, function)
+        reader = _Reader(self, file, owner, function)
         reader.visit_body()
         return reader.found
 
@@ -117,8 +132,8 @@ def annotated(annotation: ast.expr | None) -> Types:
 class _Reader(ast.NodeVisitor):
     """One function, from its first line to its last, with the types of its variables so far."""
 
-    def __init__(self, package: Package, owner: str | None, function: Function) -> None:
-        self.package, self.function = package, function
+    def __init__(self, package: Package, file: str, owner: str | None, function: Function) -> None:
+        self.package, self.file, self.function = package, file, function
         self.found: set[Read] = set()
         self.variables: dict[str, Types] = {}
         arguments = function.args
@@ -155,6 +170,11 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
+
+    def visit_Name(self, node: ast.Name) -> None:
+        called = self.package.function(self.file, node.id) if node.id not in self.variables else None
+        if called is not None:
+            self.found.add(called)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.generic_visit(node)
@@ -202,8 +222,10 @@ class _Reader(ast.NodeVisitor):
     def _called(self, node: ast.Call) -> Types:
         made = node.func
         if isinstance(made, ast.Name):
-            known = Types(frozenset({made.id})) if made.id in self.package.classes else NOTHING
-            return known | self.package.returns.get(made.id, NOTHING)
+            called = self.package.function(self.file, made.id)
+            if called is not None:
+                return annotated(self.package.functions[called].returns)
+            return Types(frozenset({made.id})) if made.id in self.package.classes else NOTHING
         if isinstance(made, ast.Attribute):
             if made.attr in ("model_copy", "items", "values", "copy", "get"):
                 held = self.type_of(made.value)
