@@ -16,9 +16,8 @@ import numpy as np
 from _planner_cases import CAP, COST, heavy_tailed, measure, ours, ours_with_experts, w1
 
 from roll_batching.planning import PlanConstraints, karmarkar_karp, pack_bins, plan_step, quadratic_cost
-from roll_batching.planning.arrange import small_at_ends
-from roll_batching.planning.order import order_for_pipeline, pipeline_makespan
-from roll_batching.planning.schedule import needs, stage_operations
+from roll_batching.planning.pipeline.ordering import order_for_pipeline, pipeline_makespan, small_at_ends
+from roll_batching.planning.pipeline.schedule import needs, stage_operations
 
 
 def median_seconds(call: Callable[[], object], repeats: int = 5) -> float:

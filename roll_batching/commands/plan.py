@@ -11,9 +11,9 @@ import typer
 
 from roll_batching.errors import ConfigError, DataError, PlanError
 from roll_batching.planning import Plan, PlanConstraints, plan_step
+from roll_batching.planning.arrays import Ints
 from roll_batching.planning.batching_spec import Oversize
 from roll_batching.planning.compiled import announced
-from roll_batching.planning.inputs import Ints
 from roll_batching.planning.lengths_io import MOST_TOKENS, read_length_file
 from roll_batching.planning.registry import ALGORITHMS
 

@@ -22,9 +22,8 @@ and, for `load_balance`:
 """
 
 from roll_batching.planning.batching_spec import BatchingSpec
-from roll_batching.planning.bins import pack_bins
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.costs import (
+from roll_batching.planning.cost_model import (
     DEFAULT_COST,
     CostModel,
     FittedCost,
@@ -34,11 +33,12 @@ from roll_batching.planning.costs import (
     quadratic_cost,
     token_cost,
 )
-from roll_batching.planning.inputs import DroppedSample
-from roll_batching.planning.metrics import packing_metrics
+from roll_batching.planning.packers.bin_packing import pack_bins
+from roll_batching.planning.packing_efficiency import packing_metrics
 from roll_batching.planning.parallel_dims import ParallelDims
 from roll_batching.planning.partition import batch_balance, karmarkar_karp
 from roll_batching.planning.plan import MicroBatch, Plan
+from roll_batching.planning.plan_arrays import DroppedSample
 from roll_batching.planning.planner import plan_step
 from roll_batching.planning.report import PlanReport
 

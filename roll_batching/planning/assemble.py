@@ -5,118 +5,97 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from roll_batching.errors import PlanError
+from roll_batching.planning.arrays import Ints, largest_of, offsets_of, round_up, sums_of
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.counts import check_count, group_size_of
-from roll_batching.planning.inputs import Ints, PlanInputs, round_up
 from roll_batching.planning.invariants import check_plan
-from roll_batching.planning.plan import Plan
+from roll_batching.planning.pipeline.num_micro_batches import check_count, group_size_of
+from roll_batching.planning.placement import Placement
+from roll_batching.planning.plan_arrays import PlanArrays
+from roll_batching.planning.problem import PlanProblem
 
 
-def assemble_units(
-    inputs: PlanInputs, unit_order: Ints, unit_offsets: Ints, count: int, *, row_length: Ints | None = None
-) -> Plan:
-    """A plan from units in order: micro-batch m (rank-major) holds `unit_order[unit_offsets[m]:...]`.
-
-    `row_length` (int64[dp*K]) prescribes rectangle lengths, e.g. a parent's after a split.
-    """
-    units = inputs.units
-    if len(units) == len(units.samples):
-        return assemble_samples(inputs, units.samples[unit_order], unit_offsets, count, row_length=row_length)
-    sizes = units.rows[unit_order]
-    starts = np.concatenate([[0], np.cumsum(sizes)])
+def assemble(problem: PlanProblem, placement: Placement) -> PlanArrays:
+    """The checked plan of placed units."""
+    units = problem.units
+    sizes = units.rows[placement.units]
+    starts = offsets_of(sizes)
     # Positions of all members: each unit's first plus a running count inside it.
     inside = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
-    samples = units.samples[np.repeat(units.offsets[unit_order], sizes) + inside]
-    return assemble_samples(inputs, samples, starts[unit_offsets], count, row_length=row_length)
+    samples = units.samples[np.repeat(units.offsets[placement.units], sizes) + inside]
+    return _assemble_samples(
+        problem, samples, starts[placement.offsets], placement.count, row_length=placement.row_length
+    )
 
 
-def assemble_samples(
-    inputs: PlanInputs,
-    samples: Ints,
-    offsets: Ints,
-    count: int,
-    *,
-    row_length: Ints | None = None,
-    home: Ints | None = None,
-) -> Plan:
-    """A plan from samples in order and the micro-batches' offsets (int64[dp*K + 1]), checked."""
-    constraints = inputs.constraints
-    offsets = np.asarray(offsets, dtype=np.int64)
-    counts = np.diff(offsets)
-    filled = counts > 0
-    costs = np.zeros(len(counts), dtype=np.int64)
-    if len(samples):
-        costs[filled] = np.add.reduceat(inputs.costs[samples], offsets[:-1][filled])
+def _assemble_samples(
+    problem: PlanProblem, samples: Ints, offsets: Ints, count: int, *, row_length: Ints | None = None
+) -> PlanArrays:
+    """Samples in order and the micro-batches' offsets (int64[dp*K + 1])."""
+    constraints = problem.constraints
     if constraints.mode == "packed":
-        slots = inputs.slots[samples]
-        tokens, rows = _pack_shapes(constraints, slots, offsets, filled)
+        slots = problem.slots[samples]
+        tokens, rows = _pack_shapes(constraints, slots, offsets)
     else:
-        tokens, rows = _rectangle_shapes(inputs, samples, offsets, filled, row_length)
-        slots = np.repeat(tokens // rows, counts)
-    plan = Plan(
+        tokens, rows = _rectangle_shapes(problem, samples, offsets, row_length)
+        slots = np.repeat(tokens // rows, np.diff(offsets))
+    plan = PlanArrays(
         constraints=constraints,
         num_micro_batches=count,
         group_size=group_size_of(count, constraints),
-        lengths=inputs.lengths,
-        ids=inputs.ids,
-        location=inputs.location,
-        used=inputs.used,
+        lengths=problem.lengths,
+        ids=problem.ids,
+        location=problem.location,
+        used=problem.used,
         samples=samples,
         slots=slots,
         offsets=offsets,
         tokens=tokens,
         rows=rows,
-        costs=costs,
-        dropped=inputs.dropped,
+        costs=sums_of(problem.costs[samples], offsets),
+        dropped=problem.dropped,
     )
-    units = inputs.units
-    if home is None and np.any(units.home >= 0):
-        home = np.full(len(inputs.lengths), -1, dtype=np.int64)
+    units, home = problem.units, None
+    if problem.at_home:
+        home = np.full(len(problem.lengths), -1, dtype=np.int64)
         home[units.samples] = np.repeat(units.home, units.rows)
     check_plan(plan, groups=(units.samples, units.offsets), home=home)
     return plan
 
 
-def _pack_shapes(
-    constraints: PlanConstraints, slots: Ints, offsets: Ints, filled: NDArray[np.bool_]
-) -> tuple[Ints, Ints]:
-    total = np.zeros(len(filled), dtype=np.int64)
-    if len(slots):
-        total[filled] = np.add.reduceat(slots, offsets[:-1][filled])
-    tokens = round_up(total, constraints.pack_alignment)
-    tokens[~filled] = constraints.micro_batch_alignment
+def _pack_shapes(constraints: PlanConstraints, slots: Ints, offsets: Ints) -> tuple[Ints, Ints]:
+    tokens = round_up(sums_of(slots, offsets), constraints.pack_alignment)
+    tokens[np.diff(offsets) == 0] = constraints.micro_batch_alignment
     if constraints.shared_shapes:
-        tokens = np.tile(tokens.reshape(constraints.dp_size, -1).max(axis=0), constraints.dp_size)
-    return tokens, np.ones(len(filled), dtype=np.int64)
+        tokens = _largest_of_ranks(tokens, constraints.dp_size)
+    return tokens, np.ones(len(tokens), dtype=np.int64)
 
 
-def _rectangle_shapes(
-    inputs: PlanInputs, samples: Ints, offsets: Ints, filled: NDArray[np.bool_], row_length: Ints | None
-) -> tuple[Ints, Ints]:
-    constraints = inputs.constraints
-    alignment = constraints.rectangle_alignment
-    rows = np.maximum(np.diff(offsets), 1)
-    length = np.zeros(len(rows), dtype=np.int64)
-    if len(samples):
-        length[filled] = np.maximum.reduceat(inputs.used[samples], offsets[:-1][filled])
+def _rectangle_shapes(problem: PlanProblem, samples: Ints, offsets: Ints, row_length: Ints | None) -> tuple[Ints, Ints]:
+    constraints = problem.constraints
+    counts = np.diff(offsets)
+    length = largest_of(problem.used[samples], offsets)
     if constraints.row_limit is not None:
-        length[filled] = np.maximum(length[filled], constraints.row_limit)
+        length = np.maximum(length, constraints.row_limit)
     if row_length is not None:
-        length[filled] = np.maximum(length[filled], row_length[filled])
-    length = round_up(length, alignment)
-    length[~filled] = constraints.micro_batch_alignment
+        length = np.maximum(length, row_length)
+    length = round_up(length, constraints.rectangle_alignment)
+    length[counts == 0] = constraints.micro_batch_alignment
+    rows = np.maximum(counts, 1)
     if constraints.shared_shapes:
-        length = np.tile(length.reshape(constraints.dp_size, -1).max(axis=0), constraints.dp_size)
-        rows = np.tile(rows.reshape(constraints.dp_size, -1).max(axis=0), constraints.dp_size)
+        length, rows = (_largest_of_ranks(sizes, constraints.dp_size) for sizes in (length, rows))
     return length * rows, rows
 
 
-def assemble_bins(inputs: PlanInputs, bins: Sequence[Sequence[Sequence[int]]]) -> Plan:
+def _largest_of_ranks(values: Ints, dp_size: int) -> Ints:
+    """Every index's largest value among the ranks, for all of them (rank-major)."""
+    return np.tile(values.reshape(dp_size, -1).max(axis=0), dp_size)
+
+
+def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]]) -> PlanArrays:
     """A plan from `bins[dp_rank][k]`, checked; see `Plan.from_bins`."""
-    constraints = inputs.constraints
+    constraints = problem.constraints
     if len(bins) != constraints.dp_size:
         raise PlanError(f"bins has {len(bins)} ranks, dp_size={constraints.dp_size}")
     per_rank = [len(rank) for rank in bins]
@@ -128,14 +107,14 @@ def assemble_bins(inputs: PlanInputs, bins: Sequence[Sequence[Sequence[int]]]) -
     count = per_rank[0]
     check_count(count, constraints)
     flat = [np.asarray(one, dtype=np.int64).reshape(-1) for rank in bins for one in rank]
-    offsets = np.concatenate([[0], np.cumsum([len(one) for one in flat])]).astype(np.int64)
+    offsets = offsets_of(np.array([len(one) for one in flat], dtype=np.int64))
     samples = np.concatenate(flat) if flat else np.zeros(0, dtype=np.int64)
-    outside = (samples < 0) | (samples >= len(inputs.lengths))
+    outside = (samples < 0) | (samples >= len(problem.lengths))
     if outside.any():
-        raise PlanError(f"bins name sample {samples[outside][0]}, but there are {len(inputs.lengths)} samples")
-    gone = {record.index for record in inputs.dropped}
+        raise PlanError(f"bins name sample {samples[outside][0]}, but there are {len(problem.lengths)} samples")
+    gone = {record.index for record in problem.dropped}
     if gone:
         kept = np.array([int(sample) not in gone for sample in samples], dtype=bool)
         before = np.concatenate([[0], np.cumsum(kept)])
         samples, offsets = samples[kept], before[offsets].astype(np.int64)
-    return assemble_samples(inputs, samples, offsets, count)
+    return _assemble_samples(problem, samples, offsets, count)

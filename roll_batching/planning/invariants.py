@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from roll_batching.errors import PlanError
-from roll_batching.planning.counts import check_count, is_admissible
-from roll_batching.planning.inputs import Ints
-from roll_batching.planning.plan import Plan
+from roll_batching.planning.arrays import Ints
+from roll_batching.planning.pipeline.num_micro_batches import check_count, is_admissible
+from roll_batching.planning.plan_arrays import PlanArrays
 
 
-def check_plan(plan: Plan, *, groups: tuple[Ints, Ints] | None = None, home: Ints | None = None) -> None:
+def check_plan(plan: PlanArrays, *, groups: tuple[Ints, Ints] | None = None, home: Ints | None = None) -> None:
     """Raise `PlanError` naming the first broken invariant.
 
     `groups` is (members, offsets) of inseparable units and `home` int64[n] the rank where each sample must
@@ -34,7 +34,7 @@ def check_plan(plan: Plan, *, groups: tuple[Ints, Ints] | None = None, home: Int
             )
 
 
-def _check_shapes(plan: Plan) -> None:
+def _check_shapes(plan: PlanArrays) -> None:
     count = plan.constraints.dp_size * plan.num_micro_batches
     consistent = (
         len(plan.tokens) == len(plan.rows) == len(plan.costs) == count
@@ -52,7 +52,7 @@ def _check_shapes(plan: Plan) -> None:
         )
 
 
-def _check_placement(plan: Plan) -> None:
+def _check_placement(plan: PlanArrays) -> None:
     """Invariant 1: every sample exactly once, or dropped with a reason."""
     count = len(plan.lengths)
     outside = (plan.samples < 0) | (plan.samples >= count)
@@ -72,7 +72,7 @@ def _check_placement(plan: Plan) -> None:
         )
 
 
-def _check_counts(plan: Plan) -> None:
+def _check_counts(plan: PlanArrays) -> None:
     """Invariants 2 and 3: one legal K, and nothing empty."""
     constraints = plan.constraints
     check_count(plan.num_micro_batches, constraints)
@@ -87,7 +87,7 @@ def _check_counts(plan: Plan) -> None:
         raise PlanError("a micro-batch computes no token; a filler must take its place")
 
 
-def _check_tokens(plan: Plan) -> None:
+def _check_tokens(plan: PlanArrays) -> None:
     """Invariant 4: aligned slots, aligned packs, and the cap on all of it."""
     constraints = plan.constraints
     rectangular = constraints.mode != "packed"
@@ -128,7 +128,7 @@ def _check_tokens(plan: Plan) -> None:
         )
 
 
-def _check_groups(plan: Plan, members: Ints, offsets: Ints, micro_batch_of: Ints) -> None:
+def _check_groups(plan: PlanArrays, members: Ints, offsets: Ints, micro_batch_of: Ints) -> None:
     """Invariant 5: inseparable units lie in one micro-batch; an oversize one has it for itself."""
     if len(members):
         place = micro_batch_of[members]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roll_batching.errors import DataError
-from roll_batching.planning.inputs import Ints
+from roll_batching.planning.arrays import Ints
 
 _LENGTH_ENDINGS = ("token", "tokens", "length", "lengths", "len", "lens")
 _WHOLE = {"total", "sum", "all", "overall", "sequence", "seq", "seqlen", "full"}

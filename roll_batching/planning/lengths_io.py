@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from roll_batching.errors import DataError
-from roll_batching.planning.inputs import Ints
+from roll_batching.planning.arrays import Ints
 from roll_batching.planning.length_columns import Column, choose_columns
 
 MOST_TOKENS = 2**31 - 1

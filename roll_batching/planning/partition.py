@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from roll_batching.errors import PlanError
+from roll_batching.planning.arrays import Ints, as_lengths
 from roll_batching.planning.compiled import compiled
-from roll_batching.planning.costs import DEFAULT_COST, sequence_costs
-from roll_batching.planning.first_fit import descending
-from roll_batching.planning.inputs import Ints, as_lengths
+from roll_batching.planning.cost_model import DEFAULT_COST, sequence_costs
+from roll_batching.planning.packers.first_fit import descending
 
 REFINEMENT_BUDGET = 10_000_000
 """Pairs of items that the refinement may compare."""
@@ -59,100 +59,92 @@ def _largest_differencing(values: Ints, order: Ints, k: int, width: int) -> Ints
     """
     count = len(values)
     states = (count + width - 1) // width
-    # A state's parts lie in one piece of the arena: sums, and the first and last item of each part's chain.
-    arena = np.empty(4 * count + 4 * k, dtype=np.int64)
-    head = np.empty(len(arena), dtype=np.int64)
-    tail = np.empty(len(arena), dtype=np.int64)
-    following = np.full(count, -1, dtype=np.int64)
-    start = np.empty(states, dtype=np.int64)
-    length = np.empty(states, dtype=np.int64)
-    room = np.empty(states, dtype=np.int64)
-    sums = np.empty(k, dtype=np.int64)
-    heads = np.empty(k, dtype=np.int64)
-    tails = np.empty(k, dtype=np.int64)
-    used = 0
-    heap = [(np.int64(0), np.int64(0)) for _ in range(0)]
+    # A state's parts lie in one piece of the arena: rows are sums, and the first and last item of each part's chain.
+    arena = np.empty((3, 4 * count + 4 * k), dtype=np.int64)
+    start = np.arange(states) * width
+    length = np.minimum(width, count - start)
+    room = np.full(states, width, dtype=np.int64)
+    used = states * width
+    heap: list[tuple[int, int]] = [(int(start[i]), i) for i in range(0)]
     for state in range(states):
-        first = state * width
-        start[state] = used
-        length[state] = min(width, count - first)
-        room[state] = width
         for i in range(length[state]):
-            item = order[first + i]
-            arena[used + i] = values[item]
-            head[used + i] = item
-            tail[used + i] = item
-        used += width
-        smallest = arena[start[state] + k - 1] if length[state] == k else 0
-        heap.append((smallest - arena[start[state]], np.int64(state)))
+            item = order[start[state] + i]
+            arena[0, start[state] + i] = values[item]
+            arena[1:, start[state] + i] = item
+        heap.append((_spread(arena, start[state], length[state], k), state))
     heapq.heapify(heap)
+    following = np.full(count, -1, dtype=np.int64)
+    merged = np.empty((3, k), dtype=np.int64)
     while len(heap) > 1:
         a = heapq.heappop(heap)[1]
         b = heapq.heappop(heap)[1]
         if length[a] < length[b]:
             a, b = b, a
-        start_a = start[a]
-        start_b = start[b]
-        alone_a = min(length[a], k - length[b])
-        alone_b = min(length[b], k - length[a])
-        both = length[a] - alone_a
-        # Parts that meet: the i-th of a with the (k - 1 - i)-th of b.
-        met = np.empty(both, dtype=np.int64)
-        for i in range(both):
-            met[i] = -(arena[start_a + alone_a + i] + arena[start_b + k - 1 - alone_a - i])
-        falling = np.argsort(met, kind="mergesort")
-        size = alone_a + alone_b + both
-        i = j = m = 0
-        for out in range(size):
-            value_a = arena[start_a + i] if i < alone_a else -1
-            value_b = arena[start_b + j] if j < alone_b else -1
-            value_m = -met[falling[m]] if m < both else -1
-            if value_a >= value_b and value_a >= value_m:
-                sums[out] = value_a
-                heads[out] = head[start_a + i]
-                tails[out] = tail[start_a + i]
-                i += 1
-            elif value_b >= value_m:
-                sums[out] = value_b
-                heads[out] = head[start_b + j]
-                tails[out] = tail[start_b + j]
-                j += 1
-            else:
-                left = start_a + alone_a + falling[m]
-                right = start_b + k - 1 - alone_a - falling[m]
-                sums[out] = value_m
-                following[tail[left]] = head[right]
-                heads[out] = head[left]
-                tails[out] = tail[right]
-                m += 1
+        size = _merge(arena, start[a], length[a], start[b], length[b], k, following, merged)
         if size > room[a]:
             room[a] = min(k, 2 * size)
-            if used + room[a] > len(arena):
-                longer = np.empty(2 * len(arena) + room[a], dtype=np.int64)
-                longer[:used] = arena[:used]
+            if used + room[a] > arena.shape[1]:
+                longer = np.empty((3, 2 * arena.shape[1] + room[a]), dtype=np.int64)
+                longer[:, :used] = arena[:, :used]
                 arena = longer
-                longer = np.empty(len(arena), dtype=np.int64)
-                longer[:used] = head[:used]
-                head = longer
-                longer = np.empty(len(arena), dtype=np.int64)
-                longer[:used] = tail[:used]
-                tail = longer
             start[a] = used
             used += room[a]
         length[a] = size
-        arena[start[a] : start[a] + size] = sums[:size]
-        head[start[a] : start[a] + size] = heads[:size]
-        tail[start[a] : start[a] + size] = tails[:size]
-        smallest = sums[k - 1] if size == k else 0
-        heapq.heappush(heap, (smallest - sums[0], a))
+        arena[:, start[a] : start[a] + size] = merged[:, :size]
+        heapq.heappush(heap, (_spread(arena, start[a], size, k), a))
     last = heap[0][1]
     part_of = np.empty(count, dtype=np.int64)
     for part in range(length[last]):
-        item = head[start[last] + part]
+        item = arena[1, start[last] + part]
         while item >= 0:
             part_of[item] = part
             item = following[item]
     return part_of
+
+
+@compiled
+def _spread(arena: Ints, start: int, length: int, k: int) -> int:
+    """The smallest part of a state less its largest: 0 or below, the state to merge first is the lowest."""
+    smallest = arena[0, start + k - 1] if length == k else 0
+    return int(smallest - arena[0, start])
+
+
+@compiled
+def _merge(
+    arena: Ints, start_a: int, length_a: int, start_b: int, length_b: int, k: int, following: Ints, merged: Ints
+) -> int:
+    """Writes the parts of two states, merged largest with smallest, into `merged` by falling sum; their number.
+
+    State a has at least as many parts as b. `following` (int64[n]) links the items of a part.
+    """
+    alone_a = min(length_a, k - length_b)
+    alone_b = min(length_b, k - length_a)
+    both = length_a - alone_a
+    # Parts that meet: the i-th of a with the (k - 1 - i)-th of b.
+    met = np.empty(both, dtype=np.int64)
+    for i in range(both):
+        met[i] = -(arena[0, start_a + alone_a + i] + arena[0, start_b + k - 1 - alone_a - i])
+    order = np.argsort(met, kind="mergesort")
+    i = j = m = 0
+    for out in range(alone_a + alone_b + both):
+        value_a = arena[0, start_a + i] if i < alone_a else -1
+        value_b = arena[0, start_b + j] if j < alone_b else -1
+        value_m = -met[order[m]] if m < both else -1
+        if value_a >= value_b and value_a >= value_m:
+            merged[:, out] = arena[:, start_a + i]
+            i += 1
+        elif value_b >= value_m:
+            merged[:, out] = arena[:, start_b + j]
+            j += 1
+        else:
+            left = start_a + alone_a + order[m]
+            right = start_b + k - 1 - alone_a - order[m]
+            following[arena[2, left]] = arena[1, right]
+            merged[0, out] = value_m
+            merged[1, out] = arena[1, left]
+            merged[2, out] = arena[2, right]
+            m += 1
+    return alone_a + alone_b + both
 
 
 @compiled

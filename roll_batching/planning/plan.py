@@ -10,17 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from roll_batching.errors import PlanError
+from roll_batching.planning.arrays import Ints
+from roll_batching.planning.assemble import assemble_bins
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.costs import DEFAULT_COST
-from roll_batching.planning.inputs import DroppedSample, Ints, prepare_inputs
+from roll_batching.planning.cost_model import DEFAULT_COST
+from roll_batching.planning.invariants import check_plan
+from roll_batching.planning.plan_arrays import ARRAYS, DroppedSample, PlanArrays
+from roll_batching.planning.problem import pose_problem
 from roll_batching.planning.report import PlanReport, make_report
 
 FORMAT = 1
@@ -79,51 +83,9 @@ class _Ranks(Sequence[tuple[MicroBatch, ...]]):
         return (self[rank] for rank in range(len(self)))
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A valid plan; made by `plan_step`, `Plan.from_bins` or `Plan.from_dict`, which check it.
-
-    Its arrays are read-only. Micro-batch arrays are rank-major: micro-batch k of rank r has the index
-    `r * num_micro_batches + k`.
-    """
-
-    constraints: PlanConstraints
-    num_micro_batches: int
-    """K, the same on every rank."""
-    group_size: int | None
-    """Megatron's `microbatch_group_size_per_vp_stage`; None without interleaving."""
-    lengths: Ints
-    """int64[n]: the lengths as given."""
-    ids: Ints
-    """int64[n]: the global id of each sample."""
-    location: Ints | None
-    """int64[n] or None: the DP rank that holds each sample's data now; only carried."""
-    used: Ints
-    """int64[n]: tokens used of each sample."""
-    samples: Ints
-    """int64[placed]: sample indices, micro-batch by micro-batch."""
-    slots: Ints
-    """int64[placed]: the slot of each entry of `samples`."""
-    offsets: Ints
-    """int64[dp*K + 1]: micro-batch m holds entries `offsets[m]` to `offsets[m + 1]`."""
-    tokens: Ints
-    """int64[dp*K]: computed tokens of each micro-batch."""
-    rows: Ints
-    """int64[dp*K]: rows of each micro-batch (1 for packs and fillers)."""
-    costs: Ints
-    """int64[dp*K]: the cost of each micro-batch's samples, scaled, without the fixed part."""
-    dropped: tuple[DroppedSample, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in (*_ARRAYS, "location"):
-            array = getattr(self, name)
-            if array is not None:
-                array.setflags(write=False)
-
-    @property
-    def fillers(self) -> NDArray[np.bool_]:
-        """bool[dp*K]: micro-batches without a sample."""
-        return np.diff(self.offsets) == 0
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(PlanArrays):
+    """A valid plan; made by `plan_step`, `Plan.from_bins` or `Plan.from_dict`, which check it."""
 
     @cached_property
     def micro_batches(self) -> Sequence[tuple[MicroBatch, ...]]:
@@ -208,17 +170,15 @@ class Plan:
             "location": None if self.location is None else self.location.tolist(),
             "dropped": [[d.index, d.id, d.length, d.reason] for d in self.dropped],
             "fingerprint": self.fingerprint,
-            **{name: getattr(self, name).tolist() for name in _ARRAYS},
+            **{name: getattr(self, name).tolist() for name in ARRAYS},
         }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """Restore and check a plan; `PlanError` when it breaks an invariant or its fingerprint differs."""
-        from roll_batching.planning.invariants import check_plan
-
         if values.get("format") != FORMAT:
             raise PlanError(f"this plan has format {values.get('format')!r}; this version reads {FORMAT}")
-        missing = [name for name in (*_ARRAYS, "constraints", "num_micro_batches") if name not in values]
+        missing = [name for name in (*ARRAYS, "constraints", "num_micro_batches") if name not in values]
         if missing:
             raise PlanError(f"this plan lacks {', '.join(missing)}")
         location = values["location"]
@@ -228,7 +188,7 @@ class Plan:
             group_size=values["group_size"],
             location=None if location is None else np.array(location, dtype=np.int64),
             dropped=tuple(DroppedSample(*entry) for entry in values["dropped"]),
-            **{name: np.array(values[name], dtype=np.int64) for name in _ARRAYS},
+            **{name: np.array(values[name], dtype=np.int64) for name in ARRAYS},
         )
         check_plan(plan)
         if plan.fingerprint != values["fingerprint"]:
@@ -256,9 +216,7 @@ class Plan:
         An empty bin becomes a filler. Raises `PlanError` when the bins break an invariant: a sample missing
         or placed twice, ranks with different counts, an illegal count, the cap, a group torn apart.
         """
-        from roll_batching.planning.assemble import assemble_bins
-
-        inputs = prepare_inputs(
+        problem = pose_problem(
             lengths,
             constraints,
             cost=DEFAULT_COST if cost is None else cost,
@@ -267,7 +225,9 @@ class Plan:
             home_rank=home_rank,
             location=location,
         )
-        return assemble_bins(inputs, bins)
+        return cls.of(assemble_bins(problem, bins))
 
-
-_ARRAYS = ("lengths", "ids", "used", "samples", "slots", "offsets", "tokens", "rows", "costs")
+    @classmethod
+    def of(cls, arrays: PlanArrays) -> Plan:
+        """The plan of arrays that were checked."""
+        return cls(**{field.name: getattr(arrays, field.name) for field in fields(PlanArrays)})

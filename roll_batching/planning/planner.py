@@ -1,17 +1,35 @@
-"""`plan_step`: from lengths to a plan."""
+"""`plan_step`: from lengths to a plan, whatever the algorithm.
+
+One way for all: the problem is posed, units that may share micro-batches form pools, the algorithm forms each pool's
+bins, their number is raised to a legal one, they are given to ranks and indices, and the plan is assembled and checked.
+"load_balance" alone answers all of this itself, because count and placement are what it balances.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence, Sized
+from typing import Any, Protocol, TypeVar
 
 from numpy.typing import ArrayLike
 
+from roll_batching.errors import ConfigError, PlanError
+from roll_batching.planning.assemble import assemble
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.costs import DEFAULT_COST
-from roll_batching.planning.inputs import prepare_inputs
-from roll_batching.planning.packed import plan_packed
+from roll_batching.planning.cost_model import DEFAULT_COST
+from roll_batching.planning.forming import PositionPool, pools_of_units
+from roll_batching.planning.pipeline.num_micro_batches import legal_count
+from roll_batching.planning.placement import (
+    Placement,
+    blocks_of_ranks,
+    columns_of_like_cost,
+    in_pipeline_order,
+    raise_count,
+)
 from roll_batching.planning.plan import Plan
-from roll_batching.planning.rectangles import plan_rectangles
+from roll_batching.planning.problem import PlanProblem, pose_problem
+from roll_batching.planning.registry import ALGORITHMS, Algorithm, algorithm_of
+
+B = TypeVar("B", bound=Sized)
 
 
 def plan_step(
@@ -37,7 +55,7 @@ def plan_step(
 
     Pure: equal arguments give equal plans on every machine. Raises `PlanError` when no valid plan exists.
     """
-    inputs = prepare_inputs(
+    problem = pose_problem(
         lengths,
         constraints,
         cost=DEFAULT_COST if cost is None else cost,
@@ -46,4 +64,57 @@ def plan_step(
         home_rank=home_rank,
         location=location,
     )
-    return plan_packed(inputs) if constraints.mode == "packed" else plan_rectangles(inputs)
+    algorithm = algorithm_of(constraints.mode, constraints.algorithm)
+    form = _loaded(constraints)
+    placement = form(problem) if algorithm.forms == "placement" else _place(problem, algorithm, form)
+    return Plan.of(assemble(problem, placement))
+
+
+def _loaded(constraints: PlanConstraints) -> Any:
+    try:
+        form = ALGORITHMS[constraints.mode].load(constraints.algorithm)
+    except ConfigError as error:
+        raise PlanError(str(error)) from error
+    if not callable(form):
+        raise PlanError(f"algorithm={constraints.algorithm!r} is a {type(form).__name__}, not a function of Items")
+    return form
+
+
+def _place(problem: PlanProblem, algorithm: Algorithm, form: Any) -> Placement:
+    constraints = problem.constraints
+    if algorithm.forms == "order":
+        positions = PositionPool(problem, form, in_blocks=algorithm.keeps_order)
+        (cuts,), _ = _legal([positions], constraints)
+        return positions.place(cuts)
+    parts, count = _legal(pools_of_units(problem, form, keeps_order=algorithm.keeps_order), constraints)
+    bins = [members for part in parts for members in part]
+    if not algorithm.keeps_order:
+        bins = columns_of_like_cost(bins, problem.units, constraints, at_home=problem.at_home)
+        if constraints.pp_size > 1:
+            bins = in_pipeline_order(bins, problem.units, constraints, problem.fixed_cost)
+    elif not problem.at_home:
+        bins = blocks_of_ranks(bins, constraints.dp_size)
+    return Placement.of_bins(bins, count)
+
+
+class _Pool(Protocol[B]):
+    """What may share micro-batches: `UnitPool` or `PositionPool`."""
+
+    @property
+    def ranks(self) -> int: ...
+    def form(self) -> list[B]: ...
+    def weight(self, one: B, /) -> int: ...
+    def split(self, one: B, /) -> tuple[B, B]: ...
+    def filler(self) -> B: ...
+
+
+def _legal(pools: Sequence[_Pool[B]], constraints: PlanConstraints) -> tuple[list[list[B]], int]:
+    """The micro-batches of every pool, raised to the smallest legal number per rank, and this number."""
+    formed = [pool.form() for pool in pools]
+    needed = max(-(-len(bins) // pool.ranks) for pool, bins in zip(pools, formed, strict=True))
+    count = legal_count(needed, constraints)
+    raised = [
+        raise_count(bins, count * pool.ranks, pool.weight, pool.split, pool.filler)
+        for pool, bins in zip(pools, formed, strict=True)
+    ]
+    return raised, count

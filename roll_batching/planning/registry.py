@@ -23,7 +23,7 @@ class Algorithm(Entry):
     which all ranks then cut at the same positions; "placement": everything, because count and placement are what it
     balances."""
     keeps_order: bool = False
-    """Of bins: they are cut and placed in the order in which they come, from rank to rank."""
+    """Samples stay in the order in which they come, in blocks from rank to rank."""
 
     @property
     def same_positions(self) -> bool:
@@ -90,6 +90,7 @@ ALGORITHMS: dict[str, Registry[Algorithm]] = {
             target=f"{_HERE}.packers.sorted_buckets:as_given",
             summary="rows in their order, in blocks from rank to rank",
             forms="order",
+            keeps_order=True,
         ),
     ),
 }

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from roll_batching.planning.inputs import round_up
-
-if TYPE_CHECKING:
-    from roll_batching.planning.plan import Plan
+from roll_batching.planning.plan_arrays import PlanArrays
 
 
 @dataclass(frozen=True)
@@ -47,14 +42,13 @@ class PlanReport:
         return asdict(self)
 
 
-def make_report(plan: Plan) -> PlanReport:
+def make_report(plan: PlanArrays) -> PlanReport:
     """Compute the report of `plan`. Costs are the samples' own, without the fixed part of a micro-batch."""
     constraints = plan.constraints
     real = int(plan.used[plan.samples].sum())
     computed = int(plan.tokens.sum())
     width = constraints.padded_length or int(plan.lengths.max())
-    aligned = int(round_up(np.array([width], dtype=np.int64), constraints.rectangle_alignment)[0])
-    before = aligned * len(plan.samples)
+    before = -(-width // constraints.rectangle_alignment) * constraints.rectangle_alignment * len(plan.samples)
     used_micro_batches = int(len(plan.tokens) - plan.fillers.sum())
     capacity = used_micro_batches * (constraints.max_tokens or 0)
     costs = plan.costs.reshape(constraints.dp_size, plan.num_micro_batches)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from roll_batching.errors import PlanError
 from roll_batching.planning import Plan
-from roll_batching.planning.schedule import Operation, needs, stage_operations
+from roll_batching.planning.pipeline.schedule import Operation, needs, stage_operations
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 
 from roll_batching.errors import PlanError
 from roll_batching.planning import FlopsCost, LinearQuadraticCost, fit_cost, quadratic_cost, token_cost
-from roll_batching.planning.costs import sequence_costs
+from roll_batching.planning.cost_model import sequence_costs
 
 pytestmark = pytest.mark.planning
 

@@ -7,14 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
-from roll_batching.planning import DEFAULT_COST, LinearQuadraticCost, PlanConstraints, plan_step
-from roll_batching.planning.arrange import small_at_ends
-from roll_batching.planning.assemble import assemble_units
-from roll_batching.planning.counts import is_admissible, legal_count, smallest_group
-from roll_batching.planning.inputs import prepare_inputs
-from roll_batching.planning.load_balance import balance_units
-from roll_batching.planning.order import order_for_pipeline, pipeline_makespan
-from roll_batching.planning.schedule import schedule_table, stage_operations
+from roll_batching.planning import DEFAULT_COST, LinearQuadraticCost, Plan, PlanConstraints, plan_step
+from roll_batching.planning.assemble import assemble
+from roll_batching.planning.load_balance.planner import balance
+from roll_batching.planning.pipeline.num_micro_batches import is_admissible, legal_count, smallest_group
+from roll_batching.planning.pipeline.ordering import order_for_pipeline, pipeline_makespan, small_at_ends
+from roll_batching.planning.pipeline.schedule import schedule_table, stage_operations
+from roll_batching.planning.problem import pose_problem
 from roll_batching.simulation import simulate_pipeline, simulate_plan
 
 pytestmark = pytest.mark.planning
@@ -139,12 +138,11 @@ def test_count_by_makespan_against_every_count(fixed_tokens, pp_size, vpp_size, 
     lengths = np.clip(rng.lognormal(np.log(2400), 0.9, 96), 16, 16384).astype(int)
     constraints = PlanConstraints(dp_size=2, max_tokens=16384, pp_size=pp_size, vpp_size=vpp_size)
     cost = LinearQuadraticCost(fixed=24576 * fixed_tokens)
-    inputs = prepare_inputs(lengths, constraints, cost=cost)
+    problem = pose_problem(lengths, constraints, cost=cost)
 
     def time(count: int | None) -> tuple[float, int]:
-        order, offsets, chosen = balance_units(inputs, count=count)
-        plan = assemble_units(inputs, order, offsets, chosen)
-        return simulate_plan(plan, fixed=inputs.fixed_cost / pp_size).step, chosen
+        plan = Plan.of(assemble(problem, balance(problem, count=count)))
+        return simulate_plan(plan, fixed=problem.fixed_cost / pp_size).step, plan.num_micro_batches
 
     chosen_time, chosen = time(None)
     counts, count = [], legal_count(-(-int(lengths.sum()) // (2 * 16384)) + 1, constraints)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from roll_batching.planning.inputs import Ints
-from roll_batching.planning.search import assign_ranks
-from roll_batching.planning.spread import level_ranks
+from roll_batching.planning.arrays import Ints
+from roll_batching.planning.load_balance.initial_placement import level_ranks
+from roll_batching.planning.load_balance.swap_search import assign_ranks
 
 LEVEL_BUDGET = 4_000_000
 """Comparisons made to level totals beyond the first assignment."""
@@ -20,7 +20,8 @@ LEVEL_BUDGET = 4_000_000
 
 def block_tops(table: Ints, width: int) -> Ints:
     """The largest of every `width` rows (int64[dp / width, K]) of costs by rank and index (int64[dp, K])."""
-    return table.reshape(-1, width, table.shape[1]).max(axis=1)
+    tops: Ints = table.reshape(-1, width, table.shape[1]).max(axis=1)
+    return tops
 
 
 def deal_columns(columns: Ints, load: Ints, width: int, *, budget: int = LEVEL_BUDGET) -> Ints:

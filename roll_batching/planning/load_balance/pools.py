@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll_batching.planning.first_fit import descending, first_fit
-from roll_batching.planning.inputs import Ints, PlanInputs
-from roll_batching.planning.spread import cheapest_first, handicaps, mend_overflow
+from roll_batching.planning.arrays import Ints
+from roll_batching.planning.load_balance.initial_placement import cheapest_first, mend_overflow, reserved_costs
+from roll_batching.planning.packers.first_fit import descending, first_fit
+from roll_batching.planning.problem import PlanProblem
 
 MEND_ITERATIONS = 200_000
 
@@ -25,29 +26,24 @@ class Packing:
     """int64[dp*K]"""
 
 
-def at_home(inputs: PlanInputs) -> bool:
-    """Whether the units have ranks where they must stay (all have, or none)."""
-    return bool(np.any(inputs.units.home >= 0))
-
-
-def pools_of(inputs: PlanInputs) -> list[Pool]:
+def pools_of(problem: PlanProblem) -> list[Pool]:
     """One pool of all units, or one per rank where units have a home."""
-    units, dp_size = inputs.units, inputs.constraints.dp_size
-    if not at_home(inputs):
-        return [Pool(inputs, np.arange(len(units)), dp_size)]
-    return [Pool(inputs, np.flatnonzero(units.home == rank), 1) for rank in range(dp_size)]
+    units, dp_size = problem.units, problem.constraints.dp_size
+    if not problem.at_home:
+        return [Pool(problem, np.arange(len(units)), dp_size)]
+    return [Pool(problem, np.flatnonzero(units.home == rank), 1) for rank in range(dp_size)]
 
 
 class Pool:
     """Units that share packs: all of them, or those of one rank."""
 
-    def __init__(self, inputs: PlanInputs, units: Ints, ranks: int) -> None:
+    def __init__(self, problem: PlanProblem, units: Ints, ranks: int) -> None:
         self.units = units
         self.ranks = ranks
-        self.cap = inputs.constraints.usable_tokens
-        self.seed = inputs.constraints.seed
-        self.slots = inputs.units.slots[units]
-        self.costs = inputs.units.costs[units]
+        self.cap = problem.constraints.usable_tokens
+        self.seed = problem.constraints.seed
+        self.slots = problem.units.slots[units]
+        self.costs = problem.units.costs[units]
         self.order = descending(self.slots)
         self.first_fit = first_fit(self.slots, self.order, self.cap)
         self.first_fit_count = -(-(int(self.first_fit.max(initial=-1)) + 1) // ranks)
@@ -83,8 +79,10 @@ class Pool:
 
     def place_beside_giants(self, count: int, *, level_totals: bool) -> Packing | None:
         """By cost, with full packs beside the costliest units; None where units find no room."""
-        handicap, places = handicaps(self.costs, self.slots, self.ranks, count, self.cap, level_totals=level_totals)
-        place, homeless = cheapest_first(self.slots, self.costs, self.order, handicap, self.cap)
+        reserved, places = reserved_costs(
+            self.costs, self.slots, self.ranks, count, self.cap, level_totals=level_totals
+        )
+        place, homeless = cheapest_first(self.slots, self.costs, self.order, reserved, self.cap)
         columns = np.empty(len(places), dtype=np.int64)
         columns[places] = np.arange(len(places))
         return None if homeless else Packing(place, columns.reshape(count, self.ranks), places % self.ranks)

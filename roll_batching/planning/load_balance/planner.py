@@ -9,16 +9,16 @@ part, the most promising ones in full, and the one with the smallest makespan is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from roll_batching.planning.counts import group_size_of, legal_count, legal_counts
-from roll_batching.planning.dealing import LEVEL_BUDGET, block_tops, deal_columns, level_table
-from roll_batching.planning.inputs import Ints, PlanInputs
-from roll_batching.planning.order import MOST_ORDERS, order_for_pipeline, slowest_makespan
-from roll_batching.planning.pools import Packing, Pool, at_home, pools_of
-from roll_batching.planning.search import assign_ranks, sort_columns, swap_units
+from roll_batching.planning.arrays import Ints, offsets_of
+from roll_batching.planning.load_balance.dealing import LEVEL_BUDGET, block_tops, deal_columns, level_table
+from roll_batching.planning.load_balance.pools import Packing, Pool, pools_of
+from roll_batching.planning.load_balance.swap_search import Aim, Limits, assign_ranks, sort_columns, swap_units
+from roll_batching.planning.pipeline.num_micro_batches import group_size_of, legal_count, legal_counts
+from roll_batching.planning.pipeline.ordering import MOST_ORDERS, order_for_pipeline, slowest_makespan
+from roll_batching.planning.placement import Placement
+from roll_batching.planning.problem import PlanProblem
 
 SEARCH_ITERATIONS = 300_000
 LARGE_ITERATIONS = 200_000
@@ -48,120 +48,109 @@ ESTIMATE_ORDERS = 3_000
 """Orders of micro-batches tried to compare counts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Aim:
-    """What the swap search lowers: lockstep cost and rank excess, weighted."""
-
-    column_weight: int
-    rank_weight: int
-    level: int
-    """Cost of a rank from which on it has excess."""
-
-
-def balance_units(inputs: PlanInputs, *, count: int | None = None) -> tuple[Ints, Ints, int]:
-    """Units in micro-batch order, offsets (int64[dp*K + 1], rank-major) and K.
+def balance(problem: PlanProblem, *, count: int | None = None) -> Placement:
+    """All units, their number of micro-batches and their order.
 
     `count` prescribes K (it must be legal and large enough); None chooses it.
     """
-    constraints = inputs.constraints
-    pools = pools_of(inputs)
+    constraints = problem.constraints
+    pools = pools_of(problem)
     if count is not None:
         counts = [count]
     elif constraints.pp_size > 1:
-        counts = _promising_counts(inputs, pools)
+        counts = _promising_counts(problem, pools)
     else:
-        counts = [legal_count(_fewest(inputs, pools), constraints)]
-    packings = [packing for one in counts for packing in _candidates(inputs, pools, one)]
-    packing = min(packings, key=lambda packing: _time(inputs, packing)) if len(packings) > 1 else packings[0]
-    table = _table(inputs, packing)
+        counts = [legal_count(_fewest(problem, pools), constraints)]
+    packings = [packing for one in counts for packing in _candidates(problem, pools, one)]
+    packing = min(packings, key=lambda packing: _time(problem, packing)) if len(packings) > 1 else packings[0]
+    table = _table(problem, packing)
     if constraints.pp_size > 1:
-        table = _in_pipeline_order(inputs, table, _pack_costs(inputs, packing.place, len(packing.columns)))
+        table = _in_pipeline_order(problem, table, _pack_costs(problem, packing.place, len(packing.columns)))
     where = np.empty(table.size, dtype=np.int64)
     where[table.reshape(-1)] = np.arange(table.size)
     final = where[packing.place]
     order = np.argsort(final, kind="stable").astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(final, minlength=table.size))])
-    return order, offsets.astype(np.int64), table.shape[1]
+    return Placement(order, offsets_of(np.bincount(final, minlength=table.size)), table.shape[1])
 
 
-def _candidates(inputs: PlanInputs, pools: list[Pool], count: int, share: int = 1) -> list[Packing]:
+def _candidates(problem: PlanProblem, pools: list[Pool], count: int, share: int = 1) -> list[Packing]:
     """Packings of which the fastest is taken; `share` divides the search's iterations."""
-    constraints = inputs.constraints
+    constraints = problem.constraints
     if constraints.pp_size > 1:
-        return _pipeline_candidates(inputs, pools, count, share)
+        return _pipeline_candidates(problem, pools, count, share)
     if constraints.objective == "rank_total":
-        return [_totals_alone(inputs, pools, count)]
+        return [_totals_alone(problem, pools, count)]
     if constraints.lockstep_ranks == 1:
-        return [_ranks_first(inputs, pools, count)]
-    lockstep = _Aim(column_weight=1, rank_weight=0, level=0)
-    packings = [_search(inputs, _start(inputs, pools, count, lockstep), count, lockstep)]
+        return [_ranks_first(problem, pools, count)]
+    lockstep = Aim(column_weight=1, rank_weight=0, level=0)
+    packings = [_search(problem, _start(problem, pools, count, lockstep), count, lockstep)]
     if constraints.lockstep_ranks < constraints.dp_size:  # blocks of like packs may gain more from level totals
-        packings.append(_ranks_first(inputs, pools, count))
+        packings.append(_ranks_first(problem, pools, count))
     return packings
 
 
-def _pipeline_candidates(inputs: PlanInputs, pools: list[Pool], count: int, share: int) -> list[Packing]:
+def _pipeline_candidates(problem: PlanProblem, pools: list[Pool], count: int, share: int) -> list[Packing]:
     """The searched packs, those the search started from, and packs as alike as a placement by cost makes them.
 
     The search levels ranks inside columns and does not see that a pipeline gains from columns that are alike.
     """
-    column_weight, rank_weight = {"lockstep": (1, 0), "rank_total": (0, 1)}.get(inputs.constraints.objective, (1, 1))
-    dp_size = inputs.constraints.dp_size
-    mean = _mean_total(inputs)
-    start = _start(inputs, pools, count, _Aim(column_weight=column_weight, rank_weight=rank_weight, level=mean))
-    lost = int(_pack_costs(inputs, start.place, count)[start.columns].max(axis=1).sum()) - mean
+    column_weight, rank_weight = {"lockstep": (1, 0), "rank_total": (0, 1)}.get(problem.constraints.objective, (1, 1))
+    dp_size = problem.constraints.dp_size
+    mean = _mean_total(problem)
+    start = _start(problem, pools, count, Aim(column_weight=column_weight, rank_weight=rank_weight, level=mean))
+    lost = int(_pack_costs(problem, start.place, count)[start.columns].max(axis=1).sum()) - mean
     allowed = max(0, lost) // (PIPELINE_ALLOWANCE + dp_size // 8) if column_weight else 0
-    aim = _Aim(column_weight=column_weight, rank_weight=rank_weight, level=mean + allowed)
-    alike = _arranged(inputs, pools, [pool.place(count) for pool in pools], count)
+    aim = Aim(column_weight=column_weight, rank_weight=rank_weight, level=mean + allowed)
+    alike = _arranged(problem, pools, [pool.place(count) for pool in pools], count)
     starts = [start] if np.array_equal(start.place, alike.place) else [start, alike]
     searched = starts if share == 1 else starts[:1]  # counts are compared by one search each
-    return [*(_search(inputs, one, count, aim, share) for one in searched), *starts]
+    return [*(_search(problem, one, count, aim, share) for one in searched), *starts]
 
 
-def _totals_alone(inputs: PlanInputs, pools: list[Pool], count: int) -> Packing:
-    aim = _Aim(column_weight=0, rank_weight=1, level=_mean_total(inputs))
-    return _search(inputs, _start(inputs, pools, count, aim), count, aim)
+def _totals_alone(problem: PlanProblem, pools: list[Pool], count: int) -> Packing:
+    aim = Aim(column_weight=0, rank_weight=1, level=_mean_total(problem))
+    return _search(problem, _start(problem, pools, count, aim), count, aim)
 
 
-def _ranks_first(inputs: PlanInputs, pools: list[Pool], count: int) -> Packing:
+def _ranks_first(problem: PlanProblem, pools: list[Pool], count: int) -> Packing:
     """Rank totals within the tolerance, or as near to it as packs allow; then the least lockstep cost."""
-    mean = _mean_total(inputs)
+    mean = _mean_total(problem)
     margin = mean // RANK_MARGIN
-    bound = max(mean + mean // RANK_TOLERANCE, int(inputs.units.costs.max()))
+    bound = max(mean + mean // RANK_TOLERANCE, int(problem.units.costs.max()))
 
-    def aim(level: int) -> _Aim:
-        return _Aim(column_weight=1, rank_weight=RANKS_FIRST, level=level)
+    def aim(level: int) -> Aim:
+        return Aim(column_weight=1, rank_weight=RANKS_FIRST, level=level)
 
     within = aim(bound - margin)
-    found = _search(inputs, _start(inputs, pools, count, within), count, within)
-    if at_home(inputs) or _largest_total(inputs, found) <= bound:
+    found = _search(problem, _start(problem, pools, count, within), count, within)
+    if problem.at_home or _largest_total(problem, found) <= bound:
         return found
-    level = _totals_alone(inputs, pools, count)
-    bound = max(bound, _largest_total(inputs, level))
-    if _largest_total(inputs, found) <= bound:
+    level = _totals_alone(problem, pools, count)
+    bound = max(bound, _largest_total(problem, level))
+    if _largest_total(problem, found) <= bound:
         return found
-    lower = _search(inputs, level, count, aim(max(bound - margin, _largest_total(inputs, level))))
-    return lower if _largest_total(inputs, lower) <= bound else level
+    lower = _search(problem, level, count, aim(max(bound - margin, _largest_total(problem, level))))
+    return lower if _largest_total(problem, lower) <= bound else level
 
 
-def _mean_total(inputs: PlanInputs) -> int:
-    return int(inputs.units.costs.sum()) // inputs.constraints.dp_size
+def _mean_total(problem: PlanProblem) -> int:
+    return int(problem.units.costs.sum()) // problem.constraints.dp_size
 
 
-def _largest_total(inputs: PlanInputs, packing: Packing) -> int:
-    load = _pack_costs(inputs, packing.place, len(packing.columns))
-    return int(load[_table(inputs, packing)].sum(axis=1).max())
+def _largest_total(problem: PlanProblem, packing: Packing) -> int:
+    load = _pack_costs(problem, packing.place, len(packing.columns))
+    return int(load[_table(problem, packing)].sum(axis=1).max())
 
 
-def _time(inputs: PlanInputs, packing: Packing) -> int:
+def _time(problem: PlanProblem, packing: Packing) -> int:
     """Time of the slowest block; in a pipeline after a short search for an order."""
-    constraints = inputs.constraints
-    load = _pack_costs(inputs, packing.place, len(packing.columns))
-    costs = load[_table(inputs, packing, budget=0)] + inputs.fixed_cost
+    constraints = problem.constraints
+    load = _pack_costs(problem, packing.place, len(packing.columns))
+    costs = load[_table(problem, packing, budget=0)] + problem.fixed_cost
     tops = block_tops(costs, constraints.lockstep_ranks)
     if constraints.pp_size == 1:
         return int(tops.sum(axis=1).max())
-    order = _pipeline_order(inputs, tops.max(axis=0), ESTIMATE_ORDERS)
+    order = _pipeline_order(problem, tops.max(axis=0), ESTIMATE_ORDERS)
     return slowest_makespan(
         tops[:, order],
         stages=constraints.pp_size,
@@ -170,25 +159,25 @@ def _time(inputs: PlanInputs, packing: Packing) -> int:
     )
 
 
-def _in_pipeline_order(inputs: PlanInputs, table: Ints, load: Ints) -> Ints:
+def _in_pipeline_order(problem: PlanProblem, table: Ints, load: Ints) -> Ints:
     """`table` with its columns in one good order, from which every block goes on to its own."""
-    width = inputs.constraints.lockstep_ranks
-    costs = load[table] + inputs.fixed_cost
-    order = _pipeline_order(inputs, costs.max(axis=0), MOST_ORDERS)
+    width = problem.constraints.lockstep_ranks
+    costs = load[table] + problem.fixed_cost
+    order = _pipeline_order(problem, costs.max(axis=0), MOST_ORDERS)
     table, costs = table[:, order], costs[:, order]
     blocks = block_tops(costs, width)
     if len(blocks) == 1:
         return table
     for block, tops in enumerate(blocks):
-        own = _pipeline_order(inputs, tops, MOST_ORDERS // len(blocks), start=np.arange(len(tops)))
+        own = _pipeline_order(problem, tops, MOST_ORDERS // len(blocks), start=np.arange(len(tops)))
         rows = slice(block * width, (block + 1) * width)
         table[rows] = table[rows][:, own]
     return table
 
 
-def _pipeline_order(inputs: PlanInputs, tops: Ints, tries: int, start: Ints | None = None) -> Ints:
+def _pipeline_order(problem: PlanProblem, tops: Ints, tries: int, start: Ints | None = None) -> Ints:
     """An order of columns, given the largest cost in each."""
-    constraints = inputs.constraints
+    constraints = problem.constraints
     return order_for_pipeline(
         tops,
         stages=constraints.pp_size,
@@ -200,9 +189,9 @@ def _pipeline_order(inputs: PlanInputs, tops: Ints, tries: int, start: Ints | No
     )
 
 
-def _fewest(inputs: PlanInputs, pools: list[Pool]) -> int:
+def _fewest(problem: PlanProblem, pools: list[Pool]) -> int:
     """The fewest micro-batches per rank found."""
-    constraints = inputs.constraints
+    constraints = problem.constraints
     needed = 1
     for pool in pools:
         least, fewest = pool.least_count(), pool.first_fit_count
@@ -216,17 +205,17 @@ def _fewest(inputs: PlanInputs, pools: list[Pool]) -> int:
     return needed
 
 
-def _promising_counts(inputs: PlanInputs, pools: list[Pool]) -> list[int]:
+def _promising_counts(problem: PlanProblem, pools: list[Pool]) -> list[int]:
     """The counts with the smallest makespans after a part of the search; of equals the smaller."""
-    constraints = inputs.constraints
-    needed = _fewest(inputs, pools)
+    constraints = problem.constraints
+    needed = _fewest(problem, pools)
     most = max(-(-len(pool.units) // pool.ranks) for pool in pools)
     times: dict[int, int] = {}
 
     def time(count: int) -> int:
         if count not in times:
-            tried = _candidates(inputs, pools, count, ESTIMATE_SHARE)
-            times[count] = min(_time(inputs, packing) for packing in tried)
+            tried = _candidates(problem, pools, count, ESTIMATE_SHARE)
+            times[count] = min(_time(problem, packing) for packing in tried)
         return times[count]
 
     best = min(legal_counts(needed, most, constraints, TRIED_COUNTS), key=lambda count: (time(count), count))
@@ -243,40 +232,40 @@ def _iterations(units: int, dp_size: int) -> int:
     return steps * WIDE_COLUMN // max(WIDE_COLUMN, dp_size)
 
 
-def _start(inputs: PlanInputs, pools: list[Pool], count: int, aim: _Aim) -> Packing:
+def _start(problem: PlanProblem, pools: list[Pool], count: int, aim: Aim) -> Packing:
     """The best balanced packs: by cost, by cost beside giants, or first-fit-decreasing's own."""
 
     def energy(packing: Packing) -> int:
-        load = _pack_costs(inputs, packing.place, count)
+        load = _pack_costs(problem, packing.place, count)
         totals = np.bincount(packing.rank_of_pack, weights=load).astype(np.int64)
         above = int(np.maximum(totals - aim.level, 0).sum())
         return aim.column_weight * int(load[packing.columns].max(axis=1).sum()) + aim.rank_weight * above
 
-    starts = [_arranged(inputs, pools, [pool.place(count) for pool in pools], count)]
+    starts = [_arranged(problem, pools, [pool.place(count) for pool in pools], count)]
     if all(pool.first_fit_count <= count for pool in pools):
-        starts.append(_arranged(inputs, pools, [pool.first_fit for pool in pools], count))
-    if not at_home(inputs):
+        starts.append(_arranged(problem, pools, [pool.first_fit for pool in pools], count))
+    if not problem.at_home:
         beside = pools[0].place_beside_giants(count, level_totals=aim.rank_weight > 0)
         if beside is not None:
-            starts += [beside, _arranged(inputs, pools, [beside.place], count)]
+            starts += [beside, _arranged(problem, pools, [beside.place], count)]
     return min(starts, key=energy)
 
 
-def _arranged(inputs: PlanInputs, pools: list[Pool], placed: list[Ints], count: int) -> Packing:
+def _arranged(problem: PlanProblem, pools: list[Pool], placed: list[Ints], count: int) -> Packing:
     """Packs of every pool, cut into columns by cost and given to ranks."""
-    place = np.empty(len(inputs.units), dtype=np.int64)
+    place = np.empty(len(problem.units), dtype=np.int64)
     for index, (pool, packs) in enumerate(zip(pools, placed, strict=True)):
         place[pool.units] = packs + index * count * pool.ranks
-    load = _pack_costs(inputs, place, count)
-    columns, _ = sort_columns(load, inputs.constraints.dp_size, count, at_home(inputs))
-    ranks, _ = assign_ranks(columns, load, at_home(inputs))
+    load = _pack_costs(problem, place, count)
+    columns, _ = sort_columns(load, problem.constraints.dp_size, count, problem.at_home)
+    ranks, _ = assign_ranks(columns, load, problem.at_home)
     return Packing(place, columns, ranks)
 
 
-def _search(inputs: PlanInputs, start: Packing, count: int, aim: _Aim, share: int = 1) -> Packing:
+def _search(problem: PlanProblem, start: Packing, count: int, aim: Aim, share: int = 1) -> Packing:
     """Swap units for the aim, with one part in `share` of the iterations."""
-    constraints = inputs.constraints
-    units = inputs.units
+    constraints = problem.constraints
+    units = problem.units
     dp_size = constraints.dp_size
     # The first accepted loss: a share of a mean pack.
     threshold = int(units.costs.sum()) // (THRESHOLD_DIVISOR * dp_size * count)
@@ -287,28 +276,22 @@ def _search(inputs: PlanInputs, start: Packing, count: int, aim: _Aim, share: in
         units.slots,
         units.costs,
         units.home,
-        dp_size,
-        count,
-        constraints.usable_tokens,
-        _iterations(len(units), dp_size) // share,
-        threshold,
-        aim.column_weight,
-        aim.rank_weight,
-        aim.level,
+        Limits(constraints.usable_tokens, _iterations(len(units), dp_size) // share, threshold),
+        aim,
         constraints.seed,
     )
     return Packing(place, columns, rank_of_pack)
 
 
-def _table(inputs: PlanInputs, packing: Packing, budget: int = LEVEL_BUDGET) -> Ints:
+def _table(problem: PlanProblem, packing: Packing, budget: int = LEVEL_BUDGET) -> Ints:
     """The pack of every rank and index (int64[dp, K]), columns by falling cost, the blocks' times level."""
-    constraints = inputs.constraints
+    constraints = problem.constraints
     count = len(packing.columns)
-    load = _pack_costs(inputs, packing.place, count)
+    load = _pack_costs(problem, packing.place, count)
     columns = packing.columns[np.argsort(-load[packing.columns].max(axis=1), kind="stable")]
     searched = np.empty((constraints.dp_size, count), dtype=np.int64)
     searched[packing.rank_of_pack[columns], np.arange(count)[:, None]] = columns
-    if at_home(inputs):
+    if problem.at_home:
         return searched
     dealt = deal_columns(columns, load, constraints.lockstep_ranks, budget=budget)
     if constraints.lockstep_ranks > 1:
@@ -318,7 +301,7 @@ def _table(inputs: PlanInputs, packing: Packing, budget: int = LEVEL_BUDGET) -> 
     return min(dealt, searched, key=lambda table: int(load[table].sum(axis=1).max()))
 
 
-def _pack_costs(inputs: PlanInputs, place: Ints, count: int) -> Ints:
+def _pack_costs(problem: PlanProblem, place: Ints, count: int) -> Ints:
     """Cost of every pack; the float sums are exact, since all costs together stay below 2^53."""
-    packs = inputs.constraints.dp_size * count
-    return np.bincount(place, weights=inputs.units.costs, minlength=packs).astype(np.int64)
+    packs = problem.constraints.dp_size * count
+    return np.bincount(place, weights=problem.units.costs, minlength=packs).astype(np.int64)

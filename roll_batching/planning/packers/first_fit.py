@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import numpy as np
 
+from roll_batching.planning.arrays import Ints
 from roll_batching.planning.compiled import compiled
-from roll_batching.planning.inputs import Ints
 
 
-@compiled
 def first_fit(sizes: Ints, order: Ints, capacity: int) -> Ints:
     """Bin of every item (int64[n]) when items are placed in `order` into the first bin with room.
 
     Items above the capacity get a bin of their own that takes nothing else.
     """
-    count = len(sizes)
+    bins = np.full(len(sizes), -1, dtype=np.int64)
+    continue_first_fit(sizes, order, capacity, np.empty(0, dtype=np.int64), bins)
+    return bins
+
+
+@compiled
+def continue_first_fit(sizes: Ints, order: Ints, capacity: int, free: Ints, bins: Ints) -> None:
+    """Writes the bins of the items in `order` into `bins`, where `len(free)` bins are open with that much room."""
+    count = len(order)
     leaves = 1
-    while leaves < count:
+    while leaves < len(free) + count:
         leaves *= 2
     # tree[1] is the root; a leaf is a bin's free space, an inner node the largest below it.
     tree = np.full(2 * leaves, capacity, dtype=np.int64)
-    bins = np.empty(count, dtype=np.int64)
+    tree[leaves : leaves + len(free)] = free
+    if len(free):
+        for node in range(leaves - 1, 0, -1):
+            tree[node] = max(tree[2 * node], tree[2 * node + 1])
     overflow = 0
-    opened = 0
+    opened = len(free)
     for position in range(count):
         item = order[position]
         size = sizes[item]
         if size > capacity:
-            bins[item] = -1
             overflow += 1
             continue
         node = 1
@@ -42,12 +51,12 @@ def first_fit(sizes: Ints, order: Ints, capacity: int) -> Ints:
         while node >= 1:
             tree[node] = max(tree[2 * node], tree[2 * node + 1])
             node //= 2
-    for position in range(count):
-        item = order[position]
-        if bins[item] < 0:
-            bins[item] = opened
-            opened += 1
-    return bins
+    if overflow:
+        for position in range(count):
+            item = order[position]
+            if sizes[item] > capacity:
+                bins[item] = opened
+                opened += 1
 
 
 def descending(values: Ints) -> Ints:

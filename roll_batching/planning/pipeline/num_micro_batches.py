@@ -1,4 +1,4 @@
-"""How many micro-batches a rank runs: Megatron's rule for interleaving, and the choice by makespan."""
+"""How many micro-batches a rank runs: Megatron's rule for interleaving, and how far it may rise."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from roll_batching.errors import PlanError
-from roll_batching.planning.inputs import as_lengths, round_up
+from roll_batching.planning.arrays import as_lengths, round_up
 
 
 def packing_metrics(

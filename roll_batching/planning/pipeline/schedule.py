@@ -13,8 +13,8 @@ from functools import lru_cache
 import numpy as np
 
 from roll_batching.errors import PlanError
-from roll_batching.planning.counts import is_admissible
-from roll_batching.planning.inputs import Ints
+from roll_batching.planning.arrays import Ints
+from roll_batching.planning.pipeline.num_micro_batches import is_admissible
 
 Operation = tuple[str, int, int]
 """("F" or "B", micro-batch, chunk)."""

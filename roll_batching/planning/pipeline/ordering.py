@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from roll_batching.errors import PlanError
-from roll_batching.planning.arrange import small_at_ends
+from roll_batching.planning.arrays import Ints
 from roll_batching.planning.compiled import compiled, draw, next_random, seed_state
-from roll_batching.planning.inputs import Ints
-from roll_batching.planning.schedule import static_schedule
+from roll_batching.planning.pipeline.schedule import static_schedule
 
 OPERATION_BUDGET = 20_000_000
 MOST_ORDERS = 60_000
@@ -82,6 +81,12 @@ def order_for_pipeline(
         int(values.sum()) // (4 * len(values)),
         seed,
     )
+
+
+def small_at_ends(costs: Ints) -> Ints:
+    """Order of indices k for a pipeline: the small ones first and last, the large ones in the middle."""
+    falling = np.argsort(-costs, kind="stable")
+    return np.concatenate([falling[::2][::-1], falling[1::2]]).astype(np.int64)
 
 
 def _as_costs(costs: ArrayLike) -> Ints:

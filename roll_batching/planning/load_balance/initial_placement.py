@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from roll_batching.planning.arrays import Ints
 from roll_batching.planning.compiled import compiled, next_random, seed_state
-from roll_batching.planning.inputs import Ints
 
 
-def handicaps(costs: Ints, slots: Ints, ranks: int, count: int, cap: int, *, level_totals: bool) -> tuple[Ints, Ints]:
-    """What to count against each pack (int64[ranks * count], ascending), so that giants cost least.
+def reserved_costs(
+    costs: Ints, slots: Ints, ranks: int, count: int, cap: int, *, level_totals: bool
+) -> tuple[Ints, Ints]:
+    """The cost reserved in each pack (int64[ranks * count], ascending), so that giants cost least.
 
     A column lasts as long as its costliest unit: what runs beside a giant, up to full packs, is free, and
     leaves less for the other columns. They get one level; with `level_totals` the rank of a giant gets as much
-    less there as the giant is above the pack it stands for. Without giants, packs are alike and handicaps 0.
+    less there as the giant is above the pack it stands for. Without giants, packs are alike and nothing is reserved.
 
     The second array is the place that each pack is meant for, `k * ranks + rank`.
     """
@@ -81,17 +83,17 @@ def _sift_up(heap: Ints, key: Ints, start: int) -> None:
 
 
 @compiled
-def cheapest_first(slots: Ints, costs: Ints, order: Ints, handicap: Ints, cap: int) -> tuple[Ints, int]:
+def cheapest_first(slots: Ints, costs: Ints, order: Ints, reserved: Ints, cap: int) -> tuple[Ints, int]:
     """Each unit, largest slots first, into the cheapest pack that has room: O(n log packs).
 
-    `order` sorts slots descending; `handicap` (int64[packs], ascending) is what each pack costs before it
+    `order` sorts slots descending; `reserved` (int64[packs], ascending) is what each pack costs before it
     holds anything. Returns the packs (int64[n], -1 where none had room) and how many units found none. A unit
     above the cap takes an empty pack and closes it.
     """
     count = len(order)
-    packs = len(handicap)
+    packs = len(reserved)
     place = np.full(count, -1, dtype=np.int64)
-    load = handicap.copy()
+    load = reserved.copy()
     used = np.zeros(packs, dtype=np.int64)
     ready = np.arange(packs)
     ready_length = packs
@@ -134,6 +136,25 @@ def cheapest_first(slots: Ints, costs: Ints, order: Ints, handicap: Ints, cap: i
 
 
 @compiled
+def _fill_emptiest(place: Ints, slots: Ints, order: Ints, packs: int) -> Ints:
+    """Puts the units without a pack (-1) into the emptiest, whatever the cap; returns the tokens of every pack."""
+    used = np.zeros(packs, dtype=np.int64)
+    for unit in range(len(place)):
+        if place[unit] >= 0:
+            used[place[unit]] += slots[unit]
+    for position in range(len(order)):
+        unit = order[position]
+        if place[unit] < 0:
+            emptiest = 0
+            for pack in range(packs):
+                if used[pack] < used[emptiest]:
+                    emptiest = pack
+            place[unit] = emptiest
+            used[emptiest] += slots[unit]
+    return used
+
+
+@compiled
 def mend_overflow(
     place: Ints, slots: Ints, order: Ints, packs: int, cap: int, iterations: int, seed: int
 ) -> tuple[Ints, int]:
@@ -144,19 +165,7 @@ def mend_overflow(
     """
     count = len(place)
     place = place.copy()
-    used = np.zeros(packs, dtype=np.int64)
-    for unit in range(count):
-        if place[unit] >= 0:
-            used[place[unit]] += slots[unit]
-    for position in range(count):
-        unit = order[position]
-        if place[unit] < 0:
-            emptiest = 0
-            for pack in range(packs):
-                if used[pack] < used[emptiest]:
-                    emptiest = pack
-            place[unit] = emptiest
-            used[emptiest] += slots[unit]
+    used = _fill_emptiest(place, slots, order, packs)
     overflow = 0
     for pack in range(packs):
         overflow += max(0, used[pack] - cap)

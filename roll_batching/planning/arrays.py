@@ -1,0 +1,66 @@
+"""Integer arrays: what lengths, costs and indices are kept in."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from roll_batching.errors import PlanError
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+def as_lengths(lengths: ArrayLike) -> Ints:
+    """`lengths` as int64[n]; `PlanError` for anything that is not a one-dimensional array of integers."""
+    array = np.asarray(lengths)
+    if array.ndim != 1 or len(array) == 0:
+        raise PlanError(f"lengths must be one-dimensional with at least one sample, got {array.shape}")
+    return as_ints(array, "lengths", len(array))
+
+
+def as_ints(values: ArrayLike, name: str, count: int) -> Ints:
+    """`values` as int64[count]; `PlanError` by `name` for another shape, or for what is no whole number."""
+    array = np.asarray(values)
+    if array.shape != (count,):
+        raise PlanError(f"{name} has shape {array.shape}, expected ({count},), one value per sample")
+    if array.dtype.kind not in "iu":
+        if array.dtype.kind != "f" or not np.all(np.isfinite(array)) or np.any(array != np.floor(array)):
+            raise PlanError(f"{name} must be integers, got dtype {array.dtype}")
+    if len(array) and not -(2**63) <= int(array.max()) < 2**63:
+        raise PlanError(f"{name} must fit into 64 bits with a sign, got {array.max()}")
+    return np.array(array, dtype=np.int64)
+
+
+def round_up(values: Ints, multiple: int) -> Ints:
+    """Each value rounded up to a multiple."""
+    if multiple == 1:
+        return values
+    return (values + (multiple - 1)) // multiple * multiple
+
+
+def offsets_of(counts: Ints) -> Ints:
+    """Where each of consecutive parts begins, and the end: int64[n + 1] from their sizes, int64[n]."""
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def sums_of(values: Ints, offsets: Ints) -> Ints:
+    """The sum of every part (int64[n]), 0 for an empty one, of parts that lie between `offsets` (int64[n + 1])."""
+    return _reduced(np.add, values, offsets)
+
+
+def largest_of(values: Ints, offsets: Ints) -> Ints:
+    """The largest value of every part (int64[n]), 0 for an empty one; values are at least 0."""
+    return _reduced(np.maximum, values, offsets)
+
+
+def _reduced(operation: np.ufunc, values: Ints, offsets: Ints) -> Ints:
+    if len(offsets) - 1 == len(values) and offsets[-1] == len(values) and np.all(np.diff(offsets) == 1):
+        return values.copy()
+    result = np.zeros(len(offsets) - 1, dtype=np.int64)
+    filled = np.diff(offsets) > 0
+    if len(values):
+        result[filled] = operation.reduceat(values, offsets[:-1][filled])
+    return result

@@ -1,0 +1,192 @@
+"""Who may share micro-batches, and the micro-batches that an algorithm forms of them.
+
+Units are pooled: all of them, or those of each rank where they have a home. An algorithm that has all ranks cut at the
+same positions works on one pool of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll_batching.planning.arrays import Flags, Ints
+from roll_batching.planning.packers.items import Items, Packer, check_bins
+from roll_batching.planning.packers.sorted_buckets import Limits, cut_positions
+from roll_batching.planning.placement import Bin, Placement, bin_cost, cut_in_order, split_in_two
+from roll_batching.planning.problem import PlanProblem
+
+
+@dataclass(frozen=True)
+class UnitPool:
+    """Units that may share micro-batches: those of `ranks` ranks."""
+
+    problem: PlanProblem
+    units: Ints
+    ranks: int
+    packer: Packer
+    keeps_order: bool
+
+    def form(self) -> list[Bin]:
+        """The packer's bins, checked. A unit above the cap has one for itself, which the packer does not see."""
+        alone = self.problem.units.alone[self.units]
+        if not alone.any():
+            return self._packed(self.units)
+        if not self.keeps_order:
+            return self._packed(self.units[~alone]) + [[int(unit)] for unit in self.units[alone]]
+        bins: list[Bin] = []
+        for run in np.split(self.units, np.flatnonzero(np.diff(alone.astype(np.int64))) + 1):
+            bins += [[int(unit)] for unit in run] if self.problem.units.alone[run[0]] else self._packed(run)
+        return bins
+
+    def _packed(self, units: Ints) -> list[Bin]:
+        if not len(units):
+            return []
+        constraints, all_units = self.problem.constraints, self.problem.units
+        items = Items(
+            slots=all_units.slots[units],
+            longest=all_units.longest[units],
+            rows=all_units.rows[units],
+            capacity=constraints.usable_tokens,
+            seed=constraints.seed,
+        )
+        bins = check_bins(self.packer(items), items, constraints.algorithm, rectangles=constraints.mode != "packed")
+        return [units[members].tolist() for members in bins]
+
+    def weight(self, members: Bin) -> int:
+        """What decides which micro-batch is split first."""
+        return bin_cost(self.problem.units, members)
+
+    def split(self, members: Bin) -> tuple[Bin, Bin]:
+        """Two micro-batches of one."""
+        return (cut_in_order if self.keeps_order else split_in_two)(self.problem.units, members)
+
+    def filler(self) -> Bin:
+        """A micro-batch without units."""
+        return []
+
+
+def pools_of_units(problem: PlanProblem, packer: Packer, *, keeps_order: bool) -> list[UnitPool]:
+    """One pool of all units, or one per rank where units have a home."""
+    dp_size = problem.constraints.dp_size
+    if not problem.at_home:
+        return [UnitPool(problem, np.arange(len(problem.units)), dp_size, packer, keeps_order)]
+    homes = [np.flatnonzero(problem.units.home == rank) for rank in range(dp_size)]
+    return [UnitPool(problem, units, 1, packer, keeps_order) for units in homes]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A micro-batch of all ranks: the positions that they compute there."""
+
+    positions: list[int]
+    length: int
+    """Of its rectangles."""
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+class PositionPool:
+    """Units dealt to ranks in one order, for all ranks to cut at the same positions."""
+
+    ranks = 1
+    """A cut is one micro-batch of every rank."""
+
+    def __init__(self, problem: PlanProblem, order: Callable[[Ints], Ints], *, in_blocks: bool) -> None:
+        self.problem = problem
+        self.constraints = constraints = problem.constraints
+        alignment = constraints.rectangle_alignment
+        self.limits = Limits(
+            tokens=constraints.usable_tokens if constraints.max_tokens is not None else None,
+            rows=constraints.rows,
+            width=-(-(constraints.row_limit or 0) // alignment) * alignment,
+        )
+        table, alone = self._parted(_dealt(problem, order, in_blocks))
+        self.table, self.alone = table, alone
+        """int64[P, dp]: the unit of every position and rank, or -1; and the positions that share with no other."""
+        here = table >= 0
+        self.rows = np.where(here, problem.units.rows[table], 0)
+        self.longest = np.where(here, problem.units.longest[table], 0).max(axis=1)
+
+    def _parted(self, table: Ints) -> tuple[Ints, Flags]:
+        """`table` with the ranks of a position parted where their shared rectangle is above the cap.
+
+        With groups of different sizes, or one unit above the cap, the largest rows times the largest length can exceed
+        the cap although every unit alone does not.
+        """
+        units, here = self.problem.units, table >= 0
+        area = np.where(here, units.rows[table], 0).max(axis=1) * np.maximum(
+            np.where(here, units.longest[table], 0).max(axis=1), self.limits.width
+        )
+        alone = np.any(here & units.alone[table], axis=1)
+        over = alone.copy()
+        if self.limits.tokens is not None:
+            over |= area > self.limits.tokens
+        parted = over & (here.sum(axis=1) > 1)
+        if not parted.any():
+            return table, over
+        rows: list[Ints] = []
+        flags: list[bool] = []
+        for position, apart in enumerate(parted):
+            if not apart:
+                rows.append(table[position])
+                flags.append(bool(over[position]))
+                continue
+            for rank in np.flatnonzero(here[position]):
+                single = np.full(table.shape[1], -1, dtype=np.int64)
+                single[rank] = table[position, rank]
+                rows.append(single)
+                flags.append(True)
+        return np.array(rows), np.array(flags)
+
+    def form(self) -> list[Cut]:
+        """The cuts, in order."""
+        return [self._cut(part) for part in cut_positions(self.longest, self.rows, self.alone, self.limits)]
+
+    def _cut(self, positions: list[int]) -> Cut:
+        return Cut(positions, max(int(self.longest[positions].max()), self.limits.width))
+
+    def weight(self, cut: Cut) -> int:
+        """Tokens of the shared rectangle."""
+        return int(self.rows[cut.positions].sum(axis=0).max()) * cut.length
+
+    def split(self, cut: Cut) -> tuple[Cut, Cut]:
+        """Two halves in order. Under shared shapes they keep the length of the whole (ROLL's rule)."""
+        half = (len(cut) + 1) // 2
+        parts = cut.positions[:half], cut.positions[half:]
+        if self.constraints.shared_shapes:
+            return Cut(parts[0], cut.length), Cut(parts[1], cut.length)
+        return self._cut(parts[0]), self._cut(parts[1])
+
+    def filler(self) -> Cut:
+        """A cut without positions."""
+        return Cut([], 0)
+
+    def place(self, cuts: list[Cut]) -> Placement:
+        """Every rank's part of every cut."""
+        bins = [
+            [int(unit) for unit in self.table[cut.positions, rank] if unit >= 0] if len(cut) else []
+            for rank in range(self.constraints.dp_size)
+            for cut in cuts
+        ]
+        lengths = np.tile(np.array([cut.length for cut in cuts], dtype=np.int64), self.constraints.dp_size)
+        return Placement.of_bins(bins, len(cuts), lengths if self.constraints.shared_shapes else None)
+
+
+def _dealt(problem: PlanProblem, order: Callable[[Ints], Ints], in_blocks: bool) -> Ints:
+    """The unit of every position and rank (int64[P, dp]), -1 where a rank's queue has ended."""
+    units, dp_size = problem.units, problem.constraints.dp_size
+    first = np.maximum.reduceat(problem.used[units.samples], units.offsets[:-1])
+    ordered = np.asarray(order(first), dtype=np.int64)
+    if problem.at_home:
+        queues = [ordered[units.home[ordered] == rank] for rank in range(dp_size)]
+    elif in_blocks:
+        queues = np.array_split(ordered, dp_size)
+    else:
+        queues = [ordered[rank::dp_size] for rank in range(dp_size)]
+    table = np.full((max(map(len, queues)), dp_size), -1, dtype=np.int64)
+    for rank, queue in enumerate(queues):
+        table[: len(queue), rank] = queue
+    return table

@@ -1,0 +1,420 @@
+"""Local search over packs: swaps that lower lockstep cost and rank excess, never above the cap.
+
+The lockstep cost is the sum over indices k of the largest cost among the ranks at k. The rank excess is
+what ranks have above a level, in sum. The search lowers a weighted sum of both.
+
+A swap exchanges two units of different packs; each pack also holds some empty units, so that a swap with
+one of them is a move. Most candidates are neighbours in the order of sizes: in nearly full packs only units
+of like size can change places; one in eight is a unit of any other pack. A loss is accepted up to a
+threshold that falls to zero (threshold accepting), so that the search needs integers only and gives the
+same result on every machine.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from roll_batching.planning.arrays import Ints
+from roll_batching.planning.compiled import compiled, draw, next_random, seed_state
+
+EMPTY_UNITS = 2
+"""Empty units per pack: how many moves into a pack can follow each other."""
+
+
+@compiled
+def sort_columns(load: Ints, dp_size: int, count: int, homes: bool) -> tuple[Ints, Ints]:
+    """Columns by falling cost: `columns[k, r]` (pack) and `column_of[pack]`.
+
+    Cutting the sorted packs into groups of dp_size minimises the lockstep cost. With `homes`, packs are
+    rank-major and stay on their rank: the k-th costliest of every rank share column k.
+    """
+    columns = np.empty((count, dp_size), dtype=np.int64)
+    column_of = np.empty(dp_size * count, dtype=np.int64)
+    if homes:
+        for rank in range(dp_size):
+            order = np.argsort(-load[rank * count : (rank + 1) * count], kind="mergesort")
+            for k in range(count):
+                pack = rank * count + order[k]
+                columns[k, rank] = pack
+                column_of[pack] = k
+    else:
+        order = np.argsort(-load, kind="mergesort")
+        for position in range(dp_size * count):
+            columns[position // dp_size, position % dp_size] = order[position]
+            column_of[order[position]] = position // dp_size
+    return columns, column_of
+
+
+@compiled
+def assign_ranks(columns: Ints, load: Ints, homes: bool) -> tuple[Ints, Ints]:
+    """A rank for every pack, and the rank totals: each column's costliest pack to the lightest rank.
+
+    Columns are taken by falling spread. With `homes` the packs are on their ranks already.
+    """
+    count, dp_size = columns.shape
+    rank_of_pack = np.empty(count * dp_size, dtype=np.int64)
+    totals = np.zeros(dp_size, dtype=np.int64)
+    if homes:
+        for k in range(count):
+            for rank in range(dp_size):
+                rank_of_pack[columns[k, rank]] = rank
+                totals[rank] += load[columns[k, rank]]
+        return rank_of_pack, totals
+    spread = np.empty(count, dtype=np.int64)
+    for k in range(count):
+        inside = load[columns[k]]
+        spread[k] = inside.max() - inside.min()
+    for k in np.argsort(-spread, kind="mergesort"):
+        falling = np.argsort(-load[columns[k]], kind="mergesort")
+        rising = np.argsort(totals, kind="mergesort")
+        for position in range(dp_size):
+            pack = columns[k, falling[position]]
+            rank_of_pack[pack] = rising[position]
+            totals[rising[position]] += load[pack]
+    return rank_of_pack, totals
+
+
+@compiled
+def costliest_but(columns: Ints, load: Ints, k: int, first: int, second: int) -> int:
+    """The costliest pack of column k apart from two packs, or -1."""
+    best = -1
+    for rank in range(columns.shape[1]):
+        pack = columns[k, rank]
+        if pack != first and pack != second and (best < 0 or load[pack] > load[best]):
+            best = pack
+    return best
+
+
+@compiled
+def column_tops(columns: Ints, load: Ints) -> Ints:
+    """The costliest pack of every column."""
+    top = np.empty(len(columns), dtype=np.int64)
+    for k in range(len(columns)):
+        top[k] = costliest_but(columns, load, k, -1, -1)
+    return top
+
+
+@compiled
+def excess_above(totals: Ints, level: int) -> int:
+    """What the ranks have above `level`, in sum."""
+    above = 0
+    for rank in range(len(totals)):
+        above += max(0, totals[rank] - level)
+    return above
+
+
+@compiled
+def excess_gain(totals: Ints, level: int, rank_a: int, rank_b: int, change: int) -> int:
+    """How much excess vanishes when `change` goes from one rank to another."""
+    if rank_a == rank_b:
+        return 0
+    before = max(0, totals[rank_a] - level) + max(0, totals[rank_b] - level)
+    after = max(0, totals[rank_a] - change - level) + max(0, totals[rank_b] + change - level)
+    return int(before - after)
+
+
+@compiled
+def top_after(columns: Ints, load: Ints, top: int, k: int, pack: int, after: int) -> tuple[int, int]:
+    """The costliest pack of column k and its cost when `pack` costs `after`."""
+    if after >= load[top]:
+        return pack, after
+    if top != pack:
+        return top, load[top]
+    other = costliest_but(columns, load, k, pack, -1)
+    if other < 0 or after > load[other]:
+        return pack, after
+    return other, load[other]
+
+
+@compiled
+def seat_members(place: Ints, packs: int) -> tuple[Ints, Ints, Ints]:
+    """Units pack by pack: offsets (int64[packs + 1]), members, and each unit's seat among them."""
+    first = np.zeros(packs + 1, dtype=np.int64)
+    for unit in range(len(place)):
+        first[place[unit] + 1] += 1
+    for pack in range(packs):
+        first[pack + 1] += first[pack]
+    taken = first[:-1].copy()
+    members = np.empty(len(place), dtype=np.int64)
+    seat = np.empty(len(place), dtype=np.int64)
+    for unit in range(len(place)):
+        seat[unit] = taken[place[unit]]
+        members[seat[unit]] = unit
+        taken[place[unit]] += 1
+    return first, members, seat
+
+
+class Aim(NamedTuple):
+    """What the search lowers: lockstep cost and rank excess, weighted."""
+
+    column_weight: int
+    rank_weight: int
+    level: int
+    """Cost of a rank from which on it has excess."""
+
+
+class Limits(NamedTuple):
+    """How far the search may go."""
+
+    cap: int
+    """Tokens of a pack."""
+    iterations: int
+    threshold: int
+    """The first accepted loss, in weighted cost."""
+
+
+class _Search(NamedTuple):
+    """The state of a search: int64 arrays that its steps change in place."""
+
+    pack_of: Ints
+    """The pack of every unit; the empty units come last."""
+    size: Ints
+    cost: Ints
+    home: Ints
+    """The rank where a unit must stay, or -1."""
+    first: Ints
+    """Units of pack p stand in `members[first[p]:first[p + 1]]`."""
+    members: Ints
+    seat: Ints
+    """Where a unit stands in `members`."""
+    by_size: Ints
+    position: Ints
+    """Where a unit stands in `by_size`."""
+    load: Ints
+    """The cost of every pack."""
+    tokens: Ints
+    columns: Ints
+    """[K, dp]: packs that share an index."""
+    column_of: Ints
+    rank_of: Ints
+    """The rank of every pack."""
+    top: Ints
+    """The costliest pack of every column."""
+    totals: Ints
+    """The cost of every rank."""
+
+
+@compiled
+def swap_units(
+    pack_of: Ints,
+    columns: Ints,
+    rank_of_pack: Ints,
+    slots: Ints,
+    costs: Ints,
+    home: Ints,
+    limits: Limits,
+    aim: Aim,
+    seed: int,
+) -> tuple[Ints, Ints, Ints]:
+    """Improved packs of all units (int64[n]), the columns (int64[K, dp]) and the ranks of packs (int64[dp*K]).
+
+    `pack_of` (values 0 to dp*K - 1) must be within the cap, apart from packs with a single unit above it; `columns`
+    (int64[K, dp]) and `rank_of_pack` are where the search starts. `home` holds each unit's rank or -1 (all or none).
+    """
+    real = len(pack_of)
+    search = _begin(pack_of, columns, rank_of_pack, slots, costs, home)
+    at_home = home[0] >= 0
+    best_energy = _energy(search, aim)
+    best, best_columns, best_ranks = pack_of.copy(), columns.copy(), rank_of_pack.copy()
+    state = seed_state(seed)
+    period = max(4096, 8 * columns.size)
+    accepted = limits.threshold
+    for iteration in range(1, limits.iterations + 1):
+        if iteration % 64 == 0:
+            accepted = limits.threshold * (limits.iterations - iteration) // limits.iterations
+        if iteration % period == 0 or iteration == limits.iterations:
+            energy = _cut_anew(search, aim, at_home)
+            if energy < best_energy:
+                best_energy = energy
+                best[:] = search.pack_of[:real]
+                best_columns[:] = search.columns
+                best_ranks[:] = search.rank_of
+        state = next_random(state)
+        k = draw(state, len(columns))
+        kind = state % 16
+        if kind == 0 and not at_home:
+            state = _exchange_packs(search, aim, k, accepted, state)
+            continue
+        unit, other, state = _propose(search, k, kind, state)
+        if other < 0 or not _allowed(search, unit, other, limits.cap):
+            continue
+        gain, top_a, top_b = _evaluate(search, aim, unit, other)
+        if gain >= -accepted:
+            _commit(search, unit, other, top_a, top_b)
+    return best, best_columns, best_ranks
+
+
+@compiled
+def _begin(pack_of: Ints, columns: Ints, rank_of_pack: Ints, slots: Ints, costs: Ints, home: Ints) -> _Search:
+    real = len(pack_of)
+    count, dp_size = columns.shape
+    packs = count * dp_size
+    total = real + EMPTY_UNITS * packs
+    place = np.empty(total, dtype=np.int64)
+    size = np.zeros(total, dtype=np.int64)
+    cost = np.zeros(total, dtype=np.int64)
+    home_of = np.full(total, -1, dtype=np.int64)
+    place[:real] = pack_of
+    size[:real] = slots
+    cost[:real] = costs
+    home_of[:real] = home
+    for empty in range(total - real):
+        place[real + empty] = empty // EMPTY_UNITS
+        if home[0] >= 0:
+            home_of[real + empty] = empty // EMPTY_UNITS // count
+    load = np.zeros(packs, dtype=np.int64)
+    tokens = np.zeros(packs, dtype=np.int64)
+    for unit in range(real):
+        load[place[unit]] += cost[unit]
+        tokens[place[unit]] += size[unit]
+    first, members, seat = seat_members(place, packs)
+    by_size = np.argsort((home_of + 1) * (size.max() + 1) + size, kind="mergesort")
+    position = np.empty(total, dtype=np.int64)
+    for p in range(total):
+        position[by_size[p]] = p
+    columns, rank_of = columns.copy(), rank_of_pack.copy()
+    column_of = np.empty(packs, dtype=np.int64)
+    totals = np.zeros(dp_size, dtype=np.int64)
+    for k in range(count):
+        for pack in columns[k]:
+            column_of[pack] = k
+            totals[rank_of[pack]] += load[pack]
+    top = column_tops(columns, load)
+    return _Search(
+        place, size, cost, home_of, first, members, seat, by_size, position, load, tokens, columns, column_of, rank_of,
+        top, totals,
+    )  # fmt: skip
+
+
+@compiled
+def _energy(search: _Search, aim: Aim) -> int:
+    lockstep = int(search.load[search.top].sum())
+    return aim.column_weight * lockstep + aim.rank_weight * excess_above(search.totals, aim.level)
+
+
+@compiled
+def _cut_anew(search: _Search, aim: Aim, at_home: bool) -> int:
+    """Cuts the packs, whose costs have changed, into columns anew where that is no worse; returns the energy."""
+    energy = _energy(search, aim)
+    columns, column_of = sort_columns(search.load, len(search.totals), len(search.columns), at_home)
+    ranks, totals = assign_ranks(columns, search.load, at_home)
+    top = column_tops(columns, search.load)
+    lockstep = int(search.load[top].sum())
+    new_energy = aim.column_weight * lockstep + aim.rank_weight * excess_above(totals, aim.level)
+    if new_energy > energy:
+        return energy
+    search.columns[:] = columns
+    search.column_of[:] = column_of
+    search.rank_of[:] = ranks
+    search.totals[:] = totals
+    search.top[:] = top
+    return new_energy
+
+
+@compiled
+def _exchange_packs(search: _Search, aim: Aim, k: int, accepted: int, state: int) -> int:
+    """Two ranks exchange their packs of column k, which changes totals alone; returns the generator's state."""
+    ranks = len(search.totals)
+    state = next_random(state)
+    pack_a = search.columns[k, draw(state, ranks)]
+    state = next_random(state)
+    pack_b = search.columns[k, draw(state, ranks)]
+    rank_a = search.rank_of[pack_a]
+    rank_b = search.rank_of[pack_b]
+    change = search.load[pack_a] - search.load[pack_b]
+    if aim.rank_weight * excess_gain(search.totals, aim.level, rank_a, rank_b, change) >= -accepted:
+        search.totals[rank_a] -= change
+        search.totals[rank_b] += change
+        search.rank_of[pack_a] = rank_b
+        search.rank_of[pack_b] = rank_a
+    return state
+
+
+@compiled
+def _propose(search: _Search, k: int, kind: int, state: int) -> tuple[int, int, int]:
+    """A unit of column k, one to exchange it with (-1: none), and the generator's state."""
+    pack = search.top[k]
+    if kind < 5:
+        state = next_random(state)
+        pack = search.columns[k, draw(state, len(search.totals))]
+    state = next_random(state)
+    unit = search.members[search.first[pack] + draw(state, search.first[pack + 1] - search.first[pack])]
+    choice = state % 32
+    state = next_random(state)
+    if choice < 4:
+        other_pack = draw(state, len(search.load))
+        state = next_random(state)
+        seats = search.first[other_pack + 1] - search.first[other_pack]
+        return unit, search.members[search.first[other_pack] + draw(state, seats)], state
+    reach = 4 << (choice % 4 * 2)  # 4, 16, 64 or 256 neighbours to either side
+    p = search.position[unit] + draw(state, 2 * reach + 1) - reach
+    if p < 0 or p >= len(search.by_size):
+        return unit, -1, state
+    return unit, search.by_size[p], state
+
+
+@compiled
+def _allowed(search: _Search, unit: int, other: int, cap: int) -> bool:
+    """Whether the exchange changes anything and leaves both packs within the cap and units on their ranks."""
+    pack_a, pack_b = search.pack_of[unit], search.pack_of[other]
+    if pack_a == pack_b or search.cost[unit] == search.cost[other] or search.home[unit] != search.home[other]:
+        return False
+    moved = search.size[unit] - search.size[other]
+    if moved < 0:
+        return bool(search.tokens[pack_a] - moved <= cap)
+    return bool(moved == 0 or search.tokens[pack_b] + moved <= cap)
+
+
+@compiled
+def _evaluate(search: _Search, aim: Aim, unit: int, other: int) -> tuple[int, int, int]:
+    """What the exchange gains, and the costliest packs of both columns after it."""
+    load, columns, top = search.load, search.columns, search.top
+    pack_a, pack_b = search.pack_of[unit], search.pack_of[other]
+    column_a, column_b = search.column_of[pack_a], search.column_of[pack_b]
+    change = search.cost[unit] - search.cost[other]
+    after_a = load[pack_a] - change
+    after_b = load[pack_b] + change
+    gain = load[top[column_a]]
+    if column_b == column_a:
+        top_a = costliest_but(columns, load, column_a, pack_a, pack_b)
+        largest = -1 if top_a < 0 else load[top_a]
+        if after_a > largest:
+            largest = after_a
+            top_a = pack_a
+        if after_b > largest:
+            largest = after_b
+            top_a = pack_b
+        top_b = top_a
+        gain -= largest
+    else:
+        top_a, largest_a = top_after(columns, load, top[column_a], column_a, pack_a, after_a)
+        top_b, largest_b = top_after(columns, load, top[column_b], column_b, pack_b, after_b)
+        gain += load[top[column_b]] - largest_a - largest_b
+    rank_a, rank_b = search.rank_of[pack_a], search.rank_of[pack_b]
+    excess = excess_gain(search.totals, aim.level, rank_a, rank_b, change)
+    return aim.column_weight * gain + aim.rank_weight * excess, top_a, top_b
+
+
+@compiled
+def _commit(search: _Search, unit: int, other: int, top_a: int, top_b: int) -> None:
+    """Makes the exchange."""
+    pack_a, pack_b = search.pack_of[unit], search.pack_of[other]
+    moved = search.size[unit] - search.size[other]
+    change = search.cost[unit] - search.cost[other]
+    search.top[search.column_of[pack_a]] = top_a
+    search.top[search.column_of[pack_b]] = top_b
+    search.totals[search.rank_of[pack_a]] -= change
+    search.totals[search.rank_of[pack_b]] += change
+    search.load[pack_a] -= change
+    search.load[pack_b] += change
+    search.tokens[pack_a] -= moved
+    search.tokens[pack_b] += moved
+    search.pack_of[unit] = pack_b
+    search.pack_of[other] = pack_a
+    seat_a, seat_b = search.seat[unit], search.seat[other]
+    search.members[seat_a] = other
+    search.members[seat_b] = unit
+    search.seat[unit] = seat_b
+    search.seat[other] = seat_a

@@ -1,0 +1,244 @@
+"""Bin packing by length alone, under NeMo-RL's names, and "best".
+
+All packers are deterministic; `first_fit_shuffle` draws its order from the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from roll_batching.errors import PlanError
+from roll_batching.planning.arrays import Ints, as_lengths
+from roll_batching.planning.compiled import compiled, next_random, seed_state
+from roll_batching.planning.packers.first_fit import continue_first_fit, descending, first_fit
+from roll_batching.planning.packers.items import Items, group_by_bin
+
+
+def pack_bins(lengths: ArrayLike, capacity: int, algorithm: str = "best", *, seed: int = 0) -> list[list[int]]:
+    """Pack items of `lengths` (int[n], at least 1 each) into bins of `capacity`.
+
+    Algorithms: "concatenative" (next-fit in the given order), "first_fit_decreasing", "first_fit_shuffle",
+    "modified_first_fit_decreasing", and "best" (the better of the two decreasing ones: never more bins than
+    first-fit-decreasing). Bins come in the order they are opened, items in the order they are placed.
+    Raises `PlanError` naming an item above the capacity.
+    """
+    sizes = as_lengths(lengths)
+    packer = _PACKERS.get(algorithm)
+    if packer is None:
+        raise PlanError(f"algorithm={algorithm!r} is unknown; choose one of {', '.join(_PACKERS)}")
+    wrong = np.flatnonzero((sizes > capacity) | (sizes < 1))
+    if len(wrong):
+        raise PlanError(
+            f"item {wrong[0]} of length {sizes[wrong[0]]} cannot be packed into bins of {capacity}: "
+            "lengths lie between 1 and the capacity"
+        )
+    return packer(Items(slots=sizes, longest=sizes, rows=np.ones_like(sizes), capacity=capacity, seed=seed))
+
+
+def concatenative(items: Items) -> list[list[int]]:
+    """Next-fit: a bin is closed for good as soon as an item does not fit."""
+    return group_by_bin(_next_fit(items.slots, items.capacity), np.arange(len(items), dtype=np.int64))
+
+
+def first_fit_decreasing(items: Items) -> list[list[int]]:
+    """The largest item first, each into the first bin with room."""
+    order = descending(items.slots)
+    return group_by_bin(first_fit(items.slots, order, items.capacity), order)
+
+
+def first_fit_shuffle(items: Items) -> list[list[int]]:
+    """Items in an order drawn from the seed, each into the first bin with room."""
+    order = _shuffled(len(items), items.seed)
+    return group_by_bin(first_fit(items.slots, order, items.capacity), order)
+
+
+def modified_first_fit_decreasing(items: Items) -> list[list[int]]:
+    """Johnson and Garey's heuristic (1985), which needs at most 71/60 of the fewest bins.
+
+    Large items (> C/2) open a bin each; going forward, each takes the largest medium item (> C/3) that fits; going
+    backward, bins without a medium one take a pair of small ones (> C/6): the smallest and the largest that then fits;
+    going forward, each takes, greedily, the largest remaining items that fit; what is left is packed by first fit.
+    """
+    bins, placed = _modified(items.slots, descending(items.slots), items.capacity)
+    return group_by_bin(bins, placed)
+
+
+def best(items: Items) -> list[list[int]]:
+    """First-fit-decreasing, or its modified form where that needs fewer bins."""
+    plain = first_fit_decreasing(items)
+    if len(plain) > -(-int(items.slots.sum()) // items.capacity):
+        modified = modified_first_fit_decreasing(items)
+        if len(modified) < len(plain):
+            return modified
+    return plain
+
+
+_PACKERS: dict[str, Callable[[Items], list[list[int]]]] = {
+    packer.__name__: packer
+    for packer in (best, concatenative, first_fit_decreasing, first_fit_shuffle, modified_first_fit_decreasing)
+}
+
+
+@compiled
+def _next_fit(sizes: Ints, capacity: int) -> Ints:
+    """Bin of every item (int64[n])."""
+    bins = np.empty(len(sizes), dtype=np.int64)
+    current = 0
+    used = 0
+    for item in range(len(sizes)):
+        if item > 0 and used + sizes[item] > capacity:
+            current += 1
+            used = 0
+        bins[item] = current
+        used += sizes[item]
+    return bins
+
+
+@compiled
+def _shuffled(count: int, seed: int) -> Ints:
+    """A permutation of `count` items (Fisher-Yates)."""
+    order = np.arange(count)
+    state = seed_state(seed)
+    for last in range(count - 1, 0, -1):
+        state = next_random(state)
+        other = state % (last + 1)
+        order[last], order[other] = order[other], order[last]
+    return order
+
+
+@compiled
+def _modified(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, Ints]:
+    """Modified first-fit-decreasing: bin of every item and the order of placement; `order` sorts descending."""
+    count = len(sizes)
+    bins = np.full(count, -1, dtype=np.int64)
+    placed = np.empty(count, dtype=np.int64)
+    large = _first_not_above(sizes, order, 0, count, capacity // 2)
+    medium = _first_not_above(sizes, order, large, count, capacity // 3)
+    small = _first_not_above(sizes, order, medium, count, capacity // 6)
+    free = np.empty(large, dtype=np.int64)
+    for position in range(large):
+        bins[order[position]] = position
+        free[position] = capacity - sizes[order[position]]
+        placed[position] = order[position]
+    # `skip[p]` leads from a position in `order` to the next one that is not placed (path compression).
+    skip = np.arange(count + 1)
+    done, has_medium = _add_medium(sizes, order, large, medium, free, skip, bins, placed)
+    done = _add_pairs(sizes, order, medium, small, free, skip, bins, placed, done, has_medium)
+    done = _add_greedily(sizes, order, large, free, skip, bins, placed, done)
+    rest = np.empty(count - done, dtype=np.int64)
+    left = 0
+    for position in range(count):
+        if bins[order[position]] < 0:
+            rest[left] = order[position]
+            left += 1
+    continue_first_fit(sizes, rest, capacity, free, bins)
+    placed[done:] = rest
+    return bins, placed
+
+
+@compiled
+def _add_medium(
+    sizes: Ints, order: Ints, large: int, medium: int, free: Ints, skip: Ints, bins: Ints, placed: Ints
+) -> tuple[int, Ints]:
+    """Going forward, the largest medium item that fits into each bin; how many are placed, and where (0 or 1)."""
+    done = large
+    has_medium = np.zeros(large, dtype=np.int64)
+    # Free space grows along the bins, so a pointer would miss items passed over; a binary search for the first fitting
+    # position and `skip` finds it.
+    for target in range(large):
+        position = _next_open(skip, _first_not_above(sizes, order, large, medium, free[target]))
+        if position < medium:
+            has_medium[target] = 1
+            _put(sizes, order, position, target, free, skip, bins)
+            placed[done] = order[position]
+            done += 1
+    return done, has_medium
+
+
+@compiled
+def _add_pairs(
+    sizes: Ints,
+    order: Ints,
+    medium: int,
+    small: int,
+    free: Ints,
+    skip: Ints,
+    bins: Ints,
+    placed: Ints,
+    done: int,
+    has_medium: Ints,
+) -> int:
+    """Going backward, the smallest small item and the largest that then fits into bins without a medium one."""
+    last_small = small - 1
+    for target in range(len(free) - 1, -1, -1):
+        if has_medium[target]:
+            continue
+        while last_small >= medium and bins[order[last_small]] >= 0:
+            last_small -= 1
+        if last_small <= medium:
+            break
+        room = free[target] - sizes[order[last_small]]
+        position = _next_open(skip, _first_not_above(sizes, order, medium, small, room))
+        if position >= last_small:
+            continue
+        for where in (last_small, position):
+            _put(sizes, order, where, target, free, skip, bins)
+            placed[done] = order[where]
+            done += 1
+    return done
+
+
+@compiled
+def _add_greedily(
+    sizes: Ints, order: Ints, large: int, free: Ints, skip: Ints, bins: Ints, placed: Ints, done: int
+) -> int:
+    """Going forward, the largest remaining items that fit into each bin."""
+    count = len(order)
+    for target in range(large):
+        position = large
+        while True:
+            start = _first_not_above(sizes, order, max(position, large), count, free[target])
+            position = _next_open(skip, start)
+            if position >= count:
+                break
+            _put(sizes, order, position, target, free, skip, bins)
+            placed[done] = order[position]
+            done += 1
+    return done
+
+
+@compiled
+def _put(sizes: Ints, order: Ints, position: int, target: int, free: Ints, skip: Ints, bins: Ints) -> None:
+    item = order[position]
+    bins[item] = target
+    free[target] -= sizes[item]
+    skip[position] = position + 1
+
+
+@compiled
+def _first_not_above(sizes: Ints, order: Ints, start: int, end: int, limit: int) -> int:
+    """First position in `order[start:end]` (descending) whose size is at most `limit`, or `end`."""
+    low = start
+    high = end
+    while low < high:
+        middle = (low + high) // 2
+        if sizes[order[middle]] > limit:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def _next_open(skip: Ints, position: int) -> int:
+    root = position
+    while skip[root] != root:
+        root = skip[root]
+    while skip[position] != root and skip[position] != position:
+        following = skip[position]
+        skip[position] = root
+        position = following
+    return root

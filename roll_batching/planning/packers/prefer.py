@@ -1,0 +1,112 @@
+"""Rectangles opened by the oldest item: cosmos-rl's prefer_first and prefer_closest."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+
+import numpy as np
+
+from roll_batching.planning.arrays import Ints
+from roll_batching.planning.compiled import compiled
+from roll_batching.planning.packers.items import Items, group_by_bin
+
+
+def first(items: Items) -> list[list[int]]:
+    """The oldest item opens a rectangle; then, again and again, the oldest that fits joins it."""
+    bins = _oldest_that_fit(items.longest, items.rows, items.capacity)
+    return group_by_bin(bins, np.arange(len(bins)))
+
+
+@compiled
+def _oldest_that_fit(longest: Ints, rows: Ints, capacity: int) -> Ints:
+    """The rectangle of every item, numbered as they open."""
+    count = len(longest)
+    bins = np.full(count, -1, dtype=np.int64)
+    after = np.arange(1, count + 1)  # the next item that is not placed, as far as known
+    opened = 0
+    for opener in range(count):
+        if bins[opener] >= 0:
+            continue
+        bins[opener] = opened
+        widest = longest[opener]
+        height = rows[opener]
+        before = opener
+        item = after[opener]
+        while item < count and (height + 1) * widest <= capacity:
+            if bins[item] >= 0:
+                after[before] = after[item]
+            else:
+                grown = height + rows[item]
+                wider = max(widest, longest[item])
+                if grown * wider <= capacity:
+                    bins[item] = opened
+                    height = grown
+                    widest = wider
+                    after[before] = after[item]
+                else:
+                    before = item
+            item = after[item]
+        opened += 1
+    return bins
+
+
+def closest(items: Items) -> list[list[int]]:
+    """The oldest item opens a rectangle; then joins, again and again, the one that keeps it smallest.
+
+    That is the item with the smallest `max(longest, L) * rows` below the cap; of equals the one closest to
+    the longest so far, then the oldest (cosmos-rl's rule).
+    """
+    waiting = _Waiting(items)
+    bins: list[list[int]] = []
+    for opener in range(len(items)):
+        if opener in waiting.taken:
+            continue
+        waiting.take(opener)
+        members = [opener]
+        rows, longest = int(items.rows[opener]), int(items.longest[opener])
+        while (item := waiting.closest_to(rows, longest, items.capacity)) is not None:
+            waiting.take(item)
+            members.append(item)
+            rows += int(items.rows[item])
+            longest = max(longest, int(items.longest[item]))
+        bins.append(members)
+    return bins
+
+
+class _Waiting:
+    """Items that are not placed, by their shape."""
+
+    def __init__(self, items: Items) -> None:
+        self._shapes = list(zip(items.longest.tolist(), items.rows.tolist(), strict=True))
+        self.taken: set[int] = set()
+        self._by_shape: dict[tuple[int, int], deque[int]] = {}
+        for item, shape in enumerate(self._shapes):
+            self._by_shape.setdefault(shape, deque()).append(item)
+        self._lengths: dict[int, list[int]] = {}
+        for length, rows in sorted(self._by_shape):
+            self._lengths.setdefault(rows, []).append(length)
+
+    def closest_to(self, rows: int, longest: int, capacity: int) -> int | None:
+        """The item that keeps a rectangle of `rows` x `longest` smallest; None where none fits."""
+        best: tuple[int, int, int] | None = None
+        for height, lengths in self._lengths.items():
+            # Of one height only the neighbours of `longest` can be best: everything at or below it
+            # costs the same, above it the shortest is cheapest.
+            at = bisect.bisect_right(lengths, longest)
+            for length in lengths[max(at - 1, 0) : at + 1]:
+                size = max(longest, length) * (rows + height)
+                key = (size, abs(length - longest), self._by_shape[length, height][0])
+                if size <= capacity and (best is None or key < best):
+                    best = key
+        return None if best is None else best[2]
+
+    def take(self, item: int) -> None:
+        """`item` is placed."""
+        self.taken.add(item)
+        length, rows = shape = self._shapes[item]
+        self._by_shape[shape].remove(item)
+        if not self._by_shape[shape]:
+            lengths = self._lengths[rows]
+            del lengths[bisect.bisect_left(lengths, length)]
+            del self._by_shape[shape]

@@ -1,0 +1,71 @@
+"""What a plan consists of: flat arrays, one entry per sample, placed sample or micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll_batching.planning.arrays import Flags, Ints
+from roll_batching.planning.constraints import PlanConstraints
+
+
+@dataclass(frozen=True)
+class DroppedSample:
+    """A sample that the plan leaves out, and why."""
+
+    index: int
+    id: int
+    length: int
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class PlanArrays:
+    """The data of a plan. Its arrays are read-only.
+
+    Micro-batch arrays are rank-major: micro-batch k of rank r has the index `r * num_micro_batches + k`.
+    """
+
+    constraints: PlanConstraints
+    num_micro_batches: int
+    """K, the same on every rank."""
+    group_size: int | None
+    """Megatron's `microbatch_group_size_per_vp_stage`; None without interleaving."""
+    lengths: Ints
+    """int64[n]: the lengths as given."""
+    ids: Ints
+    """int64[n]: the global id of each sample."""
+    location: Ints | None
+    """int64[n] or None: the DP rank that holds each sample's data now; only carried."""
+    used: Ints
+    """int64[n]: tokens used of each sample."""
+    samples: Ints
+    """int64[placed]: sample indices, micro-batch by micro-batch."""
+    slots: Ints
+    """int64[placed]: the slot of each entry of `samples`."""
+    offsets: Ints
+    """int64[dp*K + 1]: micro-batch m holds entries `offsets[m]` to `offsets[m + 1]`."""
+    tokens: Ints
+    """int64[dp*K]: computed tokens of each micro-batch."""
+    rows: Ints
+    """int64[dp*K]: rows of each micro-batch (1 for packs and fillers)."""
+    costs: Ints
+    """int64[dp*K]: the cost of each micro-batch's samples, scaled, without the fixed part."""
+    dropped: tuple[DroppedSample, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (*ARRAYS, "location"):
+            array = getattr(self, name)
+            if array is not None:
+                array.setflags(write=False)
+
+    @property
+    def fillers(self) -> Flags:
+        """bool[dp*K]: micro-batches without a sample."""
+        empty: Flags = np.diff(self.offsets) == 0
+        return empty
+
+
+ARRAYS = ("lengths", "ids", "used", "samples", "slots", "offsets", "tokens", "rows", "costs")
+"""Its arrays but `location`, which may be None."""

@@ -1,0 +1,306 @@
+"""From what a caller passes to what algorithms need: checked arrays, slots, costs, inseparable units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from roll_batching.errors import PlanError
+from roll_batching.planning.arrays import Flags, Ints, as_ints, as_lengths, largest_of, offsets_of, round_up, sums_of
+from roll_batching.planning.constraints import PlanConstraints
+from roll_batching.planning.cost_model import sequence_costs
+from roll_batching.planning.plan_arrays import DroppedSample
+
+
+@dataclass(frozen=True)
+class Units:
+    """What is placed as a whole: single samples, or groups that stay together.
+
+    All arrays have one entry per unit, in the order of each unit's first sample.
+    """
+
+    samples: Ints
+    """Sample indices, unit by unit, each unit in the given order."""
+    offsets: Ints
+    """Unit u holds `samples[offsets[u]:offsets[u + 1]]`."""
+    slots: Ints
+    """Tokens of the unit's slots together (packs) ..."""
+    longest: Ints
+    """... and its longest row, aligned (rectangles)."""
+    rows: Ints
+    costs: Ints
+    home: Ints
+    """The DP rank where the unit must stay, or -1."""
+    alone: Flags
+    """Above the cap, by the policy "alone": shares its micro-batch with nobody."""
+
+    def __len__(self) -> int:
+        return len(self.costs)
+
+
+@dataclass(frozen=True)
+class PlanProblem:
+    """What one plan is made of, checked; `n` samples."""
+
+    constraints: PlanConstraints
+    lengths: Ints
+    ids: Ints
+    location: Ints | None
+    used: Ints
+    """Tokens used of every sample (fewer than its length when truncated)."""
+    slots: Ints
+    costs: Ints
+    fixed_cost: int
+    units: Units
+    dropped: tuple[DroppedSample, ...]
+
+    @property
+    def at_home(self) -> bool:
+        """Whether the units have ranks where they must stay (all have, or none)."""
+        return bool(np.any(self.units.home >= 0))
+
+
+def pose_problem(
+    lengths: ArrayLike,
+    constraints: PlanConstraints,
+    *,
+    cost: Any,
+    ids: ArrayLike | None = None,
+    group_ids: ArrayLike | None = None,
+    home_rank: ArrayLike | None = None,
+    location: ArrayLike | None = None,
+) -> PlanProblem:
+    """Check and align everything, apply the oversize policy, form the units.
+
+    Raises `PlanError` naming the sample (index and id), its length, the cap and the cure.
+    """
+    sizes = as_lengths(lengths)
+    identifiers = _identifiers(ids, len(sizes))
+    short = np.flatnonzero(sizes < 1)
+    if len(short):
+        raise PlanError(
+            f"{_name(short[0], identifiers)} has length {sizes[short[0]]}; every sample needs at least one token"
+        )
+    home = _ranks(home_rank, "home_rank", len(sizes), constraints.dp_size)
+    where = _ranks(location, "location", len(sizes), constraints.dp_size)
+    groups = _group(len(sizes), identifiers, group_ids, home)
+    fit = _fit_under_cap(sizes, identifiers, groups, constraints)
+    groups, alone, dropped = _without_dropped(groups, fit, sizes, identifiers)
+    slots = round_up(fit.used, constraints.sequence_alignment)
+    scaled = sequence_costs(fit.used, cost)
+    members, offsets = groups.members, groups.offsets
+    units = Units(
+        samples=members,
+        offsets=offsets,
+        slots=sums_of(slots[members], offsets),
+        longest=largest_of(round_up(fit.used[members], constraints.rectangle_alignment), offsets),
+        rows=np.diff(offsets),
+        costs=sums_of(scaled.values[members], offsets),
+        home=groups.home,
+        alone=alone,
+    )
+    return PlanProblem(
+        constraints=constraints,
+        lengths=sizes,
+        ids=identifiers,
+        location=where,
+        used=fit.used,
+        slots=slots,
+        costs=scaled.values,
+        fixed_cost=scaled.fixed,
+        units=units,
+        dropped=dropped,
+    )
+
+
+def _identifiers(ids: ArrayLike | None, count: int) -> Ints:
+    if ids is None:
+        return np.arange(count, dtype=np.int64)
+    identifiers = as_ints(ids, "ids", count)
+    if len(np.unique(identifiers)) != count:
+        values, repeats = np.unique(identifiers, return_counts=True)
+        raise PlanError(f"ids must be unique; id {values[repeats > 1][0]} is given {repeats.max()} times")
+    return identifiers
+
+
+def _ranks(values: ArrayLike | None, name: str, count: int, dp_size: int) -> Ints | None:
+    if values is None:
+        return None
+    array = as_ints(values, name, count)
+    wrong = np.flatnonzero((array < 0) | (array >= dp_size))
+    if len(wrong):
+        raise PlanError(
+            f"{name}[{wrong[0]}]={array[wrong[0]]} is not a data-parallel rank (dp_size={dp_size}: 0 to {dp_size - 1})"
+        )
+    return array
+
+
+def _name(index: int, ids: Ints) -> str:
+    return f"sample {int(index)} (id {int(ids[index])})"
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Samples that stay together."""
+
+    members: Ints
+    """Sample indices, group by group."""
+    offsets: Ints
+    home: Ints
+    """Each group's home rank, or -1."""
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What the oversize policy made of the groups."""
+
+    used: Ints
+    alone: Flags
+    dropped: dict[int, str]
+    """Groups that are left out, and why."""
+
+
+def _group(count: int, ids: Ints, group_ids: ArrayLike | None, home: Ints | None) -> _Groups:
+    if group_ids is None:
+        single = np.arange(count + 1, dtype=np.int64)
+        return _Groups(single[:-1], single, np.full(count, -1, dtype=np.int64) if home is None else home)
+    groups = as_ints(group_ids, "group_ids", count)
+    _, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
+    # Units in the order of their first sample, members in the given order.
+    position = np.empty(len(first), dtype=np.int64)
+    position[np.argsort(first, kind="stable")] = np.arange(len(first))
+    unit_of = position[inverse]
+    members = np.argsort(unit_of, kind="stable").astype(np.int64)
+    offsets = offsets_of(np.bincount(unit_of, minlength=len(first)))
+    if home is None:
+        return _Groups(members, offsets, np.full(len(first), -1, dtype=np.int64))
+    unit_home = home[members[offsets[:-1]]]
+    apart = np.flatnonzero(home != unit_home[unit_of])
+    if len(apart):
+        i = int(apart[0])
+        raise PlanError(
+            f"{_name(i, ids)} of group {groups[i]} has home_rank {home[i]} but its group starts on rank "
+            f"{unit_home[unit_of[i]]}; give all samples of a group one home rank"
+        )
+    return _Groups(members, offsets, unit_home)
+
+
+def _fit_under_cap(lengths: Ints, ids: Ints, groups: _Groups, constraints: PlanConstraints) -> _Fit:
+    cap = constraints.usable_tokens if constraints.max_tokens is not None else None
+    used = lengths
+    alone = np.zeros(len(groups.home), dtype=bool)
+    dropped: dict[int, str] = {}
+    for unit in np.flatnonzero(_too_long(lengths, groups, constraints, cap)):
+        inside = groups.members[groups.offsets[unit] : groups.offsets[unit + 1]]
+        what = _describe(inside, lengths, ids, constraints)
+        if constraints.oversize == "drop":
+            dropped[int(unit)] = what
+        elif constraints.oversize == "alone":
+            alone[unit] = True
+        elif constraints.oversize == "truncate":
+            if used is lengths:
+                used = lengths.copy()
+            limit = _truncation_level(lengths[inside], constraints, cap)
+            if limit < 1 or (constraints.rows is not None and len(inside) > constraints.rows):
+                raise PlanError(f"{what} and cannot be truncated: it has too many samples; raise the cap")
+            used[inside] = np.minimum(lengths[inside], limit)
+        else:
+            raise PlanError(f'{what}; raise the cap, shorten it, or choose oversize="truncate", "drop" or "alone"')
+    return _Fit(used, alone, dropped)
+
+
+def _too_long(lengths: Ints, groups: _Groups, constraints: PlanConstraints, cap: int | None) -> Flags:
+    """Which groups no micro-batch holds."""
+    members, offsets, sizes = groups.members, groups.offsets, np.diff(groups.offsets)
+    too_long = np.zeros(len(sizes), dtype=bool)
+    if cap is not None:
+        if constraints.mode == "packed":
+            need = sums_of(round_up(lengths[members], constraints.sequence_alignment), offsets)
+        else:
+            need = largest_of(round_up(lengths[members], constraints.rectangle_alignment), offsets) * sizes
+        too_long |= need > cap
+    row_limit = constraints.row_limit
+    if row_limit is not None:
+        aligned_limit = -(-row_limit // constraints.rectangle_alignment) * constraints.rectangle_alignment
+        if cap is not None and aligned_limit > cap:
+            raise PlanError(
+                f"padded_length={row_limit} takes {aligned_limit} aligned tokens, more than "
+                f"max_tokens={constraints.max_tokens}; lower it or raise the cap"
+            )
+        too_long |= largest_of(lengths[members], offsets) > row_limit
+        if cap is not None:
+            too_long |= sizes * aligned_limit > cap
+    if constraints.rows is not None:
+        too_long |= sizes > constraints.rows
+    return too_long
+
+
+def _without_dropped(
+    groups: _Groups, fit: _Fit, lengths: Ints, ids: Ints
+) -> tuple[_Groups, Flags, tuple[DroppedSample, ...]]:
+    """The groups that are left, which of them stay alone, and the samples of the others."""
+    if not fit.dropped:
+        return groups, fit.alone, ()
+    members, offsets = groups.members, groups.offsets
+    dropped = tuple(
+        DroppedSample(int(i), int(ids[i]), int(lengths[i]), reason)
+        for unit, reason in fit.dropped.items()
+        for i in members[offsets[unit] : offsets[unit + 1]]
+    )
+    keep = np.ones(len(groups.home), dtype=bool)
+    keep[list(fit.dropped)] = False
+    if not keep.any():
+        raise PlanError(
+            f'oversize="drop" leaves no sample: all {len(lengths)} exceed the cap '
+            f"(first: {dropped[0].reason}); raise max_tokens"
+        )
+    sizes = np.diff(offsets)
+    left = _Groups(members[np.repeat(keep, sizes)], offsets_of(sizes[keep]), groups.home[keep])
+    return left, fit.alone[keep], dropped
+
+
+def _describe(inside: Ints, lengths: Ints, ids: Ints, constraints: PlanConstraints) -> str:
+    limits = [
+        f"{name}={limit}"
+        for name, limit in (
+            ("max_tokens", constraints.max_tokens),
+            ("padded_length", constraints.row_limit),
+            ("rows", constraints.rows),
+        )
+        if limit is not None
+    ]
+    alignment = constraints.sequence_alignment if constraints.mode == "packed" else constraints.rectangle_alignment
+    aligned = "" if alignment == 1 else f" (aligned to {alignment})"
+    longest = int(inside[np.argmax(lengths[inside])])
+    if len(inside) == 1:
+        return f"{_name(longest, ids)} of length {lengths[longest]}{aligned} exceeds {', '.join(limits)}"
+    return (
+        f"the group of {len(inside)} samples with {int(lengths[inside].sum())} tokens{aligned} around "
+        f"{_name(longest, ids)} of length {lengths[longest]} exceeds {', '.join(limits)}"
+    )
+
+
+def _truncation_level(sizes: Ints, constraints: PlanConstraints, cap: int | None) -> int:
+    """The largest length that every member may keep so that the unit fits (0: none)."""
+    row_limit = constraints.row_limit
+    if constraints.mode != "packed":
+        limits = [] if row_limit is None else [row_limit]
+        if cap is not None:
+            alignment = constraints.rectangle_alignment
+            limits.append(cap // len(sizes) // alignment * alignment)
+            if row_limit is not None and len(sizes) * -(-row_limit // alignment) * alignment > cap:
+                return 0
+        return min(limits, default=int(sizes.max()))
+    alignment = constraints.sequence_alignment
+    assert cap is not None
+    low, high = 0, cap // alignment
+    while low < high:
+        middle = (low + high + 1) // 2
+        if int(round_up(np.minimum(sizes, middle * alignment), alignment).sum()) <= cap:
+            low = middle
+        else:
+            high = middle - 1
+    return low * alignment
