@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from roll_batching.planning.arrays import Ints
+from roll_batching.planning.load_balance.columns import assign_ranks
 from roll_batching.planning.load_balance.initial_placement import level_ranks
-from roll_batching.planning.load_balance.swap_search import assign_ranks
 
 LEVEL_BUDGET = 4_000_000
 """Comparisons made to level totals beyond the first assignment."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 import numpy as np
 
 from roll_batching.planning.arrays import Ints, offsets_of
+from roll_batching.planning.load_balance.columns import assign_ranks, sort_columns
 from roll_batching.planning.load_balance.dealing import LEVEL_BUDGET, block_tops, deal_columns, level_table
 from roll_batching.planning.load_balance.pools import Packing, Pool, pools_of
-from roll_batching.planning.load_balance.swap_search import Aim, Limits, assign_ranks, sort_columns, swap_units
+from roll_batching.planning.load_balance.swap_search import Aim, Limits, swap_units
 from roll_batching.planning.pipeline.num_micro_batches import group_size_of, legal_count, legal_counts
 from roll_batching.planning.pipeline.ordering import MOST_ORDERS, order_for_pipeline, slowest_makespan
 from roll_batching.planning.placement import Placement

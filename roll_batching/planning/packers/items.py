@@ -48,7 +48,7 @@ class Packer(Protocol):
 def check_bins(bins: Bins, items: Items, name: str, *, rectangles: bool) -> list[list[int]]:
     """What the packer `name` returned, as lists. Raises `PlanError` for bins that are none of `items`."""
     try:
-        arrays = [np.asarray(members) for members in bins]
+        arrays = [np.asarray(members if len(members) else np.zeros(0, dtype=np.int64)) for members in bins]
         sizes = np.array([len(members) for members in arrays], dtype=np.int64)
         flat = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
     except (TypeError, ValueError) as error:

@@ -1,0 +1,142 @@
+"""The house as docs/architecture.md draws it: which room may import which, no circles, no file too long to read."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "roll_batching"
+
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("files", "lifetime", "registry"),
+    ("planning",),
+    ("distributed", "simulation", "compat", "observe"),
+    ("config", "data"),
+    ("packing",),
+    ("modeling",),
+    ("losses",),
+    ("strategy",),
+    ("rl",),
+    ("launch",),
+    ("commands",),
+    ("cli",),
+)
+"""Rooms from the bottom up: a room imports rooms of lower floors only."""
+
+LONGEST_FILE = 400
+LONGEST_FUNCTION_IN_PLANNING = 60
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports() -> dict[str, frozenset[str]]:
+    """The modules of this package that each module imports: at its top, inside functions, or for types alone."""
+    return {name: frozenset(_imported(name, ast.parse(path.read_text()))) for name, path in modules().items()}
+
+
+def _imported(name: str, tree: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports relatively: write the whole path"
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}"
+                found.add(inside if inside in modules() else str(node.module))
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return {target for target in found if target in modules() and target != name}
+
+
+def test_rooms_import_lower_floors_only():
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    assert {room_of(name) for name in modules()} - {"", *floor} == set(), "a room without a floor"
+    upward = [
+        f"{name} imports {target}"
+        for name, targets in imports().items()
+        for target in targets
+        if room_of(name) and room_of(target) and room_of(name) != room_of(target)
+        and floor[room_of(target)] >= floor[room_of(name)]
+    ]  # fmt: skip
+    assert upward == []
+
+
+def test_no_module_imports_itself_over_others():
+    """Inside rooms either, and neither through lazy imports nor through those for types."""
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> list[str]:
+        if name in trail:
+            return [" -> ".join((*trail[trail.index(name) :], name))]
+        if name in done:
+            return []
+        circles = [circle for target in sorted(imports()[name]) for circle in visit(target, (*trail, name))]
+        done.add(name)
+        return circles
+
+    assert [circle for name in sorted(modules()) for circle in visit(name, ())] == []
+
+
+def test_a_packages_front_imports_its_modules_and_they_never_its_front():
+    fronts = {name for name, path in modules().items() if path.name == "__init__.py" and name != "roll_batching"}
+    back = [
+        f"{name} imports {target}"
+        for name, targets in imports().items()
+        for target in targets & fronts
+        if name.startswith(f"{target}.")
+    ]
+    assert back == []
+
+
+PACKERS = "roll_batching.planning.packers"
+
+
+def test_packers_know_neither_counts_nor_ranks():
+    allowed = {f"roll_batching.planning.{name}" for name in ("arrays", "compiled")} | {"roll_batching.errors"}
+    for name, targets in imports().items():
+        if name.startswith(PACKERS):
+            assert {t for t in targets if not t.startswith(PACKERS)} <= allowed, name
+
+
+def test_one_driver_calls_the_algorithms():
+    """Nobody but the driver and the forming of bins reaches for a packer, nobody but the driver assembles."""
+    users = {name for name, targets in imports().items() if any(t.startswith(f"{PACKERS}.") for t in targets)}
+    outside = {name for name in users if not name.startswith(PACKERS)}
+    planning = "roll_batching.planning"
+    assert outside == {
+        planning,  # pack_bins, for callers
+        f"{planning}.forming",
+        f"{planning}.load_balance.pools",  # first fit, as a tool
+        f"{planning}.partition",
+    }
+    assembling = {name for name, targets in imports().items() if f"{planning}.assemble" in targets}
+    assert assembling == {f"{planning}.plan", f"{planning}.planner"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_can_be_read_in_one_go(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= LONGEST_FILE
+    if "planning" not in path.parts:
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno is not None and node.end_lineno - node.lineno < LONGEST_FUNCTION_IN_PLANNING, (
+                node.name
+            )
