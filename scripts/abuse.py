@@ -80,4 +80,6 @@ def main(arguments: Sequence[str] | None = None, cases: Sequence[Abuse] = CASES)
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind: processes, disks, folders
+    # A shell starts background jobs with this signal ignored, which the abused commands would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())
