@@ -1,0 +1,70 @@
+"""Losses over pairs of responses against their formulas, wherever the pairs lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.losses.formulas import BINS, batch, close, formula, run
+
+pytestmark = pytest.mark.loss
+
+PAIRED = [[4, 2, 1, 0], [], [3, 5]]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_dpo_equals_its_formula_wherever_the_pairs_lie(smoothing: float) -> None:
+    from roll_batching.losses import DPOLoss
+
+    data = whole_pairs()
+    found = run(DPOLoss(beta=0.2, label_smoothing=smoothing), data, PAIRED)
+
+    def join(rewards: list[Any]) -> Any:
+        pairs = {}
+        for i, reward in enumerate(rewards):
+            pairs.setdefault(int(data["pair"][i]), {})[bool(data["chosen"][i])] = reward
+        margins = torch.stack([p[True] - p[False] for p in pairs.values()])
+        right, wrong = torch.log(torch.sigmoid(margins)), torch.log(torch.sigmoid(-margins))
+        return -((1 - smoothing) * right + smoothing * wrong).mean()
+
+    close(found, formula(data, lambda f, lp, h: 0.2 * (lp - f["ref_log_probs"]).sum(), join))
+    again = run(DPOLoss(beta=0.2, label_smoothing=smoothing), data, [[0, 4], [5, 3], [1, 2]])
+    close(again, found)
+
+
+def test_dpos_metrics_say_which_response_is_preferred_and_by_how_much() -> None:
+    from roll_batching.losses import DPOLoss
+
+    data = whole_pairs()
+    metrics = run(DPOLoss(beta=0.2), data, PAIRED)[2]
+    rewards: list[Any] = []
+    formula(
+        data, lambda f, lp, h: 0.2 * (lp - f["ref_log_probs"]).sum(), lambda parts: rewards.extend(parts) or sum(parts)
+    )
+    values, chosen, pair = torch.stack(rewards).detach(), data["chosen"], data["pair"]
+    order = torch.argsort(pair[chosen])
+    liked, other = values[chosen][order], values[~chosen][torch.argsort(pair[~chosen])]
+    assert metrics["chosen_reward"] == pytest.approx(float(liked.mean()))
+    assert metrics["reward_margin"] == pytest.approx(float((liked - other).mean()))
+    assert metrics["reward_accuracy"] == pytest.approx(float((liked > other).double().mean()))
+
+
+def whole_pairs() -> Any:
+    """Three pairs, every response with counted tokens."""
+    data = batch().select([0, 2, 3, 4, 5, 6])
+    every = torch.ones(data.num_tokens, dtype=torch.bool)
+    return data.with_fields({"response_mask": every}, {"response_mask": "token"})
+
+
+def test_dpo_refuses_half_a_pair_before_the_step() -> None:
+    from roll_batching.errors import DataError
+    from roll_batching.losses import DPOLoss
+
+    with pytest.raises(DataError, match="whole pairs.*group_ids="):
+        run(DPOLoss(), whole_pairs(), [[0, 1, 2], [3, 4, 5]])
+    with pytest.raises(DataError, match=r"samples \[10, 40\] have no counted response token"):
+        run(DPOLoss(), batch(), [[0, 5, 1, 7], [2, 3, 4, 6]])
+    with pytest.raises(DataError, match="sample field 'pair'"):
+        run(DPOLoss(), batch().without(["pair"]), BINS)
