@@ -79,7 +79,7 @@ class LossSpec:
     by_sequence: bool
     gather_cp: bool
     check: Callable[[SampleBatch, Sequence[npt.NDArray[np.int64]]], None] | None
-    """Called with this rank's samples and the rows of each micro-batch, before the step."""
+    """Called with this rank's samples and the indices of those of each micro-batch, before the step."""
     name: str
     """The loss's class."""
 
@@ -111,7 +111,7 @@ def loss_spec(loss: Any) -> LossSpec:
         if isinstance(value, str) or not all(isinstance(item, str) for item in value):
             raise LossError(f"{name}.{attribute} is {value!r}: give a tuple of field names")
     if not masks:
-        raise LossError(f"{name}.masks is empty: name at least one field that says which rows count")
+        raise LossError(f"{name}.masks is empty: name at least one field that says which positions count")
     by_sequence = methods[0] == "sequence_loss"
     if by_sequence:
         needs = {"logits"}

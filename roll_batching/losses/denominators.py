@@ -19,12 +19,12 @@ class StepCounts:
     """Global counts that losses divide by: the same number on every rank, whatever the partition."""
 
     tokens: Mapping[str, int]
-    """Per mask: rows that it counts."""
+    """Per mask: positions that it counts."""
     sequences: Mapping[str, int]
-    """Per mask: sequences with at least one such row."""
+    """Per mask: sequences with at least one such position."""
     sums: Mapping[str, float]
-    """Per field that the loss declares in `sums`: its total over what the first mask counts (rows for token fields,
-    sequences for sample fields)."""
+    """Per field that the loss declares in `sums`: its total over what the first mask counts (positions for token
+    fields, sequences for sample fields)."""
 
     def vector(self) -> torch.Tensor:
         """All counts as one fp64 vector (exact up to 2^53), for one all-reduce."""
@@ -79,7 +79,7 @@ def local_counts(
 
     `used_lengths` maps ids of truncated samples to the tokens that are kept. A `token` mask counts
     from a sample's second token on, because its first is never predicted; a `next_token` mask counts
-    up to its last but one row. Raises `DataError` for fields that are missing or not numeric.
+    up to its last but one position. Raises `DataError` for fields that are missing or not numeric.
     """
     used = local.lengths.clone()
     for identity, length in (used_lengths or {}).items():
@@ -88,27 +88,27 @@ def local_counts(
     position = torch.arange(local.num_tokens) - local.offsets[:-1][sample]
     predicts = position < used[sample] - 1
 
-    def as_rows(name: str) -> torch.Tensor:
-        # Row i shows token i + 1 of a token field; the row that wraps around predicts nothing.
+    def shifted(name: str) -> torch.Tensor:
+        # Position i shows token i + 1 of a token field; the position that wraps around predicts nothing.
         values = local.fields[name].cpu()
         return values.roll(-1, 0) if local.schema[name].kind == "token" else values
 
     tokens, sequences, totals = {}, {}, {}
-    rows, present = predicts, torch.ones(len(local), dtype=torch.bool)
+    counted_at, present = predicts, torch.ones(len(local), dtype=torch.bool)
     for place, name in enumerate(masks):
         if name not in local.schema or not local.schema[name].per_token:
             raise DataError(f"the loss counts over {name!r}, which is not a token or next_token field of the batch")
-        counted = (as_rows(name) != 0) & predicts
+        counted = (shifted(name) != 0) & predicts
         per_sample = torch.zeros(len(local), dtype=torch.int64).index_add_(0, sample, counted.long())
         tokens[name], sequences[name] = int(per_sample.sum()), int((per_sample > 0).sum())
         if place == 0:
-            rows, present = counted, per_sample > 0
+            counted_at, present = counted, per_sample > 0
     for name in sums:
         spec = local.schema.get(name)
         if spec is None or spec.kind == "static":
             raise DataError(f"the loss sums {name!r}, which is not a token, next_token or sample field of the batch")
-        values = (as_rows(name) if spec.per_token else local.fields[name].cpu()).double()
-        totals[name] = float(values[rows if spec.per_token else present].sum())
+        values = (shifted(name) if spec.per_token else local.fields[name].cpu()).double()
+        totals[name] = float(values[counted_at if spec.per_token else present].sum())
     return StepCounts(tokens=tokens, sequences=sequences, sums=totals)
 
 

@@ -30,12 +30,12 @@ class HeadContext:
         """Log-probs and entropies [tokens] in pack order, gathered once over context parallelism.
 
         `output` is the model's, [1, tokens / cp (/ tp), hidden] from a deferred head or
-        [1, tokens / cp, vocabulary / tp]. With `idle` no row counts, yet the head takes part.
+        [1, tokens / cp, vocabulary / tp]. With `idle` no position counts, yet the head takes part.
         """
         source, weight = self._source(output, chunk)
         rows = pack.head_rows[:0] if idle else pack.head_rows
         values, entropies = self._token_log_probs(source, pack, weight, rows, entropy)
-        if idle:  # every row reads 0: nothing to gather
+        if idle:  # every position reads 0: nothing to gather
             whole = values.new_zeros(len(pack.segment_ids)) + values.sum()
             return whole, whole if entropy else None
         if entropies is None:
@@ -44,7 +44,7 @@ class HeadContext:
         return both[:, 0], both[:, 1]
 
     def logits(self, output: torch.Tensor, chunk: Any) -> torch.Tensor:
-        """Logits of this rank's rows after temperature, [tokens / cp, vocabulary / tp], with gradient.
+        """Logits of this rank's positions after temperature, [tokens / cp, vocabulary / tp], with gradient.
 
         Columns beyond the real vocabulary are set so low that their probability is 0.
         """
@@ -63,7 +63,7 @@ class HeadContext:
     def statistics_of(
         self, logits: torch.Tensor, pack: PackedBatch, *, whole: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs, entropies) of what `logits` returned: of this rank's rows, or gathered to [tokens]."""
+        """(log-probs, entropies) of what `logits` returned: of this rank's positions, or gathered to [tokens]."""
         values, entropies = self._token_log_probs(logits, pack, None, pack.head_rows, True, temperature=1.0)
         assert entropies is not None  # asked for
         if not whole:
@@ -72,7 +72,7 @@ class HeadContext:
         return both[:, 0], both[:, 1]
 
     def gather(self, local: torch.Tensor, pack: PackedBatch) -> torch.Tensor:
-        """[tokens / cp, ...] -> [tokens, ...] in pack order; the backward takes this rank's rows."""
+        """[tokens / cp, ...] -> [tokens, ...] in pack order; the backward takes this rank's positions."""
         return gather_results(local, pack.params, self.layout.cp_group)
 
     def _token_log_probs(

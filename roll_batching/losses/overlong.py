@@ -11,7 +11,7 @@ def mask_overlong(batch: SampleBatch, overlong: torch.Tensor, mask: str = "respo
     """`batch` whose `overlong` samples count nowhere: neither in the loss nor in its denominators.
 
     Overlong filtering (DAPO, Yu et al. 2025, arXiv 2503.14476): a response that was cut off says nothing
-    about the quality of its tokens. `overlong` is bool [samples]. The head skips these rows.
+    about the quality of its tokens. `overlong` is bool [samples]. The head skips these positions.
     """
     sample = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
     kept = ~overlong.bool().cpu()[sample].to(batch[mask].device)

@@ -49,14 +49,14 @@ class DPOLoss:
                 "such pairs out"
             )
         pair, chosen = batch["pair"].cpu().numpy(), batch["chosen"].cpu().numpy().astype(bool)
-        for rows in micro_batches:
-            order = rows[np.lexsort((~chosen[rows], pair[rows]))]
+        for members in micro_batches:
+            order = members[np.lexsort((~chosen[members], pair[members]))]
             first, second = order[0::2], order[1::2]
             paired = len(first) == len(second) and bool((pair[first] == pair[second]).all())
             if not (paired and chosen[first].all() and not chosen[second].any()):
                 raise DataError(
-                    f"a micro-batch holds the samples {batch.ids[rows][:8].tolist()}, which are not whole pairs of one "
-                    "chosen and one rejected response: plan with group_ids= the samples' `pair` values"
+                    f"a micro-batch holds the samples {batch.ids[members][:8].tolist()}, which are not whole pairs of "
+                    "one chosen and one rejected response: plan with group_ids= the samples' `pair` values"
                 )
 
     def token_loss(self, tokens: TokenView) -> LossOutput:

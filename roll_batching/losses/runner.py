@@ -75,7 +75,7 @@ class MicroBatchRecord:
         self._bad_rows: torch.Tensor | None = None
 
     def watch(self, log_probs: torch.Tensor | None) -> None:
-        """Remembers which counted rows get a gradient that is not finite."""
+        """Remembers which counted positions get a gradient that is not finite."""
         if log_probs is not None and log_probs.requires_grad:
             log_probs.register_hook(self._see)
 

@@ -2,7 +2,7 @@
 
 The logits of a pack are cut once, with one `torch.split`: its backward is one concatenation, where a
 slice per sequence would allocate a gradient of the whole pack for each. By default a view holds what
-this rank holds: all its tensors have `[rows]` with the rows of this context-parallel rank (in order
+this rank holds: all its tensors have `[positions]` with the positions of this context-parallel rank (in order
 of position; a short sequence may have none here), and the vocabulary of this tensor-parallel rank.
 """
 
@@ -24,10 +24,10 @@ from roll_batching.packing.layout import PackLayout
 
 
 def row_counts(layout: PackLayout, cp_rank: int, cp_size: int) -> list[int]:
-    """Rows of a pack's segments on one context-parallel rank, cut into real ones and padding.
+    """Positions of a pack's segments on one context-parallel rank, cut into real ones and padding.
 
-    Two numbers per sample (its real rows here, then padding of its slot), then one for the tail
-    filler, if any. Under the zigzag a sequence's real rows are always the first ones of its slot.
+    Two numbers per sample (its real positions here, then padding of its slot), then one for the tail
+    filler, if any. Under the zigzag a sequence's real positions are always the first ones of its slot.
     """
     slots = layout.segments[: layout.samples]
     real = layout.lengths
@@ -80,10 +80,10 @@ class SequenceParts:
 class SequenceView(View):
     """One sequence, unpacked, with its vocabulary-parallel logits and its fields.
 
-    Indexing gives a field: token and next_token fields are [rows, ...] in the row convention of
-    `TokenView` (row i speaks of the token after it), sample fields [...]. Without `gather_cp` the rows
+    Indexing gives a field: token and next_token fields are [positions, ...] in the convention of
+    `TokenView` (position i speaks of the token after it), sample fields [...]. Without `gather_cp` the positions
     are those of this context-parallel rank and reductions give this rank's part; with it every rank
-    sees all `length` rows and the same loss.
+    sees all `length` positions and the same loss.
     """
 
     def __init__(self, counts: StepCounts, parts: SequenceParts, place: int) -> None:
@@ -94,7 +94,7 @@ class SequenceView(View):
         self.length = int(parts.pack.layout.lengths[place])
         """Tokens of the whole sequence."""
         self.logits = parts.logits[place]
-        """[rows, vocabulary / tp] after temperature; columns beyond the real vocabulary have probability 0."""
+        """[positions, vocabulary / tp] after temperature; columns beyond the real vocabulary have probability 0."""
         self.tp_group, self.cp_group = parts.tp_group, parts.cp_group
 
     def __getitem__(self, name: str) -> Any:
@@ -108,35 +108,35 @@ class SequenceView(View):
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """[rows] int64, the token at each row (the one field that is not shifted)."""
+        """[positions] int64, the token at each position (the one field that is not shifted)."""
         return self["input_ids"]
 
     @property
     def labels(self) -> torch.Tensor:
-        """[rows] int64, the token after each row; 0 in the sequence's last row, which has none."""
+        """[positions] int64, the token after each position; 0 in the sequence's last position, which has none."""
         pack = self._pack
         make = lambda: pack.fields["input_ids"].roll(-1, 0).masked_fill(~pack.predicts, 0)  # noqa: E731
         return self._parts.field(":labels", make)[self._place]
 
     @property
     def positions(self) -> torch.Tensor:
-        """[rows] int64, place of each row in the sequence."""
+        """[positions] int64, place of each position in the sequence."""
         make = lambda: torch.from_numpy(self._pack.layout.position_ids).to(self.logits.device)  # noqa: E731
         return self._parts.field(":positions", make)[self._place]
 
     def log_probs(self) -> torch.Tensor:
-        """[rows] fp32 log-probability of each row's label; 0 without gradient where no mask counts.
+        """[positions] fp32 log-probability of each position's label; 0 without gradient where no mask counts.
 
         Computed for all sequences of the pack at once, on the first call; together with the entropy.
         """
         return self._parts.statistics("log_probs")[self._place]
 
     def entropy(self) -> torch.Tensor:
-        """[rows] fp32 entropy of each row's distribution; 0 without gradient where no mask counts."""
+        """[positions] fp32 entropy of each position's distribution; 0 without gradient where no mask counts."""
         return self._parts.statistics("entropy")[self._place]
 
     def mask(self, name: str | None = None) -> torch.Tensor:
-        """[rows] bool of a declared mask; the first one by default."""
+        """[positions] bool of a declared mask; the first one by default."""
         chosen = self._mask_name(name)
         return self._parts.field(f":mask {chosen}", lambda: self._pack.masks[chosen])[self._place]
 
@@ -152,7 +152,7 @@ class SequenceView(View):
         return self._parts.per_sample(f":count {chosen}", make)[self._place]
 
     def sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
-        """Sum of [rows] values over the counted rows held here, undivided."""
+        """Sum of [positions] values over the counted positions held here, undivided."""
         return counted(x, self.mask(mask)).sum()
 
     def mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
@@ -168,7 +168,7 @@ class SequenceView(View):
         return self.sum(x, mask) / self.num_sequences(mask)
 
     def mean_metric(self, x: torch.Tensor, mask: str | None = None) -> Mean:
-        """The mean of [rows] values over all counted tokens, as a metric."""
+        """The mean of [positions] values over all counted tokens, as a metric."""
         return Mean(self.sum(x.detach(), mask), self.mask(mask).sum())
 
 

@@ -1,7 +1,7 @@
-"""What a loss sees of a micro-batch: `TokenView`, the whole pack as flat rows.
+"""What a loss sees of a micro-batch: `TokenView`, the whole pack, flat.
 
-Row i is a prediction: its log-prob, entropy, mask, advantage and old log-prob all speak of the token
-after token i. The last row of a sample predicts nothing and no mask counts it. Reductions divide by
+Position i is a prediction: its log-prob, entropy, mask, advantage and old log-prob all speak of the token
+after token i. The last position of a sample predicts nothing and no mask counts it. Reductions divide by
 counts over the whole optimizer step and all ranks, so that a micro-batch contributes its share and
 gradients add up the same under every partition. One sequence with its logits: `losses.sequences`.
 """
@@ -38,7 +38,7 @@ class View:
     def total(self, name: str) -> float:
         """Total over the step and all ranks of a field that the loss declares in `sums`.
 
-        It runs over what the first mask counts: rows for token fields, sequences for sample fields.
+        It runs over what the first mask counts: positions for token fields, sequences for sample fields.
         """
         if name not in self._counts.sums:
             raise LossError(f"the loss asks for the total of {name!r}: add it to the loss's `sums`")
@@ -70,7 +70,7 @@ class TokenView(View):
     """A pack in pack order, identical on all tensor- and context-parallel ranks.
 
     Indexing gives a field of the batch in its own dtype: `view["advantages"]`. Token and next_token
-    fields are [tokens, ...] in the row convention above, sample fields [samples, ...]. Reductions are
+    fields are [tokens, ...] in the position convention above, sample fields [samples, ...]. Reductions are
     fp32, or fp64 for fp64 values.
     """
 
@@ -86,38 +86,38 @@ class TokenView(View):
         super().__init__(pack, counts)
         self._log_probs, self._entropy, self._logits = log_probs, entropy, logits
         self.segment_ids = pack.segment_ids
-        """[tokens] int64: which sample a row belongs to; `samples` and above are filler."""
+        """[tokens] int64: which sample a position belongs to; `samples` and above are filler."""
         self.samples = pack.samples
         """Number of samples in the pack."""
 
     @property
     def log_probs(self) -> torch.Tensor:
-        """[tokens] fp32 log-probability of each row's label; 0 without gradient where no mask counts."""
+        """[tokens] fp32 log-probability of each position's label; 0 without gradient where no mask counts."""
         return self._needed("log_probs", self._log_probs)
 
     @property
     def entropy(self) -> torch.Tensor:
-        """[tokens] fp32 entropy of each row's distribution; 0 without gradient where no mask counts."""
+        """[tokens] fp32 entropy of each position's distribution; 0 without gradient where no mask counts."""
         return self._needed("entropy", self._entropy)
 
     @property
     def logits(self) -> torch.Tensor:
         """[tokens, vocabulary / tp] after temperature, gathered over context parallelism.
 
-        A loss that is made of logits holds cp times less as a `sequence_loss`, which sees this rank's rows.
+        A loss that is made of logits holds cp times less as a `sequence_loss`, which sees this rank's positions.
         """
         return self._needed("logits", self._logits)
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """[tokens] int64, the token at each row (the one field that is not shifted)."""
+        """[tokens] int64, the token at each position (the one field that is not shifted)."""
         return self._pack.fields["input_ids"]
 
     def __getitem__(self, name: str) -> Any:
         return self._field(name)
 
     def per_token(self, name: str) -> torch.Tensor:
-        """A field as [tokens, ...], sample fields expanded to their rows."""
+        """A field as [tokens, ...], sample fields expanded to their positions."""
         values = self[name]
         return self.expand(values) if self._pack.kinds[name] == "sample" else values
 
@@ -126,26 +126,26 @@ class TokenView(View):
         return self._pack.masks[self._mask_name(name)]
 
     def expand(self, per_sample: torch.Tensor) -> torch.Tensor:
-        """[samples, ...] -> [tokens, ...]; filler rows read 0."""
+        """[samples, ...] -> [tokens, ...]; filler positions read 0."""
         filler = per_sample.new_zeros(len(self._pack.layout.segments) - self.samples, *per_sample.shape[1:])
         return torch.cat([per_sample, filler])[self.segment_ids]
 
     def segment_sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
-        """[tokens] -> [samples]: sum over each sample's counted rows."""
+        """[tokens] -> [samples]: sum over each sample's counted positions."""
         masked = counted(x, self.mask(mask))
         total = masked.new_zeros(len(self._pack.layout.segments))
         return total.index_add(0, self.segment_ids, masked)[: self.samples]
 
     def segment_count(self, mask: str | None = None) -> torch.Tensor:
-        """[samples] fp32: counted rows of each sample."""
+        """[samples] fp32: counted positions of each sample."""
         return self.segment_sum(torch.ones(len(self.segment_ids), device=self.segment_ids.device), mask)
 
     def segment_mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
-        """[tokens] -> [samples]: mean over each sample's counted rows, 0 where it has none."""
+        """[tokens] -> [samples]: mean over each sample's counted positions, 0 where it has none."""
         return self.segment_sum(x, mask) / self.segment_count(mask).clamp(min=1)
 
     def sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
-        """Sum over counted rows of this pack, undivided."""
+        """Sum over counted positions of this pack, undivided."""
         return counted(x, self.mask(mask)).sum()
 
     def mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
@@ -161,7 +161,7 @@ class TokenView(View):
         return self.sum(x, mask) / self.num_sequences(mask)
 
     def sample_mean(self, per_sample: torch.Tensor, mask: str | None = None) -> torch.Tensor:
-        """Share of the mean of [samples] values over all sequences that have a counted row."""
+        """Share of the mean of [samples] values over all sequences that have a counted position."""
         present = self.segment_count(mask) > 0
         return counted(per_sample, present).sum() / self.num_sequences(mask)
 

@@ -69,10 +69,10 @@ def generate_rollouts(
 
 
 def completions_of(batch: SampleBatch, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Completion]:
-    """The responses of `batch` as text; `prompts` holds the prompt of each row."""
-    rows = zip(batch.to_lists("input_ids"), batch.to_lists("response_mask"), prompts, strict=True)
+    """The responses of `batch` as text; `prompts` holds the prompt of each."""
+    samples = zip(batch.to_lists("input_ids"), batch.to_lists("response_mask"), prompts, strict=True)
     result = []
-    for ids, mask, prompt in rows:
+    for ids, mask, prompt in samples:
         tokens = ids[mask.bool()].tolist()
         finished = bool(tokens) and tokens[-1] == tokenizer.eos_token_id
         result.append(

@@ -96,11 +96,11 @@ def _epoch(
     epoch: int,
 ) -> Iterator[_MiniBatch]:
     """The mini-batches of a pass over the samples, planned."""
-    for rows in mini_batches(len(table), settings.mini_batch_size, seed=seed, epoch=epoch):
-        computed = rows[working[rows]]
+    for members in mini_batches(len(table), settings.mini_batch_size, seed=seed, epoch=epoch):
+        computed = members[working[members]]
         if not computed.size:
-            computed = rows[:1]  # an optimizer step needs a backward pass, if only with a gradient of 0
-        yield _MiniBatch(members=table.select(rows), plan=strategy.plan(table.select(computed)))
+            computed = members[:1]  # an optimizer step needs a backward pass, if only with a gradient of 0
+        yield _MiniBatch(members=table.select(members), plan=strategy.plan(table.select(computed)))
 
 
 def _with_old_log_probs(
