@@ -78,7 +78,7 @@ def _for_key(job: JobKeys, path: KeyPath) -> str | None:
             if text is not None:
                 return text
     if "system_envs" in path[:2] and str(path[-1]).startswith("NVTE_"):
-        return "is set for the workers, but only TransformerEngine reads it; our attention core follows the device"
+        return "is set for the workers, but only TransformerEngine reads it; attention_backend chooses our core"
     field = field_at(path)
     use = use_of(field) if field is not None else None
     return f"has no effect: {use.notice}" if isinstance(use, Noticed) else None

@@ -34,9 +34,8 @@ class RollModelArgs(Settings):
     attn_implementation: Literal["auto", "fa2", "sdpa"] | None = noticed(
         None,
         help="Attention kernel, in ROLL's names.",
-        notice="the attention core follows the device (variable-length flash kernels on CUDA, a "
-        "per-sequence core on "
-        "CPU); this value does not change it",
+        notice="strategy_config.attention_backend chooses the attention core, in names of its own; this value does not "
+        "change it",
     )
     model_type: str | None = refused(
         None,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 
+from roll_batching.config.attention_backends import ATTENTION_BACKENDS
 from roll_batching.config.fields import Settings, honoured
+from roll_batching.config.registered import RegisteredName
 from roll_batching.config.roll_keys import RollMegatronConfig
 from roll_batching.planning import ParallelDims
 
@@ -46,6 +48,10 @@ class MegatronConfig(RollMegatronConfig):
         None, help="full: layers per recomputed unit, or recomputed layers.", ge=1
     )
     recompute_modules: list[str] | None = honoured(None, help="selective: parts of a layer. Default: core_attn.")
+    attention_backend: Annotated[str, RegisteredName(ATTENTION_BACKENDS)] = honoured(
+        "auto",
+        help="What attends to packs. (Megatron's key of this name chooses among TransformerEngine's kernels.)",
+    )
     calculate_per_token_loss: bool = honoured(
         True, help="Which of Megatron's two loss scalings is used underneath. Results do not depend on it."
     )

@@ -13,9 +13,10 @@ from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.parallel import ParallelLayout
-from roll_batching.modeling.requirements import Installed, refusals
+from roll_batching.modeling.requirements import refusals_here
 from roll_batching.modeling.rotary import RotarySettings
 from roll_batching.modeling.spec import packed_block_spec
+from roll_batching.packing.attention_backend import AttentionBackend
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -46,6 +47,29 @@ def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
         high_freq_factor=scaling.high_freq_factor,
         original_max_position_embeddings=scaling.original_max_position_embeddings,
     )
+
+
+def megatron_rotation(rotary: RotarySettings) -> dict[str, Any]:
+    """GPTModel's arguments for rotating as `rotary` says, for attention cores that do not.
+
+    Raises `LayoutError` for parameters of the llama3 scaling that Megatron has fixed.
+    """
+    options: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": rotary.base,
+        "rotary_percent": rotary.percent,
+    }
+    if rotary.scaling == "linear":
+        options["seq_len_interpolation_factor"] = rotary.factor
+    if rotary.scaling == "llama3":
+        fixed = RotarySettings(base=rotary.base, percent=rotary.percent, scaling="llama3", factor=rotary.factor)
+        if rotary != fixed:
+            raise LayoutError(
+                "Megatron rotates llama3's scaling with low_freq_factor=1, high_freq_factor=4 and "
+                "original_max_position_embeddings=8192 alone: set them so, or choose an attention_backend that rotates"
+            )
+        options |= {"rope_scaling": True, "rope_scaling_factor": rotary.factor}
+    return options
 
 
 def transformer_config(
@@ -134,6 +158,7 @@ def build_chunks(
     layout: ParallelLayout,
     dtype: torch.dtype,
     *,
+    attention: AttentionBackend,
     seed: int,
 ) -> list[Any]:
     """GPTModel chunks of this pipeline stage (one per virtual stage), with a deferred head, not yet in DDP.
@@ -145,12 +170,12 @@ def build_chunks(
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
-    problems = refusals(
-        device=layout.device.type,
+    problems = refusals_here(
+        device=layout.device,
         dtype=dtype,
         head_dim=architecture.head_dim,
         experts=architecture.moe is not None,
-        installed=Installed.here(layout.device),
+        backend=attention,
     )
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))
@@ -169,16 +194,18 @@ def build_chunks(
         config.moe_aux_loss_coeff /= auxiliary
         config.moe_z_loss_coeff = config.moe_z_loss_coeff and config.moe_z_loss_coeff / z_loss
     layers = architecture.num_layers // stages
+    rotary = rotary_settings(architecture)
+    rotation = {"position_embedding_type": "none"} if attention.rotates else megatron_rotation(rotary)
     chunks = []
     for chunk in range(layout.vpp_size):
         vp_stage = chunk if layout.vpp_size > 1 else None
         first = (chunk * layout.pp_size + layout.pp_rank) * layers
         gpt = GPTModel(
             config,
-            packed_block_spec(config, layers, rotary_settings(architecture), first=first),
+            packed_block_spec(config, layers, rotary if attention.rotates else None, first=first, attention=attention),
             vocab_size=padded_vocabulary(architecture.vocab_size, layout.tp_size),
             max_sequence_length=architecture.max_position_embeddings,
-            position_embedding_type="none",
+            **rotation,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,

@@ -13,7 +13,7 @@ from roll_batching.modeling.rotary import Tables
 class KeyValueCache:
     """Keys (already rotated) and values per layer, each [rows, heads, length, head_dim].
 
-    Kept in our own core, so that it depends on no Megatron version's inference context, and so that
+    Kept in our own cores, so that it depends on no Megatron version's inference context, and so that
     rows of different lengths need no left padding.
     """
 
@@ -35,7 +35,7 @@ class KeyValueCache:
 
 @dataclass
 class DecodeParams(PackedSeqParams):
-    """What a forward pass with a cache carries to the attention core; tensors are [positions, rows, ...].
+    """What a forward pass with a cache carries to cores whose backend decodes; tensors are [positions, rows, ...].
 
     A prefill has many positions per row, right-padded; what is stored for padding is overwritten
     before a query can see it. A decode step has one position per row.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -71,3 +72,25 @@ def rotate(x: torch.Tensor, tables: Tables) -> torch.Tensor:
     first, second = turned.chunk(2, -1)
     turned = turned * cos + torch.cat([-second, first], -1) * sin
     return turned if rest.shape[-1] == 0 else torch.cat([turned, rest], -1)
+
+
+class PackRotation:
+    """Rotates queries and keys of a pass by its positions; a `packing.attention_backend.Rotation`.
+
+    The first layer of a pass makes the tables and leaves them with the pass's params, where the others find them.
+    """
+
+    def __init__(self, settings: RotarySettings, head_dim: int) -> None:
+        self.settings = settings
+        # No buffer of a module: that would add a state-dict key and be cast by Float16Module.
+        self._inverse_frequencies = settings.inverse_frequencies(head_dim)
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, params: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`params` has `positions` and `rotary` (PackedParams, DecodeParams)."""
+        if params.rotary is None:
+            if self._inverse_frequencies.device != query.device:
+                self._inverse_frequencies = self._inverse_frequencies.to(query.device)
+            cos, sin = self.settings.tables(params.positions, self._inverse_frequencies)
+            params.rotary = cos.to(query.dtype), sin.to(query.dtype)  # once: every layer keeps them for its backward
+        tables: Tables = params.rotary
+        return rotate(query, tables), rotate(key, tables)

@@ -11,8 +11,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll_batching.errors import LayoutError
-from roll_batching.modeling.attention import PackedAttention
-from roll_batching.modeling.rotary import RotarySettings
+from roll_batching.modeling.rotary import PackRotation, RotarySettings
+from roll_batching.packing.attention_backend import AttentionBackend, Rotation, attention_backend
 
 
 class PackedRMSNorm(torch.nn.RMSNorm):
@@ -33,13 +33,24 @@ class PackedLayerNorm(torch.nn.LayerNorm):
 
 
 def packed_layer_spec(
-    config: TransformerConfig, rotary: RotarySettings | None = None, *, experts: bool | None = None
+    config: TransformerConfig,
+    rotary: RotarySettings | None = None,
+    *,
+    experts: bool | None = None,
+    attention: AttentionBackend | str = "auto",
 ) -> Any:
     """Spec of one transformer layer whose core attention takes packs.
 
-    `experts` says whether it is a mixture; None: whenever the config has experts. With `rotary`, build the
-    GPTModel with `position_embedding_type="none"`: the core rotates. Without it, queries and keys are used as
-    the model rotated them. Raises `LayoutError` for norms other than RMSNorm and LayerNorm.
+    Args:
+        config: the model's config.
+        rotary: with it, build the GPTModel with `position_embedding_type="none"`: the core rotates. Without it,
+            queries and keys are used as the model rotated them.
+        experts: whether the layer is a mixture; None: whenever the config has experts.
+        attention: a backend, its name or dotted path, or "auto": the default where CUDA is available, or is not.
+
+    Raises:
+        LayoutError: for norms other than RMSNorm and LayerNorm, and for `rotary` with a core that does not rotate.
+        ConfigError: for an unknown backend.
     """
     norms: dict[str, type[torch.nn.Module]] = {"RMSNorm": PackedRMSNorm, "LayerNorm": PackedLayerNorm}
     if config.normalization not in norms:
@@ -52,21 +63,46 @@ def packed_layer_spec(
         normalization=config.normalization,
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = functools.partial(PackedAttention, rotary=rotary)
+    submodules = layer.submodules.self_attention.submodules
+    submodules.core_attention = core_attention(config, rotary, attention=attention)
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = norm
+        submodules.q_layernorm = submodules.k_layernorm = norm
     return layer
 
 
+def core_attention(
+    config: TransformerConfig, rotary: RotarySettings | None = None, *, attention: AttentionBackend | str = "auto"
+) -> Any:
+    """What stands as `core_attention` in a layer's spec; for specs of your own. See `packed_layer_spec`."""
+    backend = attention_backend(attention, "cuda" if torch.cuda.is_available() else "cpu")
+    if rotary is not None and not backend.rotates:
+        raise LayoutError(
+            f"the attention backend {backend.name} does not rotate: leave rotary out, and build the GPTModel with "
+            "position_embedding_type='rope'"
+        )
+    rotation = None if rotary is None else PackRotation(rotary, config.kv_channels)
+    return functools.partial(_build_core, backend, rotation)
+
+
+def _build_core(backend: AttentionBackend, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
+    core: Any = backend.build_core(rotation, **arguments)
+    core.pack_backend, core.pack_rotates = backend, rotation is not None  # for whoever takes over the model
+    return core
+
+
 def packed_block_spec(
-    config: TransformerConfig, layers: int, rotary: RotarySettings | None = None, *, first: int = 0
+    config: TransformerConfig,
+    layers: int,
+    rotary: RotarySettings | None = None,
+    *,
+    first: int = 0,
+    attention: AttentionBackend | str = "auto",
 ) -> Any:
     """Spec of a transformer block of `layers` layers, for one pipeline chunk; `first` is its first layer's index.
 
     With experts, every `moe_layer_freq`-th layer of the whole model is a mixture, from index 0 on.
     """
     every = config.moe_layer_freq
-    kinds = [packed_layer_spec(config, rotary, experts=mixture) for mixture in (False, True)]
+    kinds = [packed_layer_spec(config, rotary, experts=mixture, attention=attention) for mixture in (False, True)]
     specs = [kinds[index % every == 0] for index in range(first, first + layers)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=kinds[0].submodules.input_layernorm)

@@ -1,7 +1,18 @@
 """Plan + samples -> packed tensors, PackedSeqParams and context-parallel rows; and back."""
 
+from roll_batching.packing.attention_backend import AttentionBackend, AttentionRequirements, attention_backend
 from roll_batching.packing.batch import PackedBatch, pack_step, unpack_results
 from roll_batching.packing.layout import PackLayout
 from roll_batching.packing.params import PackedParams, packed_params
 
-__all__ = ["PackLayout", "PackedBatch", "PackedParams", "pack_step", "packed_params", "unpack_results"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionRequirements",
+    "PackLayout",
+    "PackedBatch",
+    "PackedParams",
+    "attention_backend",
+    "pack_step",
+    "packed_params",
+    "unpack_results",
+]

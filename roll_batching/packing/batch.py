@@ -11,6 +11,7 @@ import torch
 
 from roll_batching.data import SampleBatch
 from roll_batching.errors import DataError
+from roll_batching.packing.attention_backend import AttentionBackend, attention_backend
 from roll_batching.packing.layout import IntArray, PackLayout
 from roll_batching.packing.params import PackedParams, packed_params
 from roll_batching.planning import MicroBatch, Plan
@@ -85,6 +86,7 @@ def pack_step(
     device: torch.device,
     masks: Sequence[str] | None = None,
     tokens: int | None = None,
+    attention: AttentionBackend | str | None = "auto",
 ) -> list[PackedBatch]:
     """All micro-batches of `dp_rank`, packed in the plan's order.
 
@@ -95,6 +97,7 @@ def pack_step(
         device: where the packed tensors go.
         masks: names of the fields that say which rows count; None counts every row that predicts.
         tokens: fill every pack up to this many tokens; None keeps the plan's.
+        attention: what the model's layers were built with; see `packed_params`.
 
     Raises:
         DataError: when local samples and plan disagree, or a field is missing or has the wrong kind.
@@ -114,9 +117,10 @@ def pack_step(
     micro_batches = plan.micro_batches[dp_rank]
     _check_samples(local, plan, micro_batches)
     host_masks = {name: local.fields[name].cpu() != 0 for name in names}
+    backend = None if attention is None else attention_backend(attention, device.type)
     layouts = [PackLayout.of(mb, plan.constraints.cp_size, tokens) for mb in micro_batches]
     return [
-        _pack(local, plan, mb, layout, cp_rank, device, host_masks, masks is None)
+        _pack(local, plan, mb, layout, cp_rank, device, host_masks, masks is None, backend)
         for mb, layout in zip(micro_batches, layouts, strict=True)
     ]
 
@@ -130,6 +134,7 @@ def _pack(
     device: torch.device,
     host_masks: dict[str, torch.Tensor],
     every_row: bool,
+    backend: AttentionBackend | None,
 ) -> PackedBatch:
     ids = plan.ids[mb.samples]
     sample_rows = local.rows_of(ids)
@@ -171,7 +176,7 @@ def _pack(
     fields["input_ids"] = tokens
     return PackedBatch(
         layout=layout,
-        params=packed_params(layout, cp_rank, device),
+        params=packed_params(layout, cp_rank, device, attention=backend),
         input_ids=tokens[on_device][None],
         padding_mask=(~real)[mine].to(device)[None],
         labels=labels[on_device],

@@ -1,4 +1,4 @@
-"""What travels with a pack through Megatron's layers: PackedSeqParams and what our core needs beyond it."""
+"""What travels with a pack through Megatron's layers: PackedSeqParams and what an attention core needs beyond it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from roll_batching.packing.attention_backend import AttentionBackend, attention_backend
 from roll_batching.packing.layout import PackLayout
-from roll_batching.packing.spans import Spans, bucket_spans, varlen_spans
 
 _BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(PackedSeqParams))
 
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """PackedSeqParams of a pack plus positions, context-parallel rows and attention spans.
+    """PackedSeqParams of a pack plus positions, context-parallel rows and what its attention backend wants.
 
     A subclass, because Megatron's TransformerEngine wrapper forwards exactly the base class's fields,
     and because the object survives recompute, pipeline chunks and Float16Module as it is.
@@ -25,11 +25,12 @@ class PackedParams(PackedSeqParams):
 
     positions: torch.Tensor = None  # type: ignore[assignment]
     """[tokens / cp] int64, position of every local row inside its sequence."""
-    spans: Spans = None  # type: ignore[assignment]
     rows: torch.Tensor | None = None
     """[tokens / cp] rows of the pack held here; None without context parallelism."""
     restore: torch.Tensor | None = None
     """[tokens] rows gathered over CP ranks back to pack order; None without context parallelism."""
+    attention: Any = None
+    """What the attention backend made of the pack (`AttentionBackend.metadata`)."""
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     """cos and sin tables of the local rows; the first layer of a forward pass fills them in."""
 
@@ -38,8 +39,13 @@ class PackedParams(PackedSeqParams):
         self.rotary = None
 
 
-def packed_params(layout: PackLayout, cp_rank: int, device: torch.device) -> PackedParams:
+def packed_params(
+    layout: PackLayout, cp_rank: int, device: torch.device, *, attention: AttentionBackend | str | None = "auto"
+) -> PackedParams:
     """PackedParams of `layout` for one context-parallel rank.
+
+    `attention` is what the model's layers were built with: a backend, its name or dotted path, or "auto", which
+    follows the device; None for a core that needs nothing beyond PackedSeqParams, such as TransformerEngine's.
 
     `cu_seqlens` holds whole slots and is one tensor object in all four fields: TransformerEngine
     takes its fast path for padding-free input by object identity, and slot padding at a causal
@@ -56,12 +62,13 @@ def packed_params(layout: PackLayout, cp_rank: int, device: torch.device) -> Pac
         "max_seqlen_kv": layout.longest_segment,
         "pad_between_seqs": False,
     }
+    backend = None if attention is None else attention_backend(attention, device.type)
     rows = layout.rows(cp_rank)
     sharded = layout.cp_size > 1
     return PackedParams(
         **{name: value for name, value in fields.items() if name in _BASE_FIELDS},
         positions=torch.from_numpy(layout.position_ids[rows]).to(device),
-        spans=(varlen_spans(layout, cp_rank, device) if device.type == "cuda" else bucket_spans(layout, cp_rank)),
         rows=torch.from_numpy(rows).to(device) if sharded else None,
         restore=torch.from_numpy(layout.restore).to(device) if sharded else None,
+        attention=None if backend is None else backend.metadata(layout, cp_rank, device),
     )

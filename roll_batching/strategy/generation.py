@@ -1,4 +1,4 @@
-"""Sampling from the model with a key-value cache in our own attention core.
+"""Sampling from the model with a key-value cache in the attention core.
 
 Prompts are prefilled once each and their cache is repeated for the group. Rows end at their own
 length; finished ones are taken out of the batch. Log-probs of the sampled tokens are recorded, and
@@ -113,8 +113,9 @@ def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettin
     Raises:
         LayoutError: under virtual pipelining or context parallelism.
 
-    Without a pipeline a key-value cache makes every token one small step; with one, whole sequences are
-    computed again for every token, which serves checks more than rollouts. Ranks that share experts
+    Without a pipeline a key-value cache makes every token one small step; with one, and with an attention
+    backend that does not decode, whole sequences are computed again for every token, which serves checks more than
+    rollouts. Ranks that share experts
     decode in lockstep until the last of them has ended.
     """
     layout = model.layout
@@ -135,11 +136,12 @@ def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettin
     copies = 1 if idle else settings.num_return_sequences
     repeat = torch.arange(len(rows), device=layout.device).repeat_interleave(copies)
     with head_attached(gpt):
-        if layout.pp_size > 1:
-            source: _Cached | _Recomputed = _Recomputed(model, [rows[i] for i in repeat.tolist()])
+        cached = layout.pp_size == 1 and model.attention is not None and model.attention.decodes
+        if cached:
+            source: _Cached | _Recomputed = _Cached(model.chunks[0], gpt, rows, repeat, settings.max_new_tokens)
         else:
-            source = _Cached(model.chunks[0], gpt, rows, repeat, settings.max_new_tokens)
-        with _decoding(layout.device, quick=layout.pp_size == 1):
+            source = _Recomputed(model, [rows[i] for i in repeat.tolist()])
+        with _decoding(layout.device, quick=cached):
             tokens, log_probs = _decode(source, len(repeat), sampler, settings, layout, idle=idle)
     if idle:
         return _as_batch([], [], [])
@@ -212,9 +214,9 @@ class _Cached:
 
 
 class _Recomputed:
-    """Next-token logits under a pipeline: whole sequences are computed again for every token.
+    """Next-token logits without a cache: whole sequences are computed again for every token.
 
-    The last stage's logits reach all stages, so that all draw the same tokens.
+    Under a pipeline the last stage's logits reach all stages, so that all draw the same tokens.
     """
 
     def __init__(self, model: ModelState, rows: list[torch.Tensor]) -> None:
@@ -229,7 +231,7 @@ class _Recomputed:
         dims = replace(layout.dims, dp_size=1, ep_size=1, etp_size=layout.tp_size)
         plan = plan_step(lengths, PlanConstraints.of(dims, BatchingSpec(max_tokens=cap, algorithm="none")))
         batch = SampleBatch.from_lists({"input_ids": self._rows}, {"input_ids": "token"})
-        packs = pack_step(batch, plan, dp_rank=0, device=layout.device)
+        packs = pack_step(batch, plan, dp_rank=0, device=layout.device, attention=model.attention)
 
         def bind(pack: PackedBatch, chunk: Any) -> Any:
             last = torch.from_numpy(pack.layout.cu_seqlens[:-1][: pack.samples] + pack.layout.lengths - 1)

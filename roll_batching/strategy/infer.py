@@ -23,6 +23,7 @@ from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.parallel import ParallelLayout, make_layout, start_processes
+from roll_batching.packing.attention_backend import attention_backend
 from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, Plan, PlanConstraints, plan_step
 from roll_batching.strategy.checkpoint import load_state, save_state
@@ -111,13 +112,14 @@ class MegatronInferStrategy:
         if architecture is None:
             raise LayoutError("model_args.architecture is missing: it gives the shape of the model to build")
         device = start_processes(config.backend_timeout)
+        megatron = config.strategy_args.strategy_config
         with consensus(host_group(), "initialize") as facts:
+            attention = attention_backend(megatron.attention_backend, device.type)  # a user's module, perhaps
             words = repr((config.model_dump(exclude={"data_args"}), self.seed, self.temperature))
             facts.equal("the role's configuration", digest(words), "Start all ranks with the same settings")
-        megatron = config.strategy_args.strategy_config
         layout = make_layout(megatron.parallel_dims(dist.get_world_size()), device)
         dtype = resolve_dtype(config.model_args.dtype, device)
-        chunks = build_chunks(architecture, megatron, layout, dtype, seed=self.seed)
+        chunks = build_chunks(architecture, megatron, layout, dtype, attention=attention, seed=self.seed)
         built = ModelState(
             layout=layout,
             chunks=chunks,
@@ -125,6 +127,7 @@ class MegatronInferStrategy:
             cost=model_cost(chunks[0].config, architecture.vocab_size, layout),
             batching=config.batching(),
             settings=StepSettings.of(config),
+            attention=attention,
             vocab_size=architecture.vocab_size,
             architecture=architecture,
         )

@@ -37,6 +37,7 @@ def pack_inputs(
         device=state.device,
         masks=masks,
         tokens=int(plan.tokens.max()) if state.settings.pipeline_shapes == "shared" else None,
+        attention=state.attention,
     )
     if layout.tp_size * layout.cp_size * layout.pp_size > 1:
         facts.equal_in_part(

@@ -5,6 +5,7 @@ Most checks stand for a defect that Megatron does not report: it hangs, or train
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,13 +21,14 @@ from roll_batching.config import BatchingConfig
 from roll_batching.distributed import consensus, host_group
 from roll_batching.errors import LayoutError
 from roll_batching.losses.runner import has_router_losses
-from roll_batching.modeling.attention import PackedAttention
+from roll_batching.modeling.attention.core import PackedCore
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.experts import expert_problems, router_loss_weights
 from roll_batching.modeling.head import defer_head as defer
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.parallel import ParallelLayout, describe_layout
-from roll_batching.modeling.requirements import Installed, refusals
+from roll_batching.modeling.requirements import refusals_here
+from roll_batching.packing.attention_backend import AttentionBackend
 from roll_batching.planning import CostModel
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.state import ModelState, TrainingState
@@ -79,6 +81,7 @@ def adopt_parts(
         cost=cost or model_cost(config, gpt.vocab_size, layout),
         batching=batching,
         settings=settings,
+        attention=next(iter(_backends(chunks)), None),
         vocab_size=vocab_size,
         pg_collection=pg_collection,
         training=training,
@@ -164,7 +167,7 @@ def part_problems(state: ModelState, *, defer_head: bool = False) -> list[str]:
     return [
         *_model_problems(chunks, layout, defer_head),
         *_attention_problems(chunks, state.batching, settings),
-        *_installation_problems(chunks, layout),
+        *_installation_problems(state),
         *expert_problems(config, packed=not settings.rows_form),
         *_reduction_problems(chunks, layout),
         *_pipeline_problems(config, layout, settings),
@@ -236,8 +239,8 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
             problems.append(f"rows_form serves padded and dynamic batching only, and {' and '.join(packed)} is packed")
         if settings.pipeline_shapes == "shared":
             problems.append("rows_form and pipeline_shapes='shared' exclude each other: use 'planned' or 'exchanged'")
-        if _packed_cores(chunks):
-            problems.append("PackedAttention takes packs and rows_form gives it none: leave rows_form out")
+        if names := [backend.name for backend in _backends(chunks)]:
+            problems.append(f"the attention core {names[0]} takes packs: leave rows_form out")
         return problems
     problems = []
     cores = _cores(chunks)
@@ -247,8 +250,9 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
             "packed_layer_spec(config), use TransformerEngine's attention, or pass rows_form=True with padded or "
             "dynamic batching"
         )
-    rotates = any(isinstance(core, PackedAttention) and core.rotary is not None for core in cores)
-    if rotates and gpt.position_embedding_type != "none":
+    if len(names := [backend.name for backend in _backends(chunks)]) > 1:
+        problems.append(f"layers attend with {' and '.join(names)}: build all of them with one attention backend")
+    if any(getattr(core, "pack_rotates", False) for core in cores) and gpt.position_embedding_type != "none":
         problems.append(
             f"both the model (position_embedding_type={gpt.position_embedding_type!r}) and its attention core rotate: "
             "build it with position_embedding_type='none', or packed_layer_spec(config) without rotary"
@@ -259,8 +263,8 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
         )
     if gpt.position_embedding_type == "rope" and config.apply_rope_fusion and config.rotary_interleaved:
         problems.append("the fused rotation of packs ignores rotary_interleaved before 0.17: unset apply_rope_fusion")
-    if getattr(config, "qk_clip", False) and any(isinstance(core, PackedAttention) for core in cores):
-        problems.append("qk_clip reads attention logits that PackedAttention does not keep: unset it")
+    if getattr(config, "qk_clip", False) and any(isinstance(core, PackedCore) for core in cores):
+        problems.append("qk_clip reads attention logits that our attention cores do not keep: unset it")
     return problems
 
 
@@ -269,24 +273,26 @@ def _cores(chunks: Sequence[Any]) -> list[Any]:
     return [attention.core_attention for attention in attentions if hasattr(attention, "core_attention")]
 
 
-def _packed_cores(chunks: Sequence[Any]) -> list[PackedAttention]:
-    return [core for core in _cores(chunks) if isinstance(core, PackedAttention)]
+def _backends(chunks: Sequence[Any]) -> list[AttentionBackend]:
+    """What the layers attend with, each backend once; cores that no backend built are not counted."""
+    found = [getattr(core, "pack_backend", None) for core in _cores(chunks)]
+    return list(dict.fromkeys(backend for backend in found if backend is not None))
 
 
-def _installation_problems(chunks: Sequence[Any], layout: ParallelLayout) -> list[str]:
-    config = gpt_of(chunks[0]).config
-    packed = _packed_cores(chunks)
-    weights = next(p for p in gpt_of(chunks[0]).parameters() if p.dim() > 1)
-    installed = Installed.here(layout.device)
-    problems = refusals(
-        device=layout.device.type,
+def _installation_problems(state: ModelState) -> list[str]:
+    gpt = gpt_of(state.chunks[0])
+    config = gpt.config
+    weights = next(p for p in gpt.parameters() if p.dim() > 1)
+    problems = refusals_here(
+        device=state.device,
         dtype=config.autocast_dtype if config.enable_autocast else weights.dtype,
-        head_dim=packed[0].head_dim if packed else None,
+        head_dim=config.kv_channels,
         experts=config.num_moe_experts is not None,
-        installed=installed,
+        backend=state.attention,
     )
+    without_engine = importlib.util.find_spec("transformer_engine") is None
     for name in ("moe_router_fusion", "moe_permute_fusion"):
-        if getattr(config, name, False) and not installed.transformer_engine:
+        if getattr(config, name, False) and without_engine:
             problems.append(f"{name} is a kernel of TransformerEngine, which is not installed: install it or unset it")
     return problems
 

@@ -10,6 +10,7 @@ import torch
 
 from roll_batching.config import ArchitectureConfig, BatchingConfig
 from roll_batching.modeling.parallel import ParallelLayout
+from roll_batching.packing.attention_backend import AttentionBackend
 from roll_batching.planning import CostModel
 from roll_batching.strategy.settings import StepSettings
 
@@ -43,6 +44,8 @@ class ModelState:
     """What a sequence costs this model, for the planner."""
     batching: BatchingConfig
     settings: StepSettings
+    attention: AttentionBackend | None
+    """What its layers attend with; None for cores that somebody else chose, which get PackedSeqParams alone."""
     vocab_size: int | None = None
     """Real vocabulary, when the head has padded columns; None counts all."""
     pg_collection: Any = None

@@ -9,12 +9,11 @@ import pytest
 from tests.support.ranks import run_ranks
 
 A100: dict[str, Any] = {
-    "torch_version": "2.10.0+cu130",
+    "versions": {"torch": "2.10.0+cu130"},
     "compute_capability": (8, 0),
     "router_product": True,
-    "transformer_engine": False,
 }
-FINE: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "head_dim": 128, "experts": False}
+FINE: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "head_dim": 128, "experts": False, "backend": "varlen"}
 SAYS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "bf16": ({}, {}, None),
     "fp16": ({"dtype": "float16"}, {}, None),
@@ -25,20 +24,22 @@ SAYS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "fp64": ({"dtype": "float64"}, {}, "not in float64: set model_args.dtype"),
     "a head too wide": ({"head_dim": 264}, {}, "not of 264: change kv_channels"),
     "an odd head": ({"head_dim": 100}, {}, "a multiple of 8, not of 100"),
-    "an older torch": ({}, {"torch_version": "2.9.1"}, "install torch 2.10 or later"),
+    "an older torch": ({}, {"versions": {"torch": "2.9.1"}}, "install torch 2.10 or later"),
     "an older GPU": ({}, {"compute_capability": (7, 5)}, "this GPU has 7.5"),
-    "a core of its own": ({"head_dim": None, "dtype": "float32"}, {"torch_version": "2.6.0"}, None),
+    "no torch": ({}, {"versions": {}}, "torch, which is not installed: install torch 2.10 or later"),
+    "a core of its own": ({"backend": None, "dtype": "float32"}, {"versions": {}}, None),
     "the CPU": (
-        {"device": "cpu", "dtype": "float64", "head_dim": 300},
-        {"torch_version": "2.6.0", "compute_capability": None},
+        {"device": "cpu", "dtype": "float64", "head_dim": 300, "backend": "dense"},
+        {"versions": {}, "compute_capability": None},
         None,
     ),
     "experts without a product": (
-        {"device": "cpu", "experts": True},
+        {"device": "cpu", "experts": True, "backend": "dense"},
         {"router_product": False},
         "install transformer-engine, or megatron-core 0.17 or later",
     ),
-    "no experts": ({"device": "cpu"}, {"router_product": False}, None),
+    "no experts": ({"device": "cpu", "backend": "dense"}, {"router_product": False}, None),
+    "the wrong device": ({"device": "cpu"}, {}, "varlen runs on cuda, not on cpu"),
 }
 
 
@@ -47,10 +48,13 @@ def test_what_would_fail_in_the_first_forward_pass_is_said(case: str) -> None:
     import torch
 
     from roll_batching.modeling.requirements import Installed, refusals
+    from roll_batching.packing import attention_backend
 
     model, installed, says = SAYS[case]
     asked = FINE | model
     asked["dtype"] = getattr(torch, asked["dtype"])
+    if asked["backend"] is not None:
+        asked["backend"] = attention_backend(asked["backend"], asked["device"])
     found = refusals(**asked, installed=Installed(**A100 | installed))
     assert len(found) == (says is not None)
     assert says is None or says in found[0]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from roll_batching.errors import LayoutError
 from roll_batching.modeling.rotary import RotarySettings
 
 POSITIONS = torch.tensor([0, 1, 2, 7, 100, 4095, 8191, 20000])
@@ -70,3 +71,26 @@ def test_frequencies_are_hugging_faces(scaling, options) -> None:
     for found, right in zip(tables(settings), expected(angles), strict=True):
         # 20,000 radians have a last bit of 0.002 in fp32.
         assert torch.allclose(found, right, atol=5e-3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"percent": 0.5}, {"scaling": "linear", "factor": 4.0}, {"scaling": "llama3", "factor": 8.0}],
+    ids=["plain", "half", "linear", "llama3"],
+)
+def test_the_model_rotates_alike_before_cores_that_do_not(settings) -> None:
+    from roll_batching.modeling.builder import megatron_rotation
+
+    ours = RotarySettings(base=BASE, **settings)
+    options = megatron_rotation(ours)
+    assert options.pop("position_embedding_type") == "rope"
+    megatron = RotaryEmbedding(kv_channels=HEAD_DIM, use_cpu_initialization=True, **options)
+    angles = megatron.get_freqs_non_repeated(int(POSITIONS.max()) + 1)[POSITIONS]
+    assert all(torch.equal(a, b) for a, b in zip(tables(ours), expected(angles), strict=True))
+
+
+def test_bands_that_megatron_has_not_are_refused() -> None:
+    from roll_batching.modeling.builder import megatron_rotation
+
+    with pytest.raises(LayoutError, match="low_freq_factor=1, high_freq_factor=4"):
+        megatron_rotation(RotarySettings(scaling="llama3", **OTHER))

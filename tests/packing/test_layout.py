@@ -12,7 +12,6 @@ from roll_batching.data import SampleBatch
 from roll_batching.errors import DataError, PlanError
 from roll_batching.packing import PackLayout, pack_step, packed_params, unpack_results
 from roll_batching.packing.layout import TAIL_SEGMENT
-from roll_batching.packing.spans import BucketSpans, VarlenSpans, bucket_spans, varlen_spans
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 
 CPU = torch.device("cpu")
@@ -110,7 +109,7 @@ plans = st.tuples(
 )
 
 
-def _plan(lengths: list[int], cp: int, mode: str, sp: bool) -> Plan:
+def plan_of(lengths: list[int], cp: int, mode: str, sp: bool) -> Plan:
     options: dict[str, object] = {"max_tokens": 128}
     if mode == "padded":
         options = {"rows": 3}
@@ -120,7 +119,7 @@ def _plan(lengths: list[int], cp: int, mode: str, sp: bool) -> Plan:
 
 @given(plans)
 def test_rows_of_all_ranks_tile_the_pack_and_restore_puts_them_back(case) -> None:
-    plan = _plan(*case)
+    plan = plan_of(*case)
     cp = case[1]
     for mb in (mb for rank in plan.micro_batches for mb in rank):
         layout = PackLayout.of(mb, cp)
@@ -132,54 +131,9 @@ def test_rows_of_all_ranks_tile_the_pack_and_restore_puts_them_back(case) -> Non
 
 
 @given(plans)
-def test_spans_see_exactly_the_causal_past_of_their_own_sequence(case) -> None:
-    plan = _plan(*case)
-    cp = case[1]
-    for mb in plan.micro_batches[0]:
-        layout = PackLayout.of(mb, cp)
-        same = layout.segment_ids[:, None] == layout.segment_ids[None]
-        wanted = same & (np.arange(layout.tokens)[:, None] >= np.arange(layout.tokens)[None])
-        for rank in range(cp):
-            assert np.array_equal(_seen(bucket_spans(layout, rank), layout), wanted[layout.rows(rank)])
-            varlen = varlen_spans(layout, rank, torch.device("cpu"))
-            assert np.array_equal(_seen_by_kernel(varlen, layout.tokens), wanted[layout.rows(rank)])
-
-
-def _seen(spans: BucketSpans, layout: PackLayout) -> np.ndarray:
-    """[local rows, tokens] bool: which keys each query row attends to, read back from the buckets."""
-    seen = []
-    for bucket in spans.buckets:
-        count, width = bucket.queries.shape
-        depth = bucket.keys.shape[1]
-        mask = (
-            torch.ones(width, depth).tril().bool().expand(count, -1, -1) if bucket.mask is None else bucket.mask[:, 0]
-        )
-        grid = torch.zeros(count, width, layout.tokens, dtype=torch.bool)
-        keys = bucket.keys[:, None].expand(-1, width, -1)
-        # Repeated keys must not make a key seen that the mask hides: OR over repetitions.
-        grid = grid.int().scatter_add(2, keys, mask.int()) > 0
-        seen.append(grid.reshape(count * width, layout.tokens))
-    return torch.cat(seen)[spans.inverse].numpy()
-
-
-def _seen_by_kernel(spans: VarlenSpans, tokens: int) -> np.ndarray:
-    """As `_seen`, by the rule of the variable-length kernels: the last query of a span sees its last key."""
-    queries, keys = spans.cu_queries.tolist(), spans.cu_keys.tolist()
-    assert spans.max_queries == max(np.diff(queries)) and spans.max_keys == max(np.diff(keys))
-    rows = torch.arange(tokens) if spans.key_rows is None else spans.key_rows
-    assert keys[-1] == len(rows)
-    seen = np.zeros((queries[-1], tokens), dtype=bool)
-    for span in range(len(queries) - 1):
-        for query in range(queries[span], queries[span + 1]):
-            last = keys[span + 1] - (queries[span + 1] - query) + 1
-            seen[query, rows[keys[span] : last]] = True
-    return seen
-
-
-@given(plans)
 def test_results_return_to_their_samples(case) -> None:
     lengths = case[0]
-    plan = _plan(*case)
+    plan = plan_of(*case)
     batch = SampleBatch.from_lists(
         {"input_ids": [[1] * n for n in lengths], "value": [np.arange(n) + 100.0 * i for i, n in enumerate(lengths)]},
         {"input_ids": "token", "value": "next_token"},

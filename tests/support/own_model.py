@@ -68,13 +68,14 @@ def build(
     *,
     layers: int = 2,
     rotate: str = "model",
+    attention: str = "auto",
     wrapped: bool = True,
     bucketed: bool = False,
     frozen: bool = False,
     optimizer: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[Any], Any]:
-    """(chunks, optimizer). `core`: "stock", "packed" (our public spec) or "rows" (above).
+    """(chunks, optimizer). `core`: "stock", "packed" (our public spec, with the backend `attention`) or "rows" (above).
 
     `frozen` takes every parameter of this rank out of training, `optimizer` holds OptimizerConfig's options.
     """
@@ -129,7 +130,11 @@ def build(
     }
     config = TransformerConfig(**settings)
     rotary = RotarySettings() if rotate == "core" else None
-    layer = packed_layer_spec(config, rotary) if core == "packed" else get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = (
+        packed_layer_spec(config, rotary, attention=attention)
+        if core == "packed"
+        else get_gpt_layer_local_spec(normalization="RMSNorm")
+    )
     if core == "rows":
         layer.submodules.self_attention.submodules.core_attention = WholeRowAttention
     norm = layer.submodules.input_layernorm

@@ -1,0 +1,129 @@
+"""What our attention cores share: rotation, context parallelism by gathering keys, decoding with a cache.
+
+A core replaces Megatron's core attention through the layer spec. There is never a mask of the whole pack.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from roll_batching.errors import LayoutError
+from roll_batching.modeling.decode import DecodeParams
+from roll_batching.packing.attention_backend import Rotation
+from roll_batching.packing.collectives import gather_keys
+from roll_batching.packing.params import PackedParams
+
+
+class PackedCore(torch.nn.Module):
+    """Causal self-attention inside each sequence of a pack; a Megatron `core_attention`.
+
+    Raises `LayoutError` for what it cannot honour: dropout, sliding windows, learnable softmax offsets, layer-wise
+    scaling.
+    """
+
+    metadata_type: type
+    """What its backend makes of a pack."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        rotation: Rotation | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse_unsupported(config)
+        self.layer_number = layer_number
+        self.cp_group = pg_collection.cp
+        self.head_dim: int = config.kv_channels
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(self.head_dim)
+        self.rotation = rotation
+
+    @abstractmethod
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """Local queries [tokens / cp, heads, dim], keys and values in pack order -> [tokens / cp, heads * dim]."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Packed: query [tokens/cp, heads, dim] -> [tokens/cp, heads * dim]; decoding: [positions, rows, ...]."""
+        params = packed_seq_params
+        if isinstance(params, DecodeParams):
+            return self._decode(query, key, value, params)
+        if not isinstance(params, PackedParams):
+            raise LayoutError(
+                f"{type(self).__name__} was called without PackedParams: pass packed_seq_params=packed_params(layout, "
+                "...) to the model, or run it through MegatronTrainStrategy or run_schedule"
+            )
+        if not isinstance(params.attention, self.metadata_type):
+            raise LayoutError(
+                f"{type(self).__name__} wants {self.metadata_type.__name__} of a pack and got "
+                f"{type(params.attention).__name__}: give packed_params (or pack_step) and packed_layer_spec the same "
+                "attention"
+            )
+        if self.rotation is not None:
+            query, key = self.rotation(query, key, params)
+        if params.rows is not None:
+            both = gather_keys(torch.cat([key, value], -1), params, self.cp_group)
+            key, value = both[..., : self.head_dim], both[..., self.head_dim :]
+        return self.attend(query, key, value, params.attention)
+
+    def _decode(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: DecodeParams
+    ) -> torch.Tensor:
+        positions, rows = query.shape[:2]
+        if self.rotation is not None:
+            query, key = self.rotation(query, key, params)
+        keys, values = params.cache.room(self.layer_number, key)
+        if params.visible is None:
+            keys[:, :, :positions], values[:, :, :positions] = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+            width = positions
+        else:
+            every = torch.arange(rows, device=query.device)
+            keys[every, :, params.positions[0]], values[every, :, params.positions[0]] = key[0], value[0]
+            width = params.visible.shape[-1]
+        out = self.dense(query.permute(1, 2, 0, 3), keys[:, :, :width], values[:, :, :width], params.visible)
+        return out.permute(2, 0, 1, 3).reshape(positions, rows, -1)
+
+    def dense(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of a dense batch [rows, heads, length, dim]; causal where there is no mask."""
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+        )
+
+
+def _refuse_unsupported(config: TransformerConfig) -> None:
+    refused = {
+        "attention_dropout": config.attention_dropout not in (0, 0.0),
+        "window_size": getattr(config, "window_size", None) is not None,
+        "softmax_type": getattr(config, "softmax_type", "vanilla") != "vanilla",
+        "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
+        "rotary_interleaved": config.rotary_interleaved,
+        "qk_clip": getattr(config, "qk_clip", False),
+        "multi_latent_attention": config.multi_latent_attention,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise LayoutError(
+                f"our attention cores do not support TransformerConfig.{name}={getattr(config, name)!r}: unset it, or "
+                "keep your own core attention"
+            )

@@ -1,0 +1,116 @@
+"""The backend for every device and precision: dense attention over buckets of similar spans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_batching.modeling.attention.core import PackedCore
+from roll_batching.packing.attention_backend import AttentionBackend, Rotation
+from roll_batching.packing.layout import IntArray, PackLayout
+from roll_batching.packing.spans import spans_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Spans of similar size, as one dense batch."""
+
+    queries: torch.Tensor
+    """[spans, q] local query rows; short spans repeat their last row."""
+    keys: torch.Tensor
+    """[spans, k] rows of the pack; short spans repeat their last row."""
+    mask: torch.Tensor | None
+    """[spans, 1, q, k] bool, True where a query sees a key; None when plain causal is right."""
+
+    def to(self, device: torch.device) -> Bucket:
+        """The same on `device`."""
+        mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
+        return Bucket(
+            queries=self.queries.to(device, non_blocking=True), keys=self.keys.to(device, non_blocking=True), mask=mask
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketSpans:
+    """Spans for a dense kernel: cost grows with the sum of the squares of the segments."""
+
+    buckets: tuple[Bucket, ...]
+    inverse: torch.Tensor
+    """[local rows] position of every query row in the buckets' concatenated outputs."""
+
+
+class DenseCore(PackedCore):
+    """Attends bucket by bucket."""
+
+    metadata_type = BucketSpans
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: BucketSpans
+    ) -> torch.Tensor:
+        """See `PackedCore.attend`."""
+        outputs = []
+        for bucket in metadata.buckets:
+            out = self.dense(
+                query[bucket.queries].transpose(1, 2),
+                key[bucket.keys].transpose(1, 2),
+                value[bucket.keys].transpose(1, 2),
+                bucket.mask,
+            )
+            outputs.append(out.transpose(1, 2).reshape(bucket.queries.numel(), -1))
+        return torch.cat(outputs)[metadata.inverse]
+
+
+class DenseBackend(AttentionBackend):
+    """torch's scaled_dot_product_attention over buckets of similar sequences."""
+
+    name = "dense"
+    rotates = True
+    decodes = True
+
+    def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
+        """See `AttentionBackend.build_core`."""
+        return DenseCore(rotation=rotation, **arguments)
+
+    def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> BucketSpans:
+        """The pack's spans in buckets."""
+        return bucket_spans(layout, cp_rank, device)
+
+
+def _grid(start: IntArray, count: IntArray, width: int) -> IntArray:
+    """[n, width] rows start..start+count-1, the last one repeated to the width."""
+    return start[:, None] + np.minimum(np.arange(width), count[:, None] - 1)
+
+
+def _size_class(sizes: IntArray) -> IntArray:
+    """Sizes rounded up to four steps per octave: dense batches waste at most a quarter per side."""
+    step = np.maximum(1, 2 ** np.maximum(0, np.floor(np.log2(np.maximum(sizes, 1))).astype(np.int64) - 2))
+    return -(-sizes // step) * step
+
+
+def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> BucketSpans:
+    """Spans of this context-parallel rank grouped by size, for scaled_dot_product_attention on `device`."""
+    queries, key_start, keys = spans_of(layout, cp_rank)
+    query_start = np.cumsum(queries) - queries
+    classes = np.stack([_size_class(queries), _size_class(keys)], axis=1)
+    _, member = np.unique(classes, axis=0, return_inverse=True)
+    member = member.reshape(-1)
+    inverse = np.empty(int(queries.sum()), np.int64)
+    buckets, base = [], 0
+    for bucket in range(int(member.max()) + 1):
+        chosen = np.flatnonzero(member == bucket)
+        width, depth = int(queries[chosen].max()), int(keys[chosen].max())
+        q_rows = _grid(query_start[chosen], queries[chosen], width)
+        real = np.arange(width) < queries[chosen][:, None]
+        inverse[q_rows[real]] = (base + np.arange(q_rows.size).reshape(q_rows.shape))[real]
+        base += q_rows.size
+        mask = None
+        if layout.cp_size > 1:
+            last_seen = (keys - queries)[chosen][:, None] + np.arange(width)
+            mask = torch.from_numpy(np.arange(depth) <= last_seen[:, :, None])[:, None]
+        k_rows = _grid(key_start[chosen], keys[chosen], depth)
+        found = Bucket(queries=torch.from_numpy(q_rows), keys=torch.from_numpy(k_rows), mask=mask)
+        buckets.append(found.to(device))
+    return BucketSpans(buckets=tuple(buckets), inverse=torch.from_numpy(inverse).to(device, non_blocking=True))

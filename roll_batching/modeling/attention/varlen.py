@@ -1,0 +1,121 @@
+"""The backend for CUDA: torch's variable-length flash attention, without TransformerEngine."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_batching.modeling.attention.core import PackedCore
+from roll_batching.packing.attention_backend import AttentionBackend, AttentionRequirements, Rotation
+from roll_batching.packing.layout import IntArray, PackLayout
+from roll_batching.packing.spans import spans_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class VarlenSpans:
+    """Spans for a variable-length kernel: cumulative lengths on the device."""
+
+    cu_queries: torch.Tensor
+    """[spans + 1] int32, offsets of the query runs in the local rows."""
+    cu_keys: torch.Tensor
+    """[spans + 1] int32, offsets of the key runs after `key_rows` was applied."""
+    max_queries: int
+    max_keys: int
+    key_rows: torch.Tensor | None
+    """Rows of the pack to gather keys from, [sum of key runs]; None when they are the local rows."""
+
+
+class VarlenCore(PackedCore):
+    """Attends to all spans in one call."""
+
+    metadata_type = VarlenSpans
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: VarlenSpans
+    ) -> torch.Tensor:
+        """See `PackedCore.attend`."""
+        if metadata.key_rows is not None:
+            key, value = key[metadata.key_rows], value[metadata.key_rows]
+        out = _varlen_attention(query, key, value, metadata, self.scale)
+        return out.reshape(out.shape[0], -1)
+
+
+class VarlenBackend(AttentionBackend):
+    """torch.nn.attention.varlen; the limits are those of `mha_varlen_fwd` in PyTorch's `flash_attn/flash_api.cpp`."""
+
+    name = "varlen"
+    requirements = AttentionRequirements(
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        largest_head=256,
+        head_multiple=8,
+        compute_capability=(8, 0),
+        libraries=(("torch", "2.10"),),
+    )
+    rotates = True
+    decodes = True
+
+    def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
+        """See `AttentionBackend.build_core`."""
+        return VarlenCore(rotation=rotation, **arguments)
+
+    def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> VarlenSpans:
+        """The pack's spans as cumulative lengths."""
+        return varlen_spans(layout, cp_rank, device)
+
+
+def varlen_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> VarlenSpans:
+    """Spans of this context-parallel rank for a variable-length kernel on `device`."""
+    queries, key_start, keys = spans_of(layout, cp_rank)
+
+    def cumulative(counts: IntArray) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)).to(device)
+
+    key_rows = None
+    if layout.cp_size > 1:
+        first = np.cumsum(keys) - keys
+        rows = np.repeat(key_start - first, keys) + np.arange(int(keys.sum()))
+        key_rows = torch.from_numpy(rows).to(device)
+    cu_queries = cumulative(queries)
+    return VarlenSpans(
+        cu_queries=cu_queries,
+        cu_keys=cu_queries if key_rows is None else cumulative(keys),
+        max_queries=int(queries.max()),
+        max_keys=int(keys.max()),
+        key_rows=key_rows,
+    )
+
+
+def _varlen_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: VarlenSpans, scale: float
+) -> torch.Tensor:
+    """Causal (bottom-right) attention through torch's varlen kernel, whose signature changed over versions."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    accepted = _parameters(varlen_attn)
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
+    if "scale" in accepted:
+        options["scale"] = scale
+    else:
+        query = query * (scale * math.sqrt(query.shape[-1]))
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in accepted:
+            options["enable_gqa"] = True
+        else:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    out: Any = varlen_attn(
+        query, key, value, spans.cu_queries, spans.cu_keys, spans.max_queries, spans.max_keys, **options
+    )
+    return out
+
+
+@functools.cache
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

@@ -1,0 +1,126 @@
+"""The seam between packs and the kernels that attend to them.
+
+An attention backend is one class in one file. It says which module computes attention in a layer, what that module
+wants to know of a pack beyond Megatron's PackedSeqParams, whether it rotates queries and keys, whether it decodes with
+a cache, and what it needs to run. A configuration names it: `attention_backend: package.module:MyBackend`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from roll_batching.config.attention_backends import ATTENTION_BACKENDS, AUTO, default_entry
+from roll_batching.errors import ConfigError
+from roll_batching.packing.layout import PackLayout
+from roll_batching.registry import load_dotted
+
+Rotation: TypeAlias = Callable[[torch.Tensor, torch.Tensor, PackedSeqParams], tuple[torch.Tensor, torch.Tensor]]
+"""(query, key, the pass's params) -> query and key rotated by their positions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRequirements:
+    """What a backend's kernels can compute; whatever else is asked of them is refused before the first pass."""
+
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    """Types of devices."""
+    dtypes: tuple[torch.dtype, ...] | None = None
+    """Of queries, keys and values; None: any."""
+    largest_head: int | None = None
+    """Channels of a head at most."""
+    head_multiple: int = 1
+    """Channels of a head are a multiple of this."""
+    compute_capability: tuple[int, int] | None = None
+    """Of a CUDA device, at least."""
+    libraries: tuple[tuple[str, str], ...] = ()
+    """Distributions that must be installed, each with its earliest version."""
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """One way to compute attention over packs. Derive from it, or write a class with the same members.
+
+    A backend has no state of its own: it is made without arguments, once per process.
+    """
+
+    name: str
+    """For messages."""
+    requirements: AttentionRequirements = AttentionRequirements()
+    rotates: bool = False
+    """Whether its cores apply the rotation that they are given. Where not, the GPTModel rotates before them: without
+    TransformerEngine's fused kernel that waits for the device in every layer."""
+    decodes: bool = False
+    """Whether its cores take `modeling.decode.DecodeParams`, with a cache of keys and values. Where not, generation
+    computes whole sequences again for every token."""
+
+    @abstractmethod
+    def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
+        """The module that attends in one layer, a `core_attention` of Megatron's.
+
+        Args:
+            rotation: to be applied to queries and keys; None where the model rotates, or nobody.
+            arguments: what Megatron gives a core attention: `config`, `layer_number`, `softmax_scale`,
+                `pg_collection` and the like.
+
+        Its forward gets queries, keys and values [tokens / cp, heads, head_dim] and, as `packed_seq_params`,
+        `PackedParams`; it returns [tokens / cp, heads * head_dim]. A query sees its own segment up to itself. Under
+        context parallelism it holds this rank's rows; `packing.collectives.gather_keys` gathers the others' keys.
+        """
+        ...
+
+    def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> Any:
+        """What the cores want of a pack beyond PackedSeqParams, as they find it in `PackedParams.attention`.
+
+        Made once per pack, on the host, and used by every layer; nothing here may wait for the device.
+        """
+        return None
+
+
+def attention_backend(choice: AttentionBackend | str, device_type: str) -> AttentionBackend:
+    """The backend that `choice` stands for on a type of device.
+
+    Args:
+        choice: a backend, a registered name, `package.module:MyBackend`, or "auto", which follows the device.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: for an unknown name, for what cannot be imported, and for what is no backend.
+    """
+    if not isinstance(choice, str):
+        return _checked(choice, type(choice).__name__)
+    entry = default_entry(device_type) if choice == AUTO else ATTENTION_BACKENDS.get(choice)
+    return _loaded(choice if entry is None else entry.target)
+
+
+@functools.cache
+def _loaded(path: str) -> AttentionBackend:
+    found = load_dotted(ATTENTION_BACKENDS.kind, path)
+    if inspect.isclass(found):
+        try:
+            found = found()
+        except Exception as error:
+            raise ConfigError(f"attention backend {path!r}: it cannot be made without arguments ({error})") from error
+    return _checked(found, path)
+
+
+def _checked(found: Any, choice: str) -> AttentionBackend:
+    missing = [
+        name
+        for name in ("name", "requirements", "rotates", "decodes", "build_core", "metadata")
+        if not hasattr(found, name)
+    ]
+    if missing:
+        raise ConfigError(
+            f"attention backend {choice!r} is a {type(found).__name__} without {', '.join(missing)}: derive it from "
+            f"roll_batching.packing.AttentionBackend, or choose one of {', '.join(ATTENTION_BACKENDS.names)}"
+        )
+    backend: AttentionBackend = found
+    return backend

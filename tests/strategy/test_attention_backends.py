@@ -1,0 +1,200 @@
+"""Attention cores from outside, named in the configuration: equal to the reference, or refused with a way on."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+HERE = "tests.strategy.test_attention_backends:"
+OWN = "tests.support.own_attention:"
+BATCHES, CAP, LIMIT = 6, 48, 1e-5
+TERMS = {"clip": (0.2, 0.28), "kl": 0.05, "entropy": 0.02}
+
+
+def write_references(folder: str) -> None:
+    """Loss and gradients of every batch, one process, stock attention."""
+    import torch
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from roll_batching.modeling.parallel import make_layout, start_processes
+    from roll_batching.planning import ParallelDims
+    from tests.support.models import random_batch
+    from tests.support.reference import gradients, policy_loss, stock_model
+
+    make_layout(ParallelDims(), start_processes())
+    model_parallel_cuda_manual_seed(0)
+    model = stock_model()
+    for seed in range(BATCHES):
+        loss = policy_loss(model, random_batch(seed, 4 + seed, CAP), **TERMS)
+        torch.save((float(loss), gradients(model, loss)), Path(folder) / f"reference{seed}.pt")
+
+
+def compare(payload: tuple[str, str, dict[str, Any]]) -> tuple[float, float, str]:
+    """Worst relative difference of loss and gradients from the reference in all modes, and what attended."""
+    import torch
+
+    from roll_batching.data import gather_lengths
+    from roll_batching.losses import PolicyLoss
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.models import MODES, fill, random_batch, whole_gradients, worker_config, worst_difference
+
+    folder, backend, megatron = payload
+    loss = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
+    worst = (0.0, 0.0)
+    for mode in MODES:
+        strategy = MegatronTrainStrategy(worker_config(mode, CAP, megatron={**megatron, "attention_backend": backend}))
+        strategy.initialize()
+        place = strategy.layout
+        for seed in range(BATCHES):
+            expected_loss, expected = torch.load(Path(folder) / f"reference{seed}.pt")
+            batch = random_batch(seed, 4 + seed, CAP)
+            plan = strategy.plan(gather_lengths(batch))
+            fill(strategy.chunks, 61, place.tp_rank, place.tp_size)
+            result = strategy.train_step(batch, plan, loss)
+            found = whole_gradients(strategy.chunks, 61, place.tp_rank, False)
+            gap = max(worst_difference(found, expected)[0], found["spread"])
+            worst = max(worst[0], abs(result.loss - expected_loss) / abs(expected_loss)), max(worst[1], gap)
+    attention = strategy.state.attention
+    assert attention is not None
+    return *worst, attention.name
+
+
+LAYOUTS = {
+    "one rank": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("MaskedSoftmax", "masked softmax"), ("RotatedByTheModel", "masked softmax behind rotation")],
+)
+def test_a_core_from_outside_equals_the_reference(
+    backend: str, name: str, layout: str, references: Path, report: Any
+) -> None:
+    payload = (str(references), OWN + backend, LAYOUTS[layout])
+    loss, gradient, attended = run_ranks(2 if LAYOUTS[layout] else 1, HERE + "compare", payload)[0]
+    report(f"{backend:18} {layout:8} loss {loss:.1e}, gradient {gradient:.1e}")
+    assert attended == name
+    assert max(loss, gradient) < LIMIT
+
+
+@pytest.fixture(scope="module")
+def references():
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(1, HERE + "write_references", folder)
+        yield Path(folder)
+
+
+def generate_without_cache(_: None) -> tuple[list[list[int]], list[list[int]]]:
+    """Greedy responses by the cache of our core, and by a backend that has none."""
+    from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
+    from tests.support.models import fill, random_batch, worker_config
+
+    prompts = random_batch(2, 5, 9)
+    found = []
+    for backend in ("auto", OWN + "MaskedSoftmax"):
+        strategy = MegatronInferStrategy(worker_config("packed", CAP, megatron={"attention_backend": backend}))
+        strategy.initialize()
+        fill(strategy.chunks, 61)
+        out = strategy.generate(prompts, GenerationSettings(max_new_tokens=6, eos_token_id=5, greedy=True))
+        found.append([row.tolist() for row in out.to_lists("input_ids")])
+    return found[0], found[1]
+
+
+def test_a_core_without_a_cache_generates_the_same_tokens() -> None:
+    cached, recomputed = run_ranks(1, HERE + "generate_without_cache")[0]
+    assert cached == recomputed
+
+
+def own_models(_: None) -> dict[str, Any]:
+    """Losses of a step on a model of the caller's, by what attends; and what cannot be taken over."""
+    from roll_batching.data import gather_lengths
+    from roll_batching.errors import ConfigError, LayoutError
+    from roll_batching.losses import SFTLoss
+    from roll_batching.modeling.rotary import RotarySettings
+    from roll_batching.modeling.spec import core_attention
+    from roll_batching.packing import PackLayout, packed_params
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.strategy.test_parts import _batching, _start
+    from tests.support.models import random_batch
+    from tests.support.own_model import build
+
+    _start()
+    batch, found = random_batch(3, 6, 20), {}
+
+    def step(attention: Any) -> float:
+        parts = build("packed", rotate="core", attention=attention)
+        strategy = MegatronTrainStrategy.from_parts(*parts, _batching("packed"), vocab_size=61)
+        return strategy.train_step(batch, strategy.plan(gather_lengths(batch)), SFTLoss()).loss
+
+    def said(call: Any) -> str:
+        try:
+            call()
+        except (ConfigError, LayoutError) as error:
+            return str(error)
+        return "nothing"
+
+    for attention in ("auto", "dense", OWN + "MaskedSoftmax"):
+        found[attention] = step(attention)
+    found["kernel"] = said(lambda: step(OWN + "OnlyHalf"))
+    found["varlen"] = said(lambda: step("varlen"))
+    chunks, optimizer = build("packed", rotate="core")
+    gpt = chunks[0].module
+    attention = gpt.decoder.layers[1].self_attention
+    other = core_attention(gpt.config, RotarySettings(), attention=OWN + "MaskedSoftmax")
+    attention.core_attention = other(config=gpt.config, layer_number=2, pg_collection=attention.pg_collection)
+    found["mixed"] = said(lambda: MegatronTrainStrategy.from_parts(chunks, optimizer, _batching("packed")))
+    found["rotary"] = said(lambda: core_attention(gpt.config, RotarySettings(), attention=OWN + "RotatedByTheModel"))
+    strategy = MegatronTrainStrategy.from_parts(*build("packed", rotate="core"), _batching("packed"))
+    pack = strategy.plan(gather_lengths(batch)).micro_batches[0][0]
+    params = packed_params(PackLayout.of(pack), 0, strategy.device, attention=OWN + "MaskedSoftmax")
+    ids = params.positions[None] % 61
+    found["packs"] = said(lambda: strategy.chunks[0](ids, ids, None, packed_seq_params=params))
+    return found
+
+
+def test_models_of_the_callers_attend_as_they_were_built() -> None:
+    found = run_ranks(1, HERE + "own_models")[0]
+    losses = [found[name] for name in ("auto", "dense", OWN + "MaskedSoftmax")]
+    assert max(losses) - min(losses) < 1e-6 * losses[0]
+    assert "half computes in float16, not in float32" in found["kernel"]
+    assert "half needs no-such-kernel, which is not installed: install no-such-kernel 2.0 or later" in found["kernel"]
+    assert "varlen runs on cuda, not on cpu" in found["varlen"]
+    assert "layers attend with dense and masked softmax" in found["mixed"]
+    assert "does not rotate: leave rotary out" in found["rotary"]
+    assert "DenseCore wants BucketSpans of a pack and got Tensor" in found["packs"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        ("flash", "'flash' is unknown; choose one of auto, dense, varlen, or write your own as package.module:name"),
+        ("", "'' is unknown"),
+        (OWN + "Nothing", "has no 'Nothing'"),
+        ("tests.support.nowhere:Nothing", "cannot import"),
+        ("tests.support.own_attention:math", "is a module without name, requirements"),
+    ],
+)
+def test_what_is_no_backend_is_refused(choice: str, says: str) -> None:
+    from roll_batching.errors import ConfigError
+    from roll_batching.packing import attention_backend
+
+    with pytest.raises(ConfigError, match=says):
+        attention_backend(choice, "cpu")
+
+
+def test_auto_follows_the_device() -> None:
+    from roll_batching.packing import attention_backend
+
+    assert attention_backend("auto", "cpu") is attention_backend("dense", "cpu")
+    assert attention_backend("auto", "cuda") is attention_backend("varlen", "cuda")
+    with pytest.raises(Exception, match="no attention backend is the default on tpu"):
+        attention_backend("auto", "tpu")

@@ -1,0 +1,60 @@
+"""Attention cores as somebody else writes them: one class each, no line of the package's own cores."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from roll_batching.packing import AttentionBackend, AttentionRequirements, PackLayout
+from roll_batching.packing.collectives import gather_keys
+
+
+class _MaskedSoftmax(torch.nn.Module):
+    def __init__(self, rotation: Any, config: Any, pg_collection: Any, **_: Any) -> None:
+        super().__init__()
+        self.rotation, self.cp_group = rotation, pg_collection.cp
+        self.scale = 1 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self, query: Any, key: Any, value: Any, attention_mask: Any, packed_seq_params: Any, **_: Any
+    ) -> torch.Tensor:
+        params = packed_seq_params
+        if self.rotation is not None:
+            query, key = self.rotation(query, key, params)
+        key, value = (gather_keys(x, params, self.cp_group) for x in (key, value))
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * self.scale
+        weights = scores.masked_fill(~params.attention, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, value).reshape(len(query), -1)
+
+
+class MaskedSoftmax(AttentionBackend):
+    """One mask over the whole pack, [local rows, tokens]: what nobody would run, and everybody can read."""
+
+    name = "masked softmax"
+    rotates = True
+
+    def build_core(self, rotation: Any, **arguments: Any) -> torch.nn.Module:
+        return _MaskedSoftmax(rotation, **arguments)
+
+    def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> torch.Tensor:
+        rows = layout.rows(cp_rank)
+        segments = torch.from_numpy(layout.segment_ids)
+        order = torch.arange(layout.tokens)
+        return ((segments[rows, None] == segments) & (order[rows, None] >= order)).to(device)
+
+
+class RotatedByTheModel(MaskedSoftmax):
+    """The same behind Megatron's own rotation, as TransformerEngine's attention has it."""
+
+    name = "masked softmax behind rotation"
+    rotates = False
+
+
+class OnlyHalf(MaskedSoftmax):
+    """A backend whose kernels want what the CPU does not have."""
+
+    name = "half"
+    requirements = AttentionRequirements(dtypes=(torch.float16,), libraries=(("no-such-kernel", "2.0"),))
