@@ -10,7 +10,7 @@ from roll_batching.config.diagnostics import KeyPath, Notice, dotted
 from roll_batching.config.fields import Honoured, Noticed, Pass, Roles, use_of
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.key_paths import field_at, given_keys
-from roll_batching.config.objective_rules import idle_objective_keys, wants_reference
+from roll_batching.config.objective_rules import idle_objective_keys
 from roll_batching.config.strategy import ENGINE_STRATEGIES
 from roll_batching.config.worker import WorkerConfig
 from roll_batching.config.yaml_source import Source
@@ -117,8 +117,6 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
     if job.loss_function == "policy":
         yield from _policy(job, data)
     yield from idle_objective_keys(job, data)
-    if job.reference is not None and not wants_reference(job):
-        yield ("reference",), "is not built: use_kl_loss is false or kl_loss_coef is 0"
     sampling = data.get("actor_infer") or {}
     number = (sampling.get("generating_args") or {}).get("num_return_sequences")
     if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:

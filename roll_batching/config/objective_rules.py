@@ -66,11 +66,18 @@ def advantage_arguments(job: JobKeys) -> dict[str, Any]:
 
 
 def wants_reference(job: JobKeys) -> bool:
-    """Whether the loss reads the reference's log-probs: `policy` where it weighs them, any other where they are there.
+    """Whether the job has a reference and its loss reads it: `policy` where it weighs it, anybody's own always."""
+    return job.reference is not None and _idle_reference(job) is None
 
-    A loss other than `policy` says so by the section `reference`.
-    """
-    return job.reference is not None and (bool(job.kl_coef) or job.loss_function != "policy")
+
+def _idle_reference(job: JobKeys) -> str | None:
+    """Why the loss does not read the reference; None where it does."""
+    loss = LOSSES.get(job.loss_function)
+    if job.loss_function == "policy":
+        return None if job.kl_coef else "use_kl_loss is false or kl_loss_coef is 0"
+    if loss is None or "ref_log_probs" in loss.reads:
+        return None
+    return f"the loss {loss.name} does not read it"
 
 
 def objective_problems(job: JobKeys) -> Iterator[Problem]:
@@ -99,6 +106,9 @@ def idle_objective_keys(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[t
                 yield (key,), f"has no effect: a setting of the loss policy; those of {name} stand in loss_args"
     elif "kl_estimator" in job.loss_args and not job.kl_coef:
         yield ("loss_args", "kl_estimator"), "has no effect: use_kl_loss is false or kl_loss_coef is 0"
+    idle_reference = _idle_reference(job)
+    if job.reference is not None and idle_reference is not None:
+        yield ("reference",), f"is not built: {idle_reference}"
     loss = LOSSES.get(name)
     if loss is not None and "advantages" not in loss.reads:
         yield ("loss_function",), f"{name} reads no advantages: rewards are measured and change nothing"

@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from roll_batching.config.fields import Honoured, Noticed, Refused, Settings, nested_settings, ordered_fields, use_of
 from roll_batching.config.job_keys import ROLES, JobKeys
 from roll_batching.config.key_paths import schema_keys
-from roll_batching.config.losses import LOSSES
+from roll_batching.config.losses import LOSSES, ROLLOUT_FIELDS
 from roll_batching.config.notices import unread_in
 from roll_batching.config.registered import registered_name
 from roll_batching.config.worker import TrainingArgs, WorkerConfig
@@ -76,6 +76,7 @@ def reference_page() -> str:
 def _losses() -> str:
     lines = [LOSSES_NOTE, "| loss_function | reads |", "|---|---|"]
     lines += [f"| `{loss.name}` | {', '.join(f'`{name}`' for name in loss.reads)} |" for loss in LOSSES]
+    lines += ["", f"Rollouts have {'; '.join(f'`{name}` ({what})' for name, what in ROLLOUT_FIELDS.items())}."]
     for loss in LOSSES:
         lines += [f"\n### `loss_args` of `{loss.name}`\n", _table(loss.settings).rstrip()]
     return "\n".join(lines) + "\n"

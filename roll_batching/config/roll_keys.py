@@ -227,7 +227,7 @@ class RollWorkerKeys(Settings):
     worker_cls: str | None = noticed(
         None,
         help="ROLL's worker class.",
-        notice="there are no worker classes here; a custom loss subclasses the strategy",
+        notice="there are no worker classes here; name your loss in loss_function",
     )
     num_gpus_per_worker: int = refused(
         1, help="Devices per process.", reason="a process drives one device; leave it out"

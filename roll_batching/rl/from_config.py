@@ -62,7 +62,9 @@ def advantages_of(config: JobConfig) -> AdvantageFunction:
     bound = partial(function, **advantage_arguments(config))
 
     def estimate(rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray) -> np.ndarray:
-        return checked(bound(rewards, group_size, response_tokens=response_tokens), rewards, name)
+        # Copies: a function of anybody's own may work in place, and rewards are reported too.
+        found = bound(rewards.copy(), group_size, response_tokens=response_tokens.copy())
+        return checked(found, rewards, name)
 
     return estimate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -103,3 +104,24 @@ def test_help_needs_no_torch(command):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Usage: roll-batching" in done.stdout, done.stderr
+
+
+def test_plan_takes_a_packer_by_its_dotted_path(tmp_path, capsys):
+    (tmp_path / "lengths.csv").write_text("tokens\n" + "".join(f"{60 + 10 * i}\n" for i in range(8)))
+    arguments = ["plan", str(tmp_path / "lengths.csv"), "--max-tokens", "256", "--dp", "2", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--algorithm", "tests.planning.own_packers:tightest"])
+    said = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0
+    assert said["constraints"]["algorithm"] == "tests.planning.own_packers:tightest"
+    assert said["reports"]["packed"]["samples"] == 8
+
+
+@pytest.mark.bad_input
+def test_plan_says_when_it_is_not_there(tmp_path, capsys, report):
+    (tmp_path / "lengths.csv").write_text("tokens\n10\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(tmp_path / "lengths.csv"), "--algorithm", "tests.planning.own_packers:nothing"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "has no 'nothing'" in said
+    report(said.strip())

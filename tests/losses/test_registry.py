@@ -86,8 +86,9 @@ def test_with_file_and_line(tmp_path, report):
 def test_what_has_no_effect_is_told():
     own = job(loss_function="my:Loss", adv_estimator="my:estimate", pg_clip=0.1, norm_std_type="batch", reference={})
     assert [notice.path for notice in own.notices] == ["pg_clip", "norm_std_type"]
-    (told,) = job(loss_function="sft").notices
+    idle, told = job(loss_function="sft", reference={}).notices
     assert told.path == "loss_function" and "rewards are measured and change nothing" in told.text
+    assert (idle.path, idle.text) == ("reference", "is not built: the loss sft does not read it")
     (told,) = job(loss_args={"kl_estimator": "k1"}).notices
     assert told.path == "loss_args.kl_estimator" and "use_kl_loss is false" in told.text
 

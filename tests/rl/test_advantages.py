@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_batching.errors import DataError
-from roll_batching.rl.advantages import AdvantageRule, compute_advantages, shuffled, zero_groups
+from roll_batching.rl.advantages import AdvantageRule, checked, compute_advantages, shuffled, zero_groups
 
 GRPO = AdvantageRule()
 
@@ -137,3 +137,47 @@ def test_one_token_cannot_be_whitened():
 def test_one_response_per_prompt_serves_where_groups_are_not_compared():
     rule = AdvantageRule(mean="batch", std="batch")
     assert compute_advantages(np.array([1.0, 0.0]), 1, rule) == pytest.approx(np.array([1, -1]) / np.sqrt(2), rel=1e-5)
+
+
+def test_an_estimator_that_works_in_place_leaves_the_rewards_alone(monkeypatch):
+    from roll_batching.config.loader import config_from_dict
+    from roll_batching.rl import from_config
+
+    def in_place(rewards, group_size, *, response_tokens):
+        rewards -= rewards.mean()
+        response_tokens[:] = 0
+        return rewards
+
+    monkeypatch.setattr(from_config.ADVANTAGE_ESTIMATORS, "load", lambda name: in_place)
+    rewards, tokens = np.array([1.0, 3.0]), np.array([4, 5])
+    estimate = from_config.advantages_of(config_from_dict({"adv_estimator": "own:in_place"}))
+    assert estimate(rewards, 2, response_tokens=tokens).tolist() == [-1, 1]
+    assert (rewards.tolist(), tokens.tolist()) == ([1, 3], [4, 5])
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [([1.0], "shape (1,)"), ([1.0, np.nan], "not finite"), (["a", "b"], "no numbers"), (None, "shape ()")],
+)
+def test_what_an_estimator_returns_is_checked(made, words):
+    with pytest.raises(DataError) as caught:
+        checked(made, np.zeros(2), "own:estimate")
+    assert "own:estimate" in str(caught.value) and words in str(caught.value)
+
+
+def test_the_keys_of_a_registered_estimator_reach_it():
+    from roll_batching.config.loader import config_from_dict
+    from roll_batching.rl.from_config import advantages_of
+
+    rewards, tokens = np.array([1.0, 0, 0, 0, 1, 1, 0, 5]), np.arange(1, 9)
+    limits = {"reward_clip": 0.7, "advantage_clip": 0.5, "whiten_advantages": True}
+    for keys, rule in (
+        ({}, GRPO),
+        ({"norm_std_type": "batch"}, AdvantageRule(std="batch")),
+        (limits, AdvantageRule(reward_clip=0.7, advantage_clip=0.5, whiten=True)),
+        ({"adv_estimator": "reinforce"}, AdvantageRule(mean=None, std=None)),
+        ({"adv_estimator": "reinforce", "norm_mean_type": "batch"}, AdvantageRule(mean="batch", std=None)),
+    ):
+        expected = compute_advantages(rewards, 4, rule, response_tokens=tokens)
+        found = advantages_of(config_from_dict(keys))(rewards, 4, response_tokens=tokens)
+        assert found.tolist() == expected.tolist(), keys
