@@ -107,8 +107,12 @@ def _of_another_mode(role: WorkerConfig, path: KeyPath) -> Iterator[tuple[KeyPat
             if len(modes) == 1:
                 ((kind, mode),) = modes.items()
                 text = f"{_NAMES[kind]} are {mode}, not {declared.mode}"
+                if declared.mode == "dynamic":
+                    text += f" (use_dynamic_batching_in_{kind})"
             else:
                 text = f"no pass of this role is {declared.mode}"
+            if declared.mode == "packed":
+                text += " (use_sequence_packing)"
             yield path[:end], f"has no effect: {text}"
             return
 

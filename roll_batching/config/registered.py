@@ -12,9 +12,6 @@ from pydantic_core import CoreSchema, core_schema
 from roll_batching.errors import ConfigError
 from roll_batching.registry import Registry
 
-OWN = "your own as package.module:name"
-"""What may stand where a registered name stands."""
-
 
 @dataclass(frozen=True)
 class RegisteredName:

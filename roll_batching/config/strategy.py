@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import PrivateAttr, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from roll_batching.config.attention_backends import ATTENTION_BACKENDS
 from roll_batching.config.fields import Settings, honoured

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from roll_batching.config.diagnostics import ConfigFileError, KeyPath, Problem, dotted, nearest, shortened
@@ -15,7 +14,7 @@ from roll_batching.config.fields import Refused, use_of
 from roll_batching.config.job import JobConfig
 from roll_batching.config.key_paths import all_keys, field_at, given_keys, heading_of, settings_at
 from roll_batching.config.notices import collect_notices
-from roll_batching.config.registered import OWN, registered_name
+from roll_batching.config.registered import registered_name
 from roll_batching.config.rules import broken_rules
 from roll_batching.config.strategy import FSDP_STRATEGIES
 from roll_batching.config.yaml_source import Source
@@ -139,9 +138,13 @@ def _translate(error: ErrorDetails, data: Any) -> Problem:
     if kind == "missing":
         return Problem(path, "is missing")
     field = field_at(path)
-    choices = _choices(field) if field is not None else []
+    registered = registered_name(field) if field is not None else None
+    if registered is not None:
+        return Problem(path, _bad_choice(given, registered.registry.names, "your own as package.module:name"))
+    choices = _literals(field.annotation) if field is not None else []
     if kind == "literal_error" or (choices and isinstance(given, str)):
-        return Problem(path, _bad_choice(given, choices))
+        number = field is not None and _takes(field.annotation, int)
+        return Problem(path, _bad_choice(given, choices, "a whole number" if number else None))
     if kind == "value_error":
         return Problem(path, str(context.get("error", error["msg"])))
     bounds = {"greater_than": "above {gt}", "greater_than_equal": "at least {ge}", "less_than": "below {lt}"}
@@ -198,22 +201,14 @@ def _unknown_key(path: KeyPath) -> str:
     return f"unknown key; the keys that there are: docs/configuration.md, {heading_of(path[:-1])!r}"
 
 
-def _choices(field: FieldInfo) -> list[str]:
-    """What can be written where one of a few names is expected; nothing where values are free."""
-    registered = registered_name(field)
-    if registered is not None:
-        return [*registered.registry.names, OWN]
-    names = _literals(field.annotation)
-    return [*names, "a whole number"] if names and _takes(field.annotation, int) else names
-
-
 def _literals(annotation: Any) -> list[str]:
     if get_origin(annotation) is Literal:
         return [choice for choice in get_args(annotation) if isinstance(choice, str)]
     return [choice for option in get_args(annotation) for choice in _literals(option)]
 
 
-def _bad_choice(given: Any, choices: Sequence[str]) -> str:
+def _bad_choice(given: Any, choices: Sequence[str], other: str | None = None) -> str:
+    """`choices` are the values that may be written, `other` says in words what else may be."""
     if given in FSDP_STRATEGIES:
         return f"{given!r} does not exist here: training runs on Megatron-Core; use megatron_train or megatron_infer"
     if given == "yarn":
@@ -224,7 +219,7 @@ def _bad_choice(given: Any, choices: Sequence[str]) -> str:
         )
     guess = nearest(str(given), choices)
     hint = f"did you mean {guess!r}? " if guess else ""
-    return f"{_show(given)} is not possible; {hint}choose {_one_of(choices)}"
+    return f"{_show(given)} is not possible; {hint}choose {_one_of([*choices, other] if other else choices)}"
 
 
 def _one_of(choices: Sequence[str]) -> str:

@@ -49,6 +49,11 @@ def problems(tmp_path):
             "first_fit_decreasing, first_fit_shuffle, modified_first_fit_decreasing or your own as package.module:name",
         ),
         (
+            "actor_train:\n  planning_args: {dynamic_algorithm: 3}\n",
+            "job.yaml:2: actor_train.planning_args.dynamic_algorithm: 3 is not possible; "
+            "choose roll, nemo_rl, prefer_closest, prefer_first or your own as package.module:name",
+        ),
+        (
             "actor_train:\n  planning_args:\n    dynamic_algorithm: my_packers.mine\n",
             "job.yaml:3: actor_train.planning_args.dynamic_algorithm: 'my_packers.mine' is not possible; "
             "choose roll, nemo_rl, prefer_closest, prefer_first or your own as package.module:name",
