@@ -117,37 +117,63 @@ def swap_units(
     `pack_of` (values 0 to dp*K - 1) must be within the cap, apart from packs with a single unit above it; `columns`
     (int64[K, dp]) and `rank_of_pack` are where the search starts. `home` holds each unit's rank or -1 (all or none).
     """
-    real = len(pack_of)
     search = _begin(pack_of, columns, rank_of_pack, slots, costs, home)
-    at_home = home[0] >= 0
+    at_home = bool(home[0] >= 0)
     best_energy = _energy(search, aim)
     best, best_columns, best_ranks = pack_of.copy(), columns.copy(), rank_of_pack.copy()
     state = seed_state(seed)
     period = max(4096, 8 * columns.size)
-    accepted = limits.threshold
-    for iteration in range(1, limits.iterations + 1):
+    done = 0
+    while done < limits.iterations:
+        until = min((done // period + 1) * period, limits.iterations)
+        state = _exchange(search, aim, limits, at_home, done, until, state)
+        done = until
+        energy = _cut_anew(search, aim, at_home)
+        if energy < best_energy:
+            best_energy = energy
+            best[:] = search.pack_of[: len(best)]
+            best_columns[:] = search.columns
+            best_ranks[:] = search.rank_of
+    return best, best_columns, best_ranks
+
+
+@compiled
+def _exchange(search: _Search, aim: Aim, limits: Limits, at_home: bool, begin: int, end: int, state: int) -> int:
+    """Steps `begin` to `end - 1` of the search; returns the generator's state."""
+    # What every step reads is unpacked once: handing over the whole state would cost more than the step.
+    pack_of, size, cost, home = search.pack_of, search.size, search.cost, search.home
+    first, members, by_size, position = search.first, search.members, search.by_size, search.position
+    load, tokens, totals, rank_of = search.load, search.tokens, search.totals, search.rank_of
+    columns, column_of, top = search.columns, search.column_of, search.top
+    accepted = limits.threshold * (limits.iterations - begin // 64 * 64) // limits.iterations
+    for iteration in range(max(begin, 1), end):
         if iteration % 64 == 0:
             accepted = limits.threshold * (limits.iterations - iteration) // limits.iterations
-        if iteration % period == 0 or iteration == limits.iterations:
-            energy = _cut_anew(search, aim, at_home)
-            if energy < best_energy:
-                best_energy = energy
-                best[:] = search.pack_of[:real]
-                best_columns[:] = search.columns
-                best_ranks[:] = search.rank_of
         state = next_random(state)
         k = draw(state, len(columns))
         kind = state % 16
         if kind == 0 and not at_home:
-            state = _exchange_packs(search, aim, k, accepted, state)
+            state = _exchange_packs(columns, load, totals, rank_of, aim, k, accepted, state)
             continue
-        unit, other, state = _propose(search, k, kind, state)
-        if other < 0 or not _allowed(search, unit, other, limits.cap):
+        pack = top[k]
+        if kind < 5:
+            state = next_random(state)
+            pack = columns[k, draw(state, len(totals))]
+        unit, other, state = _propose(first, members, by_size, position, pack, state)
+        if other < 0:
             continue
-        gain, top_a, top_b = _evaluate(search, aim, unit, other)
-        if gain >= -accepted:
+        other_pack = pack_of[other]
+        moved = size[unit] - size[other]
+        change = cost[unit] - cost[other]
+        if other_pack == pack or change == 0 or home[unit] != home[other]:
+            continue
+        if moved < 0 and tokens[pack] - moved > limits.cap or moved > 0 and tokens[other_pack] + moved > limits.cap:
+            continue
+        shorter, top_a, top_b = _evaluate(columns, load, top, column_of, pack, other_pack, change)
+        less = excess_gain(totals, aim.level, rank_of[pack], rank_of[other_pack], change)
+        if aim.column_weight * shorter + aim.rank_weight * less >= -accepted:
             _commit(search, unit, other, top_a, top_b)
-    return best, best_columns, best_ranks
+    return state
 
 
 @compiled
@@ -218,87 +244,66 @@ def _cut_anew(search: _Search, aim: Aim, at_home: bool) -> int:
 
 
 @compiled
-def _exchange_packs(search: _Search, aim: Aim, k: int, accepted: int, state: int) -> int:
+def _exchange_packs(
+    columns: Ints, load: Ints, totals: Ints, rank_of: Ints, aim: Aim, k: int, accepted: int, state: int
+) -> int:
     """Two ranks exchange their packs of column k, which changes totals alone; returns the generator's state."""
-    ranks = len(search.totals)
+    ranks = len(totals)
     state = next_random(state)
-    pack_a = search.columns[k, draw(state, ranks)]
+    pack_a = columns[k, draw(state, ranks)]
     state = next_random(state)
-    pack_b = search.columns[k, draw(state, ranks)]
-    rank_a = search.rank_of[pack_a]
-    rank_b = search.rank_of[pack_b]
-    change = search.load[pack_a] - search.load[pack_b]
-    if aim.rank_weight * excess_gain(search.totals, aim.level, rank_a, rank_b, change) >= -accepted:
-        search.totals[rank_a] -= change
-        search.totals[rank_b] += change
-        search.rank_of[pack_a] = rank_b
-        search.rank_of[pack_b] = rank_a
+    pack_b = columns[k, draw(state, ranks)]
+    rank_a = rank_of[pack_a]
+    rank_b = rank_of[pack_b]
+    change = load[pack_a] - load[pack_b]
+    if aim.rank_weight * excess_gain(totals, aim.level, rank_a, rank_b, change) >= -accepted:
+        totals[rank_a] -= change
+        totals[rank_b] += change
+        rank_of[pack_a] = rank_b
+        rank_of[pack_b] = rank_a
     return state
 
 
 @compiled
-def _propose(search: _Search, k: int, kind: int, state: int) -> tuple[int, int, int]:
-    """A unit of column k, one to exchange it with (-1: none), and the generator's state."""
-    pack = search.top[k]
-    if kind < 5:
-        state = next_random(state)
-        pack = search.columns[k, draw(state, len(search.totals))]
+def _propose(first: Ints, members: Ints, by_size: Ints, position: Ints, pack: int, state: int) -> tuple[int, int, int]:
+    """A unit of `pack`, one to exchange it with (-1: none), and the generator's state."""
     state = next_random(state)
-    unit = search.members[search.first[pack] + draw(state, search.first[pack + 1] - search.first[pack])]
+    unit = members[first[pack] + draw(state, first[pack + 1] - first[pack])]
     choice = state % 32
     state = next_random(state)
     if choice < 4:
-        other_pack = draw(state, len(search.load))
+        other_pack = draw(state, len(first) - 1)
         state = next_random(state)
-        seats = search.first[other_pack + 1] - search.first[other_pack]
-        return unit, search.members[search.first[other_pack] + draw(state, seats)], state
+        other = members[first[other_pack] + draw(state, first[other_pack + 1] - first[other_pack])]
+        return unit, other, state
     reach = 4 << (choice % 4 * 2)  # 4, 16, 64 or 256 neighbours to either side
-    p = search.position[unit] + draw(state, 2 * reach + 1) - reach
-    if p < 0 or p >= len(search.by_size):
+    p = position[unit] + draw(state, 2 * reach + 1) - reach
+    if p < 0 or p >= len(by_size):
         return unit, -1, state
-    return unit, search.by_size[p], state
+    return unit, by_size[p], state
 
 
 @compiled
-def _allowed(search: _Search, unit: int, other: int, cap: int) -> bool:
-    """Whether the exchange changes anything and leaves both packs within the cap and units on their ranks."""
-    pack_a, pack_b = search.pack_of[unit], search.pack_of[other]
-    if pack_a == pack_b or search.cost[unit] == search.cost[other] or search.home[unit] != search.home[other]:
-        return False
-    moved = search.size[unit] - search.size[other]
-    if moved < 0:
-        return bool(search.tokens[pack_a] - moved <= cap)
-    return bool(moved == 0 or search.tokens[pack_b] + moved <= cap)
-
-
-@compiled
-def _evaluate(search: _Search, aim: Aim, unit: int, other: int) -> tuple[int, int, int]:
-    """What the exchange gains, and the costliest packs of both columns after it."""
-    load, columns, top = search.load, search.columns, search.top
-    pack_a, pack_b = search.pack_of[unit], search.pack_of[other]
-    column_a, column_b = search.column_of[pack_a], search.column_of[pack_b]
-    change = search.cost[unit] - search.cost[other]
+def _evaluate(
+    columns: Ints, load: Ints, top: Ints, column_of: Ints, pack_a: int, pack_b: int, change: int
+) -> tuple[int, int, int]:
+    """How much lockstep cost vanishes when `change` goes from one pack to another, and both columns' tops then."""
+    column_a, column_b = column_of[pack_a], column_of[pack_b]
     after_a = load[pack_a] - change
     after_b = load[pack_b] + change
-    gain = load[top[column_a]]
-    if column_b == column_a:
-        top_a = costliest_but(columns, load, column_a, pack_a, pack_b)
-        largest = -1 if top_a < 0 else load[top_a]
-        if after_a > largest:
-            largest = after_a
-            top_a = pack_a
-        if after_b > largest:
-            largest = after_b
-            top_a = pack_b
-        top_b = top_a
-        gain -= largest
-    else:
+    if column_a != column_b:
         top_a, largest_a = top_after(columns, load, top[column_a], column_a, pack_a, after_a)
         top_b, largest_b = top_after(columns, load, top[column_b], column_b, pack_b, after_b)
-        gain += load[top[column_b]] - largest_a - largest_b
-    rank_a, rank_b = search.rank_of[pack_a], search.rank_of[pack_b]
-    excess = excess_gain(search.totals, aim.level, rank_a, rank_b, change)
-    return aim.column_weight * gain + aim.rank_weight * excess, top_a, top_b
+        return int(load[top[column_a]] + load[top[column_b]] - largest_a - largest_b), top_a, top_b
+    top_a = costliest_but(columns, load, column_a, pack_a, pack_b)
+    largest = -1 if top_a < 0 else load[top_a]
+    if after_a > largest:
+        largest = after_a
+        top_a = pack_a
+    if after_b > largest:
+        largest = after_b
+        top_a = pack_b
+    return int(load[top[column_a]] - largest), top_a, top_a
 
 
 @compiled
