@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from functools import cache
 from pathlib import Path
 
@@ -140,3 +141,9 @@ def test_files_and_functions_can_be_read_in_one_go(path):
             assert node.end_lineno is not None and node.end_lineno - node.lineno < LONGEST_FUNCTION_IN_PLANNING, (
                 node.name
             )
+
+
+def test_the_drawing_of_the_house_is_todays(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    drawing = importlib.import_module("draw_house")
+    assert drawing.PAGE.read_text() == drawing.page(), "run python scripts/draw_house.py"
