@@ -227,7 +227,9 @@ class _Recomputed:
         model, layout = self._model, self._model.layout
         lengths = [len(row) for row in self._rows]
         # A replica generates by itself: a plan of one data-parallel rank.
-        cap = max(model.batching.infer.max_tokens or 0, *(-(-n // _WIDTH_STEP) * _WIDTH_STEP for n in lengths))
+        widths = [-(-n // _WIDTH_STEP) * _WIDTH_STEP for n in lengths]
+        # Ranks that share experts make as many passes: one each.
+        cap = sum(widths) if layout.ep_size > 1 else max(model.batching.infer.max_tokens or 0, *widths)
         dims = replace(layout.dims, dp_size=1, ep_size=1, etp_size=layout.tp_size)
         plan = plan_step(lengths, PlanConstraints.of(dims, BatchingSpec(max_tokens=cap, algorithm="none")))
         batch = SampleBatch.from_lists({"input_ids": self._rows}, {"input_ids": "token"})

@@ -114,6 +114,36 @@ def test_a_core_without_a_cache_generates_the_same_tokens() -> None:
     assert cached == recomputed
 
 
+def generate_with_shared_experts(backend: str) -> list[list[int]]:
+    """Greedy responses of this rank, whose prompts need more passes under the cap than the other rank's."""
+    from dataclasses import replace
+
+    from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
+    from tests.support.experts import let_experts_run
+    from tests.support.models import ARCHITECTURE, fill, random_batch, worker_config
+
+    let_experts_run()
+    architecture = {**ARCHITECTURE, "moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}}
+    megatron = {"expert_model_parallel_size": 2, "attention_backend": backend}
+    strategy = MegatronInferStrategy(worker_config("packed", CAP, architecture=architecture, megatron=megatron))
+    strategy.initialize()
+    fill(strategy.chunks, 61)
+    batching = replace(strategy.batching, infer=replace(strategy.batching.infer, max_tokens=16))
+    strategy.state = replace(strategy.state, batching=batching)
+    prompts = random_batch(2, 6, 9)
+    mine = prompts.select([[0, 1, 2, 3, 4], [5]][strategy.layout.dp_rank])
+    out = strategy.generate(mine, GenerationSettings(max_new_tokens=5, eos_token_id=5, greedy=True))
+    return [row.tolist() for row in out.to_lists("input_ids")]
+
+
+def test_ranks_that_share_experts_make_as_many_passes_without_a_cache() -> None:
+    cached, recomputed = (
+        run_ranks(2, HERE + "generate_with_shared_experts", backend, timeout=60)
+        for backend in ("auto", OWN + "MaskedSoftmax")
+    )
+    assert cached == recomputed
+
+
 def own_models(_: None) -> dict[str, Any]:
     """Losses of a step on a model of the caller's, by what attends; and what cannot be taken over."""
     from roll_batching.data import gather_lengths
