@@ -6,6 +6,8 @@ processes runs all layouts of a size.
 
 from __future__ import annotations
 
+import gc
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.experts import let_experts_run
 from tests.support.layouts import EXPERTS, MOST_RANKS, WIDE_EXPERTS, Layout, pairwise, wanted_pairs
@@ -27,7 +30,7 @@ CAP = 64
 STEPS = 5
 RATE = 1e-3
 LIMIT, STEPS_LIMIT = 1e-5, 1e-4
-DEEP = {**ARCHITECTURE, "num_layers": 8}
+DEEPEST = 8
 Z_LOSS = 0.02
 EXPERT_FIELDS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
 
@@ -55,12 +58,27 @@ def _loss() -> Any:
     return PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
 
 
-def architecture(tied: bool, moe: bool, router: bool) -> dict[str, Any]:
-    experts = {"moe": EXPERT_FIELDS | {"z_loss_coeff": Z_LOSS if router else 0.0}, "num_layers": 4}
-    return {**DEEP, "tie_word_embeddings": tied, **(experts if moe else {})}
+Variant = tuple[int, bool, bool, bool]
+"""(layers, tied, moe, router): what a model's numbers depend on."""
 
 
-def write_references(payload: tuple[str, list[tuple[bool, bool, bool]]]) -> None:
+def variant_of(layout: Layout) -> Variant:
+    """Two layers per chunk, where that is not deeper than `DEEPEST`: on a CPU their collectives are the time."""
+    layers = 4 if layout.moe else min(2 * layout.pp * layout.vpp, DEEPEST)
+    return layers, layout.tied, layout.moe, layout.router
+
+
+def architecture(variant: Variant) -> dict[str, Any]:
+    layers, tied, moe, router = variant
+    experts = {"moe": EXPERT_FIELDS | {"z_loss_coeff": Z_LOSS if router else 0.0}} if moe else {}
+    return {**ARCHITECTURE, "num_layers": layers, "tie_word_embeddings": tied, **experts}
+
+
+def _reference(folder: str | Path, variant: Variant) -> Path:
+    return Path(folder) / f"reference-{'-'.join(map(str, variant))}.pt"
+
+
+def write_references(payload: tuple[str, list[Variant]]) -> None:
     """Gradients of the first batch and the losses of five Adam steps, in one process, by stock Megatron and torch."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -73,7 +91,8 @@ def write_references(payload: tuple[str, list[tuple[bool, bool, bool]]]) -> None
     make_layout(ParallelDims(), start_processes())
     model_parallel_cuda_manual_seed(0)
     let_experts_run()
-    for tied, moe, router in variants:
+    for variant in variants:
+        *_, moe, router = variant
         options = {}
         if moe:
             options = {
@@ -85,7 +104,7 @@ def write_references(payload: tuple[str, list[tuple[bool, bool, bool]]]) -> None
                 "moe_z_loss_coeff": Z_LOSS if router else None,
                 "calculate_per_token_loss": True,
             }
-        model = stock_model(architecture(tied, moe, router), **options)
+        model = stock_model(architecture(variant), **options)
         with torch.no_grad():
             rows = [sequence_statistics(model, tokens)[0] for tokens in _batches()[0].to_lists("input_ids")]
         adam = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
@@ -99,7 +118,7 @@ def write_references(payload: tuple[str, list[tuple[bool, bool, bool]]]) -> None
             adam.zero_grad()
             policy_loss(model, batch, clip=(0.2, 0.28), kl=0.05, entropy=0.02).backward()
             adam.step()
-        torch.save((losses, first, rows), Path(folder) / f"reference-{tied}-{moe}-{router}.pt")
+        torch.save((losses, first, rows), _reference(folder, variant))
 
 
 Found = dict[str, dict[str, Any]]
@@ -109,7 +128,28 @@ def compare(payload: tuple[str, list[dict[str, Any]]]) -> list[Found]:
     """For each layout and mode: differences from the reference, relative ones."""
     folder, layouts = payload
     let_experts_run()
-    return [_compare_layout(folder, Layout(**layout)) for layout in layouts]
+    found = []
+    for index, layout in enumerate(layouts):
+        _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")
+        found.append(_compare_layout(folder, Layout(**layout)))
+        _part()
+    return found
+
+
+def _meet(file: Path) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
+
+
+def _part() -> None:
+    """Ends all groups: each has its threads, and forty layouts have thousands of them."""
+    from megatron.core import parallel_state
+
+    dist.barrier()
+    gc.collect()  # the strategy, which refers to itself, and to its groups
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def _forward_gaps(strategy: Any, whole: Any, rows: list[torch.Tensor], loss: float) -> tuple[float, float]:
@@ -128,19 +168,15 @@ def _forward_gaps(strategy: Any, whole: Any, rows: list[torch.Tensor], loss: flo
 
 
 def _compare_layout(folder: str, layout: Layout) -> Found:
-    from megatron.core import parallel_state
-
     from roll_batching.config import TrainingArgs
     from roll_batching.data import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import fill, whole_gradients, worker_config, worst_difference
 
-    expected_losses, expected, rows = torch.load(
-        Path(folder) / f"reference-{layout.tied}-{layout.moe}-{layout.router}.pt"
-    )
+    expected_losses, expected, rows = torch.load(_reference(folder, variant_of(layout)))
 
     def config(mode: str) -> Any:
-        shape = architecture(layout.tied, layout.moe, layout.router)
+        shape = architecture(variant_of(layout))
         return worker_config(mode, CAP, architecture=shape, megatron=layout.megatron(), dtype=layout.dtype)
 
     strategy = MegatronTrainStrategy(config("packed"))
@@ -170,7 +206,6 @@ def _compare_layout(folder: str, layout: Layout) -> Found:
             "loss": gaps[0],
             "steps": max(gaps),
         }
-    parallel_state.destroy_model_parallel()
     return found
 
 
@@ -194,6 +229,8 @@ def _check(layout: Layout, found: dict[str, Any], report: Callable[[str], None])
 
 
 def _run(layouts: list[Layout], references: Path, report: Callable[[str], None]) -> None:
+    missing = {variant_of(layout) for layout in layouts if not _reference(references, variant_of(layout)).exists()}
+    run_ranks(1, "tests.strategy.test_layouts:write_references", (str(references), sorted(missing)), timeout=300)
     beyond = []
     for ranks in sorted({layout.ranks for layout in layouts}):
         same = [layout for layout in layouts if layout.ranks == ranks]
@@ -207,8 +244,6 @@ def _run(layouts: list[Layout], references: Path, report: Callable[[str], None])
 @pytest.fixture(scope="module")
 def references() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
-        variants = [(False, False, False), (True, False, False), (False, True, False), (False, True, True)]
-        run_ranks(1, "tests.strategy.test_layouts:write_references", (folder, variants), timeout=300)
         yield Path(folder)
 
 

@@ -8,6 +8,7 @@ started and leaves.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import select
@@ -122,6 +123,8 @@ def serve(child: Callable[..., None]) -> None:
             import numba
 
             numba.njit(lambda x: x + 1)(1)  # loads its compiler, which takes seconds; no thread is started
+    gc.collect()
+    gc.freeze()  # ranks that collect garbage need not walk, and copy, all that was imported
     living: dict[int, int] = {}
     try:
         while True:
