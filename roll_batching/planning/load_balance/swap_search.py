@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roll_batching.planning.arrays import Ints
+from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.compiled import compiled, draw, next_random, seed_state
 from roll_batching.planning.load_balance.columns import (
     assign_ranks,
@@ -30,24 +30,6 @@ from roll_batching.planning.load_balance.columns import (
 
 EMPTY_UNITS = 2
 """Empty units per pack: how many moves into a pack can follow each other."""
-
-
-@compiled
-def seat_members(place: Ints, packs: int) -> tuple[Ints, Ints, Ints]:
-    """Units pack by pack: offsets (int64[packs + 1]), members, and each unit's seat among them."""
-    first = np.zeros(packs + 1, dtype=np.int64)
-    for unit in range(len(place)):
-        first[place[unit] + 1] += 1
-    for pack in range(packs):
-        first[pack + 1] += first[pack]
-    taken = first[:-1].copy()
-    members = np.empty(len(place), dtype=np.int64)
-    seat = np.empty(len(place), dtype=np.int64)
-    for unit in range(len(place)):
-        seat[unit] = taken[place[unit]]
-        members[seat[unit]] = unit
-        taken[place[unit]] += 1
-    return first, members, seat
 
 
 class Aim(NamedTuple):
@@ -100,7 +82,6 @@ class _Search(NamedTuple):
     """The cost of every rank."""
 
 
-@compiled
 def swap_units(
     pack_of: Ints,
     columns: Ints,
@@ -176,55 +157,54 @@ def _exchange(search: _Search, aim: Aim, limits: Limits, at_home: bool, begin: i
     return state
 
 
-@compiled
 def _begin(pack_of: Ints, columns: Ints, rank_of_pack: Ints, slots: Ints, costs: Ints, home: Ints) -> _Search:
-    real = len(pack_of)
     count, dp_size = columns.shape
-    packs = count * dp_size
-    total = real + EMPTY_UNITS * packs
-    place = np.empty(total, dtype=np.int64)
-    size = np.zeros(total, dtype=np.int64)
-    cost = np.zeros(total, dtype=np.int64)
-    home_of = np.full(total, -1, dtype=np.int64)
-    place[:real] = pack_of
-    size[:real] = slots
-    cost[:real] = costs
-    home_of[:real] = home
-    for empty in range(total - real):
-        place[real + empty] = empty // EMPTY_UNITS
-        if home[0] >= 0:
-            home_of[real + empty] = empty // EMPTY_UNITS // count
-    load = np.zeros(packs, dtype=np.int64)
-    tokens = np.zeros(packs, dtype=np.int64)
-    for unit in range(real):
-        load[place[unit]] += cost[unit]
-        tokens[place[unit]] += size[unit]
-    first, members, seat = seat_members(place, packs)
-    by_size = np.argsort((home_of + 1) * (size.max() + 1) + size, kind="mergesort")
-    position = np.empty(total, dtype=np.int64)
-    for p in range(total):
-        position[by_size[p]] = p
+    packs = columns.size
+    empty = np.repeat(np.arange(packs), EMPTY_UNITS)
+    place = np.concatenate([pack_of, empty])
+    nothing = np.zeros(len(empty), dtype=np.int64)
+    size, cost = np.concatenate([slots, nothing]), np.concatenate([costs, nothing])
+    home_of = np.concatenate([home, empty // count if home[0] >= 0 else nothing - 1])
+    load = np.bincount(place, weights=cost, minlength=packs).astype(np.int64)
+    tokens = np.bincount(place, weights=size, minlength=packs).astype(np.int64)
+    members = np.argsort(place, kind="stable")
+    by_size = np.argsort((home_of + 1) * (size.max() + 1) + size, kind="stable")
     columns, rank_of = columns.copy(), rank_of_pack.copy()
     column_of = np.empty(packs, dtype=np.int64)
-    totals = np.zeros(dp_size, dtype=np.int64)
-    for k in range(count):
-        for pack in columns[k]:
-            column_of[pack] = k
-            totals[rank_of[pack]] += load[pack]
-    top = column_tops(columns, load)
+    column_of[columns] = np.arange(count)[:, None]
+    totals = np.bincount(rank_of, weights=load, minlength=dp_size).astype(np.int64)
     return _Search(
-        place, size, cost, home_of, first, members, seat, by_size, position, load, tokens, columns, column_of, rank_of,
-        top, totals,
-    )  # fmt: skip
+        pack_of=place,
+        size=size,
+        cost=cost,
+        home=home_of,
+        first=offsets_of(np.bincount(place, minlength=packs)),
+        members=members,
+        seat=_inverse(members),
+        by_size=by_size,
+        position=_inverse(by_size),
+        load=load,
+        tokens=tokens,
+        columns=columns,
+        column_of=column_of,
+        rank_of=rank_of,
+        top=column_tops(columns, load),
+        totals=totals,
+    )
 
 
-@compiled
+def _inverse(order: Ints) -> Ints:
+    """Where each index stands in a permutation."""
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    return position
+
+
 def _energy(search: _Search, aim: Aim) -> int:
     lockstep = int(search.load[search.top].sum())
     return aim.column_weight * lockstep + aim.rank_weight * excess_above(search.totals, aim.level)
 
 
-@compiled
 def _cut_anew(search: _Search, aim: Aim, at_home: bool) -> int:
     """Cuts the packs, whose costs have changed, into columns anew where that is no worse; returns the energy."""
     energy = _energy(search, aim)
