@@ -7,6 +7,7 @@ sorted by section, after the run: `./scripts/test.sh -m equality` shows the wors
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; two ranks share two cores
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -19,6 +20,12 @@ import pytest
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell starts background jobs with SIGINT ignored, which the commands under test would inherit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
