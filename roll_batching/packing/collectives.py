@@ -57,11 +57,13 @@ def gather_keys(x: torch.Tensor, params: PackedParams, group: dist.ProcessGroup)
     """Local rows [tokens / cp, ...] -> [tokens, ...] in pack order; the backward sums over CP ranks."""
     if params.rows is None:
         return x
-    return _GatherKeys.apply(x, params.rows, params.restore, group)
+    gathered: torch.Tensor = _GatherKeys.apply(x, params.rows, params.restore, group)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 def gather_results(x: torch.Tensor, params: PackedParams, group: dist.ProcessGroup) -> torch.Tensor:
     """Local rows [tokens / cp, ...] -> [tokens, ...] in pack order; the backward takes this rank's rows."""
     if params.rows is None:
         return x
-    return _GatherResults.apply(x, params.rows, params.restore, group)
+    gathered: torch.Tensor = _GatherResults.apply(x, params.rows, params.restore, group)  # type: ignore[no-untyped-call]
+    return gathered

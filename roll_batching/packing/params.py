@@ -16,7 +16,7 @@ _BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(PackedSeqPar
 
 
 @dataclass
-class PackedParams(PackedSeqParams):
+class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no types
     """PackedSeqParams of a pack plus positions, context-parallel rows and what its attention backend wants.
 
     A subclass, because Megatron's TransformerEngine wrapper forwards exactly the base class's fields,
