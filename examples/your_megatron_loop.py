@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll_batching.config import BatchingConfig
 from roll_batching.data import SampleBatch, distribute, gather_lengths
+from roll_batching.distributed.parallel_layout import start_processes
 from roll_batching.losses import SFTLoss
-from roll_batching.modeling.parallel import start_processes
 from roll_batching.modeling.spec import packed_layer_spec
 from roll_batching.planning import BatchingSpec
 from roll_batching.strategy import MegatronTrainStrategy

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.losses.vocab_parallel import token_log_probs
 from roll_batching.modeling.head import gpt_of, head_input, head_weight, is_deferred
-from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.collectives import gather_results
 

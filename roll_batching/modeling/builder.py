@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from roll_batching.config import ArchitectureConfig, MegatronConfig, TrainingArgs
+from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import router_loss_weights
 from roll_batching.modeling.head import defer_head
-from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.modeling.requirements import refusals_here
 from roll_batching.modeling.rotary import RotarySettings
 from roll_batching.modeling.spec import packed_block_spec

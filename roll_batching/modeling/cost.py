@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll_batching.modeling.parallel import ParallelLayout
+from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.planning import FlopsCost
 
 

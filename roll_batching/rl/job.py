@@ -6,7 +6,7 @@ import contextlib
 
 from roll_batching.config import JobConfig
 from roll_batching.distributed import consensus, host_group
-from roll_batching.modeling.parallel import start_processes
+from roll_batching.distributed.parallel_layout import start_processes
 from roll_batching.rl.from_config import advantages_of, loss_of
 from roll_batching.rl.grpo import Grpo, Objective
 from roll_batching.rl.inputs import load_inputs

@@ -14,7 +14,7 @@ from roll_batching.data.encode import encode_prompts
 from roll_batching.data.texts import Prompt
 from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.distributed import consensus, exchange
-from roll_batching.modeling.parallel import ParallelLayout
+from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.planning import batch_balance
 from roll_batching.rl.reward_process import RewardProcess
 from roll_batching.rl.rewards import Completion, Scored

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 
 from roll_batching.data import FieldSpec, SampleBatch
 from roll_batching.data.table import require_batch
+from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError, LayoutError
 from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, head_attached
-from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import BatchingSpec, PlanConstraints, plan_step
 from roll_batching.strategy.schedule import run_schedule
@@ -153,7 +153,7 @@ def _decoding(device: torch.device, *, quick: bool) -> Iterator[None]:
     if device.type == "cuda" or not quick:
         yield
         return
-    from roll_batching.modeling import cpu_platform
+    from roll_batching.distributed import cpu_platform
 
     with cpu_platform.paused():
         yield

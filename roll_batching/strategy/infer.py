@@ -15,6 +15,7 @@ from roll_batching.config import BatchingConfig, WorkerConfig
 from roll_batching.data import FieldSpec, LengthTable, SampleBatch
 from roll_batching.data.checks import content_digest
 from roll_batching.distributed import Facts, consensus, digest, host_group
+from roll_batching.distributed.parallel_layout import ParallelLayout, make_layout, start_processes
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import LossSpec, loss_spec
 from roll_batching.losses.head import HeadContext
@@ -22,7 +23,6 @@ from roll_batching.losses.metric_kinds import as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost
-from roll_batching.modeling.parallel import ParallelLayout, make_layout, start_processes
 from roll_batching.packing.attention_backend import attention_backend
 from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, Plan, PlanConstraints, plan_step

@@ -10,10 +10,10 @@ from roll_batching.data import SampleBatch
 from roll_batching.data.checks import content_digest
 from roll_batching.data.table import require_batch
 from roll_batching.distributed import Facts
+from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.losses.contract import LossSpec
 from roll_batching.losses.denominators import StepCounts, local_counts, truncated_lengths
-from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import Plan
 from roll_batching.strategy.state import ModelState

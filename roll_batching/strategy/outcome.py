@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from roll_batching.distributed import exchange
+from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LossError
 from roll_batching.losses.metric_kinds import HostMetric, join_parts, to_host
 from roll_batching.losses.runner import LossRunner, MicroBatchRecord
-from roll_batching.modeling.parallel import ParallelLayout
 
 
 def join_outcomes(

@@ -19,6 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from roll_batching.config import BatchingConfig
 from roll_batching.distributed import consensus, host_group
+from roll_batching.distributed.parallel_layout import ParallelLayout, describe_layout
 from roll_batching.errors import LayoutError
 from roll_batching.losses.runner import has_router_losses
 from roll_batching.modeling.attention.core import PackedCore
@@ -26,7 +27,6 @@ from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.experts import expert_problems, router_loss_weights
 from roll_batching.modeling.head import defer_head as defer
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.parallel import ParallelLayout, describe_layout
 from roll_batching.modeling.requirements import refusals_here
 from roll_batching.packing.attention_backend import AttentionBackend
 from roll_batching.planning import CostModel

@@ -12,10 +12,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import padding_uncounted, routed_padding, without_router_losses
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.parallel import ParallelLayout
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.params import PackedParams
 from roll_batching.planning import Plan

@@ -134,7 +134,7 @@ def hang(layout: dict[str, int]) -> dict[str, float]:
     from megatron.core import parallel_state
 
     from roll_batching.distributed import group_timeout, host_group
-    from roll_batching.modeling.parallel import make_layout, start_processes
+    from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
 
     device = start_processes(SECONDS / 60)

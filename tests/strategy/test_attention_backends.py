@@ -21,7 +21,7 @@ def write_references(folder: str) -> None:
     import torch
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from roll_batching.modeling.parallel import make_layout, start_processes
+    from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
     from tests.support.models import random_batch
     from tests.support.reference import gradients, policy_loss, stock_model

@@ -30,7 +30,7 @@ def write_references(folder: str) -> None:
 
     The loss is an fp64 model's: where it nearly cancels to 0, fp32 alone is further off than the limit.
     """
-    from roll_batching.modeling.parallel import make_layout, start_processes
+    from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
     from tests.support.models import random_batch
     from tests.support.reference import gradients, policy_loss, stock_model

@@ -83,7 +83,7 @@ def write_references(payload: tuple[str, list[Variant]]) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from roll_batching.modeling.parallel import make_layout, start_processes
+    from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
     from tests.support.reference import gradients, policy_loss, sequence_statistics, stock_model
 

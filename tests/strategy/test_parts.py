@@ -47,7 +47,7 @@ def _batching(mode: str) -> Any:
 def _start(**sizes: int) -> None:
     from megatron.core import parallel_state
 
-    from roll_batching.modeling.parallel import start_processes
+    from roll_batching.distributed.parallel_layout import start_processes
 
     start_processes()
     if parallel_state.model_parallel_is_initialized():
@@ -277,7 +277,7 @@ def test_the_example_prints_equal_losses(ranks: int) -> None:
 def expert_layout(etp_size: int | None) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from roll_batching.modeling.parallel import describe_layout, start_processes
+    from roll_batching.distributed.parallel_layout import describe_layout, start_processes
     from roll_batching.planning import BatchingSpec, PlanConstraints
 
     device = start_processes()

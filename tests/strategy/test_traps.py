@@ -60,7 +60,7 @@ def scaled_in_place(_: None) -> tuple[float, float]:
     from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from roll_batching.modeling.parallel import make_layout, start_processes
+    from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
 
     make_layout(ParallelDims(), start_processes())
@@ -89,8 +89,8 @@ def mutated_logits(_: None) -> tuple[bool, bool]:
     """(whether Megatron's cross entropy changed fp32 logits, whether ours did)."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
+    from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.losses import token_log_probs
-    from roll_batching.modeling.parallel import make_layout, start_processes
     from roll_batching.planning import ParallelDims
 
     layout = make_layout(ParallelDims(), start_processes())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roll_batching.distributed import group_timeout, host_group
+from roll_batching.distributed.groups import group_timeout, host_group
 from roll_batching.errors import LayoutError
 from roll_batching.planning import ParallelDims
 
@@ -61,7 +61,7 @@ def start_processes(timeout_minutes: float = 30.0) -> torch.device:
         device, backend = torch.device("cuda", local_rank), "nccl"
         torch.cuda.set_device(device)
     else:
-        from roll_batching.modeling import cpu_platform
+        from roll_batching.distributed import cpu_platform
 
         cpu_platform.install()
         device, backend = torch.device("cpu"), "gloo"
