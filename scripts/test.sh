@@ -2,6 +2,7 @@
 # Checks and tests. Arguments go to pytest:
 #
 #   ./scripts/test.sh                        ruff, mypy, and every test but the slow ones
+#   TEST_PROCESSES=1 ./scripts/test.sh       one test after the other, not three files side by side
 #   ./scripts/test.sh -m equality            only the tests that carry a marker (see pyproject.toml)
 #   ./scripts/test.sh tests/planning -k karp
 #   PYTHON=python3.12 ./scripts/test.sh      another interpreter, in .venv-3.12
@@ -22,7 +23,8 @@ if [ ${#arguments[@]} -eq 0 ]; then
     "$python" -m ruff format --check .
     say "mypy"
     "$python" -m mypy
-    arguments=(-m "not slow")
+    # Files side by side: while the ranks of one test wait for each other, another has the cores.
+    arguments=(-m "not slow" --numprocesses "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder)
 fi
 say "pytest"
 exec "$python" -m pytest "${arguments[@]}" </dev/null

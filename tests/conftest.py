@@ -32,7 +32,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deep", action="store_true", help="planning: 100,000 random plans instead of 2,000")
 
 
+LONGEST = ("test_layouts.py", "test_failures.py", "test_equality.py", "test_rubbish.py", "test_local.py")
+"""Files that are run first: where files run side by side, one that is begun last would run alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Longest files first, else as collected."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 SECTIONS = ("equality", "bad_input", "config", "layouts", "loss", "planning")
+_LINE = "reported line"
 _lines: dict[str, list[str]] = defaultdict(list)
 
 
@@ -40,7 +50,16 @@ _lines: dict[str, list[str]] = defaultdict(list)
 def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Hand it one line; it is printed after the run, under the first marker in SECTIONS that the test has."""
     section = next((name for name in SECTIONS if request.node.get_closest_marker(name)), "notes")
-    return _lines[section].append
+    # Properties of a test travel to the process that reports, wherever the test ran.
+    return lambda line: request.node.user_properties.append((_LINE, (section, line)))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        for name, value in report.user_properties:
+            if name == _LINE:
+                section, line = value
+                _lines[section].append(line)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -16,13 +16,13 @@ import json, sys
 import numpy as np
 from roll_batching.planning import LinearQuadraticCost, PlanConstraints, karmarkar_karp, plan_step
 found = []
-lengths = np.clip(np.random.default_rng(5).lognormal(6, 0.9, 40), 1, 2048).astype(int)
+lengths = np.clip(np.random.default_rng(5).lognormal(6, 0.9, 24), 1, 2048).astype(int)
 for more in ({}, {"cp_size": 2, "objective": "lockstep"}, {"pp_size": 4, "vpp_size": 2},
              {"pp_size": 2}, {"algorithm": "first_fit_shuffle", "seed": 3},
              {"algorithm": "modified_first_fit_decreasing"}, {"mode": "dynamic", "algorithm": "prefer_closest"}):
     found.append(plan_step(lengths, PlanConstraints(dp_size=2, max_tokens=2048, **more)).fingerprint)
 found.append(plan_step(lengths, PlanConstraints(dp_size=2, max_tokens=2048),
-                       home_rank=np.arange(40) % 2).fingerprint)
+                       home_rank=np.arange(24) % 2).fingerprint)
 found.append(karmarkar_karp(lengths, 5))
 print(json.dumps(found))
 """
