@@ -11,7 +11,7 @@ from roll_batching.config.fields import Pass, Settings, honoured
 from roll_batching.config.registered import RegisteredName
 from roll_batching.errors import ConfigError, PlanError
 from roll_batching.planning import BatchingSpec
-from roll_batching.planning.batching_spec import Mode, Objective, Oversize
+from roll_batching.planning.batching_spec import Mode, Objective, Oversize, load_algorithm
 from roll_batching.planning.registry import ALGORITHMS
 
 LogprobPlan = Literal["train", "own", "none"]
@@ -41,6 +41,11 @@ class BatchingConfig:
                 raise ConfigError(f"{name} is a {type(getattr(self, name)).__name__}: give a BatchingSpec")
         if self.logprob_plan not in ("train", "own", "none"):
             raise ConfigError(f"logprob_plan {self.logprob_plan!r} is unknown; choose train, own or none")
+
+    def load_algorithms(self) -> None:
+        """Imports what forms the micro-batches, a user's module perhaps. Raises `PlanError` where that fails."""
+        for spec in (self.train, self.infer):
+            load_algorithm(spec)
 
 
 def _at_least_one(value: int | str | None) -> int | str | None:

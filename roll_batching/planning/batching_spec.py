@@ -131,3 +131,14 @@ def require_positive(name: str, value: Any) -> None:
     """Raises `PlanError` unless `value` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(f"{name}={value!r} must be an integer of at least 1")
+
+
+def load_algorithm(spec: BatchingSpec) -> Any:
+    """What forms the micro-batches of `spec`. Raises `PlanError` when it cannot be loaded or called."""
+    try:
+        algorithm = ALGORITHMS[spec.mode].load(spec.algorithm)
+    except ConfigError as error:
+        raise PlanError(str(error)) from error
+    if not callable(algorithm):
+        raise PlanError(f"algorithm={spec.algorithm!r} is a {type(algorithm).__name__}, not a function of Items")
+    return algorithm

@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from numpy.typing import ArrayLike
 
-from roll_batching.errors import ConfigError, PlanError
 from roll_batching.planning.assemble import assemble
+from roll_batching.planning.batching_spec import load_algorithm
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import DEFAULT_COST
 from roll_batching.planning.forming import PositionPool, pools_of_units
@@ -27,7 +27,7 @@ from roll_batching.planning.placement import (
 )
 from roll_batching.planning.plan import Plan
 from roll_batching.planning.problem import PlanProblem, pose_problem
-from roll_batching.planning.registry import ALGORITHMS, Algorithm, algorithm_of
+from roll_batching.planning.registry import Algorithm, algorithm_of
 
 B = TypeVar("B", bound=Sized)
 
@@ -65,19 +65,9 @@ def plan_step(
         location=location,
     )
     algorithm = algorithm_of(constraints.mode, constraints.algorithm)
-    form = _loaded(constraints)
+    form = load_algorithm(constraints)
     placement = form(problem) if algorithm.forms == "placement" else _place(problem, algorithm, form)
     return Plan.of(assemble(problem, placement))
-
-
-def _loaded(constraints: PlanConstraints) -> Any:
-    try:
-        form = ALGORITHMS[constraints.mode].load(constraints.algorithm)
-    except ConfigError as error:
-        raise PlanError(str(error)) from error
-    if not callable(form):
-        raise PlanError(f"algorithm={constraints.algorithm!r} is a {type(form).__name__}, not a function of Items")
-    return form
 
 
 def _place(problem: PlanProblem, algorithm: Algorithm, form: Any) -> Placement:

@@ -114,7 +114,10 @@ class MegatronInferStrategy:
         device = start_processes(config.backend_timeout)
         megatron = config.strategy_args.strategy_config
         with consensus(host_group(), "initialize") as facts:
-            attention = attention_backend(megatron.attention_backend, device.type)  # a user's module, perhaps
+            # Users' modules, perhaps, which one machine may lack.
+            attention = attention_backend(megatron.attention_backend, device.type)
+            batching = config.batching()
+            batching.load_algorithms()
             words = repr((config.model_dump(exclude={"data_args"}), self.seed, self.temperature))
             facts.equal("the role's configuration", digest(words), "Start all ranks with the same settings")
         layout = make_layout(megatron.parallel_dims(dist.get_world_size()), device)
@@ -125,7 +128,7 @@ class MegatronInferStrategy:
             chunks=chunks,
             dtype=dtype,
             cost=model_cost(chunks[0].config, architecture.vocab_size, layout),
-            batching=config.batching(),
+            batching=batching,
             settings=StepSettings.of(config),
             attention=attention,
             vocab_size=architecture.vocab_size,

@@ -116,6 +116,7 @@ def _check_arguments(chunks: Sequence[Any], batching: Any, settings: Any, pg_col
             f"batching is a {type(batching).__name__} and settings a {type(settings).__name__}: pass a BatchingConfig "
             "and a StepSettings"
         )
+    batching.load_algorithms()
     if pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection):
         raise LayoutError(f"pg_collection is a {type(pg_collection).__name__}: pass a ProcessGroupCollection, or None")
 

@@ -118,3 +118,22 @@ def test_both_constructors_run_a_subclasss_own() -> None:
     assert [rest for _, *rest in found.values()] == [[2.0, 0.7], [0.5, 0.7], [4.0, 0.7], [0.5, 0.7]]
     losses = [loss for loss, *_ in found.values()]
     assert max(losses) - min(losses) < 1e-5 * abs(losses[0])
+
+
+def with_a_packer_that_rank_1_lacks(_: Any) -> str:
+    from roll_batching.errors import RankError
+    from roll_batching.strategy import MegatronInferStrategy
+    from tests.support.models import worker_config
+
+    worker = worker_config("packed", 64)
+    args = worker.sequence_packing_args.model_copy(update={"algorithm": "tests.support.packer_of_rank_0:pack"})
+    try:
+        MegatronInferStrategy(worker.model_copy(update={"sequence_packing_args": args})).initialize()
+    except RankError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_packer_that_one_rank_lacks_is_heard_by_all() -> None:
+    said = run_ranks(2, "tests.strategy.test_construction:with_a_packer_that_rank_1_lacks", timeout=60)
+    assert len(set(said)) == 1 and "rank 1: PlanError" in said[0] and "this machine lacks my kernels" in said[0]
