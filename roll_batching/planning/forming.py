@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Flags, Ints
 from roll_batching.planning.packers.items import Items, Packer, check_bins
 from roll_batching.planning.packers.sorted_buckets import Limits, cut_positions
 from roll_batching.planning.placement import Bin, Placement, bin_cost, cut_in_order, split_in_two
 from roll_batching.planning.problem import PlanProblem
+from roll_batching.registry import describe_error
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,11 @@ class UnitPool:
             capacity=constraints.usable_tokens,
             seed=constraints.seed,
         )
-        bins = check_bins(self.packer(items), items, constraints.algorithm, rectangles=constraints.mode != "packed")
+        try:
+            packed = self.packer(items)
+        except Exception as error:  # of a packer of anybody's own
+            raise PlanError(f"algorithm={constraints.algorithm!r} raised {describe_error(error)}") from error
+        bins = check_bins(packed, items, constraints.algorithm, rectangles=constraints.mode != "packed")
         return [units[members].tolist() for members in bins]
 
     def weight(self, members: Bin) -> int:

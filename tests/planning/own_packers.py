@@ -52,4 +52,8 @@ def returns_halves(items: Items) -> list[list[float]]:
     return [[0.5 + item for item in members] for members in tightest(items)]
 
 
+def looks_for_what_is_not_there(items: Items) -> list[list[int]]:
+    return {}["bins"]
+
+
 NOT_A_FUNCTION = 3
