@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 import pickle
 import signal
@@ -85,10 +86,20 @@ def run_ranks(
     return [o.result for o in outcomes]
 
 
+_PORTS = itertools.count(os.getpid())
+
+
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody takes before the ranks do.
+
+    It lies below those that systems hand out, and in a stretch of this process of tests where several run side by side.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 12_000 + 1_000 * (worker % 16) + next(_PORTS) % 1_000
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
