@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.experts import let_experts_run
-from tests.support.layouts import EXPERTS, MOST_RANKS, WIDE_EXPERTS, Layout, pairwise, wanted_pairs
+from tests.support.layouts import EXPERTS, MORE_EXPERTS, MOST_RANKS, Layout, pairwise, wanted_pairs
 from tests.support.layouts import _pairs as pairs_of
 from tests.support.models import ARCHITECTURE, MODES
 from tests.support.ranks import run_ranks
@@ -273,5 +273,5 @@ def test_experts(references: Path, report: Callable[[str], None]) -> None:
 
 
 @pytest.mark.slow
-def test_experts_in_wide_layouts(references: Path, report: Callable[[str], None]) -> None:
-    _run(WIDE_EXPERTS, references, report)
+def test_experts_in_more_layouts(references: Path, report: Callable[[str], None]) -> None:
+    _run(MORE_EXPERTS, references, report)
