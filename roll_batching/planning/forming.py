@@ -55,7 +55,7 @@ class UnitPool:
         )
         try:
             packed = self.packer(items)
-        except Exception as error:  # of a packer of anybody's own
+        except (Exception, SystemExit) as error:  # a packer of anybody's own may raise anything, and call sys.exit
             raise PlanError(f"algorithm={constraints.algorithm!r} raised {describe_error(error)}") from error
         bins = check_bins(packed, items, constraints.algorithm, rectangles=constraints.mode != "packed")
         return [units[members].tolist() for members in bins]

@@ -56,4 +56,8 @@ def looks_for_what_is_not_there(items: Items) -> list[list[int]]:
     return {}["bins"]
 
 
+def leaves(items: Items) -> list[list[int]]:
+    raise SystemExit(0)
+
+
 NOT_A_FUNCTION = 3

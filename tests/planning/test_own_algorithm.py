@@ -52,6 +52,7 @@ def test_it_is_this_packer_that_forms_the_packs():
         ("returns_halves", "returned bins of float64"),
         ("NOT_A_FUNCTION", "is a int, not a function"),
         ("missing", "has no 'missing'"),
+        ("leaves", r"raised SystemExit: 0 at .*own_packers.py"),
         ("looks_for_what_is_not_there", r"raised KeyError: 'bins' at .*own_packers.py:\d+"),
     ],
 )
