@@ -89,7 +89,10 @@ def load_dotted(kind: str, path: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may raise anything, and call sys.exit
-        raise ConfigError(f"{kind} {path!r}: cannot import {module_name!r} ({describe_error(error)})") from error
+        raise ConfigError(
+            f"{kind} {path!r}: cannot import {module_name!r} ({describe_error(error)}); the module must be importable "
+            "on every machine of the job: install it, or start in its folder"
+        ) from error
     if not hasattr(module, name):
         raise ConfigError(f"{kind} {path!r}: {module_name!r} has no {name!r}")
     return getattr(module, name)
