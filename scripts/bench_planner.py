@@ -4,6 +4,8 @@
     python scripts/bench_planner.py --check                 # exit 0 exactly when every figure is reached
     python scripts/bench_planner.py --lengths FILE --json out.json
     python scripts/bench_planner.py --verl PATH --slime PATH --trl PATH --prtpy
+    python scripts/bench_planner.py --sweep --check --verl PATH --slime PATH --prime-rl PATH --nemo-rl PATH \
+        --trl PATH --megatron PATH --lengths FILE --cache FOLDER       # thousands of cases: is a peer ahead anywhere?
 
 Time is wall time, and planning runs on one core. On a machine that others use at the same moment, `--slack 2`
 doubles the limits of time.
@@ -29,7 +31,9 @@ import numba  # noqa: E402
 import numpy as np  # noqa: E402
 from _planner_cases import CAP, COST, WORKLOADS, Planner, measure, ours, sorted_groups, w1  # noqa: E402
 from _planner_checks import run_checks  # noqa: E402
-from _planner_peers import prtpy_planner, slime, trl, verl  # noqa: E402
+from _planner_peers import PEERS, PROJECTS, prtpy_planner, slime, trl, verl  # noqa: E402
+from _planner_sweep import PeerRuns, grid, run_sweep  # noqa: E402
+from _planner_sweep_report import figures, show_sweep  # noqa: E402
 
 from roll_batching.planning import PlanConstraints, plan_step  # noqa: E402
 from roll_batching.planning.lengths_io import read_lengths  # noqa: E402
@@ -68,9 +72,40 @@ def show(rows: list[dict]) -> None:
 
 def show_checks(rows: list[dict], slack: float, first: float) -> None:
     print(f"\nfirst call (compiling or loading the compiled code): {first:.2f} s; wall time, limits x {slack:g}")
-    print("| figure | found | limit | holds |\n|---|---|---|---|")
+    show_figures(rows)
+
+
+def show_figures(rows: list[dict]) -> None:
+    print("\n| figure | found | limit | holds |\n|---|---|---|---|")
     for row in rows:
         print(f"| {row['figure']} | {row['found']:.5g} | {row['limit']} | {'yes' if row['holds'] else 'NO'} |")
+
+
+def machine() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+        "processor": platform.processor() or platform.machine(),
+    }
+
+
+def sweep(options: argparse.Namespace) -> int:
+    given = {project: root for project in PROJECTS if (root := getattr(options, project)) is not None}
+    peers = {
+        name: PeerRuns(name, given[peer.project], options.time_limit, options.cache)
+        for name, peer in PEERS.items()
+        if peer.project in given
+    }
+    cases = grid(options.sweep_seeds, options.lengths, options.sweep_every)
+    rows = run_sweep(cases, peers, lambda text: print(text, file=sys.stderr))
+    commits = {PEERS[name].project: run.commit for name, run in peers.items()}
+    show_sweep(rows, commits, options.time_limit)
+    checked = figures(rows)
+    show_figures(checked)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(), "commits": commits, "cases": rows, "check": checked}))
+    return 1 if options.check and not all(row["holds"] for row in checked) else 0
 
 
 def main() -> int:
@@ -82,11 +117,17 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=1024, help="sequences of a batch from a file")
     parser.add_argument("--dp", type=int, default=8, help="data-parallel ranks of the table")
     parser.add_argument("--seeds", type=int, default=5, help="seeds per workload in the table")
-    parser.add_argument("--verl", type=Path, help="path of a verl checkout")
-    parser.add_argument("--slime", type=Path, help="path of a slime checkout")
-    parser.add_argument("--trl", type=Path, help="path of a TRL checkout")
+    for project in PROJECTS:
+        parser.add_argument(f"--{project.replace('_', '-')}", type=Path, help=f"path of a checkout of {project}")
     parser.add_argument("--prtpy", action="store_true", help="use the installed prtpy")
+    parser.add_argument("--sweep", action="store_true", help="the wide grid; with --check, no peer may be ahead")
+    parser.add_argument("--sweep-seeds", type=int, default=20, help="lognormal seeds of the sweep")
+    parser.add_argument("--sweep-every", type=int, default=1, help="each N-th case of the sweep, in a fixed order")
+    parser.add_argument("--time-limit", type=float, default=10.0, help="a peer's seconds of processor time per case")
+    parser.add_argument("--cache", type=Path, help="a folder that keeps peers' results by commit and case")
     options = parser.parse_args()
+    if options.sweep:
+        return sweep(options)
     started = time.perf_counter()
     plan_step(w1(0, 1024), PlanConstraints(dp_size=8, max_tokens=CAP), cost=COST)
     first = time.perf_counter() - started
@@ -116,13 +157,7 @@ def main() -> int:
     if checked:
         show_checks(checked, options.slack, first)
     if options.json:
-        machine = {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "numba": numba.__version__,
-            "processor": platform.processor() or platform.machine(),
-        }
-        options.json.write_text(json.dumps({"machine": machine, "table": rows, "check": checked}, indent=1))
+        options.json.write_text(json.dumps({"machine": machine(), "table": rows, "check": checked}, indent=1))
     return 0 if all(row["holds"] for row in checked) else 1
 
 
