@@ -143,6 +143,14 @@ def worst_pairs(beside: list[dict]) -> list[dict]:
     return list(found.values())
 
 
+def behind(rows: list[dict]) -> dict[str, list[dict]]:
+    """By axis, every case in which a peer is ahead, the furthest first: what there is to win."""
+    return {
+        axis: worst_pairs([pair for pair in pairs(rows, axis) if pair["verdict"] == "beside ours"])
+        for axis in OBJECTIVES
+    }
+
+
 def show_bins(rows: list[dict]) -> None:
     """Plans on one rank are bins: their number beside our packers'."""
     single = [row for row in rows if "bins" in row]

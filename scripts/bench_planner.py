@@ -33,7 +33,7 @@ from _planner_cases import CAP, COST, WORKLOADS, Planner, measure, ours, sorted_
 from _planner_checks import run_checks  # noqa: E402
 from _planner_peers import PEERS, PROJECTS, prtpy_planner, slime, trl, verl  # noqa: E402
 from _planner_sweep import PeerRuns, grid, run_sweep  # noqa: E402
-from _planner_sweep_report import figures, show_sweep  # noqa: E402
+from _planner_sweep_report import behind, figures, show_sweep  # noqa: E402
 
 from roll_batching.planning import PlanConstraints, plan_step  # noqa: E402
 from roll_batching.planning.lengths_io import read_lengths  # noqa: E402
@@ -104,7 +104,8 @@ def sweep(options: argparse.Namespace) -> int:
     checked = figures(rows)
     show_figures(checked)
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "commits": commits, "cases": rows, "check": checked}))
+        found = {"machine": machine(), "commits": commits, "check": checked, "behind": behind(rows), "cases": rows}
+        options.json.write_text(json.dumps(found))
     return 1 if options.check and not all(row["holds"] for row in checked) else 0
 
 
@@ -127,6 +128,9 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, help="a folder that keeps peers' results by commit and case")
     options = parser.parse_args()
     if options.sweep:
+        missing = [project for project in PROJECTS if getattr(options, project) is None]
+        if options.check and missing:
+            parser.error(f"--sweep --check compares with every peer; name a checkout of {', '.join(missing)}")
         return sweep(options)
     started = time.perf_counter()
     plan_step(w1(0, 1024), PlanConstraints(dp_size=8, max_tokens=CAP), cost=COST)
