@@ -58,6 +58,16 @@ class Case:
     def key(self) -> str:
         return "/".join(str(value) for value in asdict(self).values())
 
+    @classmethod
+    def of(cls, key: str) -> Case:
+        source, seed, n, ranks, cap, cost = key.rsplit("/", 5)
+        return cls(source, int(seed), int(n), int(ranks), int(cap), cost)
+
+    def at_least_as_hard_as(self, other: Case) -> bool:
+        """As many sequences or more of the same source, on the same ranks, in packs as small or smaller."""
+        same = (self.source, self.ranks) == (other.source, other.ranks)
+        return same and self.n >= other.n and self.cap <= other.cap
+
     def lengths(self) -> np.ndarray:
         return _lengths(self.source, self.seed, self.n, self.cap)
 
@@ -181,7 +191,8 @@ class PeerRuns:
     """One peer on cases: its plans' figures, from the cache where they are there.
 
     A result is {"rank", "lockstep", ...} as of `judge` with "seconds", or {"refused": why}, or {"limit": seconds}.
-    A peer that was over the limit on one batch is not tried on other batches of the same size, ranks, cap and cost.
+    A peer that was over the limit is not tried on as many sequences or more of that source, with the same ranks and
+    the same cap or a smaller one: there are more packs to look at. Such a case is over the limit, too.
     """
 
     def __init__(self, name: str, root: Path, limit: float, cache: Path | None) -> None:
@@ -192,7 +203,7 @@ class PeerRuns:
             cost: self.peer.make(root, COSTS[cost]) for cost in (COSTS if self.peer.by_cost else ("L",))
         }
         self.results: dict[str, dict] = {}
-        self.too_slow: set[tuple] = set()
+        self.too_slow: list[Case] = []
         self.file: Path | None = None
         if cache is not None:
             cache.mkdir(parents=True, exist_ok=True)
@@ -205,6 +216,8 @@ class PeerRuns:
                     key, result = json.loads(line)
                     if result.get("limit", limit) >= limit:
                         self.results[key] = result
+                        if result.get("tried"):
+                            self.too_slow.append(Case.of(key))
 
     def __call__(self, case: Case) -> dict:
         if case.key not in self.results:
@@ -220,15 +233,14 @@ class PeerRuns:
         """Results by cost: one plan serves all of them where the peer looks at lengths alone."""
         lengths = case.lengths()
         costs = [case.cost] if self.peer.by_cost else list(COSTS)
-        size = (case.source, case.n, case.ranks, case.cap, case.cost)
-        if size in self.too_slow:
+        if any(case.at_least_as_hard_as(other) for other in self.too_slow):
             return dict.fromkeys(costs, {"limit": self.limit, "tried": False})
         start = time.thread_time()
         try:
             with time_limit(self.limit):
                 bins = self.planners[case.cost if self.peer.by_cost else "L"](lengths, case.ranks, case.cap)
         except OverTheLimit:
-            self.too_slow |= {(*size[:-1], cost) for cost in costs}
+            self.too_slow.append(case)
             return dict.fromkeys(costs, {"limit": self.limit, "tried": True})
         except (AssertionError, ValueError) as error:
             return dict.fromkeys(costs, {"refused": str(error)[:100]})
@@ -249,7 +261,8 @@ def run_sweep(cases: list[Case], peers: dict[str, PeerRuns], progress: Any) -> l
     """A row per case: the case, ours by layout, peers' results by name, and on one rank our packers' bins."""
     plan_ours(cases[0])  # compiled
     rows = []
-    for i, case in enumerate(cases):
+    # The easy ones first: who is over the limit there is spared the hard ones.
+    for i, case in enumerate(sorted(cases, key=lambda case: (case.n, -case.cap))):
         row = {"case": asdict(case), "ours": plan_ours(case), "peers": {name: run(case) for name, run in peers.items()}}
         if case.ranks == 1:
             row["bins"] = our_bins(case.source, case.seed, case.n, case.cap)

@@ -154,21 +154,19 @@ def behind(rows: list[dict]) -> dict[str, list[dict]]:
 def show_bins(rows: list[dict]) -> None:
     """Plans on one rank are bins: their number beside our packers'."""
     single = [row for row in rows if "bins" in row]
-    print("\nBins of all sequences: batches in which a peer's packer needs fewer than ours, or more")
-    print('| peer | batches | fewer than "best" | more than "best" | fewer than MFFD | more than MFFD |')
-    print("|---|---|---|---|---|---|")
+    print("\nBins of all sequences (plans on one rank): batches in which a peer needs fewer than ours, or more")
+    print('| peer | batches | fewer than "best" | more | fewer than MFFD | more | fewer than our plan | more |')
+    print("|---" * 8 + "|")
     for peer in single[0]["peers"] if single else ():
-        counts = [
-            (row["peers"][peer]["K"], row["bins"]["best"], row["bins"]["modified_first_fit_decreasing"])
-            for row in single
-            if row["peers"][peer].get("over") == 0 and not row["peers"][peer]["missing"]
-        ]
-        if counts:
-            theirs, best, modified = np.array(counts).T
-            print(
-                f"| {peer} | {len(counts)} | {(theirs < best).sum()} | {(theirs > best).sum()} "
-                f"| {(theirs < modified).sum()} | {(theirs > modified).sum()} |"
-            )
+        placed = [row for row in single if row["peers"][peer].get("over") == row["peers"][peer].get("missing") == 0]
+        theirs = np.array([row["peers"][peer]["K"] for row in placed])
+        ours = (
+            np.array([row["bins"]["best"] for row in placed]),
+            np.array([row["bins"]["modified_first_fit_decreasing"] for row in placed]),
+            np.array([row["ours"]["auto"]["K"] for row in placed]),
+        )
+        cells = " | ".join(f"{(theirs < bins).sum()} | {(theirs > bins).sum()}" for bins in ours)
+        print(f"| {peer} | {len(placed)} | {cells} |")
 
 
 def show_gaps(rows: list[dict]) -> None:

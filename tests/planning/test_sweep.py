@@ -78,6 +78,16 @@ def test_the_time_limit_counts_processor_time(scripts):
             pass
 
 
+def test_a_case_is_told_from_its_key_and_harder_ones_from_their_sizes(scripts):
+    make = scripts("_planner_sweep").Case
+    case = make("a/folder/file.csv", 1, 256, 8, 16384, "L^2")
+    assert make.of(case.key) == case
+    assert make("a/folder/file.csv", 0, 1024, 8, 8192, "L").at_least_as_hard_as(case)
+    for other in ((64, 8, 8192), (1024, 4, 8192), (1024, 8, 32768)):
+        assert not make("a/folder/file.csv", 1, *other, "L^2").at_least_as_hard_as(case)
+    assert not make("lognormal", 1, 256, 8, 16384, "L^2").at_least_as_hard_as(case)
+
+
 def test_a_peer_is_asked_once_per_commit_and_case(scripts, tmp_path, monkeypatch, capsys):
     bench = scripts("bench_planner")
     file = tmp_path / "peer/megatron/core/datasets/data_schedule.py"
