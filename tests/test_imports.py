@@ -16,7 +16,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("files", "lifetime", "registry"),
     ("planning",),
-    ("distributed", "simulation", "compat", "observe"),
+    ("distributed", "simulation", "compat", "observe", "huggingface"),
     ("config", "data"),
     ("packing",),
     ("modeling",),

@@ -15,13 +15,29 @@ from roll_batching.config.worker import Environment, TrainingArgs, WorkerConfig
 ROLES = ("actor_train", "actor_infer", "reference")
 
 
+def _with_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
+    """`data` with `name` as the model of actor_train, where it names none itself."""
+    train = data.get("actor_train", {})
+    model = train.get("model_args", {}) if isinstance(train, dict) else None
+    model = {} if model is None and isinstance(train, dict) else model
+    if not isinstance(name, str) or not isinstance(model, dict) or model.get("model_name_or_path") is not None:
+        return data
+    return {**data, "actor_train": {**train, "model_args": {**model, "model_name_or_path": name}}}
+
+
 class TokenizerConfig(Settings):
     """`tokenizer`: how text becomes tokens."""
 
-    type: Literal["char", "hf"] = honoured("char", help="char: one token per character. hf: Hugging Face's tokenizers.")
+    type: Literal["char", "hf"] = honoured(
+        "char",
+        help="char: one token per character. hf: Hugging Face's tokenizers. Default with a model directory and no "
+        "vocabulary: hf.",
+    )
     vocabulary: str | None = honoured(None, help="char: the characters, in the order of their ids.")
     vocabulary_file: str | None = honoured(None, help="char: text file that holds the characters instead.")
-    name_or_path: str | None = honoured(None, help="hf: folder of the tokenizer, or its name.")
+    name_or_path: str | None = honoured(
+        None, help="hf: folder of the tokenizer, or its name. Default: the model directory."
+    )
     eos_token: str | None = honoured(None, help="Token that ends a response; char: one of the characters.")
     pad_token: str | None = honoured(None, help="Token that fills; default: the end token.")
 
@@ -54,6 +70,7 @@ class JobKeys(ObjectiveKeys, RollJobKeys):
         help="true: go on from the run's last checkpoint, from the beginning where there is none. Or the path of a "
         "checkpoint or of a run's folder.",
     )
+    pretrain: str | None = honoured(None, help="Short form of actor_train.model_args.model_name_or_path.")
     system_envs: Environment = honoured(
         default_factory=dict,
         help="Environment variables for all roles, set before the workers import anything.",
@@ -116,7 +133,8 @@ class JobKeys(ObjectiveKeys, RollJobKeys):
     def _empty_roles(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {key: {} if value is None and key in ROLES[:2] else value for key, value in data.items()}
+        data = {key: {} if value is None and key in ROLES[:2] else value for key, value in data.items()}
+        return _with_model(data, data.get("pretrain"))
 
     @property
     def roles(self) -> dict[str, WorkerConfig]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from roll_batching.config.fields import Settings, honoured
 from roll_batching.config.roll_keys import RollArchitecture, RollModelArgs
+from roll_batching.huggingface.directory import described
 
 
 class RopeScaling(Settings):
@@ -29,11 +31,23 @@ class MoEConfig(Settings):
     shared_expert_ffn_hidden_size: int | None = honoured(None, help="Width of the shared expert; default: none.", gt=0)
     aux_loss_coeff: float = honoured(0.0, help="Weight of the load-balancing loss.", ge=0)
     z_loss_coeff: float = honoured(0.0, help="Weight of the router's z-loss.", ge=0)
-    layer_freq: int = honoured(1, help="Every how many layers one is a mixture.", ge=1)
+    layer_freq: Annotated[int, Field(ge=1)] | tuple[Literal[0, 1], ...] = honoured(
+        1, help="Every how many layers one is a mixture; or a list, 1 for each layer that is one and 0 for the others."
+    )
+    router_pre_softmax: bool = honoured(
+        False,
+        help="true: an expert's weight is its probability among all. false: among those that the token visits, so "
+        "that they sum to one.",
+    )
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the layer with this index, from 0 on, is a mixture."""
+        every = self.layer_freq
+        return layer % every == 0 if isinstance(every, int) else bool(every[layer])
 
 
 class ArchitectureConfig(RollArchitecture):
-    """A dense or mixture decoder in the shape of Qwen and Llama, randomly initialised."""
+    """A dense or mixture decoder in the shape of Qwen and Llama."""
 
     vocab_size: int = honoured(
         help="Tokens of the vocabulary; padded up inside where tensor parallelism needs it.", gt=0
@@ -57,6 +71,12 @@ class ArchitectureConfig(RollArchitecture):
     qk_layernorm: bool = honoured(False, help="Normalise queries and keys per head, as Qwen3 does.")
     add_qkv_bias: bool = honoured(False, help="Bias on the query, key and value projections, as Qwen2 has.")
     init_std: float = honoured(0.02, help="Standard deviation of the random initial weights.", gt=0)
+    sliding_window: int | None = honoured(
+        None,
+        help="Tokens that a token attends to at most. Longer sequences are refused: attention is always full here, "
+        "which is the same up to this length. Default: no window.",
+        gt=0,
+    )
     hidden_dropout: float = honoured(0.0, help="Dropout after attention and feed-forward layers.", ge=0, lt=1)
     moe: MoEConfig | None = honoured(None, help="Mixture-of-experts layers; default: dense.")
 
@@ -79,12 +99,29 @@ class ArchitectureConfig(RollArchitecture):
 class ModelArgs(RollModelArgs):
     """`model_args`: which model, in which precision."""
 
+    model_name_or_path: str | None = honoured(
+        None,
+        help="Directory of a Hugging Face model (`config.json`, safetensors), or its name where Hugging Face's cache "
+        "holds it: architecture, weights and tokenizer come from there. Default: `pretrain`.",
+    )
     architecture: ArchitectureConfig | None = honoured(
-        None, help="The model's shape; weights start at random. Roles without one take actor_train's."
+        None,
+        help="The model's shape, for weights that start at random; beside model_name_or_path what is given must agree. "
+        "Roles without one take actor_train's.",
     )
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = honoured(
         "auto", help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA. fp32 and fp64: CPU only."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_directory(cls, data: Any) -> Any:
+        # What the directory says, below what is written beside it; that both agree is a rule (`rules`).
+        name = data.get("model_name_or_path") if isinstance(data, dict) else None
+        found = described(name) if isinstance(name, str) else None
+        if found is None or found.problems:
+            return data
+        return {**data, "architecture": _over(found.architecture, data.get("architecture"))}
 
     @model_validator(mode="before")
     @classmethod
@@ -93,3 +130,14 @@ class ModelArgs(RollModelArgs):
         if isinstance(data, dict) and "dtype" in data and data["dtype"] is None:
             return {**data, "dtype": "auto"}
         return data
+
+
+def _over(below: Any, given: Any) -> Any:
+    """`given` where it says something, else `below`."""
+    if given is None:
+        return below
+    if isinstance(given, ArchitectureConfig):
+        return given
+    if isinstance(below, Mapping) and isinstance(given, Mapping):
+        return {**below, **{key: _over(below.get(key), value) for key, value in given.items()}}
+    return given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll_batching.config.job_keys import JobKeys
+from roll_batching.config.job_keys import JobKeys, TokenizerConfig
 from roll_batching.config.worker import WorkerConfig
 
 
@@ -18,10 +18,25 @@ def resolved(job: JobKeys) -> dict[str, Any]:
     infer = _inherit(_own(job.actor_infer, lengths["sequence_length"]), train)
     tokens = infer.generating_args.max_new_tokens or lengths["response_length"]
     infer = _update(infer, "generating_args", max_new_tokens=tokens, num_return_sequences=group)
-    found = {**lengths, "num_return_sequences_in_group": group, "actor_train": train, "actor_infer": infer}
+    found: dict[str, Any] = {
+        **lengths,
+        "num_return_sequences_in_group": group,
+        "actor_train": train,
+        "actor_infer": infer,
+    }
     if job.reference is not None:
         found["reference"] = _inherit(_own(job.reference, lengths["sequence_length"]), train)
+    if train.model_args.model_name_or_path is not None:
+        found["tokenizer"] = _of_the_model(job.tokenizer, train.model_args.model_name_or_path)
     return found
+
+
+def _of_the_model(tokenizer: TokenizerConfig, model: str) -> TokenizerConfig:
+    """The tokenizer of the model directory, where none is described."""
+    described = "type" in tokenizer.model_fields_set or tokenizer.vocabulary or tokenizer.vocabulary_file
+    kind = tokenizer.type if described else "hf"
+    name = tokenizer.name_or_path or (model if kind == "hf" else None)
+    return tokenizer.model_copy(update={"type": kind, "name_or_path": name})
 
 
 def _lengths(job: JobKeys) -> dict[str, int | None]:
@@ -44,7 +59,7 @@ def _own(role: WorkerConfig, sequence_length: int | None) -> WorkerConfig:
 
 def _inherit(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:
     """What a role takes from actor_train: the model, and every layout key that it does not set itself."""
-    for key in ("architecture", "dtype"):
+    for key in ("model_name_or_path", "architecture", "dtype"):
         if key not in role.model_args.model_fields_set:
             role = _update(role, "model_args", **{key: getattr(train.model_args, key)})
     layout = role.strategy_args.strategy_config

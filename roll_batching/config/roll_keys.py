@@ -13,7 +13,6 @@ from roll_batching.config.fields import Settings, honoured, noticed, refused
 CRITIC = "critics and value heads are not supported for now; use adv_estimator: grpo"
 DISTILLATION = "distillation is not supported for now"
 LORA = "LoRA is not supported for now; train all parameters and leave the lora keys out"
-CHECKPOINTS = "Hugging Face checkpoints cannot be loaded for now; give the shape in model_args.architecture"
 VLM = "vision-language models are not supported for now"
 FP8 = "FP8 is not supported for now; use model_args.dtype: bf16"
 ROUTER_REPLAY = "router replay is not supported for now"
@@ -21,9 +20,8 @@ DYNAMIC_CP = "context-parallel groups that change per micro-batch are not suppor
 
 
 class RollModelArgs(Settings):
-    """Of `model_args`: Hugging Face checkpoints, LoRA, vision towers."""
+    """Of `model_args`: LoRA, vision towers."""
 
-    model_name_or_path: str | None = refused(None, help="Checkpoint to start from.", reason=CHECKPOINTS)
     disable_gradient_checkpointing: bool | None = noticed(
         None,
         help="ROLL's switch for Hugging Face models.",
@@ -253,7 +251,6 @@ class RollWorkerKeys(Settings):
 class RollJobKeys(Settings):
     """Of a job: trackers, Ray, critics, distillation, roles that do not exist here."""
 
-    pretrain: str | None = refused(None, help="Checkpoint of all roles.", reason=CHECKPOINTS)
     track_with: str = refused(
         "tensorboard",
         help="Tracker.",

@@ -9,6 +9,7 @@ from roll_batching.config.diagnostics import Problem
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.model import ArchitectureConfig
 from roll_batching.config.objective_rules import objective_problems
+from roll_batching.config.pretrained import missing_model, model_problems, window_problems
 from roll_batching.config.strategy import MEGATRON_STRATEGIES, MegatronConfig
 from roll_batching.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
@@ -33,6 +34,8 @@ def broken_rules(job: JobKeys) -> list[Problem]:
             problems += _batching(name, role)
     problems += _layout("actor_train", job.actor_train)
     problems += _saving(job)
+    problems += model_problems(job)
+    problems += window_problems(job)
     own = job.reference.model_args.architecture if job.reference is not None else None
     if own is not None and own != job.actor_train.model_args.architecture:
         problems += _model_fits("reference", own, job.actor_train.strategy_args.strategy_config)
@@ -220,10 +223,13 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
             text = "differs from actor_train's; the roles of one job run on the same devices; leave it out here"
             yield Problem((name, "device_mapping"), text)
     ours, theirs_args = job.actor_infer.model_args, job.actor_train.model_args
-    for key in ("architecture", "dtype"):
+    for key in ("model_name_or_path", "architecture", "dtype"):
         if getattr(ours, key) != getattr(theirs_args, key):
             text = "differs from actor_train's; rollouts run on actor_train's model; leave it out here"
             yield Problem(("actor_infer", "model_args", key), text)
+    if job.reference is not None and job.reference.model_args.model_name_or_path != theirs_args.model_name_or_path:
+        text = "differs from actor_train's; the reference is the policy as RL begins; leave it out here"
+        yield Problem(("reference", "model_args", "model_name_or_path"), text)
 
 
 def _environment(job: JobKeys) -> Iterator[Problem]:
@@ -293,11 +299,14 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
             problems.append(Problem(path, text))
 
     model = job.actor_train.model_args
-    need(
-        model.architecture,
-        ("actor_train", "model_args", "architecture"),
-        "is missing: the model's shape (hidden_size, num_layers, ...)",
-    )
+    if model.model_name_or_path is not None:
+        problems += missing_model(job, model.model_name_or_path)
+    else:
+        need(
+            model.architecture,
+            ("actor_train", "model_args", "architecture"),
+            "is missing: the model's shape (hidden_size, num_layers, ...); or name a model directory in pretrain",
+        )
     need(job.max_steps or job.warmup, ("max_steps",), "is 0 and there is no warmup section: nothing to do")
     tokenizer = job.tokenizer
     if tokenizer.type == "char":

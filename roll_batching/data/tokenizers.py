@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from roll_batching.errors import DataError
+from roll_batching.huggingface.directory import find_directory
 
 
 class UnknownCharacterError(DataError):
@@ -137,8 +138,9 @@ class HFTokenizer:
                 f"Tokenizer {str(name_or_path)!r} needs the package transformers ({error}): "
                 "pip install 'roll-batching[hf]'."
             ) from None
+        folder = find_directory(str(name_or_path))
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(str(name_or_path))
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(str(folder or name_or_path))
         except (OSError, ValueError) as error:
             raise DataError(f"No tokenizer could be loaded from {str(name_or_path)!r}: {error}") from None
         eos_id = self._token_id(eos, self.tokenizer.eos_token_id)

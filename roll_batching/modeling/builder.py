@@ -77,6 +77,8 @@ def transformer_config(
     strategy: MegatronConfig,
     layout: ParallelLayout,
     dtype: torch.dtype,
+    *,
+    initialize: bool = True,
 ) -> Any:
     """Megatron's TransformerConfig for this architecture and layout.
 
@@ -114,6 +116,7 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
+        "perform_initialization": initialize,
         "use_cpu_initialization": on_cpu,
         "variable_seq_lengths": layout.pp_size > 1,
         "batch_p2p_comm": False,
@@ -141,7 +144,8 @@ def transformer_config(
             "moe_router_topk": moe.router_topk,
             "moe_ffn_hidden_size": moe.ffn_hidden_size or architecture.ffn_width,
             "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
-            "moe_layer_freq": moe.layer_freq,
+            "moe_layer_freq": moe.layer_freq if isinstance(moe.layer_freq, int) else list(moe.layer_freq),
+            "moe_router_pre_softmax": moe.router_pre_softmax,
             "moe_aux_loss_coeff": moe.aux_loss_coeff,
             "moe_z_loss_coeff": moe.z_loss_coeff or None,
             "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",
@@ -160,9 +164,11 @@ def build_chunks(
     *,
     attention: AttentionBackend,
     seed: int,
+    initialize: bool = True,
 ) -> list[Any]:
     """GPTModel chunks of this pipeline stage (one per virtual stage), with a deferred head, not yet in DDP.
 
+    Weights are random, or, without `initialize`, whatever lay in their memory, for callers that write them.
     Raises `LayoutError` when layers do not divide into stages, and for what device or libraries cannot compute.
     """
     from megatron.core import parallel_state
@@ -188,7 +194,7 @@ def build_chunks(
     stage_seed = seed + 100 * layout.pp_rank
     torch.manual_seed(stage_seed)
     model_parallel_cuda_manual_seed(stage_seed)
-    config = transformer_config(architecture, strategy, layout, dtype)
+    config = transformer_config(architecture, strategy, layout, dtype, initialize=initialize)
     if architecture.moe is not None:
         auxiliary, z_loss = router_loss_weights(config, parallel_state.get_tensor_and_context_parallel_group())
         config.moe_aux_loss_coeff /= auxiliary

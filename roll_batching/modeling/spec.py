@@ -100,9 +100,11 @@ def packed_block_spec(
 ) -> Any:
     """Spec of a transformer block of `layers` layers, for one pipeline chunk; `first` is its first layer's index.
 
-    With experts, every `moe_layer_freq`-th layer of the whole model is a mixture, from index 0 on.
+    With experts, `moe_layer_freq` says which layers of the whole model are mixtures: every so many from index 0 on,
+    or those with a 1 in the list.
     """
     every = config.moe_layer_freq
     kinds = [packed_layer_spec(config, rotary, experts=mixture, attention=attention) for mixture in (False, True)]
-    specs = [kinds[index % every == 0] for index in range(first, first + layers)]
+    numbers = range(first, first + layers)
+    specs = [kinds[index % every == 0 if isinstance(every, int) else bool(every[index])] for index in numbers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=kinds[0].submodules.input_layernorm)

@@ -118,7 +118,7 @@ class Grpo:
         reference = MegatronInferStrategy(
             self.config.reference, seed=self.config.seed, temperature=self.strategy.temperature
         )
-        reference.initialize()
+        reference.initialize(weights=False)
         reference.copy_weights_from(self.strategy)
         return reference
 

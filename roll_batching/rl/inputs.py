@@ -146,10 +146,9 @@ def load_tokenizer(job: JobConfig) -> Tokenizer:
     """The tokenizer that `job.tokenizer` describes. Raises DataError or ConfigError when it cannot be made."""
     wanted = job.tokenizer
     if wanted.type == "hf":
-        name = wanted.name_or_path or job.actor_train.model_args.model_name_or_path
-        if name is None:
+        if wanted.name_or_path is None:
             raise ConfigError("tokenizer.name_or_path is missing, and actor_train names no model to take it from")
-        return HFTokenizer(name, eos=wanted.eos_token, pad=wanted.pad_token)
+        return HFTokenizer(wanted.name_or_path, eos=wanted.eos_token, pad=wanted.pad_token)
     if wanted.eos_token is None:
         raise ConfigError("tokenizer.eos_token is missing: a char tokenizer needs a character that ends responses")
     if wanted.vocabulary_file is not None:

@@ -23,6 +23,7 @@ from roll_batching.losses.metric_kinds import as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost
+from roll_batching.modeling.pretrained import load_pretrained
 from roll_batching.packing.attention_backend import attention_backend
 from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, Plan, PlanConstraints, plan_step
@@ -102,15 +103,22 @@ class MegatronInferStrategy:
         """How a step runs."""
         return self.state.settings
 
-    def initialize(self) -> None:
+    def initialize(self, *, weights: bool = True) -> None:
         """Joins the processes, creates Megatron's groups and builds the model.
 
-        Raises `LayoutError` or `ConfigError` when model, layout and processes do not fit.
+        Its weights are those of `model_args.model_name_or_path`, else random; without `weights` they are left as they
+        are, for callers that load or copy them.
+
+        Raises `RankError` for a model directory that does not hold what it describes, `LayoutError` or `ConfigError`
+        when model, layout and processes do not fit.
         """
         config = self._configured()
         architecture = config.model_args.architecture
         if architecture is None:
-            raise LayoutError("model_args.architecture is missing: it gives the shape of the model to build")
+            raise LayoutError(
+                "model_args.architecture is missing: it gives the shape of the model to build, unless "
+                "model_args.model_name_or_path names a directory that does"
+            )
         device = start_processes(config.backend_timeout)
         megatron = config.strategy_args.strategy_config
         with consensus(host_group(), "initialize") as facts:
@@ -122,7 +130,18 @@ class MegatronInferStrategy:
             facts.equal("the role's configuration", digest(words), "Start all ranks with the same settings")
         layout = make_layout(megatron.parallel_dims(dist.get_world_size()), device)
         dtype = resolve_dtype(config.model_args.dtype, device)
-        chunks = build_chunks(architecture, megatron, layout, dtype, attention=attention, seed=self.seed)
+        pretrained = config.model_args.model_name_or_path
+        chunks = build_chunks(
+            architecture,
+            megatron,
+            layout,
+            dtype,
+            attention=attention,
+            seed=self.seed,
+            initialize=weights and pretrained is None,
+        )
+        if weights and pretrained is not None:
+            load_pretrained(chunks, architecture, pretrained, layout)
         built = ModelState(
             layout=layout,
             chunks=chunks,

@@ -28,6 +28,7 @@ def pack_inputs(
     require_batch("a pass", local)
     layout = state.layout
     _check_plan(plan, layout)
+    _check_window(plan, state)
     facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths and constraints")
     packs = pack_step(
         local,
@@ -56,6 +57,18 @@ def _check_plan(plan: Plan, layout: ParallelLayout) -> None:
                 f"the plan was made for {name}={getattr(planned, name)} and this job runs {getattr(layout, name)}: "
                 "plan with strategy.plan(...) or with the constraints of this layout"
             )
+
+
+def _check_window(plan: Plan, state: ModelState) -> None:
+    window = None if state.architecture is None else state.architecture.sliding_window
+    if window is None:
+        return
+    longest = max((int(mb.lengths.max()) for rank in plan.micro_batches for mb in rank if len(mb.lengths)), default=0)
+    if longest > window:
+        raise LayoutError(
+            f"a sample has {longest} tokens and the model a sliding_window of {window}: attention is full here, which "
+            "is the same up to that length alone. Leave longer samples out"
+        )
 
 
 def counts_here(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, spec: LossSpec) -> StepCounts:

@@ -103,7 +103,6 @@ def test_the_reference_takes_the_layout_of_actor_train():
 
 
 OBSTACLES = {
-    "`pretrain`": (["pretrain=some/model"], "pretrain: "),
     "`save_steps`": (
         ["save_steps=5", "actor_train.strategy_args.strategy_config.use_distributed_optimizer=true"],
         "or save_steps to 0",

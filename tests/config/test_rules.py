@@ -203,7 +203,6 @@ REFUSED = {
     "distillation": {"teacher": {"model_args": {}}},
     "context-parallel groups": {f"{LAYOUT}.dynamic_context_parallel": True},
     "beam search": {"actor_infer.generating_args.num_beams": 4},
-    "checkpoints": {"pretrain": "Qwen/Qwen2.5-7B"},
     "dropout": {f"{ARCHITECTURE}.attention_dropout": 0.1},
 }
 

@@ -1,0 +1,1 @@
+"""Model directories of Hugging Face: what `config.json` means, which tensors there are, and their files."""

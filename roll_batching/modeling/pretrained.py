@@ -1,0 +1,149 @@
+"""Weights of a model directory of Hugging Face's in a Megatron model, whatever its parallel layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roll_batching.config import ArchitectureConfig
+from roll_batching.distributed import consensus
+from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.errors import CheckpointError, LayoutError
+from roll_batching.huggingface.config_json import translate
+from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
+from roll_batching.huggingface.families import EMBEDDING, HEAD, Family, rules_of
+from roll_batching.huggingface.stored import StoredTensors, ranges
+from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensors, local_shape, pieces
+from roll_batching.modeling.head import gpt_of
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.weight)(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedParameter:
+    """A parameter of this rank's, and what it is made of."""
+
+    name: str
+    """In the whole model: layers and experts are numbered over all ranks."""
+    parameter: torch.nn.Parameter
+    rule: TensorRule
+    rank: int
+    """Of the tensor-parallel ranks that share the whole parameter."""
+    ranks: int
+    group: Any
+    """Of those ranks."""
+    is_expert: bool
+
+
+def placed_parameters(
+    chunks: Sequence[Any], family: Family, architecture: ArchitectureConfig
+) -> Iterator[PlacedParameter]:
+    """Every parameter of this rank's chunks with its rule, for the local layer spec and for TransformerEngine's.
+
+    Raises `LayoutError` naming all parameters that the family has no rule for, or another shape.
+    """
+    from megatron.core import parallel_state
+
+    rules = rules_of(family, architecture)
+    by_name = {**rules, **{rule.fused: rule for rule in rules.values() if rule.fused is not None}}
+    sizes, unknown, found = Sizes.of(architecture), [], []
+    for chunk in chunks:
+        gpt = gpt_of(chunk)
+        for local, parameter in gpt.named_parameters():
+            name, is_expert = _whole_name(gpt, local), ".experts." in local
+            if name not in by_name:
+                unknown.append(name)
+                continue
+            kind = "expert_tensor_parallel" if is_expert else "tensor_model_parallel"
+            placed = PlacedParameter(
+                name=name,
+                parameter=parameter,
+                rule=by_name[name],
+                rank=getattr(parallel_state, f"get_{kind}_rank")(),
+                ranks=getattr(parallel_state, f"get_{kind}_world_size")(),
+                group=getattr(parallel_state, f"get_{kind}_group")(),
+                is_expert=is_expert,
+            )
+            shape = local_shape(placed.rule, sizes, placed.ranks)
+            if tuple(parameter.shape) != shape:
+                unknown.append(f"{name} {list(parameter.shape)} (expected {list(shape)})")
+                continue
+            found.append(placed)
+    if unknown:
+        raise LayoutError(
+            f"parameters without a counterpart in {family.architecture}: {', '.join(ranges(unknown))}. The model was "
+            "not built from its config.json"
+        )
+    yield from found
+
+
+def _whole_name(gpt: Any, name: str) -> str:
+    """`name` with the numbers of layer and expert in the whole model."""
+    from megatron.core import parallel_state
+
+    layer = _LAYER.match(name)
+    if layer is None:
+        return name
+    number = gpt.decoder.layers[int(layer[1])].layer_number - 1
+    name = f"decoder.layers.{number}.{name[layer.end() :]}"
+    experts = gpt.config.num_moe_experts
+    if experts is None:
+        return name
+    first = parallel_state.get_expert_model_parallel_rank() * (experts // gpt.config.expert_model_parallel_size)
+    return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first}", name)
+
+
+def family_of(path: Path) -> Family:
+    """The family of the model directory `path`. Raises CheckpointError for one that is not supported."""
+    found = translate(read_json(path / CONFIG))
+    if found.problems or found.family is None:
+        raise CheckpointError(f"{path / CONFIG}: {'; '.join(found.problems)}")
+    return found.family
+
+
+@torch.no_grad()
+def load_pretrained(chunks: Sequence[Any], architecture: ArchitectureConfig, name: str, layout: ParallelLayout) -> None:
+    """Fills the parameters of `chunks` from the model directory `name`; each rank reads what it holds.
+
+    Collective. Raises RankError, the same on all ranks, naming every tensor that is missing, misshapen or not of this
+    model, before anything is changed, and files that cannot be read.
+    """
+    with consensus(layout.host_group, f"loading {name}"):
+        path = directory_of(name)
+        family = family_of(path)
+        parameters = list(placed_parameters(chunks, family, architecture))
+        stored = StoredTensors(path)
+        sizes = Sizes.of(architecture)
+        redundant = [HEAD.theirs[0][0]] if architecture.tie_word_embeddings else []
+        problems = stored.misfits(expected_tensors(rules_of(family, architecture), sizes), redundant)
+        if problems:
+            raise CheckpointError(
+                f"the tensors in {path} are not those that its {CONFIG} describes: {'; '.join(problems)}"
+            )
+    with consensus(layout.host_group, f"loading {name}"):
+        try:
+            for placed in parameters:
+                _fill(placed, stored, sizes, redundant)
+        finally:
+            stored.close()
+
+
+def _fill(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundant: Sequence[str]) -> None:
+    parameter, end = placed.parameter, 0
+    for piece in pieces(placed.rule, sizes, placed.rank, placed.ranks):
+        values = stored.read(piece.name, piece.rows, piece.columns)
+        parameter[piece.at].copy_(values)
+        end = piece.at.stop
+        for head in redundant if piece.name == EMBEDDING.theirs[0][0] else ():
+            if head in stored.shapes and not torch.equal(stored.read(head, piece.rows), values):
+                raise CheckpointError(
+                    f"{stored.path} has {head} beside {piece.name}, with other values, and its {CONFIG} says that they "
+                    "are one (tie_word_embeddings): take it out of the files, or set tie_word_embeddings to false"
+                )
+    parameter[end:].zero_()  # rows of a rounded-up vocabulary, which stand for no token

@@ -1,0 +1,114 @@
+"""What test ranks do with model directories."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.experts import let_experts_run
+from tests.support.layouts import Layout
+
+CAP = 64
+
+
+def role(directory: str | Path, layout: Layout | None = None, **settings: Any) -> Any:
+    """A training role for the model in `directory`."""
+    from tests.support.models import worker_config
+
+    config = worker_config("packed", CAP, megatron=(layout or Layout()).megatron(), **settings)
+    dumped = config.model_dump(exclude={"model_args"}, exclude_unset=True)
+    return type(config).model_validate(dumped | {"model_args": {"model_name_or_path": str(directory)}})
+
+
+def strategy_of(directory: str | Path, layout: Layout | None = None) -> Any:
+    """A training strategy with the model in `directory`."""
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    let_experts_run()
+    strategy = MegatronTrainStrategy(role(directory, layout))
+    strategy.initialize()
+    return strategy
+
+
+def batch() -> Any:
+    """`tiny.rows` as a batch, all of whose tokens are learnt."""
+    from roll_batching.data import SampleBatch
+    from tests.huggingface.tiny import rows
+
+    fields = {"input_ids": rows(), "response_mask": [torch.ones(len(row), dtype=torch.bool) for row in rows()]}
+    return SampleBatch.from_lists(fields, {"input_ids": "token", "response_mask": "token"})
+
+
+def share(place: Any) -> Any:
+    """This data-parallel rank's part of `batch`."""
+    whole = batch()
+    return whole.select(torch.arange(place.dp_rank, len(whole), place.dp_size))
+
+
+def log_probs(strategy: Any) -> list[torch.Tensor]:
+    """As `tiny.log_probs`, of this rank's share."""
+    from roll_batching.data import collect, distribute, gather_lengths
+
+    local = share(strategy.layout)
+    plan = strategy.plan(gather_lengths(local), forward=True)
+    found = collect(strategy.compute_log_probs(distribute(local, plan), plan), plan).to_lists("log_probs")
+    return [row[:-1] for row in found]
+
+
+def sft_losses(strategy: Any, steps: int, rate: float) -> list[float]:
+    """As `tiny.sft_losses`."""
+    from roll_batching.config import TrainingArgs
+    from roll_batching.data import distribute, gather_lengths
+    from roll_batching.losses import SFTLoss
+
+    strategy.start_phase(TrainingArgs(learning_rate=rate, max_grad_norm=0.0))
+    losses = []
+    for _ in range(steps):
+        local = share(strategy.layout)
+        plan = strategy.plan(gather_lengths(local))
+        losses.append(strategy.train_step(distribute(local, plan), plan, SFTLoss()).loss)
+    return losses
+
+
+def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """For each directory and layout: log-probs of this rank's share, and on request greedy tokens and losses."""
+    found = []
+    for number, (directory, layout, wanted) in enumerate(payload):
+        file = Path(directory) / f"met-{os.environ['MASTER_PORT']}-{number}"
+        dist.init_process_group(
+            "gloo", init_method=f"file://{file}", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+        )
+        strategy = strategy_of(directory, layout)
+        place = strategy.layout
+        one: dict[str, Any] = {"dp_rank": place.dp_rank, "log_probs": log_probs(strategy)}
+        if "greedy" in wanted:
+            one["greedy"] = _greedy(strategy, wanted["greedy"])
+        if "steps" in wanted:
+            one["losses"] = sft_losses(strategy, wanted["steps"], wanted["rate"])
+        found.append(one)
+        del strategy
+        part()
+    return found
+
+
+def _greedy(strategy: Any, new_tokens: int) -> list[list[int]]:
+    from roll_batching.strategy import GenerationSettings
+
+    settings = GenerationSettings(max_new_tokens=new_tokens, eos_token_id=-1, greedy=True)
+    out = strategy.generate(share(strategy.layout), settings)
+    return [row.tolist() for row in out.to_lists("input_ids")]
+
+
+def part() -> None:
+    """Ends all groups of this process, for the next layout."""
+    from megatron.core import parallel_state
+
+    dist.barrier()
+    gc.collect()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

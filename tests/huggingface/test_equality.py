@@ -1,0 +1,95 @@
+"""A model of transformers', loaded here in any layout, is the same function: log-probs, tokens, training steps."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.huggingface import tiny
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.models
+
+LIMIT = 1e-4
+NEW, STEPS, RATE = 12, 3, 1e-3
+LAYOUTS = [Layout(tp=2, sp=True), Layout(pp=2), Layout(pp=2, vpp=2), Layout(cp=2)]
+EXPERT_LAYOUTS = [Layout(dp=2, ep=2, moe=True), Layout(tp=2, sp=True, moe=True)]
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[Callable[[str], tuple[Path, Any]]]:
+    """By name: a directory with the model, and the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        made: dict[str, tuple[Path, Any]] = {}
+
+        def model(name: str) -> tuple[Path, Any]:
+            if name not in made:
+                made[name] = Path(folder) / name, tiny.write_model(Path(folder) / name, name)
+            return made[name]
+
+        yield model
+
+
+def _check(models: Any, cases: list[tuple[str, Layout, dict[str, Any]]], report: Callable[[str], None]) -> None:
+    """All cases have as many ranks."""
+    payload = [(str(models(name)[0]), layout, wanted) for name, layout, wanted in cases]
+    everyone = run_ranks(cases[0][1].ranks, "tests.huggingface.ranks:answers", payload, timeout=600)
+    for number, (name, layout, wanted) in enumerate(cases):
+        model = models(name)[1]
+        with torch.no_grad():
+            expected = tiny.log_probs(model)
+        for answers in everyone:
+            mine = answers[number]
+            own = range(mine["dp_rank"], len(expected), layout.dp)
+            pairs = zip(mine["log_probs"], own, strict=True)
+            gap = max(float((row - expected[i]).abs().max()) for row, i in pairs if len(row))
+            report(f"{name:10} {layout!s:24} log-probs {gap:.1e}")
+            assert gap < LIMIT, (name, layout)
+            if "greedy" in wanted:
+                with torch.no_grad():
+                    tokens = tiny.greedy(model, wanted["greedy"])
+                assert mine["greedy"] == [tokens[i] for i in own]
+        if "steps" in wanted:
+            losses = tiny.sft_losses(model, STEPS, RATE)
+            gap = max(abs(a - b) for a, b in zip(everyone[0][number]["losses"], losses, strict=True))
+            report(
+                f"{name:10} {layout!s:24} {STEPS} steps of AdamW {gap:.1e} (losses {losses[0]:.3f} to {losses[-1]:.3f})"
+            )
+            assert gap < LIMIT and losses[-1] < losses[0]
+
+
+EVERYTHING = {"greedy": NEW, "steps": STEPS, "rate": RATE}
+
+
+def test_one_rank(models: Any, report: Callable[[str], None]) -> None:
+    _check(models, [(name, Layout(), EVERYTHING) for name in tiny.MODELS], report)
+
+
+TRAINED = {"steps": STEPS, "rate": RATE}
+
+
+def test_layouts(models: Any, report: Callable[[str], None]) -> None:
+    """The family with norms of its own, and the one with biases and tied embeddings."""
+    _check(models, [("qwen3", layout, TRAINED) for layout in LAYOUTS] + [("qwen2", Layout(pp=2), TRAINED)], report)
+
+
+@pytest.mark.slow
+def test_all_families_in_all_layouts(models: Any, report: Callable[[str], None]) -> None:
+    _check(models, [(name, layout, TRAINED) for name in tiny.DENSE for layout in LAYOUTS], report)
+
+
+def test_experts(models: Any, report: Callable[[str], None]) -> None:
+    _check(models, [("qwen3_moe", layout, TRAINED) for layout in EXPERT_LAYOUTS], report)
+
+
+@pytest.mark.slow
+def test_all_experts(models: Any, report: Callable[[str], None]) -> None:
+    cases = [(name, layout, TRAINED) for name in tiny.EXPERTS for layout in (*EXPERT_LAYOUTS, *LAYOUTS[1:])]
+    _check(models, cases, report)
+    _check(models, [(name, Layout(tp=2, sp=True, dp=2, ep=2, moe=True), TRAINED) for name in tiny.EXPERTS], report)

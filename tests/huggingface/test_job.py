@@ -1,0 +1,124 @@
+"""A job that starts from a model directory: settings, training, what it leaves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roll_batching.config import ConfigFileError, config_from_dict
+from roll_batching.observe.metrics_file import read_metrics
+from tests.huggingface import tiny
+from tests.rl.jobs import settings, write_data
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.models
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_data(tmp_path)
+    tiny.write_model(tmp_path / "model", "qwen3")
+    tiny.write_tokenizer(tmp_path / "model")
+    return tmp_path
+
+
+def job(folder, **changes):
+    """The tiny job of `tests.rl.jobs`, from the directory `model`."""
+    data = settings(folder, pretrain=str(folder / "model"), reward_function="tests.rl.jobs:length", **changes)
+    del data["tokenizer"]
+    data["actor_train"]["model_args"] = changes.get("model_args", {})
+    return data
+
+
+def test_architecture_weights_and_tokenizer_come_from_the_directory(folder):
+    config = config_from_dict(job(folder))
+    model = config.actor_train.model_args
+    assert model.model_name_or_path == str(folder / "model") and model.architecture.kv_channels == 16
+    assert config.actor_infer.model_args == model
+    assert config.tokenizer.type == "hf" and config.tokenizer.name_or_path == str(folder / "model")
+    assert config_from_dict(config.to_dict()).actor_train == config.actor_train
+
+
+def test_a_job_trains_it(folder):
+    run_ranks(2, "tests.rl.jobs:run", job(folder))
+    rows = read_metrics(folder / "runs" / "tiny" / "metrics.jsonl")
+    assert [row["phase"] for row in rows] == ["warmup", "warmup", "rl", "rl"]
+    assert rows[0]["loss"] > rows[1]["loss"]
+
+
+@pytest.mark.bad_input
+def test_what_is_written_beside_it_must_agree(folder, report):
+    agreeing = {"architecture": {"hidden_size": 32, "hidden_dropout": 0.1}}
+    data = job(folder, actor_train__logprob_plan="own")
+    data["actor_train"]["model_args"] = agreeing
+    assert config_from_dict(data).actor_train.model_args.architecture.hidden_dropout == 0.1
+    data["actor_train"]["model_args"] = {"architecture": {"hidden_size": 64, "rope_scaling": {"type": "linear"}}}
+    with pytest.raises(ConfigFileError) as caught:
+        config_from_dict(data)
+    paths = {".".join(problem.path[-2:]): problem.message for problem in caught.value.problems}
+    assert paths.keys() == {"architecture.hidden_size", "architecture.rope_scaling"}
+    assert len(caught.value.problems) == 2
+    assert "is 64, and config.json" in paths["architecture.hidden_size"]
+    report(str(caught.value))
+
+
+@pytest.mark.bad_input
+def test_a_directory_that_is_not_there_is_missed_when_the_job_is_run(folder, report):
+    data = job(folder) | {"pretrain": "Some/Model"}
+    config = config_from_dict(data)
+    with pytest.raises(ConfigFileError, match="pretrain: 'Some/Model' is no directory here") as caught:
+        config.check_runnable()
+    report(str(caught.value))
+
+
+@pytest.mark.bad_input
+def test_fields_that_are_not_computed_here_are_named_together(folder, report):
+    tiny.edit_config(
+        folder / "model", attention_bias=True, hidden_act="gelu", novelty=3, rope_parameters={"rope_type": "yarn"}
+    )
+    with pytest.raises(ConfigFileError) as caught:
+        config_from_dict(job(folder))
+    (problem,) = caught.value.problems
+    assert problem.path == ("pretrain",)
+    for words in ("attention_bias: True", "hidden_act: 'gelu'", "novelty: 3 is no field", "rope_type 'yarn'"):
+        assert words in problem.message
+    report(str(caught.value))
+
+
+@pytest.mark.bad_input
+def test_sequences_beyond_a_window_are_refused(folder, report):
+    tiny.edit_config(
+        folder / "model", use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 4
+    )
+    assert config_from_dict(job(folder)).actor_train.model_args.architecture.sliding_window == 64
+    with pytest.raises(ConfigFileError, match="pretrain: sliding_window is 64, and sequences may reach 80") as caught:
+        config_from_dict(job(folder, response_length=40))
+    report(str(caught.value))
+    tiny.edit_config(folder / "model", use_sliding_window=True, sliding_window=30)
+    with pytest.raises(AssertionError, match="a sample has 40 tokens and the model a sliding_window of 30"):
+        run_ranks(1, "tests.huggingface.ranks:answers", [(str(folder / "model"), None, {})])
+
+
+@pytest.mark.bad_input
+def test_tensors_that_do_not_fit_are_named_together_on_all_ranks(folder, report):
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model" / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(4):
+        del tensors[f"model.layers.{layer}.self_attn.q_norm.weight"]
+    tensors["model.norm.weight"] = torch.ones(31)
+    tensors["model.layers.2.self_attn.q_proj.bias"] = torch.ones(64)
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, "tests.rl.jobs:run", job(folder))
+    said = str(caught.value)
+    for words in (
+        "model.layers.0-3.self_attn.q_norm.weight is missing",
+        "model.norm.weight is [31], not [32]",
+        "model.layers.2.self_attn.q_proj.bias is not of this model",
+    ):
+        assert said.count(words) >= 2
+    assert "inv_freq" not in said and "ranks 0, 1" in said
+    report(next(line for line in said.splitlines() if "q_norm" in line))

@@ -1,0 +1,146 @@
+"""Tiny models of every family, made with `transformers`, and what they answer: the reference of the other tests."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 61
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": (
+        "Llama",
+        {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "llama3": ("Llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+"""By name: the family's prefix of classes in transformers, and what its configuration has beside `_SHAPE`."""
+DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
+EXPERTS = ("qwen3_moe", "mixtral")
+
+
+def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **saving: Any) -> Any:
+    """Saves the model `name` with random weights in `folder`, in transformers' own way; returns it in fp32."""
+    import transformers
+
+    prefix, beside = MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **beside}, eos_token_id=5, bos_token_id=1)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(dtype)
+    generator = torch.Generator().manual_seed(len(name))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator) * 0.15 + (1.0 if "norm" in key else 0.0)
+            parameter.copy_(values)
+    model.save_pretrained(folder, **saving)
+    return model.float().eval()
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Changes fields of `config.json`; None takes one out."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def rows() -> list[torch.Tensor]:
+    """Ragged sequences, the shortest of one token."""
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randint(0, VOCABULARY, (n,), generator=generator) for n in (1, 40, 7, 23, 12, 31, 2, 17)]
+
+
+def log_probs(model: Any) -> list[torch.Tensor]:
+    """Of each sequence's tokens given those before, from the second on, by transformers alone, row by row."""
+    found = []
+    for row in rows():
+        logits = model(row[None]).logits[0, :-1].log_softmax(-1)
+        found.append(logits.gather(1, row[1:, None])[:, 0])
+    return found
+
+
+def greedy(model: Any, new_tokens: int) -> list[list[int]]:
+    """Each sequence continued greedily, by transformers alone."""
+    found = []
+    for row in rows():
+        tokens = row.tolist()
+        for _ in range(new_tokens):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        found.append(tokens)
+    return found
+
+
+def sft_losses(model: Any, steps: int, rate: float) -> list[float]:
+    """Losses of `steps` AdamW steps over all tokens of `rows`, by transformers and torch."""
+    model = copy.deepcopy(model)
+    adam = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        loss = -torch.cat(log_probs(model)).mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+    return losses
+
+
+TEXT = "0123456789+-=;#abcdefghijklmnopqrstuvwxyz$. \n"
+_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'][0] + '>' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '$' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '$' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
+)
+PLAIN_TEMPLATE = _TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def write_tokenizer(folder: Path, template: str | None = PLAIN_TEMPLATE) -> Any:
+    """A tokenizer of characters with three marks of roles, its end token `$`, and a chat template."""
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    marks = ["<s>", "<u>", "<a>", "<?>"]
+    fast = Tokenizer(WordLevel({token: n for n, token in enumerate([*TEXT, *marks])}, unk_token="<?>"))
+    fast.pre_tokenizer = Split(Regex("."), "isolated")
+    fast.decoder = Fuse()
+    fast.add_special_tokens(marks)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="$", pad_token=".", unk_token="<?>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return tokenizer
