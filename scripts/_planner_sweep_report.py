@@ -85,10 +85,11 @@ def gap(plan: dict[str, Any], axis: str) -> float:
     return plan[axis] / plan["bound"] - 1
 
 
-def show_sweep(rows: list[dict], commits: dict[str, str], limit: float, worst: int = 20) -> None:
+def show_sweep(rows: list[dict], commits: dict[str, str], limit: float, every: int, worst: int = 20) -> None:
     sources = sorted({(row["case"]["source"], row["case"]["seed"]) for row in rows})
     names = {Path(source).stem: [seed for other, seed in sources if other == source] for source, _ in sources}
-    print(f"{len(rows)} cases of the grid: n {SIZES}, ranks {RANKS}, caps {CAPS}, costs {tuple(COSTS)}")
+    some = f"one of {every}" if every > 1 else "all"
+    print(f"{len(rows)} cases ({some}) of the grid: n {SIZES}, ranks {RANKS}, caps {CAPS}, costs {tuple(COSTS)}")
     print("lengths (seeds; of a file, batches): " + "; ".join(f"{n} {min(s)} to {max(s)}" for n, s in names.items()))
     print(f"peers, each at most {limit:g} s of processor time per case:")
     for name, commit in commits.items():
@@ -121,6 +122,10 @@ def show_axis(rows: list[dict], axis: str, worst: int) -> None:
         f"any peer: ahead by more than 0.1% in {sum(a > A_TENTH_OF_A_PERCENT for a in most.values())} and at all in "
         f"{sum(a > ANYTHING for a in most.values())} of {len(most)} cases; plans with a smaller K than ours: {smaller}"
     )
+    for source in sorted({key[0] for key in most}):
+        here = [ahead for key, ahead in most.items() if key[0] == source]
+        counts = [sum(a > least for a in here) for least in (A_TENTH_OF_A_PERCENT, ANYTHING)]
+        print(f"- {Path(source).stem}: {counts[0]} and {counts[1]} of {len(here)}")
     other = next(name for name in OBJECTIVES if name != axis)
     print(f"\n{TITLES[axis]}: the {worst} cases in which a peer is furthest ahead")
     print(f"| lengths | n | ranks | cap | cost | peer | its {axis} | ours | K | ours | its {other} | ours |")

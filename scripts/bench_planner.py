@@ -100,7 +100,7 @@ def sweep(options: argparse.Namespace) -> int:
     cases = grid(options.sweep_seeds, options.lengths, options.sweep_every)
     rows = run_sweep(cases, peers, lambda text: print(text, file=sys.stderr))
     commits = {PEERS[name].project: run.commit for name, run in peers.items()}
-    show_sweep(rows, commits, options.time_limit)
+    show_sweep(rows, commits, options.time_limit, options.sweep_every)
     checked = figures(rows)
     show_figures(checked)
     if options.json:
