@@ -22,6 +22,11 @@ def compiled(function: F) -> F:
     return cast(F, numba.njit(cache=True, nogil=True)(function))
 
 
+def inlined(function: F) -> F:
+    """`function` compiled into its callers: for what every step of a search calls with many arrays."""
+    return cast(F, numba.njit(inline="always")(function))
+
+
 class _FirstCompilation(event.Listener):
     def __init__(self, announce: Callable[[], None]) -> None:
         self.announce: Callable[[], None] | None = announce

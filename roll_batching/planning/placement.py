@@ -115,7 +115,7 @@ def columns_of_like_cost(bins: list[Bin], units: Units, constraints: PlanConstra
     `at_home`: they are rank-major already, and may not change their rank.
     """
     costs = np.array([bin_cost(units, members) for members in bins], dtype=np.int64)
-    table = (_home_columns if at_home else _lockstep_columns)(costs, constraints.dp_size)
+    table = (home_columns if at_home else lockstep_columns)(costs, constraints.dp_size)
     return [bins[i] for i in table.reshape(-1)]
 
 
@@ -133,7 +133,7 @@ def in_pipeline_order(bins: list[Bin], units: Units, constraints: PlanConstraint
     return [bins[i] for i in table[:, order].reshape(-1)]
 
 
-def _lockstep_columns(costs: Ints, dp_size: int) -> Ints:
+def lockstep_columns(costs: Ints, dp_size: int) -> Ints:
     """Which bin every rank computes at every index, int64[dp, K], of bins (costs int64[dp*K]) in any order.
 
     Bins are sorted by falling cost and cut into groups of dp_size; inside a group the costliest goes to the rank with
@@ -151,8 +151,8 @@ def _lockstep_columns(costs: Ints, dp_size: int) -> Ints:
     return table
 
 
-def _home_columns(costs: Ints, dp_size: int) -> Ints:
-    """As `_lockstep_columns` for rank-major bins that stay on their rank."""
+def home_columns(costs: Ints, dp_size: int) -> Ints:
+    """As `lockstep_columns` for rank-major bins that stay on their rank."""
     per_rank = costs.reshape(dp_size, -1)
     count = per_rank.shape[1]
     return np.argsort(-per_rank, axis=1, kind="stable") + np.arange(dp_size)[:, None] * count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class PlanProblem:
     units: Units
     dropped: tuple[DroppedSample, ...]
 
-    @property
+    @cached_property
     def at_home(self) -> bool:
         """Whether the units have ranks where they must stay (all have, or none)."""
         return bool(np.any(self.units.home >= 0))

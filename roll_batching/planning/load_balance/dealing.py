@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from roll_batching.planning.arrays import Ints
-from roll_batching.planning.load_balance.columns import assign_ranks
-from roll_batching.planning.load_balance.initial_placement import level_ranks
+from roll_batching.planning.compiled import compiled
 
 LEVEL_BUDGET = 4_000_000
 """Comparisons made to level totals beyond the first assignment."""
@@ -42,19 +41,60 @@ def deal_columns(columns: Ints, load: Ints, width: int, *, budget: int = LEVEL_B
     return table
 
 
-def level_table(table: Ints, load: Ints, *, budget: int = LEVEL_BUDGET) -> Ints:
-    """`table` (int64[dp, K]) with packs of one index exchanged between ranks until totals are level."""
-    return np.take_along_axis(table, level_ranks(load[table], budget), axis=0)
-
-
 def _level(costs: Ints, budget: int) -> Ints:
     """For costs int64[K, n] the one that each of n places takes at each index, int64[n, K]."""
     count, places = costs.shape
     if places == 1:
         return np.zeros((1, count), dtype=np.int64)
-    numbers = np.arange(count * places, dtype=np.int64).reshape(count, places)
-    place_of, _ = assign_ranks(numbers, np.ascontiguousarray(costs).reshape(-1), False)
     table = np.empty((places, count), dtype=np.int64)
-    table[place_of[numbers], np.arange(count)[:, None]] = np.arange(places)
-    exchanged = level_ranks(np.take_along_axis(costs.T, table, axis=0), budget)
+    totals = np.zeros(places, dtype=np.int64)
+    # The costliest of an index to the lightest place, indices by falling spread.
+    for k in np.argsort(costs.min(axis=1) - costs.max(axis=1), kind="stable"):
+        lightest, falling = np.argsort(totals, kind="stable"), np.argsort(-costs[k], kind="stable")
+        table[lightest, k] = falling
+        totals[lightest] += costs[k, falling]
+    exchanged = _level_ranks(np.take_along_axis(costs.T, table, axis=0), budget)
     return np.take_along_axis(table, exchanged, axis=0)
+
+
+@compiled
+def _level_ranks(table: Ints, budget: int) -> Ints:
+    """Exchange packs of one column between ranks until the rank totals are level.
+
+    `table` is int64[dp, K], the cost of each rank's pack at each index; returns int64[dp, K], for each place
+    the rank whose pack goes there. Columns keep their packs, so the lockstep cost stays. The costliest rank
+    exchanges with the one where it helps most, until nothing helps; `budget` bounds the comparisons.
+    """
+    ranks, count = table.shape
+    origin = np.empty((ranks, count), dtype=np.int64)
+    total = np.zeros(ranks, dtype=np.int64)
+    for rank in range(ranks):
+        for k in range(count):
+            origin[rank, k] = rank
+            total[rank] += table[rank, k]
+    while budget > 0:
+        top = np.argmax(total)
+        best_gain = 0
+        best_rank = -1
+        best_k = -1
+        # Against the lightest rank alone where looking at all of them would cost too much.
+        everyone = ranks * count <= 65536
+        for rank in range(ranks) if everyone else range(np.argmin(total), np.argmin(total) + 1):
+            budget -= count
+            for k in range(count):
+                change = table[origin[top, k], k] - table[origin[rank, k], k]
+                if change > 0:
+                    gain = total[top] - max(total[top] - change, total[rank] + change)
+                    if gain > best_gain:
+                        best_gain = gain
+                        best_rank = rank
+                        best_k = k
+        if best_rank < 0:
+            break
+        change = table[origin[top, best_k], best_k] - table[origin[best_rank, best_k], best_k]
+        total[top] -= change
+        total[best_rank] += change
+        swap = origin[top, best_k]
+        origin[top, best_k] = origin[best_rank, best_k]
+        origin[best_rank, best_k] = swap
+    return origin

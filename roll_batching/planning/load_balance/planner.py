@@ -1,9 +1,9 @@
 """Algorithm "load_balance": few packs under the hard cap, balanced for what the layout waits for.
 
-Count first, then a placement by cost, then swaps of units that lower rank totals and lockstep, then columns
-dealt to ranks and brought in order. Blocks of `lockstep_ranks` neighbours wait for each other at every index,
-all ranks at the step's end: the time of a step is that of its slowest block. Where ranks meet only there, their
-totals come first. In a pipeline more micro-batches can be faster than fewer: several counts are balanced in
+Count first, then a placement by cost, then exchanges of units that level rank totals and lower lockstep, then
+columns dealt to ranks and brought in order. Blocks of `lockstep_ranks` neighbours wait for each other at every
+index, all ranks at the step's end: the time of a step is that of its slowest block. Where ranks meet only there,
+their totals come first. In a pipeline more micro-batches can be faster than fewer: several counts are balanced in
 part, the most promising ones in full, and the one with the smallest makespan is taken.
 """
 
@@ -12,28 +12,19 @@ from __future__ import annotations
 import numpy as np
 
 from roll_batching.planning.arrays import Ints, offsets_of
-from roll_batching.planning.load_balance.columns import assign_ranks, sort_columns
-from roll_batching.planning.load_balance.dealing import LEVEL_BUDGET, block_tops, deal_columns, level_table
+from roll_batching.planning.load_balance.balancing import Balancing
+from roll_batching.planning.load_balance.dealing import LEVEL_BUDGET, block_tops, deal_columns
 from roll_batching.planning.load_balance.pools import Packing, Pool, pools_of
-from roll_batching.planning.load_balance.swap_search import Aim, Limits, swap_units
+from roll_batching.planning.load_balance.search_state import pack_costs
 from roll_batching.planning.pipeline.num_micro_batches import group_size_of, legal_count, legal_counts
 from roll_batching.planning.pipeline.ordering import MOST_ORDERS, order_for_pipeline, slowest_makespan
 from roll_batching.planning.placement import Placement
 from roll_batching.planning.problem import PlanProblem
 
-SEARCH_ITERATIONS = 300_000
-LARGE_ITERATIONS = 200_000
-MANY_UNITS = 512
-ITERATIONS_PER_UNIT = 1_200
-WIDE_COLUMN = 192
-THRESHOLD_DIVISOR = 50
-
-RANK_TOLERANCE = 2_000
+RANK_TOLERANCE = 100_000
 """Rank totals are level when none is above the mean by more than this part of it."""
-RANK_MARGIN = 20_000
-"""The search aims lower by this part of the mean: what it weighs against lockstep may end a little high."""
 RANKS_FIRST = 8
-"""Weight of the rank excess beside the lockstep cost where ranks meet once per step."""
+"""Weight of the rank excess beside the lockstep cost where a start is chosen and ranks meet once per step."""
 PIPELINE_ALLOWANCE = 8
 """In a pipeline ranks may be above their mean by this part of what lockstep loses, less where ranks are many."""
 
@@ -62,11 +53,11 @@ def balance(problem: PlanProblem, *, count: int | None = None) -> Placement:
         counts = _promising_counts(problem, pools)
     else:
         counts = [legal_count(_fewest(problem, pools), constraints)]
-    packings = [packing for one in counts for packing in _candidates(problem, pools, one)]
+    packings = [packing for one in counts for packing in _candidates(Balancing(problem, pools, one))]
     packing = min(packings, key=lambda packing: _time(problem, packing)) if len(packings) > 1 else packings[0]
     table = _table(problem, packing)
     if constraints.pp_size > 1:
-        table = _in_pipeline_order(problem, table, _pack_costs(problem, packing.place, len(packing.columns)))
+        table = _in_pipeline_order(problem, table, _loads(problem, packing))
     where = np.empty(table.size, dtype=np.int64)
     where[table.reshape(-1)] = np.arange(table.size)
     final = where[packing.place]
@@ -74,80 +65,79 @@ def balance(problem: PlanProblem, *, count: int | None = None) -> Placement:
     return Placement(order, offsets_of(np.bincount(final, minlength=table.size)), table.shape[1])
 
 
-def _candidates(problem: PlanProblem, pools: list[Pool], count: int, share: int = 1) -> list[Packing]:
+def _candidates(case: Balancing, share: int = 1) -> list[Packing]:
     """Packings of which the fastest is taken; `share` divides the search's iterations."""
-    constraints = problem.constraints
+    constraints = case.problem.constraints
     if constraints.pp_size > 1:
-        return _pipeline_candidates(problem, pools, count, share)
+        return _pipeline_candidates(case, share)
     if constraints.objective == "rank_total":
-        return [_totals_alone(problem, pools, count)]
+        return [_totals_alone(case, case.start(column_weight=0, rank_weight=1), share)]
     if constraints.lockstep_ranks == 1:
-        return [_ranks_first(problem, pools, count)]
-    lockstep = Aim(column_weight=1, rank_weight=0, level=0)
-    packings = [_search(problem, _start(problem, pools, count, lockstep), count, lockstep)]
+        return [_ranks_first(case)]
+    packings = [_lockstep_alone(case, case.start(column_weight=1, rank_weight=0), share)]
     if constraints.lockstep_ranks < constraints.dp_size:  # blocks of like packs may gain more from level totals
-        packings.append(_ranks_first(problem, pools, count))
+        packings.append(_ranks_first(case))
     return packings
 
 
-def _pipeline_candidates(problem: PlanProblem, pools: list[Pool], count: int, share: int) -> list[Packing]:
+def _pipeline_candidates(case: Balancing, share: int) -> list[Packing]:
     """The searched packs, those the search started from, and packs as alike as a placement by cost makes them.
 
     The search levels ranks inside columns and does not see that a pipeline gains from columns that are alike.
     """
-    column_weight, rank_weight = {"lockstep": (1, 0), "rank_total": (0, 1)}.get(problem.constraints.objective, (1, 1))
-    dp_size = problem.constraints.dp_size
-    mean = _mean_total(problem)
-    start = _start(problem, pools, count, Aim(column_weight=column_weight, rank_weight=rank_weight, level=mean))
-    lost = int(_pack_costs(problem, start.place, count)[start.columns].max(axis=1).sum()) - mean
-    allowed = max(0, lost) // (PIPELINE_ALLOWANCE + dp_size // 8) if column_weight else 0
-    aim = Aim(column_weight=column_weight, rank_weight=rank_weight, level=mean + allowed)
-    alike = _arranged(problem, pools, [pool.place(count) for pool in pools], count)
+    objective = case.problem.constraints.objective
+    column_weight, rank_weight = {"lockstep": (1, 0), "rank_total": (0, 1)}.get(objective, (1, 1))
+    search = {"lockstep": _lockstep_alone, "rank_total": _totals_alone}.get(objective, _both)
+    start, alike = case.start(column_weight=column_weight, rank_weight=rank_weight), case.alike()
     starts = [start] if np.array_equal(start.place, alike.place) else [start, alike]
     searched = starts if share == 1 else starts[:1]  # counts are compared by one search each
-    return [*(_search(problem, one, count, aim, share) for one in searched), *starts]
+    return [*(search(case, one, share) for one in searched), *starts]
 
 
-def _totals_alone(problem: PlanProblem, pools: list[Pool], count: int) -> Packing:
-    aim = Aim(column_weight=0, rank_weight=1, level=_mean_total(problem))
-    return _search(problem, _start(problem, pools, count, aim), count, aim)
-
-
-def _ranks_first(problem: PlanProblem, pools: list[Pool], count: int) -> Packing:
+def _ranks_first(case: Balancing) -> Packing:
     """Rank totals within the tolerance, or as near to it as packs allow; then the least lockstep cost."""
-    mean = _mean_total(problem)
-    margin = mean // RANK_MARGIN
-    bound = max(mean + mean // RANK_TOLERANCE, int(problem.units.costs.max()))
-
-    def aim(level: int) -> Aim:
-        return Aim(column_weight=1, rank_weight=RANKS_FIRST, level=level)
-
-    within = aim(bound - margin)
-    found = _search(problem, _start(problem, pools, count, within), count, within)
-    if problem.at_home or _largest_total(problem, found) <= bound:
-        return found
-    level = _totals_alone(problem, pools, count)
-    bound = max(bound, _largest_total(problem, level))
-    if _largest_total(problem, found) <= bound:
-        return found
-    lower = _search(problem, level, count, aim(max(bound - margin, _largest_total(problem, level))))
-    return lower if _largest_total(problem, lower) <= bound else level
+    search = case.search(case.start(column_weight=1, rank_weight=RANKS_FIRST))
+    bound = max(case.mean_total + case.mean_total // RANK_TOLERANCE, case.rank_bound)
+    case.level(search, bound, share=2)
+    if not case.problem.at_home and search.totals.max() > bound:
+        case.level_alone(search)
+        bound = max(bound, int(search.totals.max()))
+    case.lower(search, bound)
+    case.level(search, case.rank_bound)
+    return case.packing(search)
 
 
-def _mean_total(problem: PlanProblem) -> int:
-    return int(problem.units.costs.sum()) // problem.constraints.dp_size
+def _both(case: Balancing, start: Packing, share: int) -> Packing:
+    """Lockstep and rank totals: ranks may be above their mean by a part of what lockstep loses."""
+    lost = int(case.load(start)[start.table].max(axis=0).sum()) - case.mean_total
+    ranks = case.problem.constraints.dp_size
+    allowed = case.mean_total + max(0, lost) // (PIPELINE_ALLOWANCE + ranks // 8)
+    search = case.search(start)
+    case.level(search, allowed, share)
+    case.lower(search, allowed, share)
+    return case.packing(search)
 
 
-def _largest_total(problem: PlanProblem, packing: Packing) -> int:
-    load = _pack_costs(problem, packing.place, len(packing.columns))
-    return int(load[_table(problem, packing)].sum(axis=1).max())
+def _totals_alone(case: Balancing, start: Packing, share: int) -> Packing:
+    search = case.search(start)
+    case.level_alone(search, share)
+    return case.packing(search)
+
+
+def _lockstep_alone(case: Balancing, start: Packing, share: int) -> Packing:
+    search = case.search(start)
+    case.lower(search, share=share)
+    return case.packing(search)
+
+
+def _loads(problem: PlanProblem, packing: Packing) -> Ints:
+    return pack_costs(packing.place, problem.units, packing.table.size)
 
 
 def _time(problem: PlanProblem, packing: Packing) -> int:
     """Time of the slowest block; in a pipeline after a short search for an order."""
     constraints = problem.constraints
-    load = _pack_costs(problem, packing.place, len(packing.columns))
-    costs = load[_table(problem, packing, budget=0)] + problem.fixed_cost
+    costs = _loads(problem, packing)[_table(problem, packing, budget=0)] + problem.fixed_cost
     tops = block_tops(costs, constraints.lockstep_ranks)
     if constraints.pp_size == 1:
         return int(tops.sum(axis=1).max())
@@ -215,7 +205,7 @@ def _promising_counts(problem: PlanProblem, pools: list[Pool]) -> list[int]:
 
     def time(count: int) -> int:
         if count not in times:
-            tried = _candidates(problem, pools, count, ESTIMATE_SHARE)
+            tried = _candidates(Balancing(problem, pools, count), ESTIMATE_SHARE)
             times[count] = min(_time(problem, packing) for packing in tried)
         return times[count]
 
@@ -227,82 +217,11 @@ def _promising_counts(problem: PlanProblem, pools: list[Pool]) -> list[int]:
     return sorted(times, key=lambda count: (times[count], count))[:FINALISTS]
 
 
-def _iterations(units: int, dp_size: int) -> int:
-    """Steps of the swap search: fewer where many units level sooner, and where columns are wide and slow."""
-    steps = min(SEARCH_ITERATIONS if units <= MANY_UNITS else LARGE_ITERATIONS, ITERATIONS_PER_UNIT * units)
-    return steps * WIDE_COLUMN // max(WIDE_COLUMN, dp_size)
-
-
-def _start(problem: PlanProblem, pools: list[Pool], count: int, aim: Aim) -> Packing:
-    """The best balanced packs: by cost, by cost beside giants, or first-fit-decreasing's own."""
-
-    def energy(packing: Packing) -> int:
-        load = _pack_costs(problem, packing.place, count)
-        totals = np.bincount(packing.rank_of_pack, weights=load).astype(np.int64)
-        above = int(np.maximum(totals - aim.level, 0).sum())
-        return aim.column_weight * int(load[packing.columns].max(axis=1).sum()) + aim.rank_weight * above
-
-    starts = [_arranged(problem, pools, [pool.place(count) for pool in pools], count)]
-    if all(pool.first_fit_count <= count for pool in pools):
-        starts.append(_arranged(problem, pools, [pool.first_fit for pool in pools], count))
-    if not problem.at_home:
-        beside = pools[0].place_beside_giants(count, level_totals=aim.rank_weight > 0)
-        if beside is not None:
-            starts += [beside, _arranged(problem, pools, [beside.place], count)]
-    return min(starts, key=energy)
-
-
-def _arranged(problem: PlanProblem, pools: list[Pool], placed: list[Ints], count: int) -> Packing:
-    """Packs of every pool, cut into columns by cost and given to ranks."""
-    place = np.empty(len(problem.units), dtype=np.int64)
-    for index, (pool, packs) in enumerate(zip(pools, placed, strict=True)):
-        place[pool.units] = packs + index * count * pool.ranks
-    load = _pack_costs(problem, place, count)
-    columns, _ = sort_columns(load, problem.constraints.dp_size, count, problem.at_home)
-    ranks, _ = assign_ranks(columns, load, problem.at_home)
-    return Packing(place, columns, ranks)
-
-
-def _search(problem: PlanProblem, start: Packing, count: int, aim: Aim, share: int = 1) -> Packing:
-    """Swap units for the aim, with one part in `share` of the iterations."""
-    constraints = problem.constraints
-    units = problem.units
-    dp_size = constraints.dp_size
-    # The first accepted loss: a share of a mean pack.
-    threshold = int(units.costs.sum()) // (THRESHOLD_DIVISOR * dp_size * count)
-    place, columns, rank_of_pack = swap_units(
-        start.place,
-        start.columns,
-        start.rank_of_pack,
-        units.slots,
-        units.costs,
-        units.home,
-        Limits(constraints.usable_tokens, _iterations(len(units), dp_size) // share, threshold),
-        aim,
-        constraints.seed,
-    )
-    return Packing(place, columns, rank_of_pack)
-
-
 def _table(problem: PlanProblem, packing: Packing, budget: int = LEVEL_BUDGET) -> Ints:
     """The pack of every rank and index (int64[dp, K]), columns by falling cost, the blocks' times level."""
-    constraints = problem.constraints
-    count = len(packing.columns)
-    load = _pack_costs(problem, packing.place, count)
-    columns = packing.columns[np.argsort(-load[packing.columns].max(axis=1), kind="stable")]
-    searched = np.empty((constraints.dp_size, count), dtype=np.int64)
-    searched[packing.rank_of_pack[columns], np.arange(count)[:, None]] = columns
-    if problem.at_home:
-        return searched
-    dealt = deal_columns(columns, load, constraints.lockstep_ranks, budget=budget)
-    if constraints.lockstep_ranks > 1:
-        return dealt
-    # The search has ranks of its own; leveled, they may be the better ones.
-    searched = level_table(searched, load, budget=budget)
-    return min(dealt, searched, key=lambda table: int(load[table].sum(axis=1).max()))
-
-
-def _pack_costs(problem: PlanProblem, place: Ints, count: int) -> Ints:
-    """Cost of every pack; the float sums are exact, since all costs together stay below 2^53."""
-    packs = problem.constraints.dp_size * count
-    return np.bincount(place, weights=problem.units.costs, minlength=packs).astype(np.int64)
+    load = _loads(problem, packing)
+    falling = np.argsort(-load[packing.table].max(axis=0), kind="stable")
+    table = packing.table[:, falling]
+    if problem.at_home or problem.constraints.lockstep_ranks == 1:
+        return table
+    return deal_columns(table.T, load, problem.constraints.lockstep_ranks, budget=budget)

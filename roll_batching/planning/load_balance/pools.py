@@ -20,10 +20,8 @@ class Packing:
 
     place: Ints
     """int64[n]: the pack of every unit."""
-    columns: Ints
-    """int64[K, dp]: the packs of every index, before their order in time is known."""
-    rank_of_pack: Ints
-    """int64[dp*K]"""
+    table: Ints
+    """int64[dp, K]: the pack of every rank and index, before the order of indices in time is known."""
 
 
 def pools_of(problem: PlanProblem) -> list[Pool]:
@@ -83,9 +81,9 @@ class Pool:
             self.costs, self.slots, self.ranks, count, self.cap, level_totals=level_totals
         )
         place, homeless = cheapest_first(self.slots, self.costs, self.order, reserved, self.cap)
-        columns = np.empty(len(places), dtype=np.int64)
-        columns[places] = np.arange(len(places))
-        return None if homeless else Packing(place, columns.reshape(count, self.ranks), places % self.ranks)
+        packs = np.empty(len(places), dtype=np.int64)
+        packs[places] = np.arange(len(places))
+        return None if homeless else Packing(place, packs.reshape(count, self.ranks).T)
 
     def place(self, count: int) -> Ints:
         """As `try_place`, for a count that is known to work."""

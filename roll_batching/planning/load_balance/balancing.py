@@ -1,0 +1,126 @@
+"""One problem with one number of micro-batches: its starts, its searches and what they cannot beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from roll_batching.planning.arrays import Ints
+from roll_batching.planning.load_balance.bounds import lockstep_bound, rank_total_bound
+from roll_batching.planning.load_balance.column_search import lower_columns
+from roll_batching.planning.load_balance.pools import Packing, Pool
+from roll_batching.planning.load_balance.rank_search import level_totals
+from roll_batching.planning.load_balance.search_state import SearchState, begin_search, pack_costs
+from roll_batching.planning.placement import home_columns, lockstep_columns
+from roll_batching.planning.problem import PlanProblem
+
+ITERATIONS_PER_UNIT = 300
+MOST_ITERATIONS = 300_000
+"""Steps of one search."""
+CEILING_MARGIN = 4_000
+"""Levelling totals may raise the costliest pack of an index by this part."""
+UNBOUNDED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """Searches change a `SearchState` in place and leave the best that they found.
+
+    `share` divides a search's steps. Units with a home have rank totals that nothing changes.
+    """
+
+    problem: PlanProblem
+    pools: list[Pool]
+    count: int
+    """Micro-batches per rank."""
+
+    @cached_property
+    def mean_total(self) -> int:
+        """Mean cost of a rank."""
+        return int(self.problem.units.costs.sum()) // self.problem.constraints.dp_size
+
+    @cached_property
+    def rank_bound(self) -> int:
+        """No plan's largest rank total is below."""
+        return rank_total_bound(self.problem, self.count)
+
+    @cached_property
+    def lockstep_bound(self) -> int:
+        """No plan's lockstep cost is below."""
+        return lockstep_bound(self.problem, self.count, self.rank_bound)
+
+    def load(self, packing: Packing) -> Ints:
+        """Cost of every pack."""
+        return pack_costs(packing.place, self.problem.units, packing.table.size)
+
+    def start(self, *, column_weight: int, rank_weight: int) -> Packing:
+        """The best balanced packs: by cost, by cost beside giants, or first-fit-decreasing's own.
+
+        Best is the least lockstep cost plus what ranks have above their mean, weighted.
+        """
+
+        def energy(packing: Packing) -> int:
+            costs = self.load(packing)[packing.table]
+            above = int(np.maximum(costs.sum(axis=1) - self.mean_total, 0).sum())
+            return column_weight * int(costs.max(axis=0).sum()) + rank_weight * above
+
+        starts = [self.alike()]
+        if all(pool.first_fit_count <= self.count for pool in self.pools):
+            starts.append(self._arranged([pool.first_fit for pool in self.pools]))
+        if not self.problem.at_home:
+            beside = self.pools[0].place_beside_giants(self.count, level_totals=rank_weight > 0)
+            if beside is not None:
+                starts += [beside, self._arranged([beside.place])]
+        return min(starts, key=energy)
+
+    def alike(self) -> Packing:
+        """Packs as alike as a placement by cost makes them."""
+        return self._arranged([pool.place(self.count) for pool in self.pools])
+
+    def _arranged(self, placed: list[Ints]) -> Packing:
+        """Packs of every pool, those of like cost at one index, given to ranks."""
+        place = np.empty(len(self.problem.units), dtype=np.int64)
+        for index, (pool, packs) in enumerate(zip(self.pools, placed, strict=True)):
+            place[pool.units] = packs + index * self.count * pool.ranks
+        dp_size = self.problem.constraints.dp_size
+        load = pack_costs(place, self.problem.units, dp_size * self.count)
+        return Packing(place, (home_columns if self.problem.at_home else lockstep_columns)(load, dp_size))
+
+    def search(self, packing: Packing) -> SearchState:
+        """Where a search begins."""
+        return begin_search(packing.place, packing.table, self.problem.units)
+
+    def packing(self, search: SearchState) -> Packing:
+        """What a search has come to."""
+        return Packing(search.pack_of[: len(self.problem.units)], search.table)
+
+    def level(self, search: SearchState, floor: int, share: int = 1) -> None:
+        """Totals of at most `floor`, or as low as they get while the costliest pack of no index rises (by much)."""
+        if self.problem.at_home:
+            return
+        ceilings = search.load[search.table].max(axis=0)
+        self._level(search, ceilings + ceilings // CEILING_MARGIN, floor, share)
+
+    def level_alone(self, search: SearchState, share: int = 1) -> None:
+        """The lowest largest total found, whatever that costs in lockstep."""
+        if self.problem.at_home:
+            return
+        self._level(search, np.full(self.count, UNBOUNDED, dtype=np.int64), self.rank_bound, share)
+        order = np.argsort(-search.load[search.table], axis=1, kind="stable")
+        search.table[:] = np.take_along_axis(search.table, order, axis=1)
+        search.index_of[search.table] = np.arange(self.count)
+
+    def _level(self, search: SearchState, ceilings: Ints, floor: int, share: int) -> None:
+        constraints = self.problem.constraints
+        level_totals(search, ceilings, constraints.usable_tokens, floor, self._iterations(share), constraints.seed)
+
+    def lower(self, search: SearchState, bound: int = UNBOUNDED, share: int = 1) -> None:
+        """The least lockstep cost found with rank totals of at most `bound`, or no higher than they are."""
+        constraints = self.problem.constraints
+        cap, floor = constraints.usable_tokens, self.lockstep_bound
+        lower_columns(search, bound, cap, floor, self._iterations(share), constraints.seed)
+
+    def _iterations(self, share: int) -> int:
+        return min(MOST_ITERATIONS, ITERATIONS_PER_UNIT * len(self.problem.units)) // share
