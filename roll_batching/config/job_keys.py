@@ -83,6 +83,11 @@ class JobKeys(ObjectiveKeys, RollJobKeys):
     save_total_limit: int | None = honoured(
         None, help="Keep only so many checkpoints of the run, the latest. Default: all.", ge=1
     )
+    export_model: bool = honoured(
+        True,
+        help="At the end of a run that started from a model directory: write the trained model as one, into the folder "
+        "`model` of the run. `roll-batching export` does it later, from a checkpoint.",
+    )
     logging_steps: int = honoured(1, help="Show progress every so many steps; metrics are written at each.", ge=1)
     eval_steps: int = honoured(
         10, help="Evaluate on held-out prompts every so many steps, beside first and last.", ge=0

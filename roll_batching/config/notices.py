@@ -126,6 +126,9 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
     if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:
         path = ("actor_infer", "generating_args", "num_return_sequences")
         yield path, f"has no effect: num_return_sequences_in_group = {job.group_size} is used"
+    if data.get("export_model") and job.actor_train.model_args.model_name_or_path is None:
+        text = "the model starts from an architecture; one that starts from a model directory (pretrain) is written"
+        yield ("export_model",), f"has no effect: {text}"
     yield from _borrowed_plans(job.actor_train, data.get("actor_train") or {})
     yield from _lengths(job)
 

@@ -38,7 +38,8 @@ class PlacedParameter:
     ranks: int
     group: Any
     """Of those ranks."""
-    is_expert: bool
+    is_first_replica: bool
+    """Whether this rank's data- and context-parallel coordinates are the first of those that hold the same."""
 
 
 def placed_parameters(
@@ -61,6 +62,10 @@ def placed_parameters(
                 unknown.append(name)
                 continue
             kind = "expert_tensor_parallel" if is_expert else "tensor_model_parallel"
+            if is_expert:
+                replica = parallel_state.get_expert_data_parallel_rank()
+            else:
+                replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
             placed = PlacedParameter(
                 name=name,
                 parameter=parameter,
@@ -68,7 +73,7 @@ def placed_parameters(
                 rank=getattr(parallel_state, f"get_{kind}_rank")(),
                 ranks=getattr(parallel_state, f"get_{kind}_world_size")(),
                 group=getattr(parallel_state, f"get_{kind}_group")(),
-                is_expert=is_expert,
+                is_first_replica=replica == 0,
             )
             shape = local_shape(placed.rule, sizes, placed.ranks)
             if tuple(parameter.shape) != shape:

@@ -230,13 +230,18 @@ def _resumed(config: JobConfig, folder: Path) -> SavedPoint | None:
     return point
 
 
-def _find(path: Path, given: bool | str) -> SavedPoint | None:
-    """The checkpoint at `path`, or the latest below it."""
+def saved_point(path: Path) -> SavedPoint | None:
+    """The checkpoint at `path`, or the latest of the run or of the folder of checkpoints there; None: there is none."""
     if (path / _RECORD).is_file():
         return _read(path)
     found = [(place, inside) for inside in _candidates(path) if (place := _place(inside)) is not None]
-    if found:
-        return _read(max(found)[1])
+    return _read(max(found)[1]) if found else None
+
+
+def _find(path: Path, given: bool | str) -> SavedPoint | None:
+    point = saved_point(path)
+    if point is not None:
+        return point
     if given is True:
         if dist.get_rank() == 0:
             logger.warning("there is no checkpoint in %s: the run starts at the beginning", path)

@@ -28,6 +28,10 @@ HELD = "ROLL_BATCHING_HELD_FOLDER"
 """Variable by which rank 0 hears that its launcher holds the folder already."""
 PREVIOUS = "previous"
 """Folder for what earlier runs of the same name left, one folder each."""
+CONFIG = "config.yaml"
+"""The run's settings, resolved."""
+MODEL = "model"
+"""Folder of the trained model, where the run started from a model directory."""
 _LOCK = ".lock"
 
 

@@ -7,6 +7,7 @@ import contextlib
 from roll_batching.config import JobConfig
 from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import start_processes
+from roll_batching.rl.export import export_at_the_end
 from roll_batching.rl.from_config import advantages_of, loss_of
 from roll_batching.rl.grpo import Grpo, Objective
 from roll_batching.rl.inputs import load_inputs
@@ -31,11 +32,12 @@ def run_job(config: JobConfig) -> None:
                 train_supervised(run)
             if objective is not None:
                 Grpo(run, objective).run()
+            model = export_at_the_end(config, run.strategy)
         finally:
             run.recorder.close()
         batching = run.strategy.batching.train
         fixed = batching.mode == "padded" and batching.padded_length is not None
-        run.recorder.conclude("full" if fixed else batching.mode)
+        run.recorder.conclude("full" if fixed else batching.mode, model)
 
 
 def _objective(config: JobConfig) -> Objective:

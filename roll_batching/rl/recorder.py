@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import yaml
 
@@ -12,7 +13,7 @@ from roll_batching.observe.curves import plot_learning_curve
 from roll_batching.observe.metrics_file import EVENTS, METRICS, MetricsWriter, Row, read_metrics, rows_until
 from roll_batching.observe.progress import ProgressReporter
 from roll_batching.observe.summary import show_summary, summarize
-from roll_batching.rl.folder import EarlierRun, folder_of
+from roll_batching.rl.folder import CONFIG, MODEL, EarlierRun, folder_of
 
 CURVE = "learning_curve.png"
 
@@ -38,11 +39,11 @@ class RunRecorder:
         """
         if not self._enabled:
             return
-        config, metrics = self.folder / "config.yaml", self.folder / METRICS
+        config, metrics = self.folder / CONFIG, self.folder / METRICS
         text = yaml.safe_dump(self._config.to_dict(), sort_keys=False, allow_unicode=True)
         if resume_after is None:
             if earlier.place is not None or (metrics.exists() and metrics.stat().st_size):
-                for path in (metrics, self.folder / EVENTS, self.folder / CURVE, config):
+                for path in (metrics, self.folder / EVENTS, self.folder / CURVE, self.folder / MODEL, config):
                     earlier.take(path)
         else:
             rows = read_metrics(metrics) if metrics.exists() else []
@@ -72,8 +73,11 @@ class RunRecorder:
         self.progress.close()
         self.metrics.close()
 
-    def conclude(self, mode: str) -> None:
-        """Draw the learning curve and print the closing table. `mode` is the table's line that this run is."""
+    def conclude(self, mode: str, model: Path | None) -> None:
+        """Draw the learning curve and print the closing table.
+
+        `mode` is the table's line that this run is; `model` is where the trained model was written, if it was.
+        """
         if not self._enabled:
             return
         config = self._config
@@ -84,6 +88,8 @@ class RunRecorder:
         console = self.progress.console
         show_summary(summarize(self.metrics.rows), console, used=mode, title=title)
         console.print(f"metrics, TensorBoard events and learning_curve.png are in {self.folder}", soft_wrap=True)
+        if model is not None:
+            console.print(f"the trained model is in {model}, for transformers' from_pretrained", soft_wrap=True)
 
 
 def _settings(text: str) -> list[str]:

@@ -12,7 +12,7 @@ import importlib.util
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,20 +67,27 @@ def save_state(model: ModelState, path: str | Path) -> None:
         write_state(model, folder)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder `path` is a checkpoint of a strategy's."""
+    return (path / RECORD).is_file()
+
+
 @contextlib.contextmanager
-def whole_or_nothing(path: str | Path, group: Any) -> Iterator[Path]:
+def whole_or_nothing(
+    path: str | Path, group: Any, *, what: str = SAVING, replaces: Callable[[Path], bool] = is_checkpoint
+) -> Iterator[Path]:
     """An empty folder that becomes `path`, when the block has ended well on all ranks of `group`. Collective.
 
-    A checkpoint that lies at `path` is replaced; any other folder with something in it is refused. Raises
-    `RankError` on all ranks with what went wrong on any.
+    What lies at `path` is replaced where `replaces` says so; any other folder with something in it is refused. Raises
+    `RankError` on all ranks with what went wrong on any, naming the work `what`.
     """
-    with consensus(group, SAVING) as facts:
+    with consensus(group, what) as facts:
         path = Path(path)
         partial, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
         facts.equal("the path", path)
         if dist.get_rank() == 0:
-            _make_empty(path, partial, replaced)
-    with consensus(group, SAVING):
+            _make_empty(path, partial, replaced, replaces)
+    with consensus(group, what):
         if not partial.is_dir():
             raise CheckpointError(f"{path.parent} is not the same folder on all machines: save to a shared file system")
     try:
@@ -91,10 +98,10 @@ def whole_or_nothing(path: str | Path, group: Any) -> Iterator[Path]:
             raise
         except Exception as error:
             failed = error
-        with consensus(group, SAVING):
+        with consensus(group, what):
             if failed is not None:
                 raise failed
-        with consensus(group, SAVING):
+        with consensus(group, what):
             if dist.get_rank() == 0:
                 if path.exists():
                     path.rename(replaced)
@@ -107,13 +114,14 @@ def whole_or_nothing(path: str | Path, group: Any) -> Iterator[Path]:
         raise
 
 
-def _make_empty(path: Path, partial: Path, replaced: Path) -> None:
+def _make_empty(path: Path, partial: Path, replaced: Path, replaces: Callable[[Path], bool]) -> None:
     """Makes the folder `partial`. What an interrupted save left is taken away, or back where it was."""
     try:
         if replaced.exists() and not path.exists():
             replaced.rename(path)
-        if path.exists() and not (path / RECORD).is_file() and not (path.is_dir() and not any(path.iterdir())):
-            raise CheckpointError(f"{path} exists and is no checkpoint: give another path")
+        if path.exists() and not replaces(path) and not (path.is_dir() and not any(path.iterdir())):
+            kind = " and is no checkpoint" if replaces is is_checkpoint else ""
+            raise CheckpointError(f"{path} exists{kind}: give another path")
         for left in (partial, replaced):
             if left.exists():
                 shutil.rmtree(left)

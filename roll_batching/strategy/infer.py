@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from roll_batching.data import FieldSpec, LengthTable, SampleBatch
 from roll_batching.data.checks import content_digest
 from roll_batching.distributed import Facts, consensus, digest, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, make_layout, start_processes
-from roll_batching.errors import LayoutError, LossError
+from roll_batching.errors import CheckpointError, LayoutError, LossError
 from roll_batching.losses.contract import LossSpec, loss_spec
 from roll_batching.losses.head import HeadContext
 from roll_batching.losses.metric_kinds import as_numbers
@@ -28,6 +28,7 @@ from roll_batching.packing.attention_backend import attention_backend
 from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, Plan, PlanConstraints, plan_step
 from roll_batching.strategy.checkpoint import load_state, save_state
+from roll_batching.strategy.export import export_model
 from roll_batching.strategy.generation import GenerationSettings, check_generation, generate
 from roll_batching.strategy.inputs import SAME_SAMPLES, counts_here, pack_inputs, reduce_counts
 from roll_batching.strategy.outcome import join_outcomes
@@ -307,6 +308,24 @@ class MegatronInferStrategy:
         """
         state = self.state
         self.state = load_state(state, path, optimizer=optimizer and state.training is not None)
+
+    def export(self, path: str | Path, *, replaces: Callable[[Path], bool] = lambda path: False) -> None:
+        """Writes the model as a Hugging Face directory, like the one of `model_args.model_name_or_path`. Collective.
+
+        `path` is on a file system that all ranks see. It appears when it is whole and not before; a folder that lies
+        there is replaced where `replaces` says so.
+
+        Raises:
+            RankError: on all ranks: `path` is there, the model came from no such directory, or a rank could not write.
+        """
+        with self._consensus("export"):
+            source = self._configured().model_args.model_name_or_path
+            if source is None:
+                raise CheckpointError(
+                    "this model started from model_args.architecture: only one that came from a model directory "
+                    "(model_name_or_path) can be written as one"
+                )
+        export_model(self.state, source, path, replaces=replaces)
 
     # ---- shared by the strategies
 

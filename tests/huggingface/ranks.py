@@ -90,6 +90,10 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
             one["greedy"] = _greedy(strategy, wanted["greedy"])
         if "steps" in wanted:
             one["losses"] = sft_losses(strategy, wanted["steps"], wanted["rate"])
+        if "again" in wanted:
+            one["again"] = log_probs(strategy)
+        if "export" in wanted:
+            strategy.export(wanted["export"])
         found.append(one)
         del strategy
         part()

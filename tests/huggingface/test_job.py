@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from roll_batching.config import ConfigFileError, config_from_dict
 from roll_batching.observe.metrics_file import read_metrics
 from tests.huggingface import tiny
+from tests.huggingface.test_export import check_equal, tensors
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -39,11 +43,23 @@ def test_architecture_weights_and_tokenizer_come_from_the_directory(folder):
     assert config_from_dict(config.to_dict()).actor_train == config.actor_train
 
 
-def test_a_job_trains_it(folder):
-    run_ranks(2, "tests.rl.jobs:run", job(folder))
-    rows = read_metrics(folder / "runs" / "tiny" / "metrics.jsonl")
+def test_a_job_trains_it_and_leaves_the_model(folder, report):
+    tensor_parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    run_ranks(
+        2, "tests.rl.jobs:run", job(folder, save_steps=2, actor_train__strategy_args__strategy_config=tensor_parallel)
+    )
+    run = folder / "runs" / "tiny"
+    rows = read_metrics(run / "metrics.jsonl")
     assert [row["phase"] for row in rows] == ["warmup", "warmup", "rl", "rl"]
     assert rows[0]["loss"] > rows[1]["loss"]
+    command = [sys.executable, "-m", "roll_batching.cli", "export", str(run), "--to", str(folder / "later")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "rl-000002 (phase rl, step 2)" in done.stdout
+    check_equal(folder / "later", run / "model")
+    moved = tensors(run / "model")[0]["model.norm.weight"] - tensors(folder / "model")[0]["model.norm.weight"]
+    assert moved.abs().max() > 1e-4
+    report(done.stdout.strip())
 
 
 @pytest.mark.bad_input

@@ -1,0 +1,85 @@
+"""A model that is written: the bits that were read, in every layout, and what training made of it."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+
+import pytest
+import torch
+
+from tests.huggingface import tiny
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.models
+
+LAYOUTS = [Layout(tp=2, sp=True, pp=2), Layout(pp=2, vpp=2, cp=2), Layout(tp=2, dp=2, distopt=True)]
+EXPERT_LAYOUTS = [Layout(tp=2, sp=True, dp=2, ep=2, moe=True)]
+
+
+def tensors(folder):
+    """All tensors of a directory, and the files that they lie in."""
+    from safetensors.torch import load_file
+
+    index = folder / "model.safetensors.index.json"
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    assert {file.name for file in folder.glob("*.safetensors")} == files
+    return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}, files
+
+
+def check_equal(written, read):
+    found, files = tensors(written)
+    expected, _ = tensors(read)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype and torch.equal(found[name], tensor), name
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert filecmp.cmp(written / name, read / name, shallow=False)
+    assert not list(written.parent.glob("*.partial"))
+    return files
+
+
+@pytest.mark.parametrize(
+    ("names", "layouts"), [(["qwen3", "qwen2"], LAYOUTS), (["qwen3_moe"], EXPERT_LAYOUTS)], ids=["dense", "experts"]
+)
+def test_what_was_read_is_written_to_the_bit(tmp_path, names, layouts, report):
+    for name in names:
+        tiny.write_model(tmp_path / name, name, torch.bfloat16, max_shard_size="20KB")
+        tiny.write_tokenizer(tmp_path / name)
+    cases = [
+        (str(tmp_path / name), layout, {"export": str(tmp_path / f"{name}-{n}")})
+        for name in names
+        for n, layout in enumerate(layouts)
+    ]
+    run_ranks(4, "tests.huggingface.ranks:answers", cases, timeout=300)
+    for source, layout, wanted in cases:
+        files = check_equal(tmp_path / wanted["export"], tmp_path / source)
+        report(f"{source.rsplit('/', 1)[1]:10} {layout!s:28} written in {len(files)} files, equal to the bit")
+
+
+def test_what_was_trained_is_loaded_by_transformers(tmp_path, report):
+    from transformers import AutoModelForCausalLM
+
+    tiny.write_model(tmp_path / "model", "llama3")
+    tiny.write_tokenizer(tmp_path / "model")
+    wanted = {"steps": 2, "rate": 1e-3, "export": str(tmp_path / "trained"), "again": True}
+    (answers,) = run_ranks(1, "tests.huggingface.ranks:answers", [(str(tmp_path / "model"), Layout(), wanted)])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32)
+    with torch.no_grad():
+        expected = tiny.log_probs(model.eval())
+    gap = max(float((a - b).abs().max()) for a, b in zip(answers[0]["again"], expected, strict=True) if len(a))
+    moved = max(
+        float((a - b).abs().max()) for a, b in zip(answers[0]["again"], answers[0]["log_probs"], strict=True) if len(a)
+    )
+    report(f"llama3 trained, written, loaded by transformers: log-probs {gap:.1e} (training moved them by {moved:.1e})")
+    assert gap < 1e-5 and moved > 1e-2
+
+
+@pytest.mark.bad_input
+def test_a_folder_that_is_there_is_left_alone(tmp_path, report):
+    tiny.write_model(tmp_path / "model", "llama3")
+    case = (str(tmp_path / "model"), Layout(), {"export": str(tmp_path / "model")})
+    with pytest.raises(AssertionError, match="exists: give another path"):
+        run_ranks(1, "tests.huggingface.ranks:answers", [case])
+    assert len(list(tmp_path.iterdir())) == 1
