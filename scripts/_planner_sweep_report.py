@@ -128,14 +128,14 @@ def show_axis(rows: list[dict], axis: str, worst: int) -> None:
         print(f"- {Path(source).stem}: {counts[0]} and {counts[1]} of {len(here)}")
     other = next(name for name in OBJECTIVES if name != axis)
     print(f"\n{TITLES[axis]}: the {worst} cases in which a peer is furthest ahead")
-    print(f"| lengths | n | ranks | cap | cost | peer | its {axis} | ours | K | ours | its {other} | ours |")
-    print("|---" * 12 + "|")
+    print(f"| lengths | n | ranks | cap | cost | peer | ahead by | its {axis} | ours | K | ours | its {other} | ours |")
+    print("|---" * 13 + "|")
     for pair in worst_pairs(beside)[:worst]:
         case, ours, theirs = pair["case"], pair["ours"], pair["theirs"]
         print(
             f"| {Path(case['source']).stem} {case['seed']} | {case['n']} | {case['ranks']} | {case['cap']} "
-            f"| {case['cost']} | {pair['peer']} | {theirs[axis]:.5f} | {ours[axis]:.5f} | {theirs['K']} | {ours['K']} "
-            f"| {theirs[other]:.4f} | {ours[other]:.4f} |"
+            f"| {case['cost']} | {pair['peer']} | {100 * pair['ahead']:.2g}% | {theirs[axis]:.5f} | {ours[axis]:.5f} "
+            f"| {theirs['K']} | {ours['K']} | {theirs[other]:.4f} | {ours[other]:.4f} |"
         )
 
 
