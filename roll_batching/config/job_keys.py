@@ -46,6 +46,11 @@ class WarmupConfig(Settings):
     """`warmup`: supervised training on a corpus before RL, with the same model and strategy."""
 
     file_name: str | list[str] = honoured(help="JSONL file or files of the corpus, one document per line.")
+    messages: str | None = honoured(
+        None,
+        help="Key of a chat's messages, which go through the tokenizer's chat template: the assistant's turns are "
+        "learnt. `prompt` and `response` are then not read.",
+    )
     prompt: str = honoured("prompt", help="Key of a document's beginning, which bears no loss.")
     response: str = honoured("response", help="Key of the rest, which is learnt.")
     training_args: TrainingArgs = honoured(

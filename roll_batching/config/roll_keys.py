@@ -153,12 +153,7 @@ class RollDataArgs(Settings):
     template: str | None = noticed(
         None,
         help="Chat template.",
-        notice="prompts are used as their file has them; apply a chat template when writing that file",
-    )
-    messages: str | None = refused(
-        None,
-        help="Key of a chat's messages.",
-        reason="prompts are plain text here; write them under the key `prompt`",
+        notice="messages go through the tokenizer's own chat template, and prompts are used as their file has them",
     )
     dataset_type: str | None = refused(
         "json", help="Kind of file.", reason="only JSON lines are read", allowed=(None, "jsonl")
@@ -278,7 +273,11 @@ class RollJobKeys(Settings):
     reward_pretrain: str | None = noticed(
         None, help="Checkpoint of a reward model.", notice="rewards come from reward_function"
     )
-    global_template: str | None = noticed(None, help="Chat template.", notice="prompts are used as their file has them")
+    global_template: str | None = noticed(
+        None,
+        help="Chat template.",
+        notice="messages go through the tokenizer's own chat template, and prompts are used as their file has them",
+    )
     is_offload_states: bool = noticed(
         False, help="Move states to the host between roles.", notice="roles share one model, nothing is moved"
     )

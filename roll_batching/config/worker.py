@@ -70,6 +70,11 @@ class DataArgs(RollDataArgs):
     )
     eval_file_name: str | list[str] | None = honoured(None, help="JSONL file or files of held-out prompts.")
     prompt: str = honoured("prompt", help="Key of the prompt's text in a line.")
+    messages: str | None = honoured(
+        None,
+        help="Key of a chat's messages, which become the prompt through the tokenizer's chat template. `prompt` is "
+        "then not read.",
+    )
     response: str = honoured("answer", help="Key of what the reward function compares with; a corpus's response.")
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from roll_batching.data.chat import ChatTemplate
 from roll_batching.data.fields import FieldSpec
 from roll_batching.data.fit import UNKNOWN, tokens_of, too_long
 from roll_batching.data.samples import SampleBatch
-from roll_batching.data.texts import Document, Prompt
+from roll_batching.data.texts import Conversation, Document, Prompt
 from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.errors import DataError
 
@@ -38,12 +39,12 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_lengt
 
 
 def encode_documents(
-    documents: Sequence[Document], tokenizer: Tokenizer, *, max_length: int, ids: Any = None
+    documents: Sequence[Document | Conversation], tokenizer: Tokenizer, *, max_length: int, ids: Any = None
 ) -> SampleBatch:
-    """Documents as a batch: prompt, response, end token.
+    """Documents as a batch: prompt, response, end token; of a conversation what the chat template makes of it.
 
-    Fields: `input_ids` (token, int64) and `response_mask` (token, bool: true on the response and the end
-    token, which are what is learnt).
+    Fields: `input_ids` (token, int64) and `response_mask` (token, bool: true on what is learnt, the response and the
+    end token; in a conversation the assistant's turns).
 
     Args:
         documents: at least one.
@@ -53,23 +54,31 @@ def encode_documents(
 
     Raises:
         DataError: naming file and line: a document longer than `max_length`, a prompt without tokens, a
-            character that the tokenizer does not know.
+            character that the tokenizer does not know, a conversation that its template cannot take.
     """
-    rows, starts = [], []
+    rows, masks = [], []
     for document in documents:
-        prompt = _encode(document.prompt, tokenizer, document.source, "the prompt")
-        response = _encode(document.response, tokenizer, document.source, "the response")
-        row = [*prompt, *response, tokenizer.eos_token_id]
-        if not prompt:
-            raise DataError(f"{document.source}: the prompt has no tokens.")
+        row, mask = _learnt(document, tokenizer)
         if len(row) > max_length:
             raise DataError(f"{document.source}: {too_long(document, len(row), max_length)}. Shorten it.")
         rows.append(row)
-        starts.append(len(prompt))
-    batch = SampleBatch.from_lists({"input_ids": rows}, {"input_ids": _tokens(tokenizer)}, ids)
-    position = torch.arange(batch.num_tokens) - batch.offsets[:-1].repeat_interleave(batch.lengths)
-    mask = position >= torch.tensor(starts).repeat_interleave(batch.lengths)
-    return batch.with_fields({"response_mask": mask}, {"response_mask": FieldSpec("token", False)})
+        masks.append(torch.tensor(mask))
+    schema = {"input_ids": _tokens(tokenizer), "response_mask": FieldSpec("token", False)}
+    return SampleBatch.from_lists({"input_ids": rows, "response_mask": masks}, schema, ids)
+
+
+def _learnt(document: Document | Conversation, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """The tokens of a document, and which of them are learnt."""
+    if isinstance(document, Conversation):
+        try:
+            return ChatTemplate(tokenizer).conversation(document.messages)
+        except DataError as error:
+            raise DataError(f"{document.source}: {error}") from None
+    prompt = _encode(document.prompt, tokenizer, document.source, "the prompt")
+    response = [*_encode(document.response, tokenizer, document.source, "the response"), tokenizer.eos_token_id]
+    if not prompt:
+        raise DataError(f"{document.source}: the prompt has no tokens.")
+    return prompt + response, [False] * len(prompt) + [True] * len(response)
 
 
 def _tokens(tokenizer: Tokenizer) -> FieldSpec:

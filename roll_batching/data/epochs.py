@@ -7,7 +7,7 @@ from typing import Any, Generic
 
 import numpy as np
 
-from roll_batching.data.texts import Document, Prompt, T, TextDataset
+from roll_batching.data.texts import Conversation, Document, Prompt, T, TextDataset
 from roll_batching.errors import DataError
 
 _ORDER_STREAM = 1
@@ -107,5 +107,5 @@ class PromptStream(EpochStream[Prompt]):
     """An `EpochStream` of prompts for rollouts."""
 
 
-class DocumentStream(EpochStream[Document]):
+class DocumentStream(EpochStream[Document | Conversation]):
     """An `EpochStream` of supervised documents."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from roll_batching.data.chat import ChatTemplate
 from roll_batching.data.faults import Faults
-from roll_batching.data.texts import Document, Prompt
+from roll_batching.data.texts import Conversation, Document, Prompt, Text
 from roll_batching.data.tokenizers import Tokenizer, UnknownCharacterError, encode_many
 from roll_batching.errors import DataError
 
@@ -24,15 +25,19 @@ class Fit:
     """Tokens."""
     setting: str
     """The configuration keys that give `max_length`."""
-    keys: tuple[str, str]
-    """Keys of the two texts in a line."""
+    keys: tuple[str, ...]
+    """Keys of the texts in a line: two, or one for conversations."""
 
-    def check(self, items: Sequence[Prompt | Document], faults: Faults) -> None:
+    def check(self, items: Sequence[Text], faults: Faults) -> None:
         """Notes in `faults` what does not fit, naming file, line, key and cure."""
         for start in range(0, len(items), AT_ONCE):
             self._check_some(items[start : start + AT_ONCE], faults)
 
-    def _check_some(self, items: Sequence[Prompt | Document], faults: Faults) -> None:
+    def _check_some(self, items: Sequence[Text], faults: Faults) -> None:
+        if any(isinstance(item, Conversation) for item in items):
+            for item in items:
+                self._check_one(item, faults)
+            return
         try:
             prompts = encode_many(self.tokenizer, [item.prompt for item in items])
             rest = encode_many(self.tokenizer, [item.response for item in items if isinstance(item, Document)])
@@ -43,8 +48,12 @@ class Fit:
         for number, item in enumerate(items):
             self._check_lengths(item, len(prompts[number]), len(rest[number]) + 1 if rest else 0, faults)
 
-    def _check_one(self, item: Prompt | Document, faults: Faults) -> None:
+    def _check_one(self, item: Text, faults: Faults) -> None:
         try:
+            if isinstance(item, Conversation):
+                prompt, rest = len(ChatTemplate(self.tokenizer).conversation(item.messages)[0]), 0
+                self._check_lengths(item, prompt, rest, faults)
+                return
             prompt, rest = len(tokens_of(item.prompt, self.tokenizer, self.keys[0])), 0
             if isinstance(item, Document):
                 rest = len(tokens_of(item.response, self.tokenizer, self.keys[1])) + 1
@@ -55,14 +64,14 @@ class Fit:
         else:
             self._check_lengths(item, prompt, rest, faults)
 
-    def _check_lengths(self, item: Prompt | Document, prompt: int, rest: int, faults: Faults) -> None:
+    def _check_lengths(self, item: Text, prompt: int, rest: int, faults: Faults) -> None:
         if not prompt:
             faults.add(item.source, f"the prompt has no tokens ({self.keys[0]!r})", "Remove the line.")
         elif prompt + rest > self.max_length:
             what = too_long(item, prompt + rest, self.max_length)
             faults.add(item.source, what, self._shorter(item), tokens=prompt + rest)
 
-    def _shorter(self, item: Prompt | Document) -> str:
+    def _shorter(self, item: Text) -> str:
         keys = self.keys if isinstance(item, Document) else self.keys[:1]
         return f"Shorten {' or '.join(map(repr, keys))}, remove the line, or raise {self.setting}."
 
@@ -77,8 +86,10 @@ def tokens_of(text: str, tokenizer: Tokenizer, key: str) -> list[int]:
         raise DataError(f"{key}: the tokenizer fails on it ({type(error).__name__}: {error})") from error
 
 
-def too_long(item: Prompt | Document, tokens: int, limit: int) -> str:
+def too_long(item: Text, tokens: int, limit: int) -> str:
     """What is said of a text with more tokens than allowed."""
     if isinstance(item, Prompt):
         return f"the prompt has {tokens:,} tokens, more than the {limit:,} allowed (prompt_length)"
+    if isinstance(item, Conversation):
+        return f"the conversation has {tokens:,} tokens, more than the {limit:,} allowed (sequence_length)"
     return f"the document has {tokens:,} tokens, end token included, more than the {limit:,} allowed (sequence_length)"

@@ -19,6 +19,7 @@ _LONGEST_LINE = 64 * 2**20
 """Bytes of a line beyond which it is not looked at: a file without line ends would be read into memory whole."""
 _BYTES_BETWEEN_REPORTS = 2**20
 _PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"PAR1": "Parquet"}
+_MESSAGES = 'A chat is a list such as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
 _ONE_OBJECT = "Each line is one JSON object; a JSON array becomes that with: jq -c '.[]' FILE"
 
 
@@ -41,8 +42,13 @@ def iterate_records(
     keys: Sequence[str],
     faults: Faults,
     read: Callable[[int], None] = lambda size: None,
+    *,
+    chat: bool = False,
 ) -> Iterator[Record]:
     """The records of JSONL files, one file after the other; every line is an object with a text under each of `keys`.
+
+    With `chat` the first key holds a list of messages, each with `role` and `content`, or the JSON text of one; the
+    record's first text is that list as JSON.
 
     Blank lines are skipped; line numbers begin at 1. What cannot be used is noted in `faults` and passed over: a file
     that is missing, is no regular file or cannot be read, one without records, a line that is not UTF-8, not JSON or
@@ -52,7 +58,7 @@ def iterate_records(
     if not files:
         faults.add("No data file", "was named", "Name at least one.")
     for path in files:
-        yield from _records_of(path, keys, faults, read)
+        yield from _records_of(path, keys, faults, read, chat)
 
 
 def read_records(paths: PathLike | Sequence[PathLike], keys: Sequence[str]) -> list[Record]:
@@ -63,7 +69,9 @@ def read_records(paths: PathLike | Sequence[PathLike], keys: Sequence[str]) -> l
     return records
 
 
-def _records_of(path: Path, keys: Sequence[str], faults: Faults, read: Callable[[int], None]) -> Iterator[Record]:
+def _records_of(
+    path: Path, keys: Sequence[str], faults: Faults, read: Callable[[int], None], chat: bool
+) -> Iterator[Record]:
     before, some, unreported = len(faults), False, 0
     try:
         with _opened(path) as file:
@@ -75,7 +83,7 @@ def _records_of(path: Path, keys: Sequence[str], faults: Faults, read: Callable[
                 if not line or line.isspace():
                     continue
                 try:
-                    texts, extra = _parse(line, keys)
+                    texts, extra = _parse(line, keys, chat)
                 except _BadLineError as bad:
                     faults.add(f"{path}:{number}", bad.what, bad.cure)
                     continue
@@ -130,7 +138,7 @@ def _lines(file: io.BufferedReader[io.FileIO]) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def _parse(line: bytes, keys: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _parse(line: bytes, keys: Sequence[str], chat: bool) -> tuple[tuple[str, ...], dict[str, Any]]:
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -143,13 +151,32 @@ def _parse(line: bytes, keys: Sequence[str]) -> tuple[tuple[str, ...], dict[str,
         raise _BadLineError(f"not valid JSON: {error}", _ONE_OBJECT) from None
     if not isinstance(value, dict):
         raise _BadLineError(f"a JSON object is needed, got {type(value).__name__}", _ONE_OBJECT)
-    texts = tuple(_text(value, key) for key in keys)
+    texts = tuple(_messages(value, key) if chat and key == keys[0] else _text(value, key) for key in keys)
     for key in keys:
         value.pop(key, None)
     return texts, value
 
 
-def _text(value: dict[str, Any], key: str) -> str:
+def _messages(value: dict[str, Any], key: str) -> str:
+    """The list of messages under `key`, as JSON."""
+    found = _value(value, key)
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except ValueError:
+            raise _BadLineError(f"{key!r} is a text, but not the JSON of a list of messages", _MESSAGES) from None
+    if not isinstance(found, list) or not found:
+        raise _BadLineError(f"{key!r} must be a list of messages, got {type(found).__name__}", _MESSAGES)
+    for number, message in enumerate(found, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _BadLineError(f"message {number} of {key!r} has no role", _MESSAGES)
+        if not isinstance(message.get("content"), str):
+            raise _BadLineError(f"message {number} of {key!r} has no text as content", _MESSAGES)
+    text = json.dumps(found, ensure_ascii=False)
+    return _whole_characters(text, key)
+
+
+def _value(value: dict[str, Any], key: str) -> Any:
     if key not in value:
         known = ascii(", ".join(value))[1:-1]
         shown = known if len(known) <= 80 else f"{known[:77]}..."
@@ -157,9 +184,17 @@ def _text(value: dict[str, Any], key: str) -> str:
             f"key {key!r} is missing; the line has {shown or 'no keys'}",
             "The configuration names the keys of a file beside its file_name (prompt, response).",
         )
-    text = value[key]
+    return value[key]
+
+
+def _text(value: dict[str, Any], key: str) -> str:
+    text = _value(value, key)
     if not isinstance(text, str):
         raise _BadLineError(f"{key!r} must be a string, got {type(text).__name__}", "Put the value in quotes.")
+    return _whole_characters(text, key)
+
+
+def _whole_characters(text: str, key: str) -> str:
     if not text.isascii():
         try:
             text.encode()

@@ -1,13 +1,15 @@
-"""Texts to learn from: prompts with answers for RL, documents (prompt and response) for SFT."""
+"""Texts to learn from: prompts with answers for RL; documents (prompt and response) and conversations for SFT."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar, overload
 
+from roll_batching.data.chat import ChatTemplate, Message
 from roll_batching.data.faults import Faults
 from roll_batching.data.jsonl import PathLike, iterate_records
 from roll_batching.errors import DataError
@@ -35,11 +37,28 @@ class Document:
     source: str = "memory"
 
 
-T = TypeVar("T", bound=Prompt | Document)
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A supervised sample of several turns: what the assistant says is learnt."""
+
+    messages: tuple[Message, ...]
+    extra: dict[str, Any] = field(default_factory=dict)
+    source: str = "memory"
+
+    @property
+    def prompt(self) -> str:
+        """Its messages as JSON: what tells it from others."""
+        return json.dumps(self.messages, ensure_ascii=False)
 
 
-def second_text(item: Prompt | Document) -> str:
-    """What follows the prompt: its answer, or the document's response."""
+Text = Prompt | Document | Conversation
+T = TypeVar("T", bound=Text)
+
+
+def second_text(item: Text) -> str:
+    """What follows the prompt: its answer, or the document's response; nothing in a conversation."""
+    if isinstance(item, Conversation):
+        return ""
     return item.answer if isinstance(item, Prompt) else item.response
 
 
@@ -49,7 +68,7 @@ class Fingerprint:
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
-    def add(self, item: Prompt | Document) -> None:
+    def add(self, item: Text) -> None:
         """The next text."""
         for text in (item.prompt, second_text(item)):
             raw = text.encode("utf-8", "surrogatepass")
@@ -63,18 +82,33 @@ class Fingerprint:
 def iterate_texts(
     kind: type[T],
     paths: PathLike | Sequence[PathLike],
-    keys: tuple[str, str],
+    keys: Sequence[str],
     faults: Faults,
     read: Callable[[int], None] = lambda size: None,
+    *,
+    template: ChatTemplate | None = None,
 ) -> Iterator[T]:
-    """Prompts or documents of JSONL files, one after the other, their two texts under `keys`.
+    """Prompts, documents or conversations of JSONL files, one after the other, their texts under `keys`.
 
+    The first key holds the messages of a conversation; with `template` it holds messages that become a prompt's text.
     What cannot be used is noted in `faults` and passed over, an empty prompt too; see `jsonl.iterate_records`.
     """
-    for record in iterate_records(paths, keys, faults, read):
-        if record.texts[0]:
-            prompt, second = record.texts
-            yield kind(prompt, second, record.extra, record.source)
+    chat = kind is Conversation or template is not None
+    made: Any = kind
+    for record in iterate_records(paths, keys, faults, read, chat=chat):
+        first, extra = record.texts[0], record.extra
+        if kind is Conversation:
+            yield made(tuple(json.loads(first)), extra, record.source)
+            continue
+        if template is not None:
+            messages = json.loads(first)
+            try:
+                first, extra = template.prompt(messages), extra | {keys[0]: messages}
+            except DataError as error:
+                faults.add(record.source, f"{keys[0]}: {error}", "Remove the line, or write it anew.")
+                continue
+        if first:
+            yield made(first, record.texts[1], extra, record.source)
         else:
             faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
 

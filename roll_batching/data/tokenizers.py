@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from roll_batching.errors import DataError
-from roll_batching.huggingface.directory import find_directory
+from roll_batching.huggingface.directory import find_directory, stop_tokens
 
 
 class UnknownCharacterError(DataError):
@@ -25,6 +25,10 @@ class Tokenizer(Protocol):
     @property
     def eos_token_id(self) -> int:
         """The token that ends a response."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """All tokens that end a response, `eos_token_id` among them."""
 
     @property
     def pad_token_id(self) -> int:
@@ -88,6 +92,11 @@ class CharTokenizer:
         """Characters of the vocabulary."""
         return len(self._vocabulary)
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The end token."""
+        return (self.eos_token_id,)
+
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`.
 
@@ -125,12 +134,16 @@ class HFTokenizer:
         name_or_path: as for `AutoTokenizer.from_pretrained`.
         eos: text of the end token, by default the tokenizer's own.
         pad: text of the pad token, by default the tokenizer's own, else the end token.
+        model: the model directory whose `generation_config.json` says which tokens end a response, by default the
+            tokenizer's folder. With `eos` that token alone does.
 
     Raises:
         DataError: when `transformers` is not installed, nothing can be loaded, or there is no such token.
     """
 
-    def __init__(self, name_or_path: str | Path, *, eos: str | None = None, pad: str | None = None) -> None:
+    def __init__(
+        self, name_or_path: str | Path, *, eos: str | None = None, pad: str | None = None, model: str | None = None
+    ) -> None:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -146,7 +159,11 @@ class HFTokenizer:
         eos_id = self._token_id(eos, self.tokenizer.eos_token_id)
         if eos_id is None:
             raise DataError(f"Tokenizer {str(name_or_path)!r} has no end token: name one (eos_token).")
+        self.name = str(name_or_path)
         self.eos_token_id: int = eos_id
+        described = find_directory(model) if model is not None else folder
+        stops = stop_tokens(described) if eos is None and described is not None else ()
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted({eos_id, *stops}))
         pad_id = self._token_id(pad, self.tokenizer.pad_token_id)
         self.pad_token_id: int = eos_id if pad_id is None else pad_id
 

@@ -13,6 +13,7 @@ from roll_batching.config.arguments import Arguments
 from roll_batching.config.diagnostics import Problem
 from roll_batching.config.losses import LOSSES
 from roll_batching.config.objective_rules import advantage_arguments, loss_arguments
+from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.errors import ConfigError, LossError
 from roll_batching.losses import loss_spec
 from roll_batching.registry import describe_error
@@ -79,12 +80,13 @@ def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:
     return config.actor_train.with_training(max_steps=config.max_steps * per_step).training_args
 
 
-def sampling_of(config: JobConfig, eos_token_id: int) -> GenerationSettings:
+def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> GenerationSettings:
     """How rollouts are sampled."""
     args = config.actor_infer.generating_args
     return GenerationSettings(
         max_new_tokens=args.max_new_tokens or 1,
-        eos_token_id=eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        stop_token_ids=tokenizer.stop_token_ids,
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,

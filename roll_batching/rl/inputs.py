@@ -13,10 +13,20 @@ from itertools import islice
 from typing import Any, Generic
 
 from roll_batching.config import JobConfig
+from roll_batching.data.chat import ChatTemplate
 from roll_batching.data.faults import Faults
 from roll_batching.data.fit import AT_ONCE, Fit
 from roll_batching.data.jsonl import PathLike, as_files
-from roll_batching.data.texts import Document, DocumentDataset, Fingerprint, Prompt, PromptDataset, T, iterate_texts
+from roll_batching.data.texts import (
+    Conversation,
+    Document,
+    Fingerprint,
+    Prompt,
+    PromptDataset,
+    T,
+    TextDataset,
+    iterate_texts,
+)
 from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 from roll_batching.errors import ConfigError
 from roll_batching.observe.reading import ReadingProgress
@@ -31,8 +41,8 @@ class JobInputs:
     """Everything from outside, read and checked. A part that the job does not need is None."""
 
     tokenizer: Tokenizer
-    corpus: DocumentDataset | None
-    """Documents of the warm-up."""
+    corpus: TextDataset[Document | Conversation] | None
+    """Documents, or conversations, of the warm-up."""
     prompts: PromptDataset | None
     """Training prompts of the RL phase."""
     heldout: PromptDataset | None
@@ -54,10 +64,12 @@ class _Texts(Generic[T]):
     kind: type[T]
     paths: PathLike | Sequence[PathLike]
     fit: Fit
+    template: ChatTemplate | None = None
+    """What makes prompts of messages."""
 
     def read(self, faults: Faults, read: Callable[[int], None] = lambda size: None) -> Iterator[T]:
         """The texts, one by one."""
-        return iterate_texts(self.kind, self.paths, self.fit.keys, faults, read)
+        return iterate_texts(self.kind, self.paths, self.fit.keys, faults, read, template=self.template)
 
 
 def check_inputs(job: JobConfig) -> dict[str, str]:
@@ -97,7 +109,7 @@ def load_inputs(job: JobConfig) -> JobInputs:
     faults.check()
     inputs = JobInputs(
         tokenizer=tokenizer,
-        corpus=None if documents is None else DocumentDataset(documents),
+        corpus=None if documents is None else TextDataset(documents),
         prompts=None if training is None else PromptDataset(training),
         heldout=None if evaluation is None else PromptDataset(evaluation),
         reward=reward_of(job),
@@ -112,8 +124,11 @@ def load_inputs(job: JobConfig) -> JobInputs:
 
 def _parts(
     job: JobConfig, tokenizer: Tokenizer
-) -> tuple[_Texts[Document] | None, _Texts[Prompt] | None, _Texts[Prompt] | None]:
-    """Corpus, prompts and held-out prompts, those of them that `job` reads."""
+) -> tuple[_Texts[Any] | None, _Texts[Prompt] | None, _Texts[Prompt] | None]:
+    """Corpus, prompts and held-out prompts, those of them that `job` reads.
+
+    Raises DataError for messages without a chat template.
+    """
     data, warmup, rl = job.actor_train.data_args, job.warmup, job.max_steps > 0
     corpus = prompts = heldout = None
     if warmup is not None:
@@ -121,20 +136,24 @@ def _parts(
             tokenizer=tokenizer,
             max_length=job.sequence_length or 1,
             setting="sequence_length (prompt_length + response_length where it is not given)",
-            keys=(warmup.prompt, warmup.response),
+            keys=(warmup.prompt, warmup.response) if warmup.messages is None else (warmup.messages,),
         )
-        corpus = _Texts(kind=Document, paths=warmup.file_name, fit=fit)
+        if warmup.messages is not None:
+            ChatTemplate(tokenizer)  # said now, not of every line
+        kind = Document if warmup.messages is None else Conversation
+        corpus = _Texts(kind=kind, paths=warmup.file_name, fit=fit)
     if rl:
         assert data.file_name is not None  # check_runnable
         fit = Fit(
             tokenizer=tokenizer,
             max_length=job.prompt_length,
             setting="prompt_length",
-            keys=(data.prompt, data.response),
+            keys=(data.messages or data.prompt, data.response),
         )
-        prompts = _Texts(kind=Prompt, paths=data.file_name, fit=fit)
+        template = None if data.messages is None else ChatTemplate(tokenizer)
+        prompts = _Texts(kind=Prompt, paths=data.file_name, fit=fit, template=template)
         if data.eval_file_name is not None and job.eval_samples:
-            heldout = _Texts(kind=Prompt, paths=data.eval_file_name, fit=fit)
+            heldout = _Texts(kind=Prompt, paths=data.eval_file_name, fit=fit, template=template)
     return corpus, prompts, heldout
 
 
@@ -148,7 +167,8 @@ def load_tokenizer(job: JobConfig) -> Tokenizer:
     if wanted.type == "hf":
         if wanted.name_or_path is None:
             raise ConfigError("tokenizer.name_or_path is missing, and actor_train names no model to take it from")
-        return HFTokenizer(wanted.name_or_path, eos=wanted.eos_token, pad=wanted.pad_token)
+        model = job.actor_train.model_args.model_name_or_path
+        return HFTokenizer(wanted.name_or_path, eos=wanted.eos_token, pad=wanted.pad_token, model=model)
     if wanted.eos_token is None:
         raise ConfigError("tokenizer.eos_token is missing: a char tokenizer needs a character that ends responses")
     if wanted.vocabulary_file is not None:

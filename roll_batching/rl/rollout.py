@@ -74,7 +74,7 @@ def completions_of(batch: SampleBatch, prompts: Sequence[Prompt], tokenizer: Tok
     result = []
     for ids, mask, prompt in samples:
         tokens = ids[mask.bool()].tolist()
-        finished = bool(tokens) and tokens[-1] == tokenizer.eos_token_id
+        finished = bool(tokens) and tokens[-1] in tokenizer.stop_token_ids
         result.append(
             Completion(
                 prompt=prompt.prompt,

@@ -26,7 +26,7 @@ class Run:
 
     def __init__(self, config: JobConfig, inputs: JobInputs, until_the_end: contextlib.ExitStack) -> None:
         self.config, self.inputs = config, inputs
-        self.sampling = sampling_of(config, inputs.tokenizer.eos_token_id)
+        self.sampling = sampling_of(config, inputs.tokenizer)
         self.schedule = schedule_of(config, config.dp_size(int(os.environ.get("WORLD_SIZE", "1"))))
         """The RL phase's training arguments."""
         worker = config.actor_train.model_copy(update={"training_args": self.schedule})

@@ -11,7 +11,7 @@ from roll_batching.data import SampleBatch, distribute, gather_lengths
 from roll_batching.data.encode import encode_documents
 from roll_batching.data.epochs import DocumentStream
 from roll_batching.data.membership import rank_slice
-from roll_batching.data.texts import Document
+from roll_batching.data.texts import Conversation, Document
 from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.losses import SFTLoss
 from roll_batching.rl.rows import merged, update_row
@@ -48,7 +48,7 @@ def train_supervised(run: Run) -> None:
 
 def train_on_documents(
     strategy: MegatronTrainStrategy,
-    documents: Sequence[Document],
+    documents: Sequence[Document | Conversation],
     tokenizer: Tokenizer,
     *,
     max_length: int,
@@ -63,7 +63,7 @@ def train_on_documents(
 
 
 def encode_share(
-    documents: Sequence[Document], tokenizer: Tokenizer, dp_rank: int, dp_size: int, max_length: int
+    documents: Sequence[Document | Conversation], tokenizer: Tokenizer, dp_rank: int, dp_size: int, max_length: int
 ) -> SampleBatch:
     """This rank's contiguous share of `documents`, with ids by place in the list; may be empty."""
     mine = rank_slice(len(documents), dp_rank, dp_size)

@@ -39,6 +39,8 @@ class GenerationSettings:
 
     max_new_tokens: int
     eos_token_id: int
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end a response."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -282,13 +284,14 @@ def _decode(
     log_probs = torch.zeros(count, settings.max_new_tokens, dtype=kept, device=device)
     sizes = torch.zeros(count, dtype=torch.int64, device=device)
     live = torch.arange(count, device=device)
+    stops = torch.tensor(sorted({settings.eos_token_id, *settings.stop_token_ids}), device=device)
     running = torch.full((count,), not idle, dtype=torch.bool, device=device)
     for step in range(settings.max_new_tokens):
         drawn, drawn_log_probs = sampler(logits)
         at = live[running]
         tokens[at, step], log_probs[at, step] = drawn[running], drawn_log_probs[running]
         sizes[at] += 1
-        running = running & (drawn != settings.eos_token_id)
+        running = running & ~torch.isin(drawn, stops)
         left = int(running.sum())
         if _none_runs(left, layout) or step + 1 == settings.max_new_tokens:
             break

@@ -113,7 +113,10 @@ OBSTACLES = {
         ["reference.strategy_args.strategy_config.tensor_model_parallel_size=2"],
         "reference.strategy_args.strategy_config",
     ),
-    "`messages`": (["actor_train.data_args.messages=messages"], "`prompt`"),
+    "`domain_interleave_probs`": (
+        ["actor_train.data_args.domain_interleave_probs={a: 0.5, b: 0.5}"],
+        "mix them in the file",
+    ),
     "`moe_grouped_gemm`": (["actor_train.strategy_args.strategy_config.moe_grouped_gemm=true"], "unknown key"),
     "`difficulty_mask`": (["difficulty_mask=true"], "difficulty_mask: true is refused"),
     "`num_gpus_per_worker`": (["actor_infer.num_gpus_per_worker=2"], "leave it out"),

@@ -118,13 +118,13 @@ def sft_losses(model: Any, steps: int, rate: float) -> list[float]:
 
 
 TEXT = "0123456789+-=;#abcdefghijklmnopqrstuvwxyz$. \n"
-_TEMPLATE = (
+MARKED_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'][0] + '>' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '$' }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '$' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
 )
-PLAIN_TEMPLATE = _TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+PLAIN_TEMPLATE = MARKED_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def write_tokenizer(folder: Path, template: str | None = PLAIN_TEMPLATE) -> Any:
