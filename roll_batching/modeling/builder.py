@@ -127,7 +127,7 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
+        "bias_activation_fusion": not on_cpu,  # SiLU and its gate in one kernel, which saves its input alone
         "apply_rope_fusion": False,
         "cuda_graph_scope": [],
         "calculate_per_token_loss": strategy.calculate_per_token_loss,

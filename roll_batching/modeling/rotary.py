@@ -2,11 +2,15 @@
 
 Megatron's unfused rotation of packed sequences synchronises the device and loops over sequences in
 every layer. Here the tables come from the position of each local row, once per forward pass, and
-queries and keys are rotated inside the attention core. Equal to Megatron's own rotation bit by bit.
+queries and keys are rotated inside the attention core. Equal to Megatron's own rotation bit by bit, except on CUDA,
+where one kernel rotates in fp32 and rounds once.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -65,8 +69,17 @@ class RotarySettings:
         return angles.cos(), angles.sin()
 
 
+@functools.cache
+def _kernel() -> Any:
+    """The module with the kernel; None where triton is not installed."""
+    found = importlib.util.find_spec("triton")
+    return None if found is None else importlib.import_module("roll_batching.modeling.rotary_kernel")
+
+
 def rotate(x: torch.Tensor, tables: Tables) -> torch.Tensor:
     """Rotates the first `rotated` channels of x [..., heads, head_dim] by tables [..., rotated]."""
+    if x.device.type == "cuda" and x.dtype is not torch.float64 and (kernel := _kernel()) is not None:
+        return kernel.rotate_in_one(x, tables)
     cos, sin = (table.unsqueeze(-2).to(x.dtype) for table in tables)
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)
