@@ -214,6 +214,8 @@ class PeerRuns:
             if self.file.exists():
                 for line in self.file.read_text().splitlines():
                     key, result = json.loads(line)
+                    if result.get("seconds", 0) > limit:
+                        result = {"limit": limit, "tried": True}
                     if result.get("limit", limit) >= limit:
                         self.results[key] = result
                         if result.get("tried"):
