@@ -100,6 +100,7 @@ def _ranks_first(case: Balancing) -> Packing:
     bound = max(case.mean_total + case.mean_total // RANK_TOLERANCE, case.rank_bound)
     case.level(search, bound, share=2)
     if not case.problem.at_home and search.totals.max() > bound:
+        search = case.search(case.start(column_weight=0, rank_weight=1))
         case.level_alone(search)
         bound = max(bound, int(search.totals.max()))
     case.lower(search, bound)
