@@ -47,8 +47,9 @@ class LengthAwareStream(Iterator[list[FormedBatch[S]]], Generic[S]):
     Before each micro-batch the pool is filled from this rank's share of the samples (every `size`-th, shuffled
     anew in each epoch). The oldest sample in the pool begins it, then samples join while it stays under the
     cap: `prefer_closest` takes the one that keeps rows x longest smallest, of equals the one nearest in length
-    to the longest, of equals the oldest; `prefer_first` takes the oldest that fits; `packed` too, but counts
-    the sum of the lengths. Whatever is left stays in the pool; nothing is dropped.
+    to the longest, of equals the oldest; `prefer_first` too, but of equals at once the oldest; `packed` takes every
+    one that fits, the oldest first, and counts the sum of the lengths. Whatever is left stays in the pool; nothing
+    is dropped.
 
     Args:
         samples: the dataset; read once per sample and epoch, when it enters the pool.
@@ -164,8 +165,11 @@ class LengthAwareStream(Iterator[list[FormedBatch[S]]], Generic[S]):
         return _Pooled(index, sample, length, slot)
 
     def _form(self) -> FormedBatch[S]:
-        form = _closest if self.strategy == "prefer_closest" else _in_order
-        chosen = form([p.slot for p in self._pool], self.max_tokens, packed=self.strategy == "packed")
+        slots = [p.slot for p in self._pool]
+        if self.strategy == "packed":
+            chosen = _in_order(slots, self.max_tokens)
+        else:
+            chosen = _smallest(slots, self.max_tokens, nearest=self.strategy == "prefer_closest")
         members = [self._pool[place] for place in chosen]
         taken = set(chosen)
         self._pool = [pooled for place, pooled in enumerate(self._pool) if place not in taken]
@@ -207,24 +211,23 @@ class LengthAwareStream(Iterator[list[FormedBatch[S]]], Generic[S]):
         self._epoch, self._cursor, self._order, self._pool = epoch, cursor, order, members
 
 
-def _in_order(slots: Sequence[int], cap: int, *, packed: bool) -> list[int]:
+def _in_order(slots: Sequence[int], cap: int) -> list[int]:
     """Places of the oldest, and of every later one that still fits when its turn comes."""
     # One pass is enough: what did not fit once cannot fit into the batch later, which only grows.
     chosen: list[int] = []
-    total = longest = 0
+    total = 0
     for place, slot in enumerate(slots):
-        tokens = total + slot if packed else max(longest, slot) * (len(chosen) + 1)
-        if tokens <= cap:
+        if total + slot <= cap:
             chosen.append(place)
-            total, longest = total + slot, max(longest, slot)
+            total += slot
     return chosen
 
 
-def _closest(slots: Sequence[int], cap: int, *, packed: bool) -> list[int]:
-    """Places of the oldest, and of those that make the rectangle grow least."""
+def _smallest(slots: Sequence[int], cap: int, *, nearest: bool) -> list[int]:
+    """Places of the oldest, and of those that make the rectangle grow least; of equals the nearest in length first."""
     chosen, rest, longest = [0], list(range(1, len(slots))), slots[0]
     while rest:
-        best = min(rest, key=lambda place: (max(longest, slots[place]), abs(slots[place] - longest), place))
+        best = min(rest, key=lambda i: (max(longest, slots[i]), abs(slots[i] - longest) if nearest else 0, i))
         longest = max(longest, slots[best])
         if longest * (len(chosen) + 1) > cap:
             break

@@ -80,7 +80,7 @@ ALGORITHMS: dict[str, Registry[Algorithm]] = {
         Algorithm(
             name="prefer_first",
             target=f"{_HERE}.packers.prefer:first",
-            summary="cosmos-rl's: the oldest sample opens a rectangle, the oldest that fit join",
+            summary="cosmos-rl's: as prefer_closest, but of equally good samples the oldest joins",
         ),
     ),
     "padded": Registry(

@@ -76,8 +76,8 @@ def test_an_infinite_stream_drops_nothing_between_epochs():
     assert max(total.values()) - min(total[i] for i in range(23)) <= 1
 
 
-def rows_by_the_book(slots, cap):
-    """prefer_closest, spelled out: try every candidate, keep the best."""
+def rows_by_the_book(slots, cap, strategy):
+    """Spelled out: try every candidate, keep the best."""
     chosen, rest = [0], list(range(1, len(slots)))
     while True:
         longest = max(slots[i] for i in chosen)
@@ -85,19 +85,22 @@ def rows_by_the_book(slots, cap):
         if not legal:
             return chosen
         smallest = min(max(longest, slots[i]) for i in legal)
-        nearest = min(abs(slots[i] - longest) for i in legal if max(longest, slots[i]) == smallest)
-        best = next(i for i in legal if max(longest, slots[i]) == smallest and abs(slots[i] - longest) == nearest)
+        equals = [i for i in legal if max(longest, slots[i]) == smallest]
+        best = equals[0]
+        if strategy == "prefer_closest":
+            best = min(equals, key=lambda i: abs(slots[i] - longest))
         chosen.append(best)
         rest.remove(best)
 
 
-def test_prefer_closest_picks_what_grows_the_rectangle_least():
+@pytest.mark.parametrize("strategy", ["prefer_closest", "prefer_first"])
+def test_a_rectangle_grows_by_what_keeps_it_smallest(strategy):
     for seed in range(30):
         lengths = lengths_of(16, seed)
-        stream = stream_of(lengths, pool_size=16, infinite=False, seed=seed)
+        stream = stream_of(lengths, pool_size=16, infinite=False, seed=seed, strategy=strategy)
         order = stream_of(lengths, pool_size=16, infinite=False, seed=seed, max_tokens=10**9, strategy="packed")
         pool = next(order)[0].indices
-        chosen = rows_by_the_book([lengths[i] for i in pool], 400)
+        chosen = rows_by_the_book([lengths[i] for i in pool], 400, strategy)
         assert next(stream)[0].indices == tuple(pool[i] for i in chosen)
 
 
@@ -106,7 +109,7 @@ def test_prefer_closest_picks_what_grows_the_rectangle_least():
     [
         # The pool is 4 9 5 4 2 8 1, the cap 18. The oldest (4) begins.
         ("prefer_closest", [(0, 3, 4, 6), (1, 5), (2,)]),
-        ("prefer_first", [(0, 1), (2, 3, 4), (5, 6)]),
+        ("prefer_first", [(0, 3, 4, 6), (1, 2), (5,)]),
         ("packed", [(0, 1, 2), (3, 4, 5, 6)]),
     ],
 )

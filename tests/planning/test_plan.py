@@ -214,15 +214,46 @@ def test_shared_shapes_of_packs():
     assert np.all(tokens == tokens[0])
 
 
-def test_prefer_closest_and_prefer_first():
-    """Oldest opens; closest: smallest max * rows, ties to the closest length; first: the oldest that fits."""
-    lengths = [4, 9, 3, 8, 4, 1]
-    closest = PlanConstraints(dp_size=1, mode="dynamic", algorithm="prefer_closest", max_tokens=18)
-    bins = [mb.samples.tolist() for mb in plan_step(lengths, closest).micro_batches[0]]
-    assert sorted(map(sorted, bins)) == [[0, 2, 4, 5], [1, 3]]
-    first = PlanConstraints(dp_size=1, mode="dynamic", algorithm="prefer_first", max_tokens=18)
-    bins = [mb.samples.tolist() for mb in plan_step(lengths, first).micro_batches[0]]
-    assert sorted(map(sorted, bins)) == [[0, 1], [2, 3], [4, 5]]
+@pytest.mark.parametrize(
+    "algorithm, expected",
+    [("prefer_closest", [[0, 3, 4, 6], [1, 5], [2]]), ("prefer_first", [[0, 3, 4, 6], [1, 2], [5]])],
+)
+def test_prefer_closest_and_prefer_first(algorithm, expected):
+    """The oldest opens, what keeps max * rows smallest joins; closest: of equals the nearest in length."""
+    constraints = PlanConstraints(dp_size=1, mode="dynamic", algorithm=algorithm, max_tokens=18)
+    bins = [mb.samples.tolist() for mb in plan_step([4, 9, 5, 4, 2, 8, 1], constraints).micro_batches[0]]
+    assert sorted(map(sorted, bins)) == expected
+
+
+@pytest.mark.parametrize("algorithm", ["prefer_closest", "prefer_first"])
+def test_rectangles_of_the_oldest_by_the_book(algorithm):
+    """Against the rule spelled out, with units of several rows among them."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(1, 60, 40)
+        groups = np.repeat(np.arange(40), rng.integers(1, 4, 40))[:40] if seed % 2 else np.arange(40)
+        constraints = PlanConstraints(dp_size=1, mode="dynamic", algorithm=algorithm, max_tokens=240)
+        found = [mb.samples.tolist() for mb in plan_step(lengths, constraints, group_ids=groups).micro_batches[0]]
+        units = [np.flatnonzero(groups == group).tolist() for group in dict.fromkeys(groups.tolist())]
+        expected = []
+        while units:
+            members = units.pop(0)
+            while True:
+                longest = lengths[members].max()
+
+                def size(unit, members=members, longest=longest, lengths=lengths):
+                    return max(longest, lengths[unit].max()) * (len(members) + len(unit))
+
+                legal = [unit for unit in units if size(unit) <= 240]
+                if not legal:
+                    break
+                equals = [unit for unit in legal if size(unit) == min(map(size, legal))]
+                if algorithm == "prefer_closest":
+                    equals.sort(key=lambda unit, longest=longest: abs(lengths[unit].max() - longest))
+                units.remove(equals[0])
+                members = members + equals[0]
+            expected.append(sorted(members))
+        assert sorted(map(sorted, found)) == sorted(expected), seed
 
 
 def test_objectives_do_what_they_say():

@@ -13,15 +13,27 @@ from roll_batching.planning.load_balance.column_search import lower_columns
 from roll_batching.planning.load_balance.pools import Packing, Pool
 from roll_batching.planning.load_balance.rank_search import level_totals
 from roll_batching.planning.load_balance.search_state import SearchState, begin_search, pack_costs
+from roll_batching.planning.load_balance.settling import settle_totals
 from roll_batching.planning.placement import home_columns, lockstep_columns
 from roll_batching.planning.problem import PlanProblem
 
-ITERATIONS_PER_UNIT = 300
-MOST_ITERATIONS = 300_000
-"""Steps of one search."""
+ITERATIONS_PER_UNIT, ITERATIONS = 300, 300_000
+"""Steps of one search: so many per unit, up to this;"""
+FEW_UNITS = 256
+"""for fewer units in proportion to their number less;"""
+MORE_PER_UNIT, MOST_ITERATIONS = 75, 600_000
+"""for very many units so many per unit, up to this."""
 CEILING_MARGIN = 4_000
 """Levelling totals may raise the costliest pack of an index by this part."""
 UNBOUNDED = 1 << 62
+
+
+@dataclass(frozen=True)
+class _Start:
+    packing: Packing
+    lockstep: int
+    above: int
+    """What ranks have above their mean, in sum."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +72,31 @@ class Balancing:
 
         Best is the least lockstep cost plus what ranks have above their mean, weighted.
         """
+        starts = self._starts_for_totals if rank_weight else self._starts_for_columns
+        return min(starts, key=lambda start: column_weight * start.lockstep + rank_weight * start.above).packing
 
-        def energy(packing: Packing) -> int:
-            costs = self.load(packing)[packing.table]
-            above = int(np.maximum(costs.sum(axis=1) - self.mean_total, 0).sum())
-            return column_weight * int(costs.max(axis=0).sum()) + rank_weight * above
+    @cached_property
+    def _starts_for_totals(self) -> list[_Start]:
+        return self._starts(level_totals=True)
 
-        starts = [self.alike()]
+    @cached_property
+    def _starts_for_columns(self) -> list[_Start]:
+        return self._starts(level_totals=False)
+
+    def _starts(self, *, level_totals: bool) -> list[_Start]:
+        packings = [self.alike()]
         if all(pool.first_fit_count <= self.count for pool in self.pools):
-            starts.append(self._arranged([pool.first_fit for pool in self.pools]))
+            packings.append(self._arranged([pool.first_fit for pool in self.pools]))
         if not self.problem.at_home:
-            beside = self.pools[0].place_beside_giants(self.count, level_totals=rank_weight > 0)
+            beside = self.pools[0].place_beside_giants(self.count, level_totals=level_totals)
             if beside is not None:
-                starts += [beside, self._arranged([beside.place])]
-        return min(starts, key=energy)
+                packings += [beside, self._arranged([beside.place])]
+        starts = []
+        for packing in packings:
+            costs = self.load(packing)[packing.table]
+            above = np.maximum(costs.sum(axis=1) - self.mean_total, 0)
+            starts.append(_Start(packing, int(costs.max(axis=0).sum()), int(above.sum())))
+        return starts
 
     def alike(self) -> Packing:
         """Packs as alike as a placement by cost makes them."""
@@ -114,7 +137,9 @@ class Balancing:
 
     def _level(self, search: SearchState, ceilings: Ints, floor: int, share: int) -> None:
         constraints = self.problem.constraints
-        level_totals(search, ceilings, constraints.usable_tokens, floor, self._iterations(share), constraints.seed)
+        cap = constraints.usable_tokens
+        level_totals(search, ceilings, cap, floor, self._iterations(share), constraints.seed)
+        settle_totals(search, ceilings, cap, floor)
 
     def lower(self, search: SearchState, bound: int = UNBOUNDED, share: int = 1) -> None:
         """The least lockstep cost found with rank totals of at most `bound`, or no higher than they are."""
@@ -123,4 +148,6 @@ class Balancing:
         lower_columns(search, bound, cap, floor, self._iterations(share), constraints.seed)
 
     def _iterations(self, share: int) -> int:
-        return min(MOST_ITERATIONS, ITERATIONS_PER_UNIT * len(self.problem.units)) // share
+        units = len(self.problem.units)
+        usual = min(ITERATIONS_PER_UNIT * units * min(units, FEW_UNITS) // FEW_UNITS, ITERATIONS)
+        return max(usual, min(MORE_PER_UNIT * units, MOST_ITERATIONS)) // share

@@ -19,7 +19,8 @@ from roll_batching.planning.load_balance.search_state import (
 )
 
 THRESHOLD_DIVISOR = 64
-"""The first accepted loss is this part of what the lockstep cost is above the floor."""
+THRESHOLD_PER_INDEX = 8
+"""The first accepted loss is the part 1 / (64 + 8 K) of what the lockstep cost is above the floor."""
 STRETCH = 64
 """Steps with one threshold,"""
 PACK_STEPS = 4
@@ -58,12 +59,13 @@ def _lower_columns(
     for index in range(count):
         current += _order_column(search.table, search.load, top, second, index)
     best = kept = current
+    divisor = THRESHOLD_DIVISOR + THRESHOLD_PER_INDEX * count
     state = seed_state(seed)
     unkept = 0
     for done in range(0, iterations, STRETCH):
         if current <= floor:
             break
-        accepted = falling_threshold(best - floor, THRESHOLD_DIVISOR, done, iterations)
+        accepted = falling_threshold(best - floor, divisor, done, iterations)
         state, longer = _exchange_units(search, top, second, bound, cap, accepted, state)
         current += longer
         best = min(best, current)
@@ -123,8 +125,9 @@ def _exchange_units(
         exchange(pack_of, size, cost, members, seat, load, tokens, unit, other)
         totals[rank] -= change
         totals[other_rank] += change
-        _order_column(table, load, top, second, index)
-        if index != other_index:
+        if _changes_order(load, top, second, index, pack, load[pack] + change):
+            _order_column(table, load, top, second, index)
+        if _changes_order(load, top, second, other_index, other_pack, load[other_pack] - change):
             _order_column(table, load, top, second, other_index)
         grown += longer
     return state, grown
@@ -166,6 +169,14 @@ def _order_column(table: Ints, load: Ints, top: Ints, second: Ints, index: int) 
             next_most = cost
     second[index] = next_most
     return most
+
+
+@compiled
+def _changes_order(load: Ints, top: Ints, second: Ints, index: int, pack: int, before: int) -> bool:
+    """Whether the costliest or the next may be others at `index`, after `pack` has cost `before`."""
+    if pack == top[index]:
+        return bool(load[pack] < second[index])
+    return bool(before == second[index] or load[pack] > second[index])
 
 
 @compiled

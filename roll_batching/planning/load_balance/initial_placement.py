@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from roll_batching.planning.arrays import Ints
+from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.compiled import compiled, next_random, seed_state
 
 
@@ -26,14 +26,13 @@ def reserved_costs(
     total = int(costs.sum())
     mean = total // ranks
     full = min(total, total * cap // max(int(slots.sum()), 1))
-    low, high = 0, full
-    while low < high:  # the least level at which a rank's packs together reach the mean
-        level = (low + high) // 2
-        if int(np.minimum(np.maximum(units[:, 0], level), full).sum()) < mean:
-            low = level + 1
-        else:
-            high = level
-    column = np.minimum(np.maximum(units[:, 0], low), full)
+    # The least level at which a rank's packs together reach the mean: the giants of `above` columns stand out of it.
+    giants = np.minimum(units[:, 0], full)
+    taken = offsets_of(giants)[:-1]
+    above = int(np.count_nonzero(taken + giants * np.arange(count, 0, -1) >= mean))
+    level = -(-(mean - int(giants[:above].sum())) // (count - above)) if above < count else 0
+    level = min(max(level, 0), full)
+    column = np.minimum(np.maximum(units[:, 0], level), full)
     target = np.repeat(column[:, None], ranks, axis=1)
     if level_totals:
         surplus = np.maximum(units - target, 0).sum(axis=0) + max(int(column.sum()) - mean, 0)

@@ -13,40 +13,45 @@ from roll_batching.planning.packers.items import Items, group_by_bin
 
 
 def first(items: Items) -> list[list[int]]:
-    """The oldest item opens a rectangle; then, again and again, the oldest that fits joins it."""
-    bins = _oldest_that_fit(items.longest, items.rows, items.capacity)
+    """The oldest item opens a rectangle; then joins, again and again, the one that keeps it smallest.
+
+    That is the item with the smallest `max(longest, L) * rows` below the cap; of equals the oldest (cosmos-rl's
+    rule, `LoadBalancedDataset` in its code; its documentation calls it first in, first out).
+    """
+    bins = _smallest_then_oldest(items.longest, items.rows, items.capacity)
     return group_by_bin(bins, np.arange(len(bins)))
 
 
 @compiled
-def _oldest_that_fit(longest: Ints, rows: Ints, capacity: int) -> Ints:
+def _smallest_then_oldest(longest: Ints, rows: Ints, capacity: int) -> Ints:
     """The rectangle of every item, numbered as they open."""
     count = len(longest)
     bins = np.full(count, -1, dtype=np.int64)
     after = np.arange(1, count + 1)  # the next item that is not placed, as far as known
+    lowest = count and rows.min()
     opened = 0
     for opener in range(count):
         if bins[opener] >= 0:
             continue
-        bins[opener] = opened
-        widest = longest[opener]
-        height = rows[opener]
-        before = opener
-        item = after[opener]
-        while item < count and (height + 1) * widest <= capacity:
-            if bins[item] >= 0:
-                after[before] = after[item]
-            else:
-                grown = height + rows[item]
-                wider = max(widest, longest[item])
-                if grown * wider <= capacity:
-                    bins[item] = opened
-                    height = grown
-                    widest = wider
+        widest, height = longest[opener], rows[opener]
+        chosen = opener
+        while chosen >= 0:
+            bins[chosen] = opened
+            widest, height = max(widest, longest[chosen]), height + (rows[chosen] if chosen != opener else 0)
+            chosen = -1
+            smallest = capacity + 1
+            before = opener
+            item = after[opener]
+            # Nothing is smaller than the lowest item inside the present width: the oldest such one ends the search.
+            while item < count and smallest > (height + lowest) * widest:
+                if bins[item] >= 0:
                     after[before] = after[item]
                 else:
+                    size = (height + rows[item]) * max(widest, longest[item])
+                    if size < smallest:
+                        smallest, chosen = size, item
                     before = item
-            item = after[item]
+                item = after[item]
         opened += 1
     return bins
 
