@@ -215,10 +215,16 @@ def _pack_chunk(lengths: NDArray[np.int64], shards: int, args: Mapping[str, Any]
     )
     bins = packer.pack(aligned.tolist())
     bins += [[] for _ in range(-len(bins) % shards)]
+    order = args.get("microbatch_order", "packer")
+    if order not in ("packer", "largest_first"):
+        raise PlanError(f"microbatch_order={order!r} is unknown; choose packer or largest_first")
     constraints = PlanConstraints(
         dp_size=shards, max_tokens=cap, algorithm=packer.algorithm.value, sequence_multiple=multiple
     )
-    return Plan.from_bins([bins[rank::shards] for rank in range(shards)], lengths, constraints)
+    ranks = [bins[rank::shards] for rank in range(shards)]
+    if order == "largest_first":
+        ranks = [sorted(dealt, key=lambda members: -int(aligned[members].sum()) if members else 0) for dealt in ranks]
+    return Plan.from_bins(ranks, lengths, constraints)
 
 
 def _batch_chunk(lengths: NDArray[np.int64], shards: int, args: Mapping[str, Any]) -> Plan:

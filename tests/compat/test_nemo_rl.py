@@ -64,6 +64,23 @@ def test_packing_shards_every_chunk_round_robin_and_undoes_the_order(batch):
         assert counts[0] == counts[1]
 
 
+def test_microbatch_order_is_that_of_the_packer_or_largest_first(batch):
+    """Ranks keep their bins; only the order in time changes (NeMo-RL's `BatchedDataDict.shard_by_batch_size`)."""
+    args = {"algorithm": "concatenative", "max_tokens_per_microbatch": 16, "sequence_length_pad_multiple": 4}
+
+    def tokens(**more):
+        shards, _ = nemo_rl.shard_by_batch_size(batch, 2, sequence_packing_args={**args, **more})
+        plan = shards[0].plans[0]
+        return plan.tokens.reshape(2, -1).tolist()
+
+    assert tokens() == tokens(microbatch_order="packer")
+    largest = tokens(microbatch_order="largest_first")
+    assert largest != tokens()
+    assert largest == [sorted(rank, reverse=True) for rank in tokens()]
+    with pytest.raises(PlanError, match="microbatch_order='smallest'"):
+        tokens(microbatch_order="smallest")
+
+
 def test_dynamic_shapes_truncate_to_the_micro_batch(batch):
     args = {**SECTION, "max_tokens_per_microbatch": 20, "sequence_length_round": 2}
     shards, _ = nemo_rl.shard_by_batch_size(batch, 2, dynamic_batching_args=args)

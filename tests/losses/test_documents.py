@@ -42,12 +42,10 @@ def batch() -> Any:
     return data.with_fields(extra, dict.fromkeys(extra, "token"))
 
 
-def nemo_style(next_token_logits: Any, data: Any, global_valid_seqs: Any, global_valid_toks: Any, **_: Any) -> Any:
+def nemo_style(next_token_logprobs: Any, data: Any, global_valid_seqs: Any, global_valid_toks: Any) -> Any:
     """A policy-gradient loss as NeMo-RL's are written: one padded row, token order, global counts."""
-    log_p = next_token_logits[:, :-1].float().log_softmax(-1)
-    log_probs = log_p.gather(-1, data["input_ids"][:, 1:, None])[..., 0]
     mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-    ratio = (log_probs - data["old_log_probs"][:, 1:]).exp()
+    ratio = (next_token_logprobs - data["old_log_probs"][:, 1:]).exp()
     return (-ratio * mask).sum() / global_valid_toks, {"tokens": mask.sum().item()}
 
 
@@ -101,8 +99,6 @@ def against_formulas(_: None) -> dict[str, tuple[float, float]]:
 def values(megatron: dict[str, Any]) -> dict[str, tuple[float, float]]:
     strategy, found = make_strategy(megatron=megatron), {}
     for name, loss in losses().items():
-        if name == "NeMoLoss" and strategy.layout.tp_size > 1:
-            continue  # NeMo-RL's own losses join vocabulary shards; the small one here does not
         result = step(strategy, batch(), loss)[0]
         found[name] = (result.loss, result.metrics.get("tokens", 0.0))
     return found
