@@ -13,7 +13,6 @@ from roll_batching.errors import ConfigError, DataError, PlanError
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.batching_spec import Oversize
-from roll_batching.planning.compiled import announced
 from roll_batching.planning.lengths_io import MOST_TOKENS, read_length_file
 from roll_batching.planning.registry import ALGORITHMS
 
@@ -41,6 +40,13 @@ ROWS = (
         "lockstep_imbalance",
         "{:.2%}",
         "the same where ranks meet at every micro-batch, as under expert parallelism",
+    ),
+    ("what is waited for", "objective", "{}", "rank_total: once per step; lockstep: at every micro-batch; pipeline"),
+    (
+        "above its lower bound",
+        "gap",
+        "{:.3%}",
+        "by how much a better plan with as many micro-batches could at most gain",
     ),
     ("fillers", "fillers", "{:,}", "micro-batches without a sequence, where these do not suffice for all ranks"),
     ("truncated", "truncated", "{:,}", "sequences above the cap that were cut (--oversize truncate)"),
@@ -106,8 +112,7 @@ def plan(
             sequence_parallel=sequence_parallel,
             oversize=cast(Oversize, oversize),
         )
-        with announced(_say_compiling):
-            made, reports = _plans(sizes, packed, mode, algorithm, compare)
+        made, reports = _plans(sizes, packed, mode, algorithm, compare)
     except (DataError, PlanError) as error:
         raise ConfigError(str(error)) from error
     if plot is not None:
@@ -135,10 +140,6 @@ def plan(
     _print_table({name: reports[name] for name in ("padded", "dynamic", "packed") if name in reports}, made)
     if plot is not None:
         typer.echo(f"picture: {plot}")
-
-
-def _say_compiling() -> None:
-    typer.echo("compiling the planner, once (seconds to a minute; later plans do without)", err=True)
 
 
 def _plans(

@@ -54,6 +54,7 @@ def _assemble_samples(
         tokens=tokens,
         rows=rows,
         costs=sums_of(problem.costs[samples], offsets),
+        sample_costs=problem.costs,
         dropped=problem.dropped,
     )
     units, home = problem.units, None

@@ -3,12 +3,22 @@
 Kernels are plain Python functions over int64 arrays and scalars. With `NUMBA_DISABLE_JIT=1` in the
 environment (numba's own switch) the same functions run interpreted and give the same plans, slower:
 integers stay below 2^62 and random numbers come from a multiplicative generator that needs no overflow.
+
+What is compiled is kept: beside the source, or where numba keeps it for a user (`NUMBA_CACHE_DIR` names another
+place), or, where neither can be written, in this user's folder among the temporary files. Of the processes of one
+machine one compiles and the others wait and load.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -16,35 +26,81 @@ from numba.core import event
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+logger = logging.getLogger(__name__)
+_numba: Any = numba.config
+
 
 def compiled(function: F) -> F:
-    """`function` compiled on first use and cached on disk."""
-    return cast(F, numba.njit(cache=True, nogil=True)(function))
+    """`function` compiled on first use and kept on disk."""
+    try:
+        return cast(F, numba.njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # numba finds no place that it may write
+        folder = _own_folder()
+        if folder is None:
+            return cast(F, numba.njit(nogil=True)(function))
+        _numba.CACHE_DIR = str(folder / "numba")
+        return cast(F, numba.njit(cache=True, nogil=True)(function))
 
 
-def inlined(function: F) -> F:
-    """`function` compiled into its callers: for what every step of a search calls with many arrays."""
-    return cast(F, numba.njit(inline="always")(function))
+_here: set[str] = set()
+"""Kinds of plans whose code this process has compiled or loaded."""
+
+
+@contextmanager
+def compiled_once(kind: str) -> Iterator[None]:
+    """Where the first plan of a `kind` is made: of all processes of this user on this machine one compiles for it.
+
+    Says that it compiles, once per process, as a warning of this module's logger.
+    """
+    if kind in _here:
+        yield
+        return
+    folder = _own_folder()
+    with event.install_listener("numba:compile", _FirstCompilation()):
+        if folder is None:
+            yield
+        else:
+            done = folder / f"{_stamp(kind)}.compiled"
+            if done.exists():
+                yield
+            else:
+                with open(folder / "compiling.lock", "w") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    yield
+                    done.touch()
+    _here.add(kind)
 
 
 class _FirstCompilation(event.Listener):
-    def __init__(self, announce: Callable[[], None]) -> None:
-        self.announce: Callable[[], None] | None = announce
+    said = False
 
     def on_start(self, event: Any) -> None:
-        announce, self.announce = self.announce, None
-        if announce is not None:
-            announce()
+        if not _FirstCompilation.said:
+            _FirstCompilation.said = True
+            logger.warning("compiling the planner, once on this machine (about ten seconds; later plans do without)")
 
     def on_end(self, event: Any) -> None:
         pass
 
 
-@contextmanager
-def announced(announce: Callable[[], None]) -> Iterator[None]:
-    """Calls `announce` once if anything is compiled inside the block, before it is; loading from disk is none."""
-    with event.install_listener("numba:compile", _FirstCompilation(announce)):
-        yield
+def _own_folder() -> Path | None:
+    """This user's folder among the temporary files; None where there is none that nobody else may write."""
+    folder = Path(tempfile.gettempdir()) / f"roll-batching-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return None
+    private = status.st_uid == os.getuid() and not status.st_mode & 0o077 and os.access(folder, os.W_OK)
+    return folder if private and folder.is_dir() and not folder.is_symlink() else None
+
+
+def _stamp(kind: str) -> str:
+    """A name for `kind` with this code, numba and place to keep what is compiled."""
+    here = Path(__file__).parent
+    sources = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(here.rglob("*.py"))]
+    text = repr((kind, sources, numba.__version__, _numba.CACHE_DIR, _numba.CPU_NAME))
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 @compiled

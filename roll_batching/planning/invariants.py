@@ -42,7 +42,7 @@ def _check_shapes(plan: PlanArrays) -> None:
         and plan.offsets[0] == 0
         and plan.offsets[-1] == len(plan.samples) == len(plan.slots)
         and bool(np.all(np.diff(plan.offsets) >= 0))
-        and len(plan.ids) == len(plan.used) == len(plan.lengths)
+        and len(plan.ids) == len(plan.used) == len(plan.sample_costs) == len(plan.lengths)
         and (plan.location is None or len(plan.location) == len(plan.lengths))
     )
     if not consistent:

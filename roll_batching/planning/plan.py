@@ -27,7 +27,7 @@ from roll_batching.planning.plan_arrays import ARRAYS, DroppedSample, PlanArrays
 from roll_batching.planning.problem import pose_problem
 from roll_batching.planning.report import PlanReport, make_report
 
-FORMAT = 1
+FORMAT = 2
 """Version of `Plan.to_dict`."""
 
 

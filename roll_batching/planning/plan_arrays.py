@@ -52,6 +52,8 @@ class PlanArrays:
     """int64[dp*K]: rows of each micro-batch (1 for packs and fillers)."""
     costs: Ints
     """int64[dp*K]: the cost of each micro-batch's samples, scaled, without the fixed part."""
+    sample_costs: Ints
+    """int64[n]: the cost of each sample, scaled as `costs`."""
     dropped: tuple[DroppedSample, ...] = ()
 
     def __post_init__(self) -> None:
@@ -67,5 +69,5 @@ class PlanArrays:
         return empty
 
 
-ARRAYS = ("lengths", "ids", "used", "samples", "slots", "offsets", "tokens", "rows", "costs")
+ARRAYS = ("lengths", "ids", "used", "samples", "slots", "offsets", "tokens", "rows", "costs", "sample_costs")
 """Its arrays but `location`, which may be None."""

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from roll_batching.planning.assemble import assemble
 from roll_batching.planning.batching_spec import load_algorithm
+from roll_batching.planning.compiled import compiled_once
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import DEFAULT_COST
 from roll_batching.planning.forming import PositionPool, pools_of_units
@@ -66,8 +67,18 @@ def plan_step(
     )
     algorithm = algorithm_of(constraints.mode, constraints.algorithm)
     form = load_algorithm(constraints)
-    placement = form(problem) if algorithm.forms == "placement" else _place(problem, algorithm, form)
+    with compiled_once(_kind(problem)):
+        placement = form(problem) if algorithm.forms == "placement" else _place(problem, algorithm, form)
     return Plan.of(assemble(problem, placement))
+
+
+def _kind(problem: PlanProblem) -> str:
+    """Plans of one kind run the same compiled code."""
+    constraints = problem.constraints
+    width = constraints.lockstep_ranks
+    blocks = "all" if width == constraints.dp_size else "one" if width == 1 else "some"
+    home = "home" if problem.at_home else "anywhere"
+    return f"{constraints.mode} {constraints.algorithm} {constraints.pp_size > 1} {blocks} {home}"
 
 
 def _place(problem: PlanProblem, algorithm: Algorithm, form: Any) -> Placement:

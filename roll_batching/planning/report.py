@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from roll_batching.planning.bounds import lockstep_bound, rank_total_bound
+from roll_batching.planning.pipeline.ordering import slowest_makespan
 from roll_batching.planning.plan_arrays import PlanArrays
 
 
@@ -30,6 +32,14 @@ class PlanReport:
     """Largest rank cost / mean - 1."""
     lockstep_imbalance: float
     """Sum over k of the largest cost at k / mean rank cost - 1."""
+    objective: str
+    """What ranks wait for: "rank_total", the costliest rank, once per step; "lockstep", the costliest rank of a block
+    of ranks at every k; "pipeline", the makespan of the slowest block (communication and fixed costs left out)."""
+    lower_bound: float
+    """No plan of these samples with this K has an objective below (1 + this) x the mean rank cost. It knows costs, cap
+    and K; groups, homes and a pipeline's filling and draining it does not."""
+    gap: float
+    """The objective / its lower bound - 1."""
     num_micro_batches: int
     """K, the same on every rank."""
     fillers: int
@@ -54,6 +64,7 @@ def make_report(plan: PlanArrays) -> PlanReport:
     costs = plan.costs.reshape(constraints.dp_size, plan.num_micro_batches)
     total = int(costs.sum())
     mean = total / constraints.dp_size if total else 1.0
+    objective, found, bound = _objective(plan) if total else ("rank_total", 1, 1)
     return PlanReport(
         samples=len(plan.samples),
         real_tokens=real,
@@ -64,8 +75,29 @@ def make_report(plan: PlanArrays) -> PlanReport:
         fill=int(plan.tokens[~plan.fillers].sum()) / capacity if capacity else 1.0,
         imbalance=int(costs.sum(axis=1).max()) / mean - 1 if total else 0.0,
         lockstep_imbalance=int(costs.max(axis=0).sum()) / mean - 1 if total else 0.0,
+        objective=objective,
+        lower_bound=bound / mean - 1,
+        gap=found / bound - 1,
         num_micro_batches=plan.num_micro_batches,
         fillers=int(plan.fillers.sum()),
         truncated=int((plan.used[plan.samples] < plan.lengths[plan.samples]).sum()),
         dropped=len(plan.dropped),
     )
+
+
+def _objective(plan: PlanArrays) -> tuple[str, int, int]:
+    """What the layout waits for, its value and a lower bound, both in cost (of a pipeline, forward's third)."""
+    constraints, count = plan.constraints, plan.num_micro_batches
+    ranks, width = constraints.dp_size, constraints.lockstep_ranks
+    units, slots = plan.sample_costs[plan.samples], plan.slots
+    limited = constraints.mode == "packed" and int(slots.max()) <= constraints.usable_tokens
+    bound = rank_total_bound(units, slots, ranks, count * constraints.usable_tokens if limited else None)
+    if width == ranks:
+        bound = max(bound, lockstep_bound(units, ranks, count))
+    tops = plan.costs.reshape(ranks // width, width, count).max(axis=1)
+    if constraints.pp_size > 1:
+        makespan = slowest_makespan(
+            tops, stages=constraints.pp_size, chunks=constraints.vpp_size, group_size=plan.group_size
+        )
+        return "pipeline", makespan // 3, bound
+    return "rank_total" if width == 1 else "lockstep", int(tops.sum(axis=1).max()), bound

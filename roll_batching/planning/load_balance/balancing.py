@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from roll_batching.planning.arrays import Ints
-from roll_batching.planning.load_balance.bounds import lockstep_bound, rank_total_bound
+from roll_batching.planning.bounds import lockstep_bound, rank_total_bound
 from roll_batching.planning.load_balance.column_search import lower_columns
 from roll_batching.planning.load_balance.pools import Packing, Pool
 from roll_batching.planning.load_balance.rank_search import level_totals
@@ -56,12 +56,19 @@ class Balancing:
     @cached_property
     def rank_bound(self) -> int:
         """No plan's largest rank total is below."""
-        return rank_total_bound(self.problem, self.count)
+        units, constraints = self.problem.units, self.problem.constraints
+        if self.problem.at_home:
+            return int(np.bincount(units.home, weights=units.costs).max())
+        room = None if units.alone.any() else self.count * constraints.usable_tokens
+        return rank_total_bound(units.costs, units.slots, constraints.dp_size, room)
 
     @cached_property
     def lockstep_bound(self) -> int:
         """No plan's lockstep cost is below."""
-        return lockstep_bound(self.problem, self.count, self.rank_bound)
+        if self.problem.at_home:
+            return self.rank_bound
+        dp_size = self.problem.constraints.dp_size
+        return max(self.rank_bound, lockstep_bound(self.problem.units.costs, dp_size, self.count))
 
     def load(self, packing: Packing) -> Ints:
         """Cost of every pack."""
