@@ -28,6 +28,10 @@ CEILING_MARGIN = 4_000
 UNBOUNDED = 1 << 62
 
 
+SETTLING_MARGIN = 64
+"""The one or two exchanges that settle the last part in a million may do so by this part."""
+
+
 @dataclass(frozen=True)
 class _Start:
     packing: Packing
@@ -146,7 +150,7 @@ class Balancing:
         constraints = self.problem.constraints
         cap = constraints.usable_tokens
         level_totals(search, ceilings, cap, floor, self._iterations(share), constraints.seed)
-        settle_totals(search, ceilings, cap, floor)
+        settle_totals(search, ceilings + ceilings // SETTLING_MARGIN, cap, floor)
 
     def lower(self, search: SearchState, bound: int = UNBOUNDED, share: int = 1) -> None:
         """The least lockstep cost found with rank totals of at most `bound`, or no higher than they are."""
