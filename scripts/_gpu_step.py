@@ -57,8 +57,7 @@ class HostReads:
         stack = [f for f in traceback.extract_stack() if "warnings" not in f.filename and __file__ != f.filename]
         named = [f for f in stack if any(x in f.filename for x in ("roll_batching/", "megatron/"))]
         last = (named or stack)[-1]
-        where = last.filename.split("roll_batching/roll_batching/")[-1].split("site-packages/")[-1]
-        where = "/".join(Path(where).parts[-4:])
+        where = last.filename.split("site-packages/")[-1].removeprefix(f"{ROOT}/")
         self.places[f"{where}:{last.lineno} {last.line}"] += 1
 
 

@@ -89,7 +89,7 @@ def section(name: str, what: str, record: dict[str, Any]) -> list[str]:
 def page(folder: Path) -> str:
     """The whole page."""
     lines = [HEAD.rstrip()]
-    files = sorted(folder.glob("*.json"))
+    files = sorted(folder.glob("*.json"), key=lambda path: path.stem)
     reports = {path.stem: json.loads(path.read_text())["checks"] for path in files}
     rows = [
         [check.what, *(verdict(r[check.name]) if check.name in r else "not yet run" for r in reports.values())]
