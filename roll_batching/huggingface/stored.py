@@ -1,23 +1,25 @@
 """The safetensors files of a model directory: which tensors they hold, and slices of them.
 
-Only what is asked for is read, and files are mapped for as long as a few hundred megabytes take: a rank's memory holds
-its own shard and little more.
+Only what is asked for is read, in parts, and a file is mapped anew after some of them: a rank's memory holds its own
+shard and little more.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import CheckpointError
 from roll_batching.huggingface.directory import INDEX, SINGLE, read_json
 
-_MAPPED = 128 * 2**20
-"""Bytes after whose reading a file is opened anew: pages that were read count as this process's memory until then."""
+_AT_ONCE, _MAPPED = 64 * 2**20, 256 * 2**20
+"""Bytes, as if of fp64, that are read together, and after which a file is opened anew: the pages that were read count
+as this process's memory until then."""
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from `config.json`."""
 
@@ -63,16 +65,22 @@ class StoredTensors:
             problems += [f"{name} is {list(there)}, not {list(here)}" for name in ranges(names)]
         return problems
 
-    def read(self, name: str, rows: slice, columns: slice | None = None) -> Any:
-        """Rows (and columns) of a tensor, on the host; to be copied, not kept."""
-        file = self.files[name]
-        if file != self._file or self._touched > _MAPPED:
-            self.close()
-            self._opened, self._file = _opened(file).__enter__(), file
-        part = self._opened.get_slice(name)
-        found = part[rows] if columns is None else part[rows, columns]
-        self._touched += found.nbytes
-        return found
+    def read(self, name: str, rows: slice, columns: slice | None = None) -> Iterator[tuple[slice, Any]]:
+        """Rows (and columns) of a tensor, some rows at a time: where they lie among those asked for, and their values.
+
+        The values are on the host, and to be copied, not kept.
+        """
+        size = math.prod(self.shapes[name][1:]) * 8  # bytes of a row at most
+        step = max(_AT_ONCE // size, 1)
+        for start in range(rows.start, rows.stop, step):
+            file, some = self.files[name], slice(start, min(start + step, rows.stop))
+            if file != self._file or self._touched > _MAPPED:
+                self.close()
+                self._opened, self._file = _opened(file).__enter__(), file
+            part = self._opened.get_slice(name)
+            self._touched += (some.stop - some.start) * size
+            at = slice(some.start - rows.start, some.stop - rows.start)
+            yield at, part[some] if columns is None else part[some, columns]
 
     def close(self) -> None:
         """Lets go of the file that was read last."""

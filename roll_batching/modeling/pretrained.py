@@ -142,13 +142,19 @@ def load_pretrained(chunks: Sequence[Any], architecture: ArchitectureConfig, nam
 def _fill(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundant: Sequence[str]) -> None:
     parameter, end = placed.parameter, 0
     for piece in pieces(placed.rule, sizes, placed.rank, placed.ranks):
-        values = stored.read(piece.name, piece.rows, piece.columns)
-        parameter[piece.at].copy_(values)
+        target = parameter[piece.at]
+        for at, values in stored.read(piece.name, piece.rows, piece.columns):
+            target[at].copy_(values)
         end = piece.at.stop
         for head in redundant if piece.name == EMBEDDING.theirs[0][0] else ():
-            if head in stored.shapes and not torch.equal(stored.read(head, piece.rows), values):
+            if head in stored.shapes and not _equal(target, stored, head, piece.rows):
                 raise CheckpointError(
                     f"{stored.path} has {head} beside {piece.name}, with other values, and its {CONFIG} says that they "
                     "are one (tie_word_embeddings): take it out of the files, or set tie_word_embeddings to false"
                 )
     parameter[end:].zero_()  # rows of a rounded-up vocabulary, which stand for no token
+
+
+def _equal(target: torch.Tensor, stored: StoredTensors, name: str, rows: slice) -> bool:
+    """Whether rows of a tensor are what lies in `target`."""
+    return all(torch.equal(values.to(target), target[at]) for at, values in stored.read(name, rows))
