@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from roll_batching.config.fields import Settings, honoured
 from roll_batching.config.roll_keys import RollArchitecture, RollModelArgs
+from roll_batching.huggingface.config_json import Translation
 from roll_batching.huggingface.directory import described
 
 
@@ -118,7 +119,7 @@ class ModelArgs(RollModelArgs):
     def _from_directory(cls, data: Any) -> Any:
         # What the directory says, below what is written beside it; that both agree is a rule (`rules`).
         name = data.get("model_name_or_path") if isinstance(data, dict) else None
-        found = described(name) if isinstance(name, str) else None
+        found = described_model(name) if isinstance(name, str) else None
         if found is None or found.problems:
             return data
         return {**data, "architecture": _over(found.architecture, data.get("architecture"))}
@@ -141,3 +142,16 @@ def _over(below: Any, given: Any) -> Any:
     if isinstance(below, Mapping) and isinstance(given, Mapping):
         return {**below, **{key: _over(below.get(key), value) for key, value in given.items()}}
     return given
+
+
+def described_model(name: str) -> Translation | None:
+    """What `config.json` of the model `name` comes to, values of a wrong kind among its problems; None: not there."""
+    found = described(name)
+    if found is not None and not found.problems:
+        try:
+            ArchitectureConfig.model_validate(found.architecture)
+        except ValidationError as error:
+            for one in error.errors():
+                key = ".".join(str(part) for part in one["loc"] if isinstance(part, str))
+                found.problems.append(f"{key}: {one['input']!r} is not possible ({one['msg']})")
+    return found

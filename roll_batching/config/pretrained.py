@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from roll_batching.config.diagnostics import KeyPath, Problem
 from roll_batching.config.fields import Settings
 from roll_batching.config.job_keys import JobKeys
-from roll_batching.config.model import ArchitectureConfig
+from roll_batching.config.model import ArchitectureConfig, described_model
 from roll_batching.errors import ConfigError
-from roll_batching.huggingface.directory import described, directory_of
+from roll_batching.huggingface.directory import directory_of
 
 TRAINED_WITH = ("hidden_dropout", "init_std", "aux_loss_coeff", "z_loss_coeff")
 """Settings of an architecture that say how it is trained: free beside a model directory."""
@@ -20,7 +20,7 @@ def model_problems(job: JobKeys) -> Iterator[Problem]:
     told: list[tuple[object, ...]] = []
     for role, worker in job.roles.items():
         name = worker.model_args.model_name_or_path
-        found = described(name) if name is not None else None
+        found = described_model(name) if name is not None else None
         if name is None or found is None:  # a directory that is not there is missed when the job is run
             continue
         given = worker.model_args.architecture

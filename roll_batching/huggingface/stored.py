@@ -7,7 +7,8 @@ shard and little more.
 from __future__ import annotations
 
 import itertools
-import math
+import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -17,9 +18,9 @@ from typing import Any
 from roll_batching.errors import CheckpointError
 from roll_batching.huggingface.directory import INDEX, SINGLE, read_json
 
-_AT_ONCE, _MAPPED = 64 * 2**20, 256 * 2**20
-"""Bytes, as if of fp64, that are read together, and after which a file is opened anew: the pages that were read count
-as this process's memory until then."""
+_AT_ONCE, _MAPPED = 16 * 2**20, 64 * 2**20
+"""Bytes that are read together, and after which a file is opened anew: the pages that were read count as this process's
+memory until then."""
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from `config.json`."""
 
@@ -37,13 +38,16 @@ class StoredTensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         """In safetensors' words: F32, BF16."""
+        self._places: dict[str, tuple[int, int]] = {}
+        """First byte of each tensor in its file, and how many it has."""
         for file in _files(path):
-            with _opened(file) as opened:
-                for name in opened.keys():
-                    part = opened.get_slice(name)
-                    self.files[name] = file
-                    self.shapes[name] = tuple(part.get_shape())
-                    self.dtypes[name] = part.get_dtype()
+            start, header = _header(file)
+            for name, entry in header.items():
+                self.files[name] = file
+                self.shapes[name] = tuple(entry["shape"])
+                self.dtypes[name] = entry["dtype"]
+                first, end = entry["data_offsets"]
+                self._places[name] = start + first, end - first
         self._file: Path | None = None
         self._opened: Any = None
         self._touched = 0
@@ -70,8 +74,8 @@ class StoredTensors:
 
         The values are on the host, and to be copied, not kept.
         """
-        size = math.prod(self.shapes[name][1:]) * 8  # bytes of a row at most
-        step = max(_AT_ONCE // size, 1)
+        size = self._places[name][1] // max(self.shapes[name][0], 1)  # bytes of a row
+        step = max(_AT_ONCE // max(size, 1), 1)
         for start in range(rows.start, rows.stop, step):
             file, some = self.files[name], slice(start, min(start + step, rows.stop))
             if file != self._file or self._touched > _MAPPED:
@@ -81,6 +85,15 @@ class StoredTensors:
             self._touched += (some.stop - some.start) * size
             at = slice(some.start - rows.start, some.stop - rows.start)
             yield at, part[some] if columns is None else part[some, columns]
+
+    def announce(self, name: str, rows: slice) -> None:
+        """Rows of a tensor will be read soon: the kernel may begin to fetch them."""
+        start, size = self._places[name]
+        row = size // max(self.shapes[name][0], 1)
+        if hasattr(os, "posix_fadvise"):
+            with self.files[name].open("rb") as file:
+                length = (rows.stop - rows.start) * row
+                os.posix_fadvise(file.fileno(), start + rows.start * row, length, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Lets go of the file that was read last."""
@@ -104,6 +117,16 @@ def _files(path: Path) -> list[Path]:
             "from_pretrained and then save_pretrained"
         )
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}")
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where a file's data begin, and its tensors: `dtype`, `shape` and `data_offsets` of each (the format's header)."""
+    _opened(file).__exit__(None, None, None)  # which checks that it is whole
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    return 8 + length, header
 
 
 def _opened(file: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensor
 from roll_batching.modeling.head import gpt_of
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_AHEAD = 4
+"""How many parameters ahead of the one that is read the kernel hears of what comes."""
 _EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.weight)(\d+)")
 
 
@@ -133,7 +136,10 @@ def load_pretrained(chunks: Sequence[Any], architecture: ArchitectureConfig, nam
             )
     with consensus(layout.host_group, f"loading {name}"):
         try:
-            for placed in parameters:
+            for placed, later in itertools.zip_longest(parameters, parameters[_AHEAD:]):
+                if later is not None:
+                    for piece in pieces(later.rule, sizes, later.rank, later.ranks):
+                        stored.announce(piece.name, piece.rows)
                 _fill(placed, stored, sizes, redundant)
         finally:
             stored.close()

@@ -1,0 +1,359 @@
+"""`config.json`: what transformers means by it is what is built here, in its old and its new spelling."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from roll_batching.config import ArchitectureConfig, ConfigFileError, config_from_dict
+from roll_batching.huggingface.config_json import translate
+from roll_batching.huggingface.families import FAMILIES, rules_of
+from roll_batching.huggingface.stored import ranges
+from roll_batching.huggingface.tensors import Sizes, expected_tensors, local_shape, pieces
+from tests.huggingface import tiny
+
+pytestmark = pytest.mark.models
+
+# As the publishers' files have them, in transformers' earlier spelling.
+PUBLISHED = {
+    "Llama-2-7b": {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.31.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "Llama-3.2-1B": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+    "Mistral-7B-v0.1": {
+        "architectures": ["MistralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "Qwen2.5-7B": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "initializer_range": 0.02,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Mixtral-8x7B-v0.1": {
+        "architectures": ["MixtralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mixtral",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
+    },
+}
+EXPECTED = {
+    "Llama-2-7b": {"rotary_base": 10000.0, "kv_heads": 32, "head_dim": 128, "sliding_window": None},
+    "Llama-3.2-1B": {"tie_word_embeddings": True, "head_dim": 64, "rotary_base": 500000.0},
+    "Mistral-7B-v0.1": {"sliding_window": 4096, "kv_heads": 8},
+    "Qwen2.5-7B": {"add_qkv_bias": True, "sliding_window": None, "vocab_size": 152064, "norm_epsilon": 1e-6},
+    "Qwen3-30B-A3B": {"qk_layernorm": True, "head_dim": 128, "ffn_width": 6144},
+    "Mixtral-8x7B-v0.1": {"ffn_width": 14336, "rotary_base": 1e6},
+}
+PARAMETERS = {
+    "Llama-2-7b": 6_738_415_616,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+}
+"""As their publishers count them."""
+
+
+def architecture_of(config):
+    found = translate(config)
+    assert found.problems == []
+    return ArchitectureConfig.model_validate(found.architecture)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files(name, report):
+    config = PUBLISHED[name]
+    architecture = architecture_of(config)
+    for key, value in EXPECTED[name].items():
+        assert getattr(architecture, key) == value, key
+    family = FAMILIES[config["model_type"]]
+    tensors = expected_tensors(rules_of(family, architecture), Sizes.of(architecture))
+    count = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in tensors.values())
+    assert count == PARAMETERS[name]
+    report(f"{name}: {len(tensors):,} tensors, {count:,} parameters")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_new_spelling_means_the_same(name):
+    """What transformers writes after it has read the old one, defaults of its class filled in."""
+    from transformers import AutoConfig
+
+    old = PUBLISHED[name]
+    config = AutoConfig.for_model(**{key: value for key, value in old.items() if key != "transformers_version"})
+    config.architectures = old["architectures"]
+    new = json.loads(config.to_json_string(use_diff=False))
+    assert "rope_theta" not in new and "rope_parameters" in new
+    ours, theirs = architecture_of(old), architecture_of(new)
+    assert ours.model_copy(update={"kv_channels": ours.head_dim}) == theirs.model_copy(
+        update={"kv_channels": theirs.head_dim}
+    )
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_field_that_is_not_there_means_what_transformers_says(name):
+    from transformers import AutoConfig
+
+    config = PUBLISHED[name]
+    told_by_the_class = (
+        "rope_theta",
+        "tie_word_embeddings",
+        "initializer_range",
+        "use_sliding_window",
+        "norm_topk_prob",
+    )
+    for field in (*told_by_the_class, "head_dim", "decoder_sparse_step", "mlp_only_layers"):
+        less = {key: value for key, value in config.items() if key not in (field, "transformers_version")}
+        written = json.loads(AutoConfig.for_model(**less).to_json_string(use_diff=False))
+        ours, theirs = architecture_of(less), architecture_of(written | {"architectures": None})
+        ours, theirs = (one.model_copy(update={"kv_channels": one.head_dim}) for one in (ours, theirs))
+        assert ours == theirs, field
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported: the families are llama"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        ({"attention_bias": True}, "attention_bias: True"),
+        ({"mlp_bias": True}, "mlp_bias: True"),
+        ({"pretraining_tp": 2}, "pretraining_tp: 2"),
+        ({"attention_dropout": 0.1}, "attention_dropout: 0.1"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4}"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "rope_scaling.low_freq_factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta means nothing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ({"sliding_window": 512}, "sliding_window: 512 is no field"),
+        ({"num_experts": 8}, "num_experts: 8 is no field"),
+        ({"anything": "new"}, "anything: 'new' is no field that is known of model_type llama"),
+    ],
+)
+def test_refused_by_name(changes, words, report):
+    problems = translate(PUBLISHED["Llama-2-7b"] | changes).problems
+    assert words in problems[0] and (len(problems) == 1 or "llama3" in str(changes))
+    report("; ".join(problems))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"output_router_logits": True}, "output_router_logits: true"),
+        ({"num_experts_per_tok": 1}, "would train no router"),
+        ({"mlp_only_layers": list(range(48))}, "leave no layer of experts"),
+    ],
+)
+def test_refused_of_experts(changes, words):
+    assert words in "; ".join(translate(PUBLISHED["Qwen3-30B-A3B"] | changes).problems)
+
+
+def test_layers_of_experts():
+    config = PUBLISHED["Qwen3-30B-A3B"] | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert architecture_of(config).moe.layer_freq == (0, 1, 0, 0, 0, 1)
+    assert architecture_of(config | {"norm_topk_prob": False}).moe.router_pre_softmax
+
+
+def test_windows():
+    qwen = PUBLISHED["Qwen2.5-7B"]
+    sliding = {"use_sliding_window": True, "sliding_window": 4096}
+    assert architecture_of(qwen | sliding).sliding_window is None  # of the layers from max_window_layers on: none
+    assert architecture_of(qwen | sliding | {"max_window_layers": 20}).sliding_window == 4096
+    kinds = ["full_attention"] * 28
+    assert architecture_of(qwen | {"sliding_window": 4096, "layer_types": kinds}).sliding_window is None
+    assert architecture_of(
+        qwen | {"sliding_window": 4096, "layer_types": kinds[1:] + ["sliding_attention"]}
+    ).sliding_window
+    assert "layer_types must name" in "".join(translate(qwen | {"layer_types": ["linear_attention"] * 28}).problems)
+
+
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_shards_cover_every_tensor_once(name, ranks):
+    """The vocabulary of Llama 3.2 plus 3 divides among no ranks."""
+    config = PUBLISHED[name] | {"num_hidden_layers": 1, "vocab_size": PUBLISHED[name]["vocab_size"] + 3}
+    architecture = architecture_of(config | ({"num_experts": 2} if "num_experts" in config else {}))
+    sizes = Sizes.of(architecture)
+    for rule in rules_of(FAMILIES[config["model_type"]], architecture).values():
+        covered: dict[str, int] = {}
+        for rank in range(1 if rule.join == "copy" else ranks):
+            end = 0
+            for piece in pieces(rule, sizes, rank, ranks):
+                assert piece.at.start == end
+                end = piece.at.stop
+                shape = dict((n, sizes.shape(s)) for n, s in rule.theirs)[piece.name]
+                width = 1 if len(shape) == 1 else shape[1]
+                columns = piece.columns or slice(0, width)
+                covered[piece.name] = covered.get(piece.name, 0) + (end - piece.at.start) * (
+                    columns.stop - columns.start
+                )
+            assert end == local_shape(rule, sizes, ranks)[0] or rule.join == "vocabulary"
+        for tensor, shape in rule.theirs:
+            count = 1
+            for size in sizes.shape(shape):
+                count *= size
+            assert covered[tensor] == count, tensor
+
+
+def test_names_that_differ_in_numbers_are_said_together():
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.w1" for layer in range(3) for expert in range(8)]
+    assert ranges(names) == ["model.layers.0-2.mlp.experts.0-7.w1"]
+    assert ranges(names[1:9]) == names[1:9]
+    assert ranges(["a.1.b", "a.3.b", "a.4.b", "c"]) == ["a.1,3-4.b", "c"]
+
+
+@pytest.mark.bad_input
+def test_a_value_of_the_wrong_kind_is_named(tmp_path):
+    tiny.write_model(tmp_path, "llama3")
+    tiny.edit_config(tmp_path, hidden_size="wide", tie_word_embeddings=3)
+    with pytest.raises(ConfigFileError) as caught:
+        config_from_dict({"pretrain": str(tmp_path)})
+    (problem,) = caught.value.problems
+    assert problem.path == ("pretrain",)
+    assert "hidden_size: 'wide' is not possible" in problem.message and "tie_word_embeddings: 3" in problem.message
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigFileError, match=r"pretrain: .*config.json is not valid JSON"):
+        config_from_dict({"pretrain": str(tmp_path)})
