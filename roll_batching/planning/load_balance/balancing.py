@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,8 +13,8 @@ from roll_batching.planning.bounds import lockstep_bound, rank_total_bound
 from roll_batching.planning.load_balance.column_search import lower_columns
 from roll_batching.planning.load_balance.pools import Packing, Pool
 from roll_batching.planning.load_balance.rank_search import level_totals
-from roll_batching.planning.load_balance.search_state import SearchState, begin_search, pack_costs
-from roll_batching.planning.load_balance.settling import settle_totals
+from roll_batching.planning.load_balance.search_state import SearchState, begin_search, lockstep_cost, pack_costs
+from roll_batching.planning.load_balance.settling import settle_columns, settle_totals
 from roll_batching.planning.placement import home_columns, lockstep_columns
 from roll_batching.planning.problem import PlanProblem
 
@@ -23,11 +24,21 @@ FEW_UNITS = 256
 """for fewer units in proportion to their number less;"""
 MORE_PER_UNIT, MOST_ITERATIONS = 75, 600_000
 """for very many units so many per unit, up to this."""
+MORE_FOR_LOCKSTEP = 2
+"""Lockstep alone has as many columns to lower as there are indices: of very many units so many times that."""
+MOST_ROUNDS, MOST_STEPS = 8, 600_000
+"""A search is repeated where that is worth it, so many times and steps at most:"""
+LITTLE = 50
+"""while what it found is above its floor by more than this part,"""
+WORTHWHILE, PATIENCE = 50, 2
+"""and not so often in a row has won less than this part of that."""
 CEILING_MARGIN = 4_000
 """Levelling totals may raise the costliest pack of an index by this part."""
 UNBOUNDED = 1 << 62
 
 
+SETTLING_ATTEMPTS, FEW_RANKS = 4, 4
+"""Few units on few ranks are settled once more after another search where a part in a million is left."""
 SETTLING_MARGIN = 64
 """The one or two exchanges that settle the last part in a million may do so by this part."""
 
@@ -78,13 +89,14 @@ class Balancing:
         """Cost of every pack."""
         return pack_costs(packing.place, self.problem.units, packing.table.size)
 
-    def start(self, *, column_weight: int, rank_weight: int) -> Packing:
-        """The best balanced packs: by cost, by cost beside giants, or first-fit-decreasing's own.
+    def starts(self, *, column_weight: int, rank_weight: int) -> list[Packing]:
+        """Balanced packs, the best first: by cost, by cost beside giants, and first-fit-decreasing's own.
 
         Best is the least lockstep cost plus what ranks have above their mean, weighted.
         """
         starts = self._starts_for_totals if rank_weight else self._starts_for_columns
-        return min(starts, key=lambda start: column_weight * start.lockstep + rank_weight * start.above).packing
+        ordered = sorted(starts, key=lambda start: column_weight * start.lockstep + rank_weight * start.above)
+        return [start.packing for start in ordered]
 
     @cached_property
     def _starts_for_totals(self) -> list[_Start]:
@@ -97,7 +109,9 @@ class Balancing:
     def _starts(self, *, level_totals: bool) -> list[_Start]:
         packings = [self.alike()]
         if all(pool.first_fit_count <= self.count for pool in self.pools):
-            packings.append(self._arranged([pool.first_fit for pool in self.pools]))
+            # Level last indices are what lockstep gains from; a search that levels totals does better without.
+            fitted = [pool.first_fit if level_totals else pool.first_fit_leveled(self.count) for pool in self.pools]
+            packings.append(self._arranged(fitted))
         if not self.problem.at_home:
             beside = self.pools[0].place_beside_giants(self.count, level_totals=level_totals)
             if beside is not None:
@@ -141,24 +155,66 @@ class Balancing:
         """The lowest largest total found, whatever that costs in lockstep."""
         if self.problem.at_home:
             return
-        self._level(search, np.full(self.count, UNBOUNDED, dtype=np.int64), self.rank_bound, share)
+        ceilings = np.full(self.count, UNBOUNDED, dtype=np.int64)
+
+        def once(seed: int) -> int:
+            self._level(search, ceilings, self.rank_bound, share, seed)
+            return int(search.totals.max())
+
+        self._persist(once, self.rank_bound, share)
         order = np.argsort(-search.load[search.table], axis=1, kind="stable")
         search.table[:] = np.take_along_axis(search.table, order, axis=1)
         search.index_of[search.table] = np.arange(self.count)
 
-    def _level(self, search: SearchState, ceilings: Ints, floor: int, share: int) -> None:
+    def _level(self, search: SearchState, ceilings: Ints, floor: int, share: int, seed: int = 0) -> None:
         constraints = self.problem.constraints
         cap = constraints.usable_tokens
-        level_totals(search, ceilings, cap, floor, self._iterations(share), constraints.seed)
-        settle_totals(search, ceilings + ceilings // SETTLING_MARGIN, cap, floor)
+        for attempt in range(self._attempts):
+            level_totals(search, ceilings, cap, floor, self._iterations(share), constraints.seed + seed + attempt)
+            if settle_totals(search, ceilings + ceilings // SETTLING_MARGIN, cap, floor):
+                return
 
     def lower(self, search: SearchState, bound: int = UNBOUNDED, share: int = 1) -> None:
         """The least lockstep cost found with rank totals of at most `bound`, or no higher than they are."""
         constraints = self.problem.constraints
         cap, floor = constraints.usable_tokens, self.lockstep_bound
-        lower_columns(search, bound, cap, floor, self._iterations(share), constraints.seed)
+        alone = bound == UNBOUNDED
+        iterations = self._iterations(share, MORE_FOR_LOCKSTEP if alone else 1)
 
-    def _iterations(self, share: int) -> int:
+        def once(seed: int) -> int:
+            lower_columns(search, bound, cap, floor, iterations, constraints.seed + seed)
+            return lockstep_cost(search)
+
+        if not alone or self.problem.at_home:
+            once(0)
+            return
+        self._persist(once, floor, share)
+        for attempt in range(self._attempts):
+            if settle_columns(search, cap, floor):
+                return
+            once(attempt)
+
+    @property
+    def _attempts(self) -> int:
+        few = len(self.problem.units) <= FEW_UNITS and self.problem.constraints.dp_size <= FEW_RANKS
+        return SETTLING_ATTEMPTS if few else 1
+
+    def _persist(self, once: Callable[[int], int], floor: int, share: int) -> None:
+        """Searches once, and again while much is left to win and one of two searches wins some of it."""
+        found = once(0)
+        rounds = 1 if share > 1 else min(MOST_ROUNDS, MOST_STEPS // self._iterations(share))
+        idle = 0
+        for seed in range(1, rounds):
+            if not self.far(found, floor) or idle == PATIENCE:
+                return
+            before, found = found, once(seed)
+            idle = 0 if before - found > (before - floor) // WORTHWHILE else idle + 1
+
+    def far(self, found: int, floor: int) -> bool:
+        """Whether so much is left to win that it is worth another search."""
+        return found - floor > floor // LITTLE
+
+    def _iterations(self, share: int, more: int = 1) -> int:
         units = len(self.problem.units)
         usual = min(ITERATIONS_PER_UNIT * units * min(units, FEW_UNITS) // FEW_UNITS, ITERATIONS)
-        return max(usual, min(MORE_PER_UNIT * units, MOST_ITERATIONS)) // share
+        return max(usual, more * min(MORE_PER_UNIT * units, MOST_ITERATIONS)) // share

@@ -15,7 +15,7 @@ from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.load_balance.balancing import Balancing
 from roll_batching.planning.load_balance.dealing import LEVEL_BUDGET, block_tops, deal_columns
 from roll_batching.planning.load_balance.pools import Packing, Pool, pools_of
-from roll_batching.planning.load_balance.search_state import pack_costs
+from roll_batching.planning.load_balance.search_state import SearchState, lockstep_cost, pack_costs
 from roll_batching.planning.pipeline.num_micro_batches import group_size_of, legal_count, legal_counts
 from roll_batching.planning.pipeline.ordering import MOST_ORDERS, order_for_pipeline, slowest_makespan
 from roll_batching.planning.placement import Placement
@@ -71,10 +71,10 @@ def _candidates(case: Balancing, share: int = 1) -> list[Packing]:
     if constraints.pp_size > 1:
         return _pipeline_candidates(case, share)
     if constraints.objective == "rank_total":
-        return [_totals_alone(case, case.start(column_weight=0, rank_weight=1), share)]
+        return [case.packing(_level_alone(case, case.starts(column_weight=0, rank_weight=1)))]
     if constraints.lockstep_ranks == 1:
         return [_ranks_first(case)]
-    packings = [_lockstep_alone(case, case.start(column_weight=1, rank_weight=0), share)]
+    packings = [case.packing(_lower_alone(case, case.starts(column_weight=1, rank_weight=0)))]
     if constraints.lockstep_ranks < constraints.dp_size:  # blocks of like packs may gain more from level totals
         packings.append(_ranks_first(case))
     return packings
@@ -87,48 +87,58 @@ def _pipeline_candidates(case: Balancing, share: int) -> list[Packing]:
     """
     objective = case.problem.constraints.objective
     column_weight, rank_weight = {"lockstep": (1, 0), "rank_total": (0, 1)}.get(objective, (1, 1))
-    search = {"lockstep": _lockstep_alone, "rank_total": _totals_alone}.get(objective, _both)
-    start, alike = case.start(column_weight=column_weight, rank_weight=rank_weight), case.alike()
+    search = {"lockstep": _lower_alone, "rank_total": _level_alone}.get(objective, _level_and_lower)
+    start, alike = case.starts(column_weight=column_weight, rank_weight=rank_weight)[0], case.alike()
     starts = [start] if np.array_equal(start.place, alike.place) else [start, alike]
     searched = starts if share == 1 else starts[:1]  # counts are compared by one search each
-    return [*(search(case, one, share) for one in searched), *starts]
+    return [*(case.packing(search(case, [one], share)) for one in searched), *starts]
 
 
 def _ranks_first(case: Balancing) -> Packing:
     """Rank totals within the tolerance, or as near to it as packs allow; then the least lockstep cost."""
-    search = case.search(case.start(column_weight=1, rank_weight=RANKS_FIRST))
+    search = case.search(case.starts(column_weight=1, rank_weight=RANKS_FIRST)[0])
     bound = max(case.mean_total + case.mean_total // RANK_TOLERANCE, case.rank_bound)
     case.level(search, bound, share=2)
     if not case.problem.at_home and search.totals.max() > bound:
-        search = case.search(case.start(column_weight=0, rank_weight=1))
-        case.level_alone(search)
+        search = _level_alone(case, case.starts(column_weight=0, rank_weight=1))
         bound = max(bound, int(search.totals.max()))
     case.lower(search, bound)
     case.level(search, case.rank_bound)
     return case.packing(search)
 
 
-def _both(case: Balancing, start: Packing, share: int) -> Packing:
+def _level_alone(case: Balancing, starts: list[Packing], share: int = 1) -> SearchState:
+    """The lowest largest total found from any start; from the first alone where that comes near the bound."""
+    found: list[SearchState] = []
+    for start in starts:
+        search = case.search(start)
+        case.level_alone(search, share)
+        found.append(search)
+        if not case.far(int(search.totals.max()), case.rank_bound):
+            break
+    return min(found, key=lambda search: int(search.totals.max()))
+
+
+def _lower_alone(case: Balancing, starts: list[Packing], share: int = 1) -> SearchState:
+    """The least lockstep cost found from any start; from the first alone where that comes near the bound."""
+    found: list[SearchState] = []
+    for start in starts:
+        search = case.search(start)
+        case.lower(search, share=share)
+        found.append(search)
+        if not case.far(lockstep_cost(search), case.lockstep_bound):
+            break
+    return min(found, key=lockstep_cost)
+
+
+def _level_and_lower(case: Balancing, starts: list[Packing], share: int) -> SearchState:
     """Lockstep and rank totals: ranks may be above their mean by a part of what lockstep loses."""
-    lost = int(case.load(start)[start.table].max(axis=0).sum()) - case.mean_total
-    ranks = case.problem.constraints.dp_size
-    allowed = case.mean_total + max(0, lost) // (PIPELINE_ALLOWANCE + ranks // 8)
-    search = case.search(start)
+    search = case.search(starts[0])
+    lost = lockstep_cost(search) - case.mean_total
+    allowed = case.mean_total + max(0, lost) // (PIPELINE_ALLOWANCE + len(search.totals) // 8)
     case.level(search, allowed, share)
     case.lower(search, allowed, share)
-    return case.packing(search)
-
-
-def _totals_alone(case: Balancing, start: Packing, share: int) -> Packing:
-    search = case.search(start)
-    case.level_alone(search, share)
-    return case.packing(search)
-
-
-def _lockstep_alone(case: Balancing, start: Packing, share: int) -> Packing:
-    search = case.search(start)
-    case.lower(search, share=share)
-    return case.packing(search)
+    return search
 
 
 def _loads(problem: PlanProblem, packing: Packing) -> Ints:

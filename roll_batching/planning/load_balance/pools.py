@@ -75,6 +75,30 @@ class Pool:
         place, overflow = mend_overflow(place, self.slots, self.order, packs, self.cap, MEND_ITERATIONS, self.seed)
         return None if overflow else place
 
+    def first_fit_leveled(self, count: int) -> Ints:
+        """First-fit-decreasing's packs, where they are fewer than there is room for: the cheapest spread over the rest.
+
+        All but the last indices stay full, and the last ones are level, so that none waits there for a full pack.
+        """
+        spare = count * self.ranks - (int(self.first_fit.max(initial=-1)) + 1)
+        if spare <= 0:
+            return self.first_fit
+        last = (spare // self.ranks + 1) * self.ranks
+        kept = count * self.ranks - last
+        load = np.bincount(self.first_fit, weights=self.costs, minlength=count * self.ranks)
+        position = np.empty(count * self.ranks, dtype=np.int64)
+        position[np.argsort(-load, kind="stable")] = np.arange(count * self.ranks)
+        place = position[self.first_fit]
+        spread = self.order[place[self.order] >= kept]
+        empty = np.zeros(last, dtype=np.int64)
+        moved, homeless = cheapest_first(
+            self.slots[spread], self.costs[spread], np.arange(len(spread)), empty, self.cap
+        )
+        if homeless:
+            return self.first_fit
+        place[spread] = kept + moved
+        return place
+
     def place_beside_giants(self, count: int, *, level_totals: bool) -> Packing | None:
         """By cost, with full packs beside the costliest units; None where units find no room."""
         reserved, places = reserved_costs(

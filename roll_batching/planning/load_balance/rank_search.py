@@ -16,8 +16,8 @@ from roll_batching.planning.load_balance.search_state import (
     restore,
 )
 
-THRESHOLD_DIVISOR = 16
-"""The first accepted loss is this part of what the costliest rank has above the floor."""
+THRESHOLD_DIVISORS = (16, 4)
+"""The first accepted loss is this part of what the costliest rank has above the floor; by turns, from seed to seed."""
 STRETCH = 64
 """Steps with one threshold,"""
 PACK_STEPS = 8
@@ -50,9 +50,10 @@ def _level_totals(
     totals = search.totals
     best = kept = current = totals[_costliest(totals)]
     state = seed_state(seed)
+    divisor = THRESHOLD_DIVISORS[seed % len(THRESHOLD_DIVISORS)]
     unkept = 0
     for done in range(0, iterations, STRETCH):
-        accepted = falling_threshold(best - floor, THRESHOLD_DIVISOR, done, iterations)
+        accepted = falling_threshold(best - floor, divisor, done, iterations)
         state, lowest = _exchange_units(search, ceilings, cap, floor, accepted, state)
         state = _exchange_packs(search, ceilings, floor, accepted, state)
         current = totals[_costliest(totals)]

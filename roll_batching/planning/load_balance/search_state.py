@@ -101,6 +101,11 @@ def pack_costs(place: Ints, units: Units, packs: int) -> Ints:
     return np.bincount(place, weights=units.costs, minlength=packs).astype(np.int64)
 
 
+def lockstep_cost(search: SearchState) -> int:
+    """The sum over indices of the largest cost among the ranks."""
+    return int(search.load[search.table].max(axis=0).sum())
+
+
 def _inverse(order: Ints) -> Ints:
     """Where each index stands in a permutation."""
     position = np.empty_like(order)
