@@ -1,14 +1,15 @@
 """The safetensors files of a model directory: which tensors they hold, and slices of them.
 
-Only what is asked for is read, in parts, and a file is mapped anew after some of them: a rank's memory holds its own
-shard and little more.
+Only what is asked for is read, some rows at a time into one small buffer, so that a rank's memory holds its own shard
+and little more. The files are not mapped: pages of a mapped file count as a process's memory, and are fetched late.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
-import os
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import CheckpointError
+from roll_batching.files import cause
 from roll_batching.huggingface.directory import INDEX, SINGLE, read_json
 
-_AT_ONCE, _MAPPED = 16 * 2**20, 64 * 2**20
-"""Bytes that are read together, and after which a file is opened anew: the pages that were read count as this process's
-memory until then."""
+_AT_ONCE = 4 * 2**20
+"""Bytes that are read together."""
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from `config.json`."""
 
@@ -38,19 +39,17 @@ class StoredTensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         """In safetensors' words: F32, BF16."""
-        self._places: dict[str, tuple[int, int]] = {}
-        """First byte of each tensor in its file, and how many it has."""
+        self._first: dict[str, int] = {}
+        """Where each tensor begins in its file."""
         for file in _files(path):
             start, header = _header(file)
             for name, entry in header.items():
                 self.files[name] = file
                 self.shapes[name] = tuple(entry["shape"])
                 self.dtypes[name] = entry["dtype"]
-                first, end = entry["data_offsets"]
-                self._places[name] = start + first, end - first
-        self._file: Path | None = None
-        self._opened: Any = None
-        self._touched = 0
+                self._first[name] = start + entry["data_offsets"][0]
+        self._opened: io.FileIO | None = None
+        self._buffer = bytearray()
 
     def misfits(self, expected: Mapping[str, tuple[int, ...]], redundant: Collection[str] = ()) -> list[str]:
         """How the tensors differ from those `expected` (name to shape): what is missing, misshapen, and what is more.
@@ -72,34 +71,55 @@ class StoredTensors:
     def read(self, name: str, rows: slice, columns: slice | None = None) -> Iterator[tuple[slice, Any]]:
         """Rows (and columns) of a tensor, some rows at a time: where they lie among those asked for, and their values.
 
-        The values are on the host, and to be copied, not kept.
+        The values are a torch tensor on the host, to be copied before the next ones are asked for.
         """
-        size = self._places[name][1] // max(self.shapes[name][0], 1)  # bytes of a row
+        import torch
+
+        dtype, shape = torch_dtype(self.dtypes[name]), self.shapes[name]
+        size = math.prod(shape[1:]) * dtype.itemsize
         step = max(_AT_ONCE // max(size, 1), 1)
         for start in range(rows.start, rows.stop, step):
-            file, some = self.files[name], slice(start, min(start + step, rows.stop))
-            if file != self._file or self._touched > _MAPPED:
-                self.close()
-                self._opened, self._file = _opened(file).__enter__(), file
-            part = self._opened.get_slice(name)
-            self._touched += (some.stop - some.start) * size
-            at = slice(some.start - rows.start, some.stop - rows.start)
-            yield at, part[some] if columns is None else part[some, columns]
+            count = min(step, rows.stop - start)
+            if len(self._buffer) < count * size:
+                self._buffer = bytearray(count * size)
+            self._fetch(name, start * size, memoryview(self._buffer)[: count * size])
+            values = torch.frombuffer(self._buffer, dtype=dtype, count=count * size // dtype.itemsize)
+            values = values.view(count, *shape[1:])
+            at = slice(start - rows.start, start - rows.start + count)
+            yield at, values if columns is None else values[:, columns]
 
-    def announce(self, name: str, rows: slice) -> None:
-        """Rows of a tensor will be read soon: the kernel may begin to fetch them."""
-        start, size = self._places[name]
-        row = size // max(self.shapes[name][0], 1)
-        if hasattr(os, "posix_fadvise"):
-            with self.files[name].open("rb") as file:
-                length = (rows.stop - rows.start) * row
-                os.posix_fadvise(file.fileno(), start + rows.start * row, length, os.POSIX_FADV_WILLNEED)
+    def _fetch(self, name: str, offset: int, into: memoryview) -> None:
+        """Bytes of a tensor from `offset` on."""
+        file = self.files[name]
+        try:
+            if self._opened is None or self._opened.name != str(file):
+                if self._opened is not None:
+                    self._opened.close()
+                self._opened = io.FileIO(str(file))
+            self._opened.seek(self._first[name] + offset)
+            while into:
+                done = self._opened.readinto(into)
+                if not done:
+                    raise CheckpointError(f"{file} is cut off: it ends inside {name}")
+                into = into[done:]
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {cause(error)}") from None
 
     def close(self) -> None:
-        """Lets go of the file that was read last."""
+        """Lets go of the file that was read last, and of the memory that it was read into."""
         if self._opened is not None:
-            self._opened.__exit__(None, None, None)
-        self._opened, self._file, self._touched = None, None, 0
+            self._opened.close()
+        self._opened, self._buffer = None, bytearray()
+
+
+def torch_dtype(word: str) -> Any:
+    """Torch's precision for safetensors' word. Raises CheckpointError for one that no weights here have."""
+    import torch
+
+    known = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    if word not in known:
+        raise CheckpointError(f"tensors of {word} are not supported, only {', '.join(known)}")
+    return known[word]
 
 
 def _files(path: Path) -> list[Path]:
@@ -121,15 +141,6 @@ def _files(path: Path) -> list[Path]:
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
     """Where a file's data begin, and its tensors: `dtype`, `shape` and `data_offsets` of each (the format's header)."""
-    _opened(file).__exit__(None, None, None)  # which checks that it is whole
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
-    header.pop("__metadata__", None)
-    return 8 + length, header
-
-
-def _opened(file: Path) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -137,9 +148,15 @@ def _opened(file: Path) -> Any:
             f"{file} needs the package safetensors ({error}): pip install 'roll-batching[hf]'"
         ) from None
     try:
-        return safe_open(str(file), framework="pt", device="cpu")
+        with safe_open(str(file), framework="pt"):  # which checks the header, and that the file is whole
+            pass
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
+    header.pop("__metadata__", None)
+    return 8 + length, header
 
 
 def ranges(names: Iterable[str]) -> list[str]:

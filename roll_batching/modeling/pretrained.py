@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import logging
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from roll_batching.config import ArchitectureConfig
 from roll_batching.distributed import consensus
@@ -22,9 +24,11 @@ from roll_batching.huggingface.stored import StoredTensors, ranges
 from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensors, local_shape, pieces
 from roll_batching.modeling.head import gpt_of
 
+logger = logging.getLogger(__name__)
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_AHEAD = 4
-"""How many parameters ahead of the one that is read the kernel hears of what comes."""
+_DIGITS = {"F64": 52, "F32": 23, "F16": 10, "BF16": 7}
+"""Of the mantissa, by safetensors' words."""
 _EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.weight)(\d+)")
 
 
@@ -134,15 +138,25 @@ def load_pretrained(chunks: Sequence[Any], architecture: ArchitectureConfig, nam
             raise CheckpointError(
                 f"the tensors in {path} are not those that its {CONFIG} describes: {'; '.join(problems)}"
             )
+    _tell_of_rounding(stored, parameters, name)
     with consensus(layout.host_group, f"loading {name}"):
         try:
-            for placed, later in itertools.zip_longest(parameters, parameters[_AHEAD:]):
-                if later is not None:
-                    for piece in pieces(later.rule, sizes, later.rank, later.ranks):
-                        stored.announce(piece.name, piece.rows)
+            for placed in parameters:
                 _fill(placed, stored, sizes, redundant)
         finally:
             stored.close()
+
+
+def _tell_of_rounding(stored: StoredTensors, parameters: Sequence[PlacedParameter], name: str) -> None:
+    """Says, once, that the model holds its weights less precisely than the files do."""
+    dtype = parameters[0].parameter.dtype
+    finer = sorted(
+        {word for word in stored.dtypes.values() if _DIGITS.get(word, 0) > -math.log2(torch.finfo(dtype).eps)}
+    )
+    if finer and dist.get_rank() == 0:
+        logger.warning(
+            "the files of %s are in %s and the model in %s (model_args.dtype): weights are rounded", name, finer, dtype
+        )
 
 
 def _fill(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundant: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
 from roll_batching.huggingface.directory import INDEX, SINGLE, directory_of, files_beside_weights
 from roll_batching.huggingface.families import HEAD, rules_of
-from roll_batching.huggingface.stored import DERIVED, StoredTensors
+from roll_batching.huggingface.stored import DERIVED, StoredTensors, torch_dtype
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, pieces
 from roll_batching.modeling.pretrained import PlacedParameter, family_of, placed_parameters
 from roll_batching.strategy.checkpoint import whole_or_nothing, write_text
@@ -31,7 +31,6 @@ from roll_batching.strategy.state import ModelState
 from roll_batching.strategy.weights import gather_parameters
 
 EXPORTING = "writing the model"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LARGEST_FILE = 4 * 10**9
 """Bytes; a file holds one tensor at least."""
 
@@ -71,7 +70,7 @@ def export_model(
         problems = stored.misfits(expected, [HEAD.theirs[0][0]])
         if problems:
             raise CheckpointError(f"{origin} is not the directory that this model came from: {'; '.join(problems)}")
-        dtypes = {name: _dtype(stored, name) for name in expected}
+        dtypes = {name: torch_dtype(stored.dtypes[name]) for name in expected}
     gather_parameters(state.chunks)
     with whole_or_nothing(path, group, what=EXPORTING, replaces=replaces) as folder:
         with consensus(group, EXPORTING):
@@ -86,12 +85,6 @@ def export_model(
         with consensus(group, EXPORTING):
             if dist.get_rank() == 0:
                 _conclude(folder, origin, [file for one in files for file in one], stored)
-
-
-def _dtype(stored: StoredTensors, name: str) -> torch.dtype:
-    if stored.dtypes[name] not in _DTYPES:
-        raise CheckpointError(f"{stored.files[name]}: {name} is {stored.dtypes[name]}, not one of {', '.join(_DTYPES)}")
-    return _DTYPES[stored.dtypes[name]]
 
 
 @torch.no_grad()

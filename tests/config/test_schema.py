@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 
 import roll_batching
-from roll_batching.config import JobConfig, load_config
+from roll_batching.config import ConfigFileError, JobConfig, load_config
 from roll_batching.config.fields import Honoured, Noticed, Refused, Settings, honoured, use_of
 from roll_batching.config.key_paths import schema_keys
 from roll_batching.config.reference import reference_page
 from tests.config.typed_reads import Package
+from tests.huggingface.published import PUBLISHED
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(roll_batching.__file__).parent
@@ -131,8 +133,14 @@ def test_every_key_is_on_the_reference_page():
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)
-def test_examples_load_and_can_run(file):
+def test_examples_load_and_can_run(file, tmp_path):
     config = load_config(file)
+    if config.pretrain is not None:
+        with pytest.raises(ConfigFileError, match="download the model first"):
+            config.check_runnable()
+        assert config.pretrain == "Qwen/Qwen2.5-7B"
+        (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen2.5-7B"]))
+        config = load_config(file, [f"pretrain={tmp_path}"])
     config.check_runnable()
     config.actor_train.batching()
     assert config.notices == ()

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from roll_batching.config import ConfigFileError, config_from_dict
+from roll_batching.errors import CheckpointError
+from roll_batching.huggingface.stored import StoredTensors
 from roll_batching.observe.metrics_file import read_metrics
 from tests.huggingface import tiny
 from tests.huggingface.test_export import check_equal, tensors
@@ -26,11 +28,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def job(folder, **changes):
+def job(folder, *, model_args=None, **changes):
     """The tiny job of `tests.rl.jobs`, from the directory `model`."""
     data = settings(folder, pretrain=str(folder / "model"), reward_function="tests.rl.jobs:length", **changes)
     del data["tokenizer"]
-    data["actor_train"]["model_args"] = changes.get("model_args", {})
+    data["actor_train"]["model_args"] = model_args or {}
     return data
 
 
@@ -138,3 +140,40 @@ def test_tensors_that_do_not_fit_are_named_together_on_all_ranks(folder, report)
         assert said.count(words) >= 2
     assert "inv_freq" not in said and "ranks 0, 1" in said
     report(next(line for line in said.splitlines() if "q_norm" in line))
+
+
+@pytest.mark.bad_input
+def test_files_that_cannot_be_read_are_named(folder, report):
+    model = folder / "model"
+    whole = (model / "model.safetensors").read_bytes()
+    breakages = {
+        "cut off": lambda: (model / "model.safetensors").write_bytes(whole[: len(whole) // 2]),
+        "not safetensors": lambda: (model / "model.safetensors").write_bytes(b"PK\x03\x04" + bytes(99)),
+        "pickled": lambda: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
+        "none": lambda: (model / "pytorch_model.bin").unlink(),
+        "a file of the index": lambda: (model / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}'
+        ),
+    }
+    words = {
+        "cut off": "model.safetensors cannot be read",
+        "not safetensors": "model.safetensors cannot be read",
+        "pickled": "holds pytorch_model.bin, which is pickled",
+        "none": "holds neither model.safetensors nor model.safetensors.index.json",
+        "a file of the index": "model-00001-of-00002.safetensors cannot be read",
+    }
+    for name, breaks in breakages.items():
+        breaks()
+        with pytest.raises(CheckpointError, match=words[name]) as caught:
+            StoredTensors(model)
+        report(f"{name}: {caught.value}")
+
+
+def test_rounded_weights_are_told_of(folder, report):
+    tiny.write_tokenizer(folder / "model")
+    data = job(folder, warmup=None, max_steps=1, eval_samples=0, model_args={"dtype": "bf16"})
+    (outcome,) = run_ranks(1, "tests.rl.jobs:run", data, check=False)
+    assert outcome.returncode == 0, outcome.output
+    line = next(line for line in outcome.output.splitlines() if "weights are rounded" in line)
+    assert "['F32']" in line and "bfloat16" in line
+    report(line)
