@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -198,3 +201,35 @@ def test_a_value_of_the_wrong_kind_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigFileError, match=r"pretrain: .*config.json is not valid JSON"):
         config_from_dict({"pretrain": str(tmp_path)})
+
+
+def test_a_name_is_found_in_the_cache(tmp_path):
+    snapshot = tmp_path / "hub" / "models--Some--Model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(PUBLISHED["Qwen2.5-7B"]))
+    refs = tmp_path / "hub" / "models--Some--Model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    code = "from roll_batching.config import ModelArgs; print(ModelArgs(model_name_or_path='Some/Model').architecture)"
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "hidden_size=3584" in done.stdout
+
+
+def test_transformer_engines_names_stand_beside_the_local_ones():
+    """Those of its layer spec without and with experts (`get_gpt_layer_with_transformer_engine_spec`)."""
+    dense = rules_of(
+        FAMILIES["qwen3"], architecture_of(PUBLISHED["Qwen2.5-7B"] | {"model_type": "qwen3", "architectures": None})
+    )
+    fused = {rule.ours: rule.fused for rule in dense.values() if rule.fused and ".0." in rule.ours}
+    layer = "decoder.layers.0"
+    assert fused == {
+        f"{layer}.input_layernorm.weight": f"{layer}.self_attention.linear_qkv.layer_norm_weight",
+        f"{layer}.pre_mlp_layernorm.weight": f"{layer}.mlp.linear_fc1.layer_norm_weight",
+    }
+    experts = rules_of(FAMILIES["mixtral"], architecture_of(PUBLISHED["Mixtral-8x7B-v0.1"]))
+    assert (
+        experts[f"{layer}.mlp.experts.local_experts.7.linear_fc1.weight"].fused
+        == f"{layer}.mlp.experts.linear_fc1.weight7"
+    )
+    assert experts[f"{layer}.pre_mlp_layernorm.weight"].fused is None

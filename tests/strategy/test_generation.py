@@ -102,6 +102,15 @@ def sampling_rules(_: None) -> None:
         response = row[len(prompt) :].tolist()
         assert 5 not in response[:-1] and (response[-1] == 5 or len(response) == 12)
         assert max(response) < 61
+    # Any stop token ends a response: the tokens are those of a response that goes on, up to the first one.
+    whole = sample(greedy=True)
+    stops = tuple(row[-3] for row in whole[:2])
+    for row, cut, prompt in zip(
+        whole, sample(greedy=True, stop_token_ids=stops), prompts.to_lists("input_ids"), strict=True
+    ):
+        ends = [at for at in range(len(prompt), len(row)) if row[at] in stops]
+        assert cut == (row[: ends[0] + 1] if ends else row)
+        assert row is whole[2] or len(cut) < len(row)
     # Beyond the vocabulary lies padding. What is left out is never drawn, and log-probs are of the whole distribution.
     cpu = torch.device("cpu")
     logits = torch.tensor([[0.5, 0.25, 0.15, 0.1, 99.0]]).log().repeat(300, 1)
