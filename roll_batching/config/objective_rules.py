@@ -112,10 +112,12 @@ def idle_objective_keys(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[t
     loss = LOSSES.get(name)
     if loss is not None and "advantages" not in loss.reads:
         yield ("loss_function",), f"{name} reads no advantages: rewards are measured and change nothing"
-    if ADVANTAGE_ESTIMATORS.get(job.adv_estimator) is None:
-        for key in ADVANTAGE_KEYS:
-            if key in given:
-                yield (key,), f"has no effect: {job.adv_estimator} alone makes the advantages"
+    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    for key in ADVANTAGE_KEYS:
+        if key in given and estimator is None:
+            yield (key,), f"has no effect: {job.adv_estimator} alone makes the advantages"
+        elif key in given and estimator is not None and key not in {*estimator.keys, *estimator.implied}:
+            yield (key,), f"has no effect: the advantages of {job.adv_estimator} do not depend on it"
 
 
 def _arguments(loss: Loss) -> Arguments:

@@ -274,8 +274,13 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
             (key,),
             f"is {job.clip_range[0]}; the ratio's lower bound 1 - {job.clip_range[0]} must stay above 0",
         )
-    if job.adv_estimator == "grpo" and job.norm_mean_type == "batch":
-        yield Problem(("norm_mean_type",), "grpo subtracts the group's mean; use group, or adv_estimator: reinforce")
+    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    for key, value in (estimator.implied if estimator else {}).items():
+        if key in job.model_fields_set and getattr(job, key) not in (None, value):
+            text = (
+                f"is {str(value).lower()} under adv_estimator: {job.adv_estimator}; leave it out, or choose reinforce"
+            )
+            yield Problem((key,), text)
 
 
 def _lengths(job: JobKeys) -> Iterator[Problem]:

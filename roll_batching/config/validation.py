@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from roll_batching.config.advantages import REFUSED_ESTIMATORS
 from roll_batching.config.diagnostics import ConfigFileError, KeyPath, Problem, dotted, nearest, shortened
 from roll_batching.config.fields import Refused, use_of
 from roll_batching.config.job import JobConfig
@@ -213,10 +214,8 @@ def _bad_choice(given: Any, choices: Sequence[str], other: str | None = None) ->
         return f"{given!r} does not exist here: training runs on Megatron-Core; use megatron_train or megatron_infer"
     if given == "yarn":
         return "'yarn' is refused: YaRN scaling is not supported for now; choose linear or llama3"
-    if given in ("gae", "gigpo"):
-        return (
-            f"{given!r} is refused: critics and step rewards are not supported for now; choose {' or '.join(choices)}"
-        )
+    if given in REFUSED_ESTIMATORS:
+        return f"{given!r} is refused: {REFUSED_ESTIMATORS[given]}"
     guess = nearest(str(given), choices)
     hint = f"did you mean {guess!r}? " if guess else ""
     return f"{_show(given)} is not possible; {hint}choose {_one_of([*choices, other] if other else choices)}"

@@ -94,23 +94,46 @@ def compute_advantages(
     `mean="group"`, unless they are whitened. Raises DataError when the rewards do not make whole groups, are
     not finite, or are too few: a group of one has no mean to differ from (peers give NaN, or the bare reward).
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
+    rewards = grouped(rewards, group_size, compares="group" in (rule.mean, rule.std)).reshape(-1)
+    if not len(rewards):
+        return rewards
+    if len(rewards) == 1 and rule.std == "batch":
+        raise DataError("a single reward has no deviation: use more prompts or responses per step")
+    return limited(_normalised(rewards, group_size, rule), rule, response_tokens)
+
+
+def grouped(rewards: np.ndarray, group_size: int, *, compares: bool = True) -> np.ndarray:
+    """A copy of `rewards` as float64[prompts, group_size]. `compares`: a group of one is an error.
+
+    Raises DataError when they do not make whole groups or are not finite.
+    """
+    rewards = np.array(rewards, dtype=np.float64)
     if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:
         raise DataError(
             f"rewards of shape {rewards.shape} do not make groups of {group_size}: they must come group by group"
         )
     if (bad := np.flatnonzero(~np.isfinite(rewards))).size:
         raise DataError(f"rewards at positions {bad[:5].tolist()} are not finite")
-    if not len(rewards):
-        return rewards.copy()
-    if group_size == 1 and "group" in (rule.mean, rule.std):
+    if group_size == 1 and compares and len(rewards):
         raise DataError(
             "a group of one response has nothing to be compared with: sample at least two responses per prompt, or "
             "normalise over the batch"
         )
-    if len(rewards) == 1 and rule.std == "batch":
-        raise DataError("a single reward has no deviation: use more prompts or responses per step")
-    result = _normalised(rewards, group_size, rule)
+    return rewards.reshape(-1, group_size)
+
+
+def centred(view: np.ndarray, baseline: np.ndarray | None = None) -> np.ndarray:
+    """`view`, [groups, n], less a baseline per group, by default its mean; groups of equal numbers are exact zeros.
+
+    The mean of equal numbers can differ from them in the last bit, and would push the policy at random.
+    """
+    result = view - (view.mean(axis=1) if baseline is None else baseline)[:, None]
+    result[view.max(axis=1) == view.min(axis=1)] = 0.0
+    return result
+
+
+def limited(result: np.ndarray, rule: AdvantageRule, response_tokens: np.ndarray | None) -> np.ndarray:
+    """What `rule` asks for once rewards are normalised: clip, whiten, clip."""
     if rule.reward_clip is not None:
         result = result.clip(-rule.reward_clip, rule.reward_clip)
     if rule.whiten:
@@ -124,11 +147,7 @@ def _normalised(rewards: np.ndarray, group_size: int, rule: AdvantageRule) -> np
     views = {"group": rewards.reshape(-1, group_size), "batch": rewards.reshape(1, -1)}
     result = rewards.copy()
     if rule.mean is not None:
-        view = views[rule.mean]
-        centred = view - view.mean(axis=1, keepdims=True)
-        # The mean of equal numbers can differ from them in the last bit: those must stay exact zeros.
-        centred[view.max(axis=1) == view.min(axis=1)] = 0.0
-        result = centred.reshape(-1)
+        result = centred(views[rule.mean]).reshape(-1)
     if rule.std is not None:
         view = views[rule.std]
         deviation = view.std(axis=1, ddof=1, keepdims=True) + EPSILON

@@ -58,7 +58,7 @@ REFUSED = {
     "no estimator": (
         {"adv_estimator": "grop"},
         "adv_estimator",
-        "choose grpo, reinforce or your own as package.module:name",
+        "did you mean 'grpo'? choose grpo, reinforce, step_reinforce, ",
     ),
 }
 
