@@ -11,6 +11,7 @@ sequences with one `torch.split`. Memory is what is alive at the peak beyond the
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ def make_pack(tokens: int, vocabulary: int, device: str) -> tuple[PackedBatch, A
     lengths = np.maximum(4, (shares * tokens / shares.sum()).astype(np.int64))
     g = torch.Generator().manual_seed(0)
     total = int(lengths.sum())
+    level = -math.log(vocabulary) - 0.5  # where random logits put log-probs
     positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     prompt = positions < np.repeat(lengths // 4, lengths)
     batch = SampleBatch(
@@ -44,8 +46,8 @@ def make_pack(tokens: int, vocabulary: int, device: str) -> tuple[PackedBatch, A
             "input_ids": torch.randint(vocabulary, (total,), generator=g),
             "response_mask": torch.from_numpy(~prompt),
             "advantages": torch.randn(SEQUENCES, generator=g),
-            "old_log_probs": -10 + 0.3 * torch.randn(total, generator=g),
-            "ref_log_probs": -10 + 0.3 * torch.randn(total, generator=g),
+            "old_log_probs": level + 0.3 * torch.randn(total, generator=g),
+            "ref_log_probs": level + 0.3 * torch.randn(total, generator=g),
         },
         {
             "input_ids": "token",
@@ -87,7 +89,7 @@ def looped(logits: torch.Tensor, pack: PackedBatch, counts: Any, *, split: bool)
         clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         gain = torch.minimum(ratio * advantage, clipped * advantage)
         gap = fields["ref_log_probs"][at] - log_probs
-        divergence = gap.exp() - 1 - gap
+        divergence = (gap.exp() - 1 - gap).clamp(max=PolicyLoss().kl_bound)
         loss = ((-gain + KL * divergence - ENTROPY * entropy) * keep).sum() / total_tokens
         losses.append(loss)
         metrics.append(

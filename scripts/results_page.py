@@ -65,14 +65,15 @@ def steps(result: dict[str, Any]) -> list[str]:
 
 
 def cases(result: dict[str, Any]) -> list[str]:
-    """One row per case: its limits with the figures beside them, then its other figures."""
+    """One row per case: its limits with the figures beside them, then its other figures; and what is noted in words."""
     rows = []
     for case in result["cases"]:
         kept = [f"{name} {value:.2g} (≤ {limit:g})" for name, (value, limit) in case["limits"].items()]
         rows.append(
             [case["case"], "; ".join(kept) or "-", "; ".join(f"{k} {number(v)}" for k, v in case["figures"].items())]
         )
-    return table(["case", "limits", "figures"], rows)
+    said = dict.fromkeys(case["notes"] for case in result["cases"] if isinstance(case.get("notes"), str))
+    return [*table(["case", "limits", "figures"], rows), *(line for note in said for line in ("", f"Note: {note}."))]
 
 
 def section(name: str, what: str, record: dict[str, Any]) -> list[str]:
