@@ -21,18 +21,44 @@ ROLLOUT_FIELDS: Mapping[str, str] = {
 
 
 class PolicySettings(Settings):
-    """`loss_args` of `policy`: what has no key of its own."""
+    """`loss_args` of the policy gradients: what has no key of its own."""
 
-    kl_estimator: Literal["k1", "k2", "k3"] = honoured("k3", help="Estimator of the divergence from the reference.")
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = honoured(
+        "k3", help="Estimator of the divergence from the reference."
+    )
+    kl_gradient: Literal["value", "straight_through", "score_function", "importance"] = honoured(
+        "value",
+        help="The estimate's own gradient; k2's, which is the divergence's (verl: k1+, k3+); the estimate's and the "
+        "score function's (NeMo-RL); or that of the estimate weighted by the ratio to the old policy (DeepSeek-V3.2).",
+    )
+    engine_correction: Literal["truncate", "mask", "mask_sequences"] = honoured(
+        "truncate",
+        help="With engine_ratio_cap: weights w = p_trainer / p_rollout clamped to the range (TIS); w, and 0 outside "
+        "(IcePop); or w, and 0 for sequences whose geometric mean lies outside (seq-mask-TIS).",
+    )
+    engine_ratio_min: float = honoured(0.0, help="Lower end of that range.", ge=0)
     engine_ratio_cap: float | None = honoured(
         None,
-        help="Weights each token by min(p_trainer / p_rollout, this): corrects for an engine's other numbers. "
-        "Default: no weights.",
+        help="Upper end: corrects for an engine's other numbers by weights p_trainer / p_rollout. Default: no weights.",
         gt=0,
     )
     sample_weights: Literal["rewards"] | None = honoured(
         None, help="Weights the samples by their rewards, which must not be negative, scaled to a mean of 1."
     )
+
+
+class SAPOSettings(PolicySettings):
+    """`loss_args` of `sapo`."""
+
+    temperature_positive: float = honoured(1.0, help="Of the gate, where the advantage is positive.", gt=0)
+    temperature_negative: float = honoured(1.05, help="Elsewhere.", gt=0)
+
+
+class TOPRSettings(PolicySettings):
+    """`loss_args` of `topr`."""
+
+    positive_weight: float = honoured(1.0, help="Of responses with a reward above 0.", ge=0)
+    negative_weight: float = honoured(1.0, help="Of the others.", ge=0)
 
 
 class SFTSettings(Settings):
@@ -62,6 +88,17 @@ class Loss(Entry):
     """Settings that are keys of the job, as ROLL has them: by name, the keys."""
 
 
+_CLIP = {
+    "clip_low": "pg_clip, or pg_clip_low with use_pg_clip_range",
+    "clip_high": "pg_clip, or pg_clip_high with use_pg_clip_range",
+}
+_SHARED = {
+    "kl_coef": "kl_loss_coef with use_kl_loss",
+    "kl_bound": "kl_loss_bound",
+    "entropy_coef": "entropy_loss_coef",
+    "aggregation": "loss_agg_mode",
+}
+
 LOSSES: Registry[Loss] = Registry(
     "loss",
     Loss(
@@ -70,20 +107,51 @@ LOSSES: Registry[Loss] = Registry(
         summary="clipped policy gradient: PPO, GRPO, DAPO, Dr. GRPO, GSPO",
         reads=("response_mask", "advantages"),
         settings=PolicySettings,
-        keys={
-            "clip_low": "pg_clip, or pg_clip_low with use_pg_clip_range",
-            "clip_high": "pg_clip, or pg_clip_high with use_pg_clip_range",
-            "dual_clip": "dual_clip_loss",
-            "ratio": "importance_sampling",
-            "kl_coef": "kl_loss_coef with use_kl_loss",
-            "kl_bound": "kl_loss_bound",
-            "entropy_coef": "entropy_loss_coef",
-            "aggregation": "loss_agg_mode",
-        },
+        keys={**_CLIP, "dual_clip": "dual_clip_loss", "ratio": "importance_sampling", **_SHARED},
+    ),
+    Loss(
+        name="cispo",
+        target="roll_batching.losses.objectives:CISPOLoss",
+        summary="clipped importance weights without gradient, times log-probs (CISPO; ROLL: tis with pg_clip_low 1)",
+        reads=("response_mask", "advantages"),
+        settings=PolicySettings,
+        keys={**_CLIP, **_SHARED},
+    ),
+    Loss(
+        name="gpg",
+        target="roll_batching.losses.objectives:GPGLoss",
+        summary="log-probs times advantages, without ratio or clip (GPG, REINFORCE)",
+        reads=("response_mask", "advantages"),
+        settings=PolicySettings,
+        keys=_SHARED,
+    ),
+    Loss(
+        name="sapo",
+        target="roll_batching.losses.objectives:SAPOLoss",
+        summary="a soft gate on the ratio for the clip (SAPO)",
+        reads=("response_mask", "advantages"),
+        settings=SAPOSettings,
+        keys=_SHARED,
+    ),
+    Loss(
+        name="gmpo",
+        target="roll_batching.losses.objectives:GMPOLoss",
+        summary="the geometric mean of ratios whose logarithms are clipped (GMPO; loss_agg_mode seq-mean-token-mean)",
+        reads=("response_mask", "advantages"),
+        settings=PolicySettings,
+        keys={**_CLIP, **_SHARED},
+    ),
+    Loss(
+        name="topr",
+        target="roll_batching.losses.objectives:TOPRLoss",
+        summary="log-probs times advantages, tapered where the reward is not above 0 (TOPR)",
+        reads=("response_mask", "advantages", "rewards"),
+        settings=TOPRSettings,
+        keys=_SHARED,
     ),
     Loss(
         name="sft",
-        target="roll_batching.losses.objectives:SFTLoss",
+        target="roll_batching.losses.supervised:SFTLoss",
         summary="negative log-likelihood of the response tokens",
         reads=("response_mask",),
         settings=SFTSettings,

@@ -10,6 +10,7 @@ from roll_batching.config.diagnostics import KeyPath, Notice, dotted
 from roll_batching.config.fields import Honoured, Noticed, Pass, Roles, use_of
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.key_paths import field_at, given_keys
+from roll_batching.config.losses import LOSSES
 from roll_batching.config.objective_rules import idle_objective_keys
 from roll_batching.config.strategy import ENGINE_STRATEGIES
 from roll_batching.config.worker import WorkerConfig
@@ -118,8 +119,9 @@ def _of_another_mode(role: WorkerConfig, path: KeyPath) -> Iterator[tuple[KeyPat
 
 
 def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    if job.loss_function == "policy":
-        yield from _policy(job, data)
+    loss = LOSSES.get(job.loss_function)
+    if loss is not None:
+        yield from _policy(job, data, set(loss.keys))
     yield from idle_objective_keys(job, data)
     sampling = data.get("actor_infer") or {}
     number = (sampling.get("generating_args") or {}).get("num_return_sequences")
@@ -133,16 +135,21 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
     yield from _lengths(job)
 
 
-def _policy(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Settings of the loss `policy` that others put out of effect."""
-    if job.use_pg_clip_range and "pg_clip" in data and not job.dual_clip_loss:
-        yield ("pg_clip",), "has no effect: use_pg_clip_range takes pg_clip_low and pg_clip_high"
-    for key in ("pg_clip_low", "pg_clip_high"):
-        if key in data and not job.use_pg_clip_range:
-            yield (key,), "has no effect: set use_pg_clip_range: true, or pg_clip"
-    if job.kl_loss_coef and not job.use_kl_loss:
+def _policy(job: JobKeys, data: dict[str, Any], settings: set[str]) -> Iterator[tuple[KeyPath, str]]:
+    """Keys of the `settings` that the loss has, which other keys put out of effect."""
+    if "clip_low" in settings:
+        if job.use_pg_clip_range and "pg_clip" in data and not (job.dual_clip_loss and "dual_clip" in settings):
+            yield ("pg_clip",), "has no effect: use_pg_clip_range takes pg_clip_low and pg_clip_high"
+        for key in ("pg_clip_low", "pg_clip_high"):
+            if key in data and not job.use_pg_clip_range:
+                yield (key,), "has no effect: set use_pg_clip_range: true, or pg_clip"
+    if "dual_clip" in settings and job.dual_clip_ratio is not None and not job.dual_clip_loss:
+        yield ("dual_clip_ratio",), "has no effect: dual_clip_loss is false"
+    if "aggregation" in settings and job.loss_agg_length is not None and not job.loss_agg_mode.endswith("-norm"):
+        yield ("loss_agg_length",), "has no effect: loss_agg_mode is not seq-mean-token-sum-norm"
+    if "kl_coef" in settings and job.kl_loss_coef and not job.use_kl_loss:
         yield ("kl_loss_coef",), "has no effect: use_kl_loss is false"
-    if job.use_kl_loss and not job.kl_loss_coef:
+    if "kl_coef" in settings and job.use_kl_loss and not job.kl_loss_coef:
         yield ("use_kl_loss",), "has no effect: kl_loss_coef is 0"
 
 

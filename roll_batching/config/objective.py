@@ -50,11 +50,19 @@ class ObjectiveKeys(Settings):
     use_pg_clip_range: bool = honoured(False, help="Use pg_clip_low and pg_clip_high instead of pg_clip.")
     pg_clip_low: float = honoured(0.2, help="The ratio is clipped at 1 minus this; needs use_pg_clip_range.", gt=0)
     pg_clip_high: float = honoured(0.2, help="The ratio is clipped at 1 plus this; needs use_pg_clip_range.", gt=0)
-    importance_sampling: Literal["token", "seq"] = honoured(
-        "token", help="A ratio per token, or one per sequence: the geometric mean of its tokens' (GSPO)."
+    importance_sampling: Literal["token", "seq", "seq-token"] = honoured(
+        "token",
+        help="A ratio per token; one per sequence, the geometric mean of its tokens' (GSPO); or that value with each "
+        "token's own gradient (GSPO-token).",
     )
     dual_clip_loss: bool = honoured(
-        False, help="Bound the loss of a negative advantage A at -(1 + 2 * pg_clip) * A, whatever the ratio."
+        False, help="Bound the loss of a negative advantage A at -dual_clip_ratio * A, whatever the ratio."
+    )
+    dual_clip_ratio: float | None = honoured(
+        None,
+        help="The bound of dual_clip_loss, above 1: verl's clip_ratio_c, TRL's delta (two-sided clipping). Default: "
+        "1 + 2 * pg_clip (ROLL).",
+        gt=1,
     )
     max_len_mask: bool = honoured(
         False,
@@ -62,13 +70,22 @@ class ObjectiveKeys(Settings):
         "in the loss. Their rewards still enter their group's advantages.",
     )
     use_kl_loss: bool = honoured(False, help="Add the divergence from the reference to the loss.")
-    kl_loss_coef: float = honoured(0.0, help="Weight of the divergence (k3); needs use_kl_loss.", ge=0)
+    kl_loss_coef: float = honoured(
+        0.0, help="Weight of the divergence (loss_args.kl_estimator); needs use_kl_loss.", ge=0
+    )
     kl_loss_bound: float | None = honoured(
-        10.0, help="Largest divergence per token, without gradient beyond (ROLL, verl: 10). ~: no bound.", gt=0
+        10.0, help="Largest k3 per token, without gradient beyond (ROLL, verl: 10). ~: no bound.", gt=0
     )
     entropy_loss_coef: float = honoured(0.0, help="Weight of the entropy bonus.", ge=0)
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = honoured(
-        "token-mean", help="How tokens are averaged, over the whole mini-batch on all ranks."
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        honoured(
+            "token-mean",
+            help="How tokens are averaged, over the whole mini-batch on all ranks. seq-mean-token-sum-norm: over "
+            "loss_agg_length (Dr. GRPO); ROLL and verl do not divide it by the number of sequences.",
+        )
+    )
+    loss_agg_length: int | None = honoured(
+        None, help="What seq-mean-token-sum-norm divides a sequence's sum by. Default: response_length.", ge=1
     )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS, ADVANTAGE_KEYS
@@ -11,44 +11,45 @@ from roll_batching.config.diagnostics import Problem
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.losses import LOSSES, ROLLOUT_FIELDS, Loss
 
-POLICY_KEYS = (
-    "pg_clip",
-    "use_pg_clip_range",
-    "pg_clip_low",
-    "pg_clip_high",
-    "importance_sampling",
-    "dual_clip_loss",
-    "use_kl_loss",
-    "kl_loss_coef",
-    "kl_loss_bound",
-    "entropy_loss_coef",
-    "loss_agg_mode",
-)
-"""Keys of the job that are settings of the loss `policy`."""
+KEYS_OF_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "clip_low": ("pg_clip", "use_pg_clip_range", "pg_clip_low"),
+    "clip_high": ("pg_clip", "use_pg_clip_range", "pg_clip_high"),
+    "ratio": ("importance_sampling",),
+    "dual_clip": ("dual_clip_loss", "dual_clip_ratio"),
+    "kl_coef": ("use_kl_loss", "kl_loss_coef"),
+    "kl_bound": ("kl_loss_bound",),
+    "entropy_coef": ("entropy_loss_coef",),
+    "aggregation": ("loss_agg_mode", "loss_agg_length"),
+}
+"""Settings of registered losses that are keys of the job."""
+LOSS_KEYS = tuple(dict.fromkeys(key for keys in KEYS_OF_SETTINGS.values() for key in keys))
+_RATIO = {"token": "token", "seq": "sequence", "seq-token": "sequence_token"}
 _AGGREGATION = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
     "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "constant_mean",
 }
 
 
 def loss_arguments(job: JobKeys, loss: Loss) -> dict[str, Any]:
-    """The keyword arguments of the registered loss that `job` names."""
+    """The keyword arguments of the registered loss that `job` names.
+
+    `aggregation` is a name of `losses.aggregation`; "constant_mean" goes with the job's `loss_agg_length`.
+    """
     given, _ = _arguments(loss).read(job.loss_args, ("loss_args",))
-    if loss.name != "policy":
-        return given
     low, high = job.clip_range
-    return {
+    values = {
         "clip_low": low,
         "clip_high": high,
-        "dual_clip": 1 + 2 * job.pg_clip if job.dual_clip_loss else None,
-        "ratio": "sequence" if job.importance_sampling == "seq" else "token",
+        "dual_clip": (job.dual_clip_ratio or 1 + 2 * job.pg_clip) if job.dual_clip_loss else None,
+        "ratio": _RATIO[job.importance_sampling],
         "kl_coef": job.kl_coef,
         "kl_bound": job.kl_loss_bound,
         "entropy_coef": job.entropy_loss_coef,
         "aggregation": _AGGREGATION[job.loss_agg_mode],
-        **given,
     }
+    return {name: values[name] for name in loss.keys} | given
 
 
 def advantage_arguments(job: JobKeys) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def wants_reference(job: JobKeys) -> bool:
 def _idle_reference(job: JobKeys) -> str | None:
     """Why the loss does not read the reference; None where it does."""
     loss = LOSSES.get(job.loss_function)
-    if job.loss_function == "policy":
+    if loss is not None and "kl_coef" in loss.keys:
         return None if job.kl_coef else "use_kl_loss is false or kl_loss_coef is 0"
     if loss is None or "ref_log_probs" in loss.reads:
         return None
@@ -100,16 +101,15 @@ def objective_problems(job: JobKeys) -> Iterator[Problem]:
 def idle_objective_keys(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Paths of the `given` keys that this loss and this advantage estimator do not read, with what rules instead."""
     name = job.loss_function
-    if name != "policy":
-        for key in POLICY_KEYS:
-            if key in given:
-                yield (key,), f"has no effect: a setting of the loss policy; those of {name} stand in loss_args"
-    elif "kl_estimator" in job.loss_args and not job.kl_coef:
-        yield ("loss_args", "kl_estimator"), "has no effect: use_kl_loss is false or kl_loss_coef is 0"
+    loss = LOSSES.get(name)
+    read = {key for setting in (loss.keys if loss else ()) for key in KEYS_OF_SETTINGS[setting]}
+    for key in LOSS_KEYS:
+        if key in given and key not in read:
+            yield (key,), f"has no effect: {name} does not read it; settings of its own stand in loss_args"
+    yield from _idle_loss_args(job, read)
     idle_reference = _idle_reference(job)
     if job.reference is not None and idle_reference is not None:
         yield ("reference",), f"is not built: {idle_reference}"
-    loss = LOSSES.get(name)
     if loss is not None and "advantages" not in loss.reads:
         yield ("loss_function",), f"{name} reads no advantages: rewards are measured and change nothing"
     estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
@@ -118,6 +118,18 @@ def idle_objective_keys(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[t
             yield (key,), f"has no effect: {job.adv_estimator} alone makes the advantages"
         elif key in given and estimator is not None and key not in {*estimator.keys, *estimator.implied}:
             yield (key,), f"has no effect: the advantages of {job.adv_estimator} do not depend on it"
+
+
+def _idle_loss_args(job: JobKeys, read: set[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Settings of a registered loss's own that another one puts out of effect."""
+    if "kl_loss_coef" not in read:
+        return
+    for name in ("kl_estimator", "kl_gradient"):
+        if name in job.loss_args and not job.kl_coef:
+            yield ("loss_args", name), "has no effect: use_kl_loss is false or kl_loss_coef is 0"
+    for name in ("engine_correction", "engine_ratio_min"):
+        if name in job.loss_args and job.loss_args.get("engine_ratio_cap") is None:
+            yield ("loss_args", name), "has no effect: engine_ratio_cap is not given"
 
 
 def _arguments(loss: Loss) -> Arguments:

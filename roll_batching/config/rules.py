@@ -268,7 +268,7 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
             ("use_kl_loss",),
             "needs the role `reference`; add that section (`reference: {}` takes actor_train's)",
         )
-    if job.clip_range[0] >= 1:
+    if job.loss_function == "policy" and job.clip_range[0] >= 1:
         key = "pg_clip_low" if job.use_pg_clip_range else "pg_clip"
         yield Problem(
             (key,),

@@ -214,7 +214,7 @@ def _bad_choice(given: Any, choices: Sequence[str], other: str | None = None) ->
         return f"{given!r} does not exist here: training runs on Megatron-Core; use megatron_train or megatron_infer"
     if given == "yarn":
         return "'yarn' is refused: YaRN scaling is not supported for now; choose linear or llama3"
-    if given in REFUSED_ESTIMATORS:
+    if isinstance(given, str) and given in REFUSED_ESTIMATORS:
         return f"{given!r} is refused: {REFUSED_ESTIMATORS[given]}"
     guess = nearest(str(given), choices)
     hint = f"did you mean {guess!r}? " if guess else ""

@@ -4,24 +4,30 @@ from roll_batching.losses.aggregation import constant_mean, sequence_mean, seque
 from roll_batching.losses.contract import LossOutput, Max, Mean, Min, Sum, loss_spec
 from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.estimators import k1, k2, k3
-from roll_batching.losses.objectives import PolicyLoss, SFTLoss
+from roll_batching.losses.objectives import CISPOLoss, GMPOLoss, GPGLoss, PolicyLoss, SAPOLoss, TOPRLoss
 from roll_batching.losses.overlong import mask_overlong
 from roll_batching.losses.preference import DPOLoss
 from roll_batching.losses.sequences import SequenceView
+from roll_batching.losses.supervised import SFTLoss
 from roll_batching.losses.views import TokenView
 from roll_batching.losses.vocab_parallel import token_log_probs
 
 __all__ = [
+    "CISPOLoss",
     "DPOLoss",
+    "GMPOLoss",
+    "GPGLoss",
     "LossOutput",
     "Max",
     "Mean",
     "Min",
     "PolicyLoss",
+    "SAPOLoss",
     "SFTLoss",
     "SequenceView",
     "StepCounts",
     "Sum",
+    "TOPRLoss",
     "TokenView",
     "constant_mean",
     "k1",

@@ -7,6 +7,12 @@ comparison with other frameworks.
 
 Log-probs that lie far apart make exp(d) overflow, and a clip behind it then gives a gradient of NaN.
 So d is clamped before every exp, as verl and NeMo-RL do; beyond the bound there is no gradient.
+
+What a loss differentiates is chosen apart from the value (`KlGradient`). "value": the estimate's own gradient, which
+is not the divergence's but for k2. "straight_through": that value, with k2's gradient, which is unbiased on samples of
+the policy (verl's k1+, k3+, abs+). "score_function": value x grad log p beside the value's own gradient, unbiased there
+as well (Tang and Munos 2025, arXiv 2506.09477; NeMo-RL). "importance": the value times p / p_old, both differentiated
+(DeepSeek-V3.2, arXiv 2512.02556; TRL's use_bias_correction_kl, slime): unbiased on samples of p_old.
 """
 
 from __future__ import annotations
@@ -16,7 +22,9 @@ from typing import Literal
 
 import torch
 
-KlEstimator = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k1", "k2", "k3", "abs"]
+KlGradient = Literal["value", "straight_through", "score_function", "importance"]
+KL_GRADIENTS: tuple[KlGradient, ...] = ("value", "straight_through", "score_function", "importance")
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios of tokens are clamped to +-20 before exp (verl, NeMo-RL)."""
@@ -51,4 +59,29 @@ def k3(other: torch.Tensor, sampled: torch.Tensor, bound: float | None = KL_BOUN
     return divergence if bound is None else divergence.clamp(max=bound)
 
 
-ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+def absolute(other: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """|d|: biased, never negative; its gradient has the size 1 everywhere."""
+    return (other - sampled).abs()
+
+
+ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "abs": absolute,
+}
+
+
+def with_gradient(
+    value: torch.Tensor, how: KlGradient, *, other: torch.Tensor, sampled: torch.Tensor, ratio: torch.Tensor
+) -> torch.Tensor:
+    """`value`, an estimate of the divergence of `sampled` from `other`, with the gradient that `how` names.
+
+    `ratio` is p / p_old of the tokens, for "importance", whose value it weights as well.
+    """
+    if how == "straight_through":
+        right = k2(bounded(other - sampled), torch.zeros_like(sampled))
+        return right - right.detach() + value.detach()
+    if how == "score_function":
+        return value * (sampled - sampled.detach()).exp()
+    return value * ratio if how == "importance" else value

@@ -15,7 +15,7 @@ from roll_batching.config.losses import LOSSES
 from roll_batching.config.objective_rules import advantage_arguments, loss_arguments
 from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.errors import ConfigError, LossError
-from roll_batching.losses import loss_spec
+from roll_batching.losses import constant_mean, loss_spec
 from roll_batching.registry import describe_error
 from roll_batching.rl.advantages import AdvantageFunction, checked
 from roll_batching.strategy import GenerationSettings
@@ -30,7 +30,13 @@ def loss_of(config: JobConfig) -> Any:
         raise config.error(Problem(at, str(error))) from error
     registered = LOSSES.get(name)
     if registered is not None:
-        return make(**loss_arguments(config, registered))
+        given = loss_arguments(config, registered)
+        if given.get("aggregation") == "constant_mean":
+            given["aggregation"] = constant_mean(config.loss_agg_length or config.response_length or 1)
+        try:
+            return make(**given)
+        except LossError as error:  # what its settings allow one by one and not together
+            raise config.error(Problem(at, str(error))) from error
     if not callable(make):
         raise config.error(Problem(at, f"{name!r} is a {type(make).__name__}: name a class of losses"))
     try:

@@ -83,7 +83,7 @@ def test_fields_of_a_base_are_resolved_where_it_stands():
     found, problems = Arguments.of("it", Own).read({"kl_estimator": "k2", "extra": 1}, ())
     assert (found, problems) == ({"kl_estimator": "k2", "extra": 1.0}, [])
     _, (problem,) = Arguments.of("it", Own).read({"kl_estimator": "k4"}, ())
-    assert "'k1', 'k2' or 'k3'" in problem.message
+    assert "'k1', 'k2', 'k3' or 'abs'" in problem.message
 
 
 @pytest.mark.bad_input

@@ -55,9 +55,16 @@ BINS = [[2, 0, 5], [7, 4, 6], [1], [3]]
 
 
 def run(
-    loss: Any, data: Any, bins: list[list[int]] = BINS, dtype: torch.dtype = torch.float64
+    loss: Any,
+    data: Any,
+    bins: list[list[int]] = BINS,
+    dtype: torch.dtype = torch.float64,
+    rows: torch.Tensor | None = None,
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
-    """(loss, gradient by the flat log-probs and entropies, metrics) over the micro-batches `bins`."""
+    """(loss, gradient by the flat log-probs and entropies, metrics) over the micro-batches `bins`.
+
+    `rows`, [tokens, 2], are these; by default `leaves`.
+    """
     from roll_batching.losses.contract import loss_spec
     from roll_batching.losses.denominators import local_counts
     from roll_batching.losses.metric_kinds import as_numbers, join_parts, to_host
@@ -71,7 +78,7 @@ def run(
     if spec.check:
         spec.check(data, [data.rows_of(pack.ids).numpy() for pack in packs if pack.samples])
     counts = local_counts(data, spec.masks, spec.sums)
-    leaf = leaves(data).detach().to(dtype).requires_grad_()
+    leaf = (leaves(data) if rows is None else rows).detach().to(dtype).requires_grad_()
     total, metrics = torch.zeros((), dtype=torch.float64), []
     for pack in packs:
         if not pack.samples:

@@ -52,6 +52,31 @@ def test_log_probs_far_apart_leave_everything_finite(name: str, options: Any, ra
     assert bool((gradient[:, 0] != 0).any())
 
 
+OBJECTIVES = {
+    "CISPOLoss": {"kl_gradient": "straight_through"},
+    "GMPOLoss": {"kl_gradient": "score_function"},
+    "GPGLoss": {},
+    "PolicyLoss": {"ratio": "sequence_token", "engine_correction": "mask_sequences"},
+    "SAPOLoss": {"kl_gradient": "importance", "engine_correction": "mask"},
+    "TOPRLoss": {"engine_ratio_min": 0.5},
+}
+
+
+@pytest.mark.parametrize("value", [-120.0, float("-inf"), 150.0])
+@pytest.mark.parametrize("name", ["old_log_probs", "rollout_log_probs", "ref_log_probs"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_stays_finite(objective: str, name: str, value: float) -> None:
+    import roll_batching.losses
+
+    data = far(batch(), name, value)
+    data = data.with_fields({"rewards": data["advantages"] + 0.5}, {"rewards": "sample"})
+    options = OBJECTIVES[objective] | {"kl_coef": 0.1, "engine_ratio_cap": 2.0}
+    loss = getattr(roll_batching.losses, objective)(**options)
+    found, gradient, metrics = run(loss, data, dtype=torch.float32)
+    assert np.isfinite(found) and bool(torch.isfinite(gradient).all()) and bool(gradient.any())
+    assert all(np.isfinite(number) for number in metrics.values()), metrics
+
+
 @pytest.mark.parametrize(("options", "bound"), [({}, 20.0), ({"ratio": "sequence"}, 10.0)])
 def test_the_log_ratio_is_bounded_where_peers_bound_it(options: dict[str, Any], bound: float) -> None:
     """verl clamps a token's log-ratio at 20 and a sequence's at 10; the gradient ends there."""

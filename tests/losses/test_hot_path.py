@@ -70,7 +70,8 @@ class Waits(TorchDispatchMode):
 
 
 def _losses() -> dict[str, Any]:
-    from roll_batching.losses import DPOLoss, LossOutput, PolicyLoss, SFTLoss
+    from roll_batching.losses import CISPOLoss, DPOLoss, GMPOLoss, LossOutput, PolicyLoss, SAPOLoss, SFTLoss, TOPRLoss
+    from tests.losses.test_partitions import Both
 
     class BySequence:
         masks = ("response_mask",)
@@ -95,6 +96,11 @@ def _losses() -> dict[str, Any]:
     return {
         "policy": PolicyLoss(**every, sample_weights="weights", aggregation="sequence_mean"),
         "gspo": PolicyLoss(ratio="sequence"),
+        "cispo, sapo": Both(
+            CISPOLoss(engine_correction="mask", engine_ratio_cap=1.2, kl_coef=0.1, kl_gradient="straight_through"),
+            SAPOLoss(engine_correction="mask_sequences", engine_ratio_cap=1.2),
+        ),
+        "gmpo, topr": Both(GMPOLoss(), TOPRLoss()),
         "sft": SFTLoss(),
         "dpo": DPOLoss(),
         "sequences": BySequence(),

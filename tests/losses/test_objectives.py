@@ -199,7 +199,7 @@ def test_metrics_do_not_depend_on_the_partition() -> None:
 
     loss = PolicyLoss(kl_coef=0.1, dual_clip=1.5, engine_ratio_cap=1.2)
     first, second = run(loss, batch())[2], run(loss, batch(), [list(range(len(LENGTHS)))])[2]
-    assert first.keys() == second.keys() and len(first) == 10
+    assert first.keys() == second.keys() and len(first) == 11
     assert all(first[name] == pytest.approx(second[name], rel=1e-12) for name in first)
 
 
@@ -214,7 +214,10 @@ def test_metrics_do_not_depend_on_the_partition() -> None:
         ({"engine_ratio_cap": 0.0}, "engine_ratio_cap"),
         ({"kl_coef": -1.0}, "kl_coef"),
         ({"kl_bound": 0.0}, "kl_bound is 0.0"),
-        ({"kl_estimator": "k4"}, "k1, k2, k3"),
+        ({"kl_estimator": "k4"}, "k1, k2, k3, abs"),
+        ({"kl_gradient": "both"}, "value, straight_through, score_function, importance"),
+        ({"engine_correction": "drop"}, "truncate, mask, mask_sequences"),
+        ({"engine_ratio_cap": 2.0, "engine_ratio_min": 3.0}, "engine_ratio_min is 3.0"),
         ({"ratio": "word"}, "token or sequence"),
         ({"aggregation": "token-mean"}, "token_mean, sequence_mean, sequence_sum"),
     ],

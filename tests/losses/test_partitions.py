@@ -17,8 +17,36 @@ PARTITIONS = 4
 SAMPLES = 11
 
 
+class Both:
+    """The sum of two losses that read the same."""
+
+    needs, masks = frozenset({"log_probs", "entropy"}), ("response_mask",)
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first, self.second = first, second
+
+    def token_loss(self, tokens: Any) -> Any:
+        from roll_batching.losses import LossOutput
+
+        first, second = self.first.token_loss(tokens), self.second.token_loss(tokens)
+        return LossOutput(first.loss + second.loss, {**first.metrics, **second.metrics})
+
+
 def losses() -> dict[str, Any]:
-    from roll_batching.losses import DPOLoss, PolicyLoss, SFTLoss, constant_mean
+    from roll_batching.losses import (
+        CISPOLoss,
+        DPOLoss,
+        GMPOLoss,
+        GPGLoss,
+        PolicyLoss,
+        SAPOLoss,
+        SFTLoss,
+        TOPRLoss,
+        constant_mean,
+    )
+
+    icepop = {"engine_correction": "mask", "engine_ratio_min": 0.8, "engine_ratio_cap": 1.2}
+    narrow = {"engine_correction": "mask_sequences", "engine_ratio_min": 0.95, "engine_ratio_cap": 1.05}
 
     return {
         "token-mean": PolicyLoss(kl_coef=0.05, entropy_coef=0.02),
@@ -27,6 +55,10 @@ def losses() -> dict[str, Any]:
         "Dr. GRPO": PolicyLoss(aggregation=constant_mean(40), engine_ratio_cap=1.5),
         "a user's own": PolicyLoss(aggregation=lambda view, x: view.sample_mean(view.segment_sum(x).tanh())),
         "GSPO, weighted": PolicyLoss(ratio="sequence", aggregation="sequence_mean", sample_weights="weights"),
+        "CISPO, IcePop": CISPOLoss(**icepop, kl_coef=0.1, kl_gradient="straight_through"),
+        "SAPO, masked": SAPOLoss(**narrow, aggregation="sequence_mean"),
+        "GMPO": GMPOLoss(aggregation="sequence_mean", kl_coef=0.1, kl_estimator="abs", kl_gradient="importance"),
+        "GPG, TOPR": Both(GPGLoss(), TOPRLoss(negative_weight=0.5)),
         "SFT": SFTLoss(),
         "DPO": DPOLoss(),
     }
@@ -44,11 +76,12 @@ def batch() -> Any:
     mask[data.offsets[:-1] + 1] = True  # every response has a token
     extra = {
         "weights": torch.rand(len(data), generator=g) + 0.1,
+        "rewards": torch.rand(len(data), generator=g) - 0.5,
         "pair": torch.arange(len(data)) // 2,
         "chosen": torch.arange(len(data)) % 2 == 0,
         "rollout_log_probs": data["old_log_probs"] + 0.2 * torch.randn(data.num_tokens, generator=g),
     }
-    kinds = dict.fromkeys(("weights", "pair", "chosen"), "sample") | {"rollout_log_probs": "next_token"}
+    kinds = dict.fromkeys(("weights", "rewards", "pair", "chosen"), "sample") | {"rollout_log_probs": "next_token"}
     return data.with_fields(extra | {"response_mask": mask}, kinds | {"response_mask": "token"})
 
 

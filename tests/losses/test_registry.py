@@ -39,10 +39,49 @@ def test_settings_without_a_key_reach_the_loss():
     assert loss_of(job(loss_function="sft", loss_args={"aggregation": "sequence_mean"})).aggregation == "sequence_mean"
 
 
+def test_keys_that_losses_share_reach_each_of_them():
+    shared = {"use_kl_loss": True, "kl_loss_coef": 0.1, "reference": {}, "loss_agg_mode": "seq-mean-token-mean"}
+    for entry in LOSSES:
+        if "kl_coef" not in entry.keys:
+            continue
+        found = job(loss_function=entry.name, pg_clip=0.3, **shared)
+        loss = loss_of(found)
+        assert (loss.kl_coef, loss.aggregation) == (0.1, "sequence_mean"), entry.name
+        assert getattr(loss, "clip_high", 0.3) == 0.3, entry.name
+        assert [notice.path for notice in found.notices] == ([] if "clip_low" in entry.keys else ["pg_clip"])
+    assert loss_of(job(loss_function="sapo", loss_args={"temperature_negative": 2})).temperature_negative == 2.0
+
+
+def test_the_bound_of_a_dual_clip_and_gspo_by_token_have_keys():
+    assert loss_of(job(dual_clip_loss=True, pg_clip=0.1)).dual_clip == 1.2
+    assert loss_of(job(dual_clip_loss=True, dual_clip_ratio=4)).dual_clip == 4.0
+    assert loss_of(job(importance_sampling="seq-token")).ratio == "sequence_token"
+    (told,) = job(dual_clip_ratio=4).notices
+    assert told.text == "has no effect: dual_clip_loss is false"
+
+
+def test_dr_grpos_constant_is_the_longest_response_or_as_given():
+    from tests.losses.formulas import batch, run
+
+    by_name = {"loss_agg_mode": "seq-mean-token-sum-norm", "response_length": 16}
+    per_sequence = run(PolicyLoss(aggregation="sequence_sum"), batch())[0]
+    assert run(loss_of(job(**by_name)), batch())[0] == pytest.approx(per_sequence / 16)
+    assert run(loss_of(job(**by_name, loss_agg_length=64)), batch())[0] == pytest.approx(per_sequence / 64)
+    (told,) = job(loss_agg_length=64).notices
+    assert told.path == "loss_agg_length"
+
+
+def test_settings_that_do_not_go_together_are_refused_with_their_place():
+    with pytest.raises(ConfigFileError, match="engine_ratio_min is 3"):
+        loss_of(job(loss_args={"engine_ratio_min": 3, "engine_ratio_cap": 2}))
+    with pytest.raises(ConfigFileError, match="clip_low in"):
+        loss_of(job(loss_function="cispo", pg_clip=1.5))
+
+
 REFUSED = {
     "unknown name": ({"loss_args": {"kl_estimatr": "k1"}}, "loss_args.kl_estimatr", "did you mean 'kl_estimator'?"),
     "kind": ({"loss_args": {"engine_ratio_cap": "2"}}, "loss_args.engine_ratio_cap", "a valid number, got '2'"),
-    "choice": ({"loss_args": {"kl_estimator": "k4"}}, "loss_args.kl_estimator", "'k1', 'k2' or 'k3', got 'k4'"),
+    "choice": ({"loss_args": {"kl_estimator": "k4"}}, "loss_args.kl_estimator", "'k1', 'k2', 'k3' or 'abs', got 'k4'"),
     "limit": ({"loss_args": {"engine_ratio_cap": 0}}, "loss_args.engine_ratio_cap", "greater than 0, got 0"),
     "not finite": ({"loss_args": {"engine_ratio_cap": float("inf")}}, "loss_args.engine_ratio_cap", "finite number"),
     "given by a key": ({"loss_args": {"clip_low": 0.1}}, "loss_args.clip_low", "set that, and leave this out"),
@@ -52,7 +91,7 @@ REFUSED = {
     "no such loss": (
         {"loss_function": "polcy"},
         "loss_function",
-        "did you mean 'policy'? choose policy, sft, dpo or your own",
+        "did you mean 'policy'? choose policy, cispo, ",
     ),
     "no section": ({"loss_args": 3}, "loss_args", "expected keys and values, got 3"),
     "no estimator": (

@@ -1,0 +1,39 @@
+"""Weights against the other numbers of an inference engine: w = p_trainer / p_engine, bounded in some way.
+
+The engine draws the tokens; its kernels give other numbers than the trainer's forward pass of the same weights.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from roll_batching.losses.contract import Metric
+from roll_batching.losses.estimators import LOG_RATIO_BOUND, bounded
+from roll_batching.losses.views import TokenView
+
+EngineCorrection = Literal["truncate", "mask", "mask_sequences"]
+"""truncate: w clamped to [lowest, cap], truncated importance sampling (IMPALA, Espeholt et al. 2018, arXiv 1802.01561).
+mask: w, and 0 where it lies outside (IcePop, Ling team 2025). mask_sequences: w, and 0 for whole sequences whose
+geometric mean lies outside (seq-mask-TIS, Liu et al. 2025, "When speed kills stability"; the range is narrow there,
+about 0.999 to 1.002)."""
+CORRECTIONS: tuple[EngineCorrection, ...] = ("truncate", "mask", "mask_sequences")
+
+
+def engine_weights(
+    tokens: TokenView, old: torch.Tensor, how: EngineCorrection, lowest: float, cap: float
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """[tokens] weights without gradient, of the log-probs `old` against the engine's; and what they did, as metrics."""
+    log_ratio = (old - tokens["rollout_log_probs"]).detach()
+    ratio = bounded(log_ratio).exp()
+    judged = ratio
+    if how == "mask_sequences":
+        judged = tokens.expand(tokens.segment_mean(bounded(log_ratio))).exp()
+    outside = (judged < lowest) | (judged > cap)
+    weight = ratio.clamp(lowest, cap) if how == "truncate" else torch.where(outside, 0.0, ratio)
+    return weight, {
+        "engine_ratio": tokens.mean_metric(ratio),
+        "engine_ratio_bounded": tokens.mean_metric((log_ratio.abs() > LOG_RATIO_BOUND).float()),
+        "engine_ratio_outside": tokens.mean_metric(outside.float()),
+    }
