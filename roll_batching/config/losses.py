@@ -69,10 +69,18 @@ class SFTSettings(Settings):
     )
 
 
-class DPOSettings(Settings):
-    """`loss_args` of `dpo`."""
+class PreferenceSettings(Settings):
+    """`loss_args` of losses over pairs."""
 
     beta: float = honoured(0.1, help="How strongly the policy is held to the reference.", gt=0)
+    average_log_probs: bool = honoured(False, help="Means over tokens instead of sums.")
+    sft_coef: float = honoured(0.0, help="Weight of the chosen responses' negative log-likelihood.", ge=0)
+    sft_average_log_probs: bool = honoured(False, help="That one by its mean over tokens instead of the sum.")
+
+
+class DPOSettings(PreferenceSettings):
+    """`loss_args` of `dpo`."""
+
     label_smoothing: float = honoured(0.0, help="Share of pairs whose label is taken to be wrong.", ge=0, lt=0.5)
 
 
@@ -162,5 +170,12 @@ LOSSES: Registry[Loss] = Registry(
         summary="direct preference optimisation over pairs of responses",
         reads=("response_mask", "ref_log_probs", "pair", "chosen"),
         settings=DPOSettings,
+    ),
+    Loss(
+        name="ipo",
+        target="roll_batching.losses.preference:IPOLoss",
+        summary="identity preference optimisation over pairs of responses: the squared distance of the margin",
+        reads=("response_mask", "ref_log_probs", "pair", "chosen"),
+        settings=PreferenceSettings,
     ),
 )

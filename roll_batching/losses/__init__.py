@@ -6,7 +6,7 @@ from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.estimators import k1, k2, k3
 from roll_batching.losses.objectives import CISPOLoss, GMPOLoss, GPGLoss, PolicyLoss, SAPOLoss, TOPRLoss
 from roll_batching.losses.overlong import mask_overlong
-from roll_batching.losses.preference import DPOLoss
+from roll_batching.losses.preference import DPOLoss, IPOLoss
 from roll_batching.losses.sequences import SequenceView
 from roll_batching.losses.supervised import SFTLoss
 from roll_batching.losses.views import TokenView
@@ -17,6 +17,7 @@ __all__ = [
     "DPOLoss",
     "GMPOLoss",
     "GPGLoss",
+    "IPOLoss",
     "LossOutput",
     "Max",
     "Mean",

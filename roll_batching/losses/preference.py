@@ -1,4 +1,4 @@
-"""Losses over pairs of responses: direct preference optimisation."""
+"""Losses over pairs of responses: direct and identity preference optimisation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 import torch.nn.functional as F
 
 from roll_batching.data import SampleBatch
-from roll_batching.errors import DataError
+from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossOutput, Mean
 from roll_batching.losses.views import TokenView
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOLoss:
-    """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290), the mean over pairs.
+class PreferenceLoss:
+    """A loss of how much more a policy moved towards the chosen response than towards the other, the mean over pairs.
 
-    Reads `response_mask`, `ref_log_probs` (next_token), and the sample fields `pair` (int64, equal for
+    The margin of a pair is sum(log p - log p_ref) of the chosen response, less that of the rejected one. Reads
+    `response_mask`, `ref_log_probs` (next_token), and the sample fields `pair` (int64, equal for
     the two responses of a pair) and `chosen` (bool). A pair must lie in one micro-batch: plan with
     `group_ids=` the pairs, in any of the three modes.
     """
@@ -31,14 +32,27 @@ class DPOLoss:
     sums: ClassVar[tuple[str, ...]] = ("chosen",)
     beta: float = 0.1
     """How strongly the policy is held to the reference."""
-    label_smoothing: float = 0.0
-    """Share of pairs whose label is taken to be wrong (cDPO, Mitchell 2023)."""
+    average_log_probs: bool = False
+    """Margins of means over tokens instead of sums (TRL's IPO, NeMo-RL's preference_average_log_probs)."""
+    sft_coef: float = 0.0
+    """Weight of the chosen responses' negative log-likelihood, the mean over pairs (RPO, Pang et al. 2024, arXiv
+    2404.19733; NeMo-RL's sft_loss_weight)."""
+    sft_average_log_probs: bool = False
+    """That likelihood by the mean over tokens instead of the sum."""
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0 or self.sft_coef < 0:
+            raise LossError(f"beta {self.beta}, sft_coef {self.sft_coef}: give beta above 0 and sft_coef from 0")
+
+    def per_pair(self, margin: torch.Tensor) -> torch.Tensor:
+        """[pairs] loss of the margins."""
+        raise NotImplementedError
 
     def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
         """Raises `DataError` when a micro-batch holds half a pair, or a response without counted tokens."""
         for name in ("pair", "chosen"):
             if name not in batch.schema or batch.schema[name].kind != "sample":
-                raise DataError(f"DPOLoss needs the sample field {name!r}")
+                raise DataError(f"{type(self).__name__} needs the sample field {name!r}")
         sample = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
         counted = (batch[self.masks[0]].cpu() != 0).long()
         counted[batch.offsets[:-1]] = 0  # a sample's first token is never predicted
@@ -61,16 +75,46 @@ class DPOLoss:
 
     def token_loss(self, tokens: TokenView) -> LossOutput:
         """The pack's share of the loss; the two responses of a pair meet by sorting, whatever their places."""
-        rewards = self.beta * tokens.segment_sum(tokens.log_probs - tokens["ref_log_probs"])
+        reduce = tokens.segment_mean if self.average_log_probs else tokens.segment_sum
+        moved = reduce(tokens.log_probs - tokens["ref_log_probs"])
         order = torch.argsort(2 * tokens["pair"] + (~tokens["chosen"].bool()).long())
-        chosen, rejected = rewards[order[0::2]], rewards[order[1::2]]
+        chosen, rejected = moved[order[0::2]], moved[order[1::2]]
         margin = chosen - rejected
-        smooth = self.label_smoothing
-        per_pair = -(1 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin)
         pairs = torch.full((), len(margin), device=margin.device)
+        loss = self.per_pair(margin).sum()
         metrics = {
-            "reward_margin": Mean(margin.detach().sum(), pairs),
+            "reward_margin": Mean(self.beta * margin.detach().sum(), pairs),
             "reward_accuracy": Mean((margin.detach() > 0).sum(), pairs),
-            "chosen_reward": Mean(chosen.detach().sum(), pairs),
+            "chosen_reward": Mean(self.beta * chosen.detach().sum(), pairs),
         }
-        return LossOutput(per_pair.sum() / max(tokens.total("chosen"), 1.0), metrics)
+        if self.sft_coef:
+            reduce = tokens.segment_mean if self.sft_average_log_probs else tokens.segment_sum
+            nll = -reduce(tokens.log_probs)[order[0::2]].sum()
+            loss = loss + self.sft_coef * nll
+            metrics["chosen_nll"] = Mean(nll.detach(), pairs)
+        return LossOutput(loss / max(tokens.total("chosen"), 1.0), metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOLoss(PreferenceLoss):
+    """-log sigmoid(beta margin): direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290)."""
+
+    label_smoothing: float = 0.0
+    """Share of pairs whose label is taken to be wrong (cDPO, Mitchell 2023)."""
+
+    def per_pair(self, margin: torch.Tensor) -> torch.Tensor:
+        """[pairs] loss of the margins."""
+        reward, smooth = self.beta * margin, self.label_smoothing
+        return -(1 - smooth) * F.logsigmoid(reward) - smooth * F.logsigmoid(-reward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IPOLoss(PreferenceLoss):
+    """(margin - 1 / (2 beta))^2: identity preference optimisation (Azar et al. 2023, arXiv 2310.12036, equation 17).
+
+    Sums of tokens as ROLL has it; TRL takes means (`average_log_probs`).
+    """
+
+    def per_pair(self, margin: torch.Tensor) -> torch.Tensor:
+        """[pairs] loss of the margins."""
+        return (margin - 1 / (2 * self.beta)).square()

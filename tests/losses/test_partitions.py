@@ -38,6 +38,7 @@ def losses() -> dict[str, Any]:
         DPOLoss,
         GMPOLoss,
         GPGLoss,
+        IPOLoss,
         PolicyLoss,
         SAPOLoss,
         SFTLoss,
@@ -61,6 +62,7 @@ def losses() -> dict[str, Any]:
         "GPG, TOPR": Both(GPGLoss(), TOPRLoss(negative_weight=0.5)),
         "SFT": SFTLoss(),
         "DPO": DPOLoss(),
+        "IPO, SFT": IPOLoss(average_log_probs=True, sft_coef=0.1),
     }
 
 
@@ -119,7 +121,7 @@ def repartition(megatron: dict[str, Any]) -> dict[str, tuple[float, float]]:
     strategy = make_strategy(megatron=megatron)
     data, worst = batch(), {}
     for name, loss in losses().items():
-        plans = [random_plan(strategy, data, seed, name == "DPO") for seed in range(PARTITIONS)]
+        plans = [random_plan(strategy, data, seed, hasattr(loss, "per_pair")) for seed in range(PARTITIONS)]
         assert len({plan.fingerprint for plan in plans}) == PARTITIONS
         first, *others = [step(strategy, data, loss, plan) for plan in plans]
         for other in others:

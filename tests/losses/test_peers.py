@@ -1,9 +1,9 @@
 """Losses beside the functions of peers that compute the same, on `waves.batch()`: value, gradient's norm and direction.
 
 The numbers were made once by running the peers' own functions in float64 on the same rows, padded: verl b178a3c
-(verl/trainer/ppo/core_algos.py), ROLL 8eb27cc (roll/pipeline/rlvr/actor_pg_worker.py), NeMo-RL 7ea279a
+(verl/trainer/ppo/core_algos.py), ROLL 8eb27cc (roll/pipeline/rlvr/actor_pg_worker.py, roll/pipeline/dpo/actor_worker.py), NeMo-RL 7ea279a
 (nemo_rl/algorithms/loss/loss_functions.py), slime 624b824 (slime/utils/ppo_utils.py), TRL f2cd577
-(trl/trainer/grpo_trainer.py, the lines of its loss).
+(trl/trainer/grpo_trainer.py and dpo_trainer.py, the lines of their losses).
 """
 
 from __future__ import annotations
@@ -123,3 +123,33 @@ def test_divergences_give_the_peers_numbers(estimator: Any, gradient: Any) -> No
     data = data.with_fields({"advantages": 0 * data["advantages"]}, {"advantages": "sample"})
     loss = PolicyLoss(kl_coef=1.0, kl_estimator=estimator, kl_gradient=gradient)
     assert figures(loss, data) == pytest.approx(DIVERGENCES[estimator, gradient], rel=1e-8)
+
+
+PAIRED = [[0, 5, 1, 7], [4, 3, 2, 6]]
+SFT = {"sft_coef": 0.2}
+PREFERENCES: dict[str, tuple[str, dict[str, Any], tuple[float, float, float]]] = {
+    "ROLL": ("DPOLoss", {"label_smoothing": 0.1}, (0.520899752567, 0.117095319447, -0.00778597857603)),
+    "ROLL ipo": ("IPOLoss", {}, (0.778159570608, 2.53457923563, 0.675854064719)),
+    "TRL ipo": ("IPOLoss", {"average_log_probs": True}, (1.47233209831, 0.91832912104, 0.136250405888)),
+    "NeMo-RL": ("DPOLoss", {}, (0.466805799346, 0.159401837813, -0.0131931263101)),
+    "NeMo-RL averaged": (
+        "DPOLoss",
+        {"average_log_probs": True},
+        (0.623217164474, 0.0533925234068, 0.00739512962041),
+    ),
+    "NeMo-RL with SFT": ("DPOLoss", SFT, (1.92755833803, 0.320345050361, -0.0560554149413)),
+    "NeMo-RL with SFT, both averaged": (
+        "DPOLoss",
+        {**SFT, "sft_average_log_probs": True, "average_log_probs": True},
+        (1.01660408502, 0.101705574475, -0.00880849636177),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences_give_the_peers_numbers(name: str) -> None:
+    import roll_batching.losses
+
+    loss, options, expected = PREFERENCES[name]
+    found = figures(getattr(roll_batching.losses, loss)(beta=0.3, **options), bins=PAIRED)
+    assert found == pytest.approx(expected, rel=1e-8)
