@@ -1,7 +1,7 @@
 """Losses beside the functions of peers that compute the same, on `waves.batch()`: value, gradient's norm and direction.
 
 The numbers were made once by running the peers' own functions in float64 on the same rows, padded: verl b178a3c
-(verl/trainer/ppo/core_algos.py), ROLL 8eb27cc (roll/pipeline/rlvr/actor_pg_worker.py, roll/pipeline/dpo/actor_worker.py),
+(verl/trainer/ppo/core_algos.py), ROLL 8eb27cc (roll/pipeline/rlvr/actor_pg_worker.py, and dpo/actor_worker.py),
 NeMo-RL 7ea279a (nemo_rl/algorithms/loss/loss_functions.py), slime 624b824 (slime/utils/ppo_utils.py), TRL f2cd577
 (trl/trainer/grpo_trainer.py and dpo_trainer.py, the lines of their losses).
 """
