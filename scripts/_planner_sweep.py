@@ -148,11 +148,8 @@ def plan_ours(case: Case) -> dict[str, dict[str, float]]:
         plan = plan_step(lengths, constraints, cost=cost)
         seconds = time.thread_time() - start
         bins = [[mb.samples.tolist() for mb in rank] for rank in plan.micro_batches]
-        found[layout] = judge(bins, lengths, case.cap, cost, sort=False) | {"seconds": seconds}
-    work = cost.linear * lengths + cost.quadratic * lengths * lengths
-    # No rank can have less than the mean, and some rank has the costliest sequence.
-    bound = max(1.0, int(work.max()) / (int(work.sum()) / case.ranks))
-    found["auto"]["bound"] = found["ep"]["bound"] = bound
+        judged = judge(bins, lengths, case.cap, cost, sort=False)
+        found[layout] = judged | {"seconds": seconds, "bound": 1 + plan.report.lower_bound}
     return found
 
 

@@ -175,7 +175,7 @@ def show_bins(rows: list[dict]) -> None:
 
 
 def show_gaps(rows: list[dict]) -> None:
-    print("\nGap of our plans to the lower bound max(mean, costliest sequence), more than one rank")
+    print("\nGap of our plans to the lower bound that their report gives, more than one rank")
     print("| axis | n / ranks | cases | median | 90% | 99% | largest |\n|---|---|---|---|---|---|---|")
     for axis, layout in OBJECTIVES.items():
         for low, high in ((32, 1 << 20), (8, 32), (1, 8)):

@@ -23,9 +23,11 @@ ITERATIONS_PER_UNIT, ITERATIONS = 300, 300_000
 FEW_UNITS = 256
 """for fewer units in proportion to their number less;"""
 MORE_PER_UNIT, MOST_ITERATIONS = 75, 600_000
-"""for very many units so many per unit, up to this."""
+"""for very many units so many per unit, up to this, for what is waited for;"""
 MORE_FOR_LOCKSTEP = 2
-"""Lockstep alone has as many columns to lower as there are indices: of very many units so many times that."""
+"""for lockstep alone so many times that, since every index has a column of its own to lower;"""
+WIDE = 512
+"""and the fewer the more ranks above this one step compares."""
 MOST_ROUNDS, MOST_STEPS = 8, 600_000
 """A search is repeated where that is worth it, so many times and steps at most:"""
 LITTLE = 50
@@ -39,7 +41,7 @@ UNBOUNDED = 1 << 62
 
 SETTLING_ATTEMPTS, FEW_RANKS = 4, 4
 """Few units on few ranks are settled once more after another search where a part in a million is left."""
-SETTLING_MARGIN = 64
+SETTLING_MARGIN = 256
 """The one or two exchanges that settle the last part in a million may do so by this part."""
 
 
@@ -179,7 +181,7 @@ class Balancing:
         constraints = self.problem.constraints
         cap, floor = constraints.usable_tokens, self.lockstep_bound
         alone = bound == UNBOUNDED
-        iterations = self._iterations(share, MORE_FOR_LOCKSTEP if alone else 1)
+        iterations = self._iterations(share, MORE_FOR_LOCKSTEP if alone else 0)
 
         def once(seed: int) -> int:
             lower_columns(search, bound, cap, floor, iterations, constraints.seed + seed)
@@ -217,4 +219,5 @@ class Balancing:
     def _iterations(self, share: int, more: int = 1) -> int:
         units = len(self.problem.units)
         usual = min(ITERATIONS_PER_UNIT * units * min(units, FEW_UNITS) // FEW_UNITS, ITERATIONS)
-        return max(usual, more * min(MORE_PER_UNIT * units, MOST_ITERATIONS)) // share
+        steps = max(usual, more * min(MORE_PER_UNIT * units, MOST_ITERATIONS)) // share
+        return steps * WIDE // max(WIDE, self.problem.constraints.dp_size)
