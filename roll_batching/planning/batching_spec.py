@@ -61,8 +61,8 @@ class BatchingSpec:
 
     objective: Objective = "auto"
     """What load_balance minimises. "auto" and "pipeline": the step's time by the layout; where ranks meet once per
-    step, rank totals within 1.0005 of their mean wherever that is possible, and then lockstep. "lockstep": as if all
-    ranks met at every micro-batch; "rank_total": rank totals alone."""
+    step, rank totals as level as packs allow, and then lockstep. "lockstep": as if all ranks met at every micro-batch;
+    "rank_total": rank totals alone."""
 
     seed: int = 0
     """Seed of first_fit_shuffle and of the search; the same seed gives the same plan on any machine."""

@@ -22,13 +22,16 @@ def rank_total_bound(costs: Ints, slots: Ints, ranks: int, room: int | None) -> 
     return max(mean, int(together.max()), giant)
 
 
-def lockstep_bound(costs: Ints, ranks: int, count: int) -> int:
-    """Sum over `count` indices of the largest cost among the ranks, at least.
+def lockstep_bound(costs: Ints, slots: Ints, ranks: int, cap: int | None) -> int:
+    """Sum over indices of the largest cost among the ranks, at least.
 
-    The units 0, ranks, 2 * ranks ... by falling cost: the costliest pack of the k-th costliest index costs no less
-    than unit k * ranks. No rank's total is above the sum either (`rank_total_bound`).
+    Of units above half the cap no two share a pack: their costs 0, ranks, 2 * ranks ... by falling cost are in sum
+    the least that as many indices can begin with. No rank's total is above the sum either (`rank_total_bound`).
     """
-    return int(np.sort(costs)[::-1][::ranks][:count].sum())
+    if cap is None:
+        return 0
+    alone = np.sort(costs[2 * slots > cap])[::-1]
+    return int(alone[::ranks].sum())
 
 
 def _giant_bound(costs: Ints, slots: Ints, elsewhere: int) -> int:

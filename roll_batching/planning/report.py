@@ -90,10 +90,11 @@ def _objective(plan: PlanArrays) -> tuple[str, int, int]:
     constraints, count = plan.constraints, plan.num_micro_batches
     ranks, width = constraints.dp_size, constraints.lockstep_ranks
     units, slots = plan.sample_costs[plan.samples], plan.slots
-    limited = constraints.mode == "packed" and int(slots.max()) <= constraints.usable_tokens
+    cap = constraints.usable_tokens if constraints.mode == "packed" else None
+    limited = cap is not None and int(slots.max()) <= cap
     bound = rank_total_bound(units, slots, ranks, count * constraints.usable_tokens if limited else None)
     if width == ranks:
-        bound = max(bound, lockstep_bound(units, ranks, count))
+        bound = max(bound, lockstep_bound(units, slots, ranks, cap))
     tops = plan.costs.reshape(ranks // width, width, count).max(axis=1)
     if constraints.pp_size > 1:
         makespan = slowest_makespan(

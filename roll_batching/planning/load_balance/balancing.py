@@ -30,8 +30,10 @@ WIDE = 512
 """and the fewer the more ranks above this one step compares."""
 MOST_ROUNDS, MOST_STEPS = 8, 600_000
 """A search is repeated where that is worth it, so many times and steps at most:"""
-LITTLE = 50
+LITTLE = {"totals": 500, "columns": 50}
 """while what it found is above its floor by more than this part,"""
+MUCH = 50
+"""(and from other starts while it is by more than this,)"""
 WORTHWHILE, PATIENCE = 50, 2
 """and not so often in a row has won less than this part of that."""
 CEILING_MARGIN = 4_000
@@ -84,8 +86,9 @@ class Balancing:
         """No plan's lockstep cost is below."""
         if self.problem.at_home:
             return self.rank_bound
-        dp_size = self.problem.constraints.dp_size
-        return max(self.rank_bound, lockstep_bound(self.problem.units.costs, dp_size, self.count))
+        units, constraints = self.problem.units, self.problem.constraints
+        alone = lockstep_bound(units.costs, units.slots, constraints.dp_size, constraints.usable_tokens)
+        return max(self.rank_bound, alone)
 
     def load(self, packing: Packing) -> Ints:
         """Cost of every pack."""
@@ -163,7 +166,7 @@ class Balancing:
             self._level(search, ceilings, self.rank_bound, share, seed)
             return int(search.totals.max())
 
-        self._persist(once, self.rank_bound, share)
+        self._persist(once, self.rank_bound, LITTLE["totals"], share)
         order = np.argsort(-search.load[search.table], axis=1, kind="stable")
         search.table[:] = np.take_along_axis(search.table, order, axis=1)
         search.index_of[search.table] = np.arange(self.count)
@@ -190,7 +193,7 @@ class Balancing:
         if not alone or self.problem.at_home:
             once(0)
             return
-        self._persist(once, floor, share)
+        self._persist(once, floor, LITTLE["columns"], share)
         for attempt in range(self._attempts):
             if settle_columns(search, cap, floor):
                 return
@@ -201,20 +204,20 @@ class Balancing:
         few = len(self.problem.units) <= FEW_UNITS and self.problem.constraints.dp_size <= FEW_RANKS
         return SETTLING_ATTEMPTS if few else 1
 
-    def _persist(self, once: Callable[[int], int], floor: int, share: int) -> None:
+    def _persist(self, once: Callable[[int], int], floor: int, little: int, share: int) -> None:
         """Searches once, and again while much is left to win and one of two searches wins some of it."""
         found = once(0)
         rounds = 1 if share > 1 else min(MOST_ROUNDS, MOST_STEPS // self._iterations(share))
         idle = 0
         for seed in range(1, rounds):
-            if not self.far(found, floor) or idle == PATIENCE:
+            if found - floor <= floor // little or idle == PATIENCE:
                 return
             before, found = found, once(seed)
             idle = 0 if before - found > (before - floor) // WORTHWHILE else idle + 1
 
     def far(self, found: int, floor: int) -> bool:
-        """Whether so much is left to win that it is worth another search."""
-        return found - floor > floor // LITTLE
+        """Whether so much is left to win that it is worth another start."""
+        return found - floor > floor // MUCH
 
     def _iterations(self, share: int, more: int = 1) -> int:
         units = len(self.problem.units)

@@ -27,7 +27,8 @@ def continue_first_fit(sizes: Ints, order: Ints, capacity: int, free: Ints, bins
         leaves *= 2
     # tree[1] is the root; a leaf is a bin's free space, an inner node the largest below it.
     tree = np.full(2 * leaves, capacity, dtype=np.int64)
-    tree[leaves : leaves + len(free)] = free
+    for bin_ in range(len(free)):  # assigning a slice takes a second to compile
+        tree[leaves + bin_] = free[bin_]
     if len(free):
         for node in range(leaves - 1, 0, -1):
             tree[node] = max(tree[2 * node], tree[2 * node + 1])
