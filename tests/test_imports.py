@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("distributed", "simulation", "compat", "observe", "huggingface"),
     ("config", "data"),
-    ("packing",),
+    ("packing", "conversion"),
     ("modeling",),
     ("losses",),
     ("strategy",),

@@ -140,7 +140,7 @@ class RoleBatching(Settings):
     )
     max_tokens_per_microbatch_in_infer: int | None = honoured(
         None,
-        help="Dynamic mode: most tokens of a micro-batch in passes without gradient.",
+        help="Dynamic mode: most tokens of a micro-batch in passes without gradient. Default: the training cap.",
         gt=0,
         mode="dynamic",
         passes=("infer",),
@@ -172,6 +172,11 @@ class RoleBatching(Settings):
     def dynamic_in_infer(self) -> bool:
         """Whether passes without gradient are batched dynamically, by either spelling."""
         return self.use_dynamic_batching_in_infer or bool(self.use_dynamic_batching)
+
+    def dynamic_cap(self, kind: Pass) -> int | None:
+        """Most tokens of a dynamic micro-batch, resolved."""
+        own = self.max_tokens_per_microbatch_in_infer if kind == "infer" else None
+        return own or self.max_tokens_per_microbatch_in_train
 
     def mode_of(self, kind: Pass) -> Mode:
         """How the passes with (`train`) or without (`infer`) gradient are batched."""
@@ -214,7 +219,7 @@ class RoleBatching(Settings):
                 "min_num_micro_batches": packing.min_num_micro_batches_forward,
             }
         if mode == "dynamic":
-            cap = self.max_tokens_per_microbatch_in_train if train else self.max_tokens_per_microbatch_in_infer
+            cap = self.dynamic_cap("train" if train else "infer")
             step = self.sequence_length_round_in_train if train else self.sequence_length_round_in_infer
             return {
                 "algorithm": self.planning_args.dynamic_algorithm,

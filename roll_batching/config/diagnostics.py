@@ -88,11 +88,11 @@ class ConfigFileError(ConfigError):
         super().__init__("\n  ".join([f"{head}:", *shown]))
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice most like `word`, or None when nothing is close."""
+def nearest(word: str, choices: Iterable[str], alike: float = 0.6) -> str | None:
+    """The choice most like `word`, or None when nothing is close: `alike` is difflib's ratio."""
     known = list(choices)
     exact = [choice for choice in known if choice.lower() == word.lower()]
-    found = exact or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    found = exact or difflib.get_close_matches(word, known, n=1, cutoff=alike)
     if not found:
         # A shortened name ("tp" apart) shares its beginning rather than most of its letters.
         found = [choice for choice in known if len(word) > 3 and (choice.startswith(word) or word in choice)]

@@ -17,13 +17,14 @@ class _Unresolved(Exception):
     """A reference that cannot be replaced; the rest is still looked at."""
 
 
-def resolved(data: dict[str, Any], place: Callable[[KeyPath], Place]) -> dict[str, Any]:
-    """`data` with every `${path.to.key}` replaced. Raises ConfigFileError for bad references."""
+def resolved(data: dict[str, Any], place: Callable[[KeyPath], Place]) -> tuple[dict[str, Any], list[Problem]]:
+    """`data` with every `${path.to.key}` replaced, None standing for those that cannot be, and what is wrong with them.
+
+    Raises ConfigFileError when what they stand for is too large.
+    """
     work = _Resolution(data, place)
     result = {key: work.value((key,), value, ()) for key, value in data.items()}
-    if work.problems:
-        raise ConfigFileError(work.problems.values())
-    return result
+    return result, list(work.problems.values())
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -56,12 +57,27 @@ class WarmupConfig(Settings):
     training_args: TrainingArgs = honoured(
         default_factory=TrainingArgs, help="Optimizer, schedule, mini-batch and max_steps of the warm-up."
     )
+    num_train_epochs: float | None = honoured(
+        None, help="Passes over the corpus, in place of training_args.max_steps.", gt=0
+    )
 
     @model_validator(mode="after")
     def _has_steps(self) -> WarmupConfig:
-        if self.training_args.max_steps < 1:
-            raise ValueError("warmup.training_args.max_steps must say how many optimizer steps the warm-up takes")
+        if self.training_args.max_steps < 1 and self.num_train_epochs is None:
+            raise ValueError(
+                "warmup.training_args.max_steps must say how many optimizer steps the warm-up takes, or "
+                "warmup.num_train_epochs how many passes over the corpus"
+            )
+        if self.training_args.max_steps >= 1 and self.num_train_epochs is not None:
+            raise ValueError("warmup.num_train_epochs stands in place of training_args.max_steps; keep one of the two")
         return self
+
+    def scheduled(self, documents: int, mini_batch: int) -> TrainingArgs:
+        """`training_args` whose `max_steps` is the number of optimizer steps over a corpus of so many documents."""
+        if self.num_train_epochs is None:
+            return self.training_args
+        steps = max(1, math.ceil(self.num_train_epochs * documents / mini_batch))
+        return self.training_args.model_copy(update={"max_steps": steps})
 
 
 class JobKeys(ObjectiveKeys, RollJobKeys):

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from roll_batching.config.diagnostics import ConfigFileError, Place, Problem
+from roll_batching.config.foreign import framework_of, hint
 from roll_batching.config.job import JobConfig
 from roll_batching.config.plain_data import plain_copy
 from roll_batching.config.validation import check_source
@@ -15,12 +17,19 @@ from roll_batching.config.yaml_source import Source, apply_overrides, read_yaml,
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     """The job that the YAML file at `path` describes, after overrides such as `max_steps=3`.
 
-    Raises ConfigFileError (a ConfigError) that names every problem with its key, file and line, and cure.
+    Raises ConfigFileError (a ConfigError) that names every problem with its key, file and line, and cure. Of a file
+    that another framework wrote and that does not load as it is, it says that alone.
     """
     source = read_yaml(path)
+    framework = framework_of(source.data)
     apply_overrides(source, overrides)
-    resolve_references(source)
-    return check_source(source)
+    try:
+        resolve_references(source)
+        return check_source(source)
+    except ConfigFileError:
+        if framework is None:
+            raise
+        raise ConfigFileError([Problem((), hint(framework, str(path)), Place(source.name))]) from None
 
 
 def config_from_dict(data: Mapping[str, Any]) -> JobConfig:

@@ -131,8 +131,32 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
     if data.get("export_model") and job.actor_train.model_args.model_name_or_path is None:
         text = "the model starts from an architecture; one that starts from a model directory (pretrain) is written"
         yield ("export_model",), f"has no effect: {text}"
+    yield from _derived(job, data)
     yield from _borrowed_plans(job.actor_train, data.get("actor_train") or {})
     yield from _lengths(job)
+
+
+def _derived(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Caps that follow from sequence_length, sequence parallelism of one rank, bounds of a mask that is not there."""
+    for name, role in job.roles.items():
+        given = data.get(name) or {}
+        caps = given.get("sequence_packing_args") or {}
+        if role.use_sequence_packing and PASSES_OF_ROLES[name]:
+            if not any(caps.get(f"max_packed_sequence_length_{kind}") for kind in ("train", "forward")):
+                cap = role.sequence_packing_args.max_packed_sequence_length_train
+                rows = "per_device_train_batch_size" if name == "actor_train" else "infer_batch_size"
+                text = f"no cap is given: packs hold up to {cap} tokens, {rows} x sequence_length"
+                yield (name, "use_sequence_packing"), f"{text} (sequence_packing_args.max_packed_sequence_length_train)"
+        layout = (given.get("strategy_args") or {}).get("strategy_config") or {}
+        if (
+            layout.get("sequence_parallel")
+            and job.actor_train.strategy_args.strategy_config.tensor_model_parallel_size == 1
+        ):
+            path = (name, "strategy_args", "strategy_config", "sequence_parallel")
+            yield path, "has no effect: tensor_model_parallel_size is 1"
+    for key in ("difficulty_low_threshold", "difficulty_high_threshold"):
+        if key in data and not job.difficulty_mask:
+            yield (key,), "has no effect: difficulty_mask is false"
 
 
 def _policy(job: JobKeys, data: dict[str, Any], settings: set[str]) -> Iterator[tuple[KeyPath, str]]:
@@ -165,7 +189,7 @@ def _borrowed_plans(role: WorkerConfig, given: dict[str, Any]) -> Iterator[tuple
         if not role.use_sequence_packing:
             yield ("actor_train", "use_dynamic_batching_in_infer"), text
     for key in ("max_tokens_per_microbatch", "sequence_length_round"):
-        if role.dynamic_in_infer and getattr(role, f"{key}_in_infer") != getattr(role, f"{key}_in_train"):
+        if role.dynamic_in_infer and given.get(f"{key}_in_infer") not in (None, getattr(role, f"{key}_in_train")):
             yield ("actor_train", f"{key}_in_infer"), text
     packing = role.sequence_packing_args
     for key in ("max_packed_sequence_length", "min_num_micro_batches"):

@@ -32,6 +32,15 @@ class ObjectiveKeys(Settings):
         None,
         help="reinforce: the deviation that rewards are divided by. grpo: default group.",
     )
+    reward_norm: Literal["batch", "group"] | None = honoured(
+        None,
+        help="Short form, as ROLL had it: rewards minus the mean and over the deviation of the step or of the group "
+        "(norm_mean_type and norm_std_type both).",
+    )
+    reward_shift: bool = honoured(False, help="With reward_norm: subtract the mean, do not divide.")
+    reward_scale: bool = honoured(
+        False, help="With reward_norm: divide by the deviation, do not subtract. reward_shift goes before it."
+    )
     whiten_advantages: bool = honoured(
         False, help="Give the advantages of a step's tokens mean 0 and deviation 1 (REINFORCE++)."
     )
@@ -69,6 +78,13 @@ class ObjectiveKeys(Settings):
         help="Leave out responses that were cut off at the length limit: they are not computed and count nowhere "
         "in the loss. Their rewards still enter their group's advantages.",
     )
+    difficulty_mask: bool = honoured(
+        False,
+        help="Leave out the responses to a prompt whose mean reward, before anything shapes it, is not between the "
+        "two bounds: they are not computed and count nowhere in the loss.",
+    )
+    difficulty_low_threshold: float = honoured(0.0, help="difficulty_mask: the mean reward must be above this.")
+    difficulty_high_threshold: float = honoured(1.0, help="difficulty_mask: the mean reward must be below this.")
     use_kl_loss: bool = honoured(False, help="Add the divergence from the reference to the loss.")
     kl_loss_coef: float = honoured(
         0.0, help="Weight of the divergence (loss_args.kl_estimator); needs use_kl_loss.", ge=0

@@ -66,6 +66,21 @@ def advantage_arguments(job: JobKeys) -> dict[str, Any]:
     return {name: values[name] for name in taken if values[name] is not None}
 
 
+def reward_norm_of(job: JobKeys) -> dict[str, Any]:
+    """What `reward_norm` comes to in `norm_mean_type` and `norm_std_type`; nothing where it is not read.
+
+    As ROLL read it before its commit 7b97eef8 (`reward_postprocess`), which gave it these two keys.
+    """
+    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    if job.reward_norm is None or estimator is None or "norm_mean_type" not in estimator.keys:
+        return {}
+    scaled_only = job.reward_scale and not job.reward_shift
+    return {
+        "norm_mean_type": None if scaled_only else job.reward_norm,
+        "norm_std_type": None if job.reward_shift else job.reward_norm,
+    }
+
+
 def wants_reference(job: JobKeys) -> bool:
     """Whether the job has a reference and its loss reads it: `policy` where it weighs it, anybody's own always."""
     return job.reference is not None and _idle_reference(job) is None
@@ -112,12 +127,24 @@ def idle_objective_keys(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[t
         yield ("reference",), f"is not built: {idle_reference}"
     if loss is not None and "advantages" not in loss.reads:
         yield ("loss_function",), f"{name} reads no advantages: rewards are measured and change nothing"
+    yield from _idle_norms(job, given)
     estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
     for key in ADVANTAGE_KEYS:
         if key in given and estimator is None:
             yield (key,), f"has no effect: {job.adv_estimator} alone makes the advantages"
         elif key in given and estimator is not None and key not in {*estimator.keys, *estimator.implied}:
             yield (key,), f"has no effect: the advantages of {job.adv_estimator} do not depend on it"
+
+
+def _idle_norms(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Which of reward_norm, reward_shift and reward_scale say nothing."""
+    if given.get("reward_norm") is not None and not reward_norm_of(job):
+        yield ("reward_norm",), f"has no effect: {job.adv_estimator} shapes rewards in its own way"
+    for key in ("reward_shift", "reward_scale"):
+        if given.get(key) and not reward_norm_of(job):
+            yield (key,), "has no effect: there is no reward_norm that it could change"
+    if given.get("reward_scale") and job.reward_shift and reward_norm_of(job):
+        yield ("reward_scale",), "has no effect: reward_shift goes before it"
 
 
 def _idle_loss_args(job: JobKeys, read: set[str]) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from roll_batching.config.job_keys import JobKeys, TokenizerConfig
+from roll_batching.config.objective_rules import reward_norm_of
 from roll_batching.config.worker import WorkerConfig
 
 
@@ -12,20 +13,22 @@ def resolved(job: JobKeys) -> dict[str, Any]:
     """The fields of `job` that change once everything that follows from other keys is filled in."""
     lengths = _lengths(job)
     group = job.num_return_sequences_in_group or job.actor_infer.generating_args.num_return_sequences or 1
-    train = _own(job.actor_train, lengths["sequence_length"])
+    longest = lengths["sequence_length"]
+    train = _own(job.actor_train, longest, job.actor_train.training_args.per_device_train_batch_size)
     if job.max_grad_norm is not None and "max_grad_norm" not in train.training_args.model_fields_set:
         train = _update(train, "training_args", max_grad_norm=job.max_grad_norm)
-    infer = _inherit(_own(job.actor_infer, lengths["sequence_length"]), train)
+    infer = _inherit(_own(job.actor_infer, longest, job.actor_infer.infer_batch_size), train)
     tokens = infer.generating_args.max_new_tokens or lengths["response_length"]
     infer = _update(infer, "generating_args", max_new_tokens=tokens, num_return_sequences=group)
     found: dict[str, Any] = {
         **lengths,
+        **reward_norm_of(job),
         "num_return_sequences_in_group": group,
         "actor_train": train,
         "actor_infer": infer,
     }
     if job.reference is not None:
-        found["reference"] = _inherit(_own(job.reference, lengths["sequence_length"]), train)
+        found["reference"] = _inherit(_own(job.reference, longest, job.reference.infer_batch_size), train)
     if train.model_args.model_name_or_path is not None:
         found["tokenizer"] = _of_the_model(job.tokenizer, train.model_args.model_name_or_path)
     return found
@@ -50,8 +53,12 @@ def _lengths(job: JobKeys) -> dict[str, int | None]:
     return {"response_length": response, "sequence_length": whole}
 
 
-def _own(role: WorkerConfig, sequence_length: int | None) -> WorkerConfig:
-    """What a role takes from the job's top level."""
+def _own(role: WorkerConfig, sequence_length: int | None, rows: int) -> WorkerConfig:
+    """What a role takes from the job's top level; `rows` sequences are one of its micro-batches in padded mode."""
+    packing = role.sequence_packing_args
+    given = packing.max_packed_sequence_length_train or packing.max_packed_sequence_length_forward
+    if role.use_sequence_packing and given is None and sequence_length is not None:
+        role = _update(role, "sequence_packing_args", max_packed_sequence_length_train=rows * sequence_length)
     if role.padded_length is None:
         return role.model_copy(update={"padded_length": sequence_length})
     return role

@@ -35,6 +35,11 @@ class RollModelArgs(Settings):
         notice="strategy_config.attention_backend chooses the attention core, in names of its own; this value does not "
         "change it",
     )
+    flash_attn: str | None = noticed(
+        None,
+        help="ROLL's older name of attn_implementation.",
+        notice="strategy_config.attention_backend chooses the attention core, in names of its own",
+    )
     model_type: str | None = refused(
         None,
         help="ROLL's switch for reward-model heads.",
@@ -100,6 +105,34 @@ class RollMegatronConfig(Settings):
     )
     bias_activation_fusion: bool = noticed(
         False, help="Fused bias and activation.", notice="bias and activation are computed unfused, on every device"
+    )
+    bf16: bool | None = noticed(None, help="ROLL's precision flag.", notice="precision is model_args.dtype")
+    moe_grouped_gemm: bool = noticed(
+        False, help="One kernel for all experts of a rank.", notice="experts are computed one after the other"
+    )
+    moe_permute_fusion: bool = noticed(
+        False, help="Fused ordering of tokens by expert.", notice="tokens are ordered by experts unfused"
+    )
+    moe_shared_expert_overlap: bool = noticed(
+        False,
+        help="Shared expert beside the tokens' travel.",
+        notice="the shared expert is computed after the others",
+    )
+    moe_layer_recompute: bool = noticed(
+        False,
+        help="Recompute mixture layers in backward.",
+        notice="recompute_granularity: selective with recompute_modules: [moe] does it",
+    )
+    cross_entropy_loss_fusion: bool = noticed(
+        False, help="Megatron's fused cross-entropy.", notice="log-probs come from kernels of our own"
+    )
+    account_for_embedding_in_pipeline_split: bool = refused(
+        False,
+        help="Count the embedding as a layer of the first stage.",
+        reason="stages have equal numbers of layers",
+    )
+    account_for_loss_in_pipeline_split: bool = refused(
+        False, help="Count the head as a layer of the last stage.", reason="stages have equal numbers of layers"
     )
     overlap_p2p_comm: bool = refused(
         False,
@@ -222,8 +255,8 @@ class RollWorkerKeys(Settings):
         help="ROLL's worker class.",
         notice="there are no worker classes here; name your loss in loss_function",
     )
-    num_gpus_per_worker: int = refused(
-        1, help="Devices per process.", reason="a process drives one device; leave it out"
+    num_gpus_per_worker: int | None = noticed(
+        None, help="Devices per process.", notice="a process drives one device, and engines are not started"
     )
     world_size: int | None = noticed(None, help="Processes of the role.", notice="device_mapping counts the processes")
     max_concurrency: int | None = noticed(None, help="Ray actor's concurrency.", notice="torchrun workers have none")
@@ -246,11 +279,8 @@ class RollWorkerKeys(Settings):
 class RollJobKeys(Settings):
     """Of a job: trackers, Ray, critics, distillation, roles that do not exist here."""
 
-    track_with: str = refused(
-        "tensorboard",
-        help="Tracker.",
-        reason="metrics go to metrics.jsonl and TensorBoard",
-        allowed=("stdout",),
+    track_with: str | None = noticed(
+        None, help="Tracker.", notice="metrics go to metrics.jsonl and, where it is installed, TensorBoard"
     )
     tracker_kwargs: dict[str, Any] | None = noticed(
         None, help="Arguments of the tracker.", notice="TensorBoard events lie in the run's folder"
@@ -278,6 +308,15 @@ class RollJobKeys(Settings):
         help="Chat template.",
         notice="messages go through the tokenizer's own chat template, and prompts are used as their file has them",
     )
+    offload_nccl: bool = noticed(False, help="Free NCCL buffers.", notice="roles share one process and its buffers")
+    rollout_dump_dir: str | None = noticed(
+        None, help="Folder that receives rollouts.", notice="rollouts are not written to files"
+    )
+    is_num_return_sequences_expand: bool = noticed(
+        False,
+        help="Send the engine every prompt as often as it is answered.",
+        notice="the responses to a prompt are sampled together; which way does not change them",
+    )
     is_offload_states: bool = noticed(
         False, help="Move states to the host between roles.", notice="roles share one model, nothing is moved"
     )
@@ -299,15 +338,6 @@ class RollJobKeys(Settings):
         None, help="Weight of add_token_level_kl.", notice="the divergence is weighted by kl_loss_coef"
     )
     whiten_rewards: bool = refused(False, help="Whiten rewards.", reason="use norm_mean_type and norm_std_type")
-    difficulty_mask: bool = refused(
-        False, help="Mask by difficulty.", reason="not supported; see drop_zero_advantage_groups"
-    )
-    difficulty_low_threshold: float | None = noticed(
-        None, help="Bound of difficulty_mask.", notice="there is no such mask"
-    )
-    difficulty_high_threshold: float | None = noticed(
-        None, help="Bound of difficulty_mask.", notice="there is no such mask"
-    )
     error_max_len_clip: bool = refused(False, help="Clip overlong errors.", reason="not supported")
     difficulty_loss_weight: bool = refused(False, help="Weight by difficulty.", reason="not supported")
     length_loss_weight: bool = refused(False, help="Weight by length.", reason="not supported")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.config.diagnostics import Problem
+from roll_batching.config.fields import Pass
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.model import ArchitectureConfig
 from roll_batching.config.objective_rules import objective_problems
@@ -62,13 +63,10 @@ def _strategy_name(name: str, role: WorkerConfig) -> Iterator[Problem]:
 def _layout(name: str, role: WorkerConfig) -> Iterator[Problem]:
     layout = role.strategy_args.strategy_config
     path = (name, "strategy_args", "strategy_config")
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    pp = layout.pipeline_model_parallel_size
     if layout.vpp_size > 1 and pp == 1:
         text = f"{layout.vpp_size} chunks per stage need pipeline_model_parallel_size of at least 2, which is 1"
         yield Problem((*path, "virtual_pipeline_model_parallel_size"), text)
-    if layout.sequence_parallel and tp == 1:
-        text = "sequence parallelism needs tensor_model_parallel_size of at least 2, which is 1; set it to false"
-        yield Problem((*path, "sequence_parallel"), text)
     group = layout.microbatch_group_size_per_vp_stage
     if group is not None and layout.vpp_size == 1:
         text = "is read only with virtual_pipeline_model_parallel_size above 1; leave it out"
@@ -164,7 +162,8 @@ def _batching(name: str, role: WorkerConfig) -> Iterator[Problem]:
         return
     if role.use_sequence_packing:
         yield from _packing_caps(name, role)
-    for kind, on in (("train", role.dynamic_in_train), ("infer", role.dynamic_in_infer)):
+    passes: tuple[tuple[Pass, bool], ...] = (("train", role.dynamic_in_train), ("infer", role.dynamic_in_infer))
+    for kind, on in passes:
         if on and (kind == "infer" or name == "actor_train"):
             yield from _dynamic(name, role, kind)
     if role.dynamic_in_train or role.dynamic_in_infer:
@@ -181,10 +180,10 @@ def _packing_caps(name: str, role: WorkerConfig) -> Iterator[Problem]:
         yield Problem((name, "sequence_packing_args", key), text)
 
 
-def _dynamic(name: str, role: WorkerConfig, kind: str) -> Iterator[Problem]:
+def _dynamic(name: str, role: WorkerConfig, kind: Pass) -> Iterator[Problem]:
     layout = role.strategy_args.strategy_config
     cap_key, round_key = f"max_tokens_per_microbatch_in_{kind}", f"sequence_length_round_in_{kind}"
-    cap, step = getattr(role, cap_key), getattr(role, round_key)
+    cap, step = role.dynamic_cap(kind), getattr(role, round_key)
     if cap is None:
         text = "is missing: dynamic batching needs the most tokens (rows x length) that one micro-batch may compute"
         yield Problem((name, cap_key), text)
@@ -216,6 +215,8 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
             continue
         for key in PARALLEL_KEYS:
             own, theirs = getattr(role.strategy_args.strategy_config, key), getattr(shared, key)
+            if key == "sequence_parallel" and shared.tensor_model_parallel_size == 1:
+                continue  # means nothing there
             if own != theirs:
                 text = f"is {own}, but {theirs} in actor_train; the roles of one job share one parallel layout"
                 yield Problem((name, "strategy_args", "strategy_config", key), f"{text}; leave it out here")
@@ -268,6 +269,9 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
             ("use_kl_loss",),
             "needs the role `reference`; add that section (`reference: {}` takes actor_train's)",
         )
+    if job.difficulty_mask and job.difficulty_low_threshold >= job.difficulty_high_threshold:
+        text = f"is {job.difficulty_low_threshold}, not below difficulty_high_threshold {job.difficulty_high_threshold}"
+        yield Problem(("difficulty_low_threshold",), f"{text}: no prompt would be left")
     if job.loss_function == "policy" and job.clip_range[0] >= 1:
         key = "pg_clip_low" if job.use_pg_clip_range else "pg_clip"
         yield Problem(
@@ -281,11 +285,22 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
                 f"is {str(value).lower()} under adv_estimator: {job.adv_estimator}; leave it out, or choose reinforce"
             )
             yield Problem((key,), text)
+    yield from _reward_norm(job)
+
+
+def _reward_norm(job: JobKeys) -> Iterator[Problem]:
+    if job.reward_norm is None:
+        return
+    if {"norm_mean_type", "norm_std_type"} & job.model_fields_set:
+        yield Problem(("reward_norm",), "is a short form of norm_mean_type and norm_std_type; keep one of the two")
+    elif job.adv_estimator == "grpo" and job.reward_shift:
+        text = "grpo divides by the group's deviation; use adv_estimator: reinforce, or set this to false"
+        yield Problem(("reward_shift",), text)
 
 
 def _lengths(job: JobKeys) -> Iterator[Problem]:
     response, whole = job.response_length, job.sequence_length
-    if response is not None and whole is not None and "sequence_length" in job.model_fields_set:
+    if job.max_steps and response is not None and whole is not None and "sequence_length" in job.model_fields_set:
         if whole < job.prompt_length + response:
             text = f"is {whole}, less than prompt_length {job.prompt_length} + response_length {response}"
             yield Problem(("sequence_length",), f"{text}; leave it or response_length out")

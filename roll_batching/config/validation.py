@@ -13,7 +13,7 @@ from roll_batching.config.advantages import REFUSED_ESTIMATORS
 from roll_batching.config.diagnostics import ConfigFileError, KeyPath, Problem, dotted, nearest, shortened
 from roll_batching.config.fields import Refused, use_of
 from roll_batching.config.job import JobConfig
-from roll_batching.config.key_paths import all_keys, field_at, given_keys, heading_of, settings_at
+from roll_batching.config.key_paths import SchemaKey, all_keys, field_at, given_keys, heading_of, settings_at
 from roll_batching.config.notices import collect_notices
 from roll_batching.config.registered import registered_name
 from roll_batching.config.rules import broken_rules
@@ -23,11 +23,16 @@ from roll_batching.config.yaml_source import Source
 MOST_EXPLAINED = 50
 """Faulty keys that are looked at closely (the nearest valid names); the rest are counted."""
 
+_ALIKE = 0.75
+"""How alike an unknown key and a known one must be to be taken for a slip of the pen (`custom_envs` is no
+`system_envs`, whose ratio is 0.73)."""
+
 
 def check_source(source: Source) -> JobConfig:
     """Validates `source`. Raises ConfigFileError."""
-    problems: list[Problem] = _plain_faults(source.data)
-    data = _without(source.data, [problem.path for problem in problems])
+    data = _without(source.data, [problem.path for problem in source.faults])
+    problems = [*source.faults, *_plain_faults(data)]
+    data = _without(data, [problem.path for problem in problems])
     job: JobConfig | None = None
     # A faulty key is set aside and the rest is read again, so that one run reports all problems.
     for _ in range(8):
@@ -187,19 +192,26 @@ def _path_in(location: Sequence[str | int], data: Any, *, missing: bool) -> KeyP
 def _unknown_key(path: KeyPath) -> str:
     name, settings = str(path[-1]), settings_at(path[:-1])
     known = list(settings.model_fields) if settings is not None else []
-    elsewhere = [dotted(key.path) for key in all_keys() if key.path[-1] == name]
-    guess = nearest(name, known)
+    elsewhere = [dotted(key.path) for key in _keys_for(path) if key.path[-1] == name]
+    guess = nearest(name, known, _ALIKE)
     if guess and not elsewhere:
         return f"unknown key; did you mean {guess!r}?"
     if elsewhere:
         same_role = [key for key in elsewhere if key.split(".")[0] == path[0]]
         return f"unknown key here; it belongs at {(same_role or elsewhere)[0]}"
-    anywhere = nearest(name, {key.path[-1] for key in all_keys()})
+    anywhere = nearest(name, {key.path[-1] for key in _keys_for(path)}, _ALIKE)
     if anywhere:
-        places = [dotted(key.path) for key in all_keys() if key.path[-1] == anywhere]
+        places = [dotted(key.path) for key in _keys_for(path) if key.path[-1] == anywhere]
         same_role = [key for key in places if key.split(".")[0] == path[0]]
         return f"unknown key; did you mean {(same_role or places)[0]!r}?"
     return f"unknown key; the keys that there are: docs/configuration.md, {heading_of(path[:-1])!r}"
+
+
+def _keys_for(path: KeyPath) -> list[SchemaKey]:
+    """The keys that an unknown key at `path` may be meant for: inside a section, that section's and the job's own."""
+    if len(path) == 1:
+        return list(all_keys())
+    return [key for key in all_keys() if key.path[0] == path[0] or len(key.path) == 1]
 
 
 def _literals(annotation: Any) -> list[str]:

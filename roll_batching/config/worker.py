@@ -86,7 +86,9 @@ class GeneratingArgs(RollGeneratingArgs):
     top_p: float = honoured(
         1.0, help="Sample among the likeliest tokens that together reach this probability.", gt=0, le=1
     )
-    top_k: int = honoured(0, help="Sample among this many likeliest tokens; 0: all.", ge=0)
+    top_k: Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)] = honoured(
+        0, help="Sample among this many likeliest tokens; 0, or -1 as engines write it: all.", ge=0
+    )
     do_sample: bool = honoured(True, help="false: greedy decoding.")
     num_return_sequences: int | None = honoured(
         None, help="Responses per prompt when num_return_sequences_in_group is not given.", ge=1

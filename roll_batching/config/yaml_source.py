@@ -20,6 +20,8 @@ class Source:
     name: str
     data: dict[str, Any]
     places: dict[KeyPath, Place] = field(default_factory=dict)
+    faults: list[Problem] = field(default_factory=list)
+    """References that could not be replaced: reported together with all that is wrong with the rest."""
 
     def place(self, path: KeyPath) -> Place:
         """Where `path` was written; for a key that is absent, where its nearest parent was."""
@@ -137,5 +139,5 @@ def _put(source: Source, parts: list[str], value: Any, place: Place) -> None:
 
 
 def resolve_references(source: Source) -> None:
-    """Replaces `${path.to.key}` by that key's value. Raises ConfigFileError for bad references."""
-    source.data = resolved(source.data, source.place)
+    """Replaces `${path.to.key}` by that key's value; `source.faults` receives what cannot be replaced."""
+    source.data, source.faults = resolved(source.data, source.place)

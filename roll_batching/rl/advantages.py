@@ -178,3 +178,14 @@ def zero_groups(advantages: np.ndarray, group_size: int) -> np.ndarray:
     """bool[n]: the samples whose whole group has advantage exactly 0, and so no policy gradient."""
     idle = (np.asarray(advantages).reshape(-1, group_size) == 0.0).all(axis=1)
     return np.repeat(idle, group_size)
+
+
+def outside_difficulty(rewards: np.ndarray, group_size: int, low: float, high: float) -> np.ndarray:
+    """bool[n]: the samples whose group's mean reward is not above `low` and below `high`.
+
+    `difficulty_mask` of ROLL (utils/functionals.py, 8eb27cc); as there, a group of one is never outside.
+    """
+    groups = np.asarray(rewards, dtype=np.float64).reshape(-1, group_size)
+    means = groups.mean(axis=1)
+    outside = ~((means > low) & (means < high)) if group_size > 1 else np.zeros(len(groups), dtype=bool)
+    return np.repeat(outside, group_size)

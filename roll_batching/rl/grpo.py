@@ -16,7 +16,7 @@ from roll_batching.data.epochs import PromptStream
 from roll_batching.distributed import consensus, digest
 from roll_batching.losses import mask_overlong
 from roll_batching.observe.metrics_file import Row
-from roll_batching.rl.advantages import AdvantageFunction, shuffled, zero_groups
+from roll_batching.rl.advantages import AdvantageFunction, outside_difficulty, shuffled, zero_groups
 from roll_batching.rl.comparison import ModeComparison
 from roll_batching.rl.evaluation import Evaluator
 from roll_batching.rl.rollout import Rollouts, StepScores, generate_rollouts, score_rollouts
@@ -144,11 +144,16 @@ class Grpo:
         idle = np.zeros(len(here), dtype=bool)
         if config.drop_zero_advantage_groups:
             idle |= zero_groups(advantages, config.group_size)[here]
+        masked = np.zeros(len(here), dtype=bool)
         if config.max_len_mask:
-            overlong = ~scores.finished[here]
-            home = mask_overlong(home, torch.from_numpy(overlong))
-            idle |= overlong
-        leaves_out = config.drop_zero_advantage_groups or config.max_len_mask
+            masked |= ~scores.finished[here]
+        if config.difficulty_mask:
+            low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
+            masked |= outside_difficulty(scores.rewards, config.group_size, low, high)[here]
+        if config.max_len_mask or config.difficulty_mask:
+            home = mask_overlong(home, torch.from_numpy(masked))
+            idle |= masked
+        leaves_out = config.drop_zero_advantage_groups or config.max_len_mask or config.difficulty_mask
         return _Scored(home=home, idle=home.select(np.flatnonzero(idle)) if leaves_out else None, scores=scores)
 
     def _advantages(self, scores: StepScores, step: int) -> np.ndarray:

@@ -31,6 +31,7 @@ def train_supervised(run: Run) -> None:
         return
     args = warmup.training_args
     size = args.per_device_train_batch_size * args.gradient_accumulation_steps * strategy.layout.dp_size
+    args = warmup.scheduled(len(corpus), size)
     stream = DocumentStream(corpus, size, seed=run.config.seed)
     strategy.start_phase(args)
     behind = run.checkpoints.restore(PHASE, stream)

@@ -47,6 +47,13 @@ from tests.config.jobs import changed
             },
             "reference.padded_length",
         ),
+        ({"reward_norm": "group"}, "reward_norm"),
+        ({"reward_scale": True}, "reward_scale"),
+        ({"difficulty_low_threshold": 0.2}, "difficulty_low_threshold"),
+        (
+            {"actor_train.strategy_args.strategy_config.sequence_parallel": True},
+            "actor_train.strategy_args.strategy_config.sequence_parallel",
+        ),
         ({"prompt_length": 1000, "response_length": 1000}, "actor_train.planning_args.oversize"),
     ],
 )

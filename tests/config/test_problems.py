@@ -117,7 +117,7 @@ def test_all_problems_of_a_file_are_reported_together(problems, report):
           use_dynamic_batching: true
           strategy_args:
             strategy_config:
-              sequence_parallel: true
+              overlap_param_gather: true
               virtual_pipeline_model_parallel_size: 2
           critic_model: x
         critic: {}

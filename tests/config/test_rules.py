@@ -73,7 +73,12 @@ BROKEN = {
         {f"{LAYOUT}.virtual_pipeline_model_parallel_size": 2},
         {f"{LAYOUT}.virtual_pipeline_model_parallel_size": "pipeline_model_parallel_size"},
     ),
-    "SP without TP": ({f"{LAYOUT}.sequence_parallel": True}, {f"{LAYOUT}.sequence_parallel": "needs tensor"}),
+    "two ways to normalise": ({"reward_norm": "batch", "norm_std_type": "batch"}, {"reward_norm": "short form"}),
+    "grpo that shifts": ({"reward_norm": "group", "reward_shift": True}, {"reward_shift": "reinforce"}),
+    "no difficulty is left": (
+        {"difficulty_mask": True, "difficulty_low_threshold": 0.9, "difficulty_high_threshold": 0.1},
+        {"difficulty_low_threshold": "no prompt"},
+    ),
     "group size without VPP": (
         {f"{LAYOUT}.microbatch_group_size_per_vp_stage": 4},
         {f"{LAYOUT}.microbatch_group_size_per_vp_stage": "virtual_pipeline"},

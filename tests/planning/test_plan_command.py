@@ -411,7 +411,7 @@ def test_convert_config(tmp_path):
     source.write_text(yaml.safe_dump({"policy": sections}))
     result = CliRunner().invoke(app_of(convert_config), [str(source)])
     assert result.exit_code == 0, result.output
-    assert result.output.startswith("# sequence_packing.sequence_length_round")
+    assert "#   policy.sequence_packing.sequence_length_round: not carried over" in result.output
     worker = yaml.safe_load(result.output)["actor_train"]
     assert worker["sequence_packing_args"]["max_packed_sequence_length_train"] == 2048
     source.write_text("model: 7b\n")
@@ -423,7 +423,10 @@ def test_convert_config(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("policy: {sequence_packing: {enabled: true, train_mb_tokens: '${mul:2, 3}'}}", "is '${mul:2, 3}'; write"),
+        (
+            "policy: {sequence_packing: {enabled: true, train_mb_tokens: '${mul:2, x}'}}",
+            "train_mb_tokens is 'xx'; write",
+        ),
         ("policy: {sequence_packing: 3}", "sequence_packing is 3; it is a section"),
         ("policy: {dynamic_batching: {enabled: true}}", "dynamic_batching.train_mb_tokens is missing"),
         (

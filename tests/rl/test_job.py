@@ -113,6 +113,7 @@ def test_fewer_prompts_than_ranks_still_train(folder):
         {"adv_estimator": "reinforce", "norm_mean_type": "batch", "whiten_advantages": True},
         {"drop_zero_advantage_groups": True, "ppo_epochs": 2},
         {"max_len_mask": True, "ppo_epochs": 2},
+        {"difficulty_mask": True, "difficulty_low_threshold": 1e8, "difficulty_high_threshold": 1e9},
         {"importance_sampling": "seq", "dual_clip_loss": True, "loss_agg_mode": "seq-mean-token-mean"},
         {"actor_train__training_args__lr_scheduler_type": "linear"},
         {"actor_train__use_sequence_packing": False, "actor_train__training_args__gradient_accumulation_steps": 2},
@@ -124,6 +125,7 @@ def test_fewer_prompts_than_ranks_still_train(folder):
         "reinforce",
         "idle groups",
         "overlong",
+        "too hard",
         "sequence ratio",
         "decaying rate",
         "padded",
@@ -142,6 +144,8 @@ def test_variants_of_the_objective_run(folder, changes):
         samples, prompt = 4 * 3, len("a+1b+1=")
         # The longest responses are those that were cut off: without them even two epochs learn from fewer tokens.
         assert rows[0]["tokens"] < 2 * samples * (prompt + rows[0]["response_length_mean"])
+    if "difficulty_mask" in changes:
+        assert all(r["loss"] == 0 and r["grad_norm"] == 0 for r in rows), "of no prompt is anything learnt"
     if changes.get("actor_train__training_args__lr_scheduler_type") == "linear":
         # Two steps of two mini-batches: a row shows the rate of its second.
         assert [r["lr"] for r in rows] == pytest.approx([0.75e-3, 0.25e-3])

@@ -1,0 +1,56 @@
+"""One file of another framework's to ours, whichever framework it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_batching.config.diagnostics import dotted
+from roll_batching.config.foreign import framework_of
+from roll_batching.config.yaml_source import read_yaml
+from roll_batching.conversion.composing import Composed, compose_hydra, compose_inheriting
+from roll_batching.conversion.nemo_rl import draft_of_nemo_rl
+from roll_batching.conversion.report import Conversion
+from roll_batching.conversion.roll import draft_of_roll
+from roll_batching.conversion.settle import Draft, settled
+from roll_batching.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A framework whose files are converted."""
+
+    name: str
+    compose: Callable[[Path], Composed]
+    translate: Callable[[str, dict[str, Any]], Draft]
+
+
+ORIGINS: dict[str, Origin] = {
+    "roll": Origin("roll", compose_hydra, draft_of_roll),
+    "nemo_rl": Origin("nemo_rl", compose_inheriting, draft_of_nemo_rl),
+}
+
+
+def convert_file(path: Path, origin: Origin) -> Conversion:
+    """The file at `path`, of `origin`, as ours. Raises ConfigError for what is no such file."""
+    composed = origin.compose(path)
+    draft = origin.translate(str(path), composed.data)
+    for key, why in composed.failed.items():
+        if not any(dotted(key[:end]) in draft.left_out for end in range(1, len(key))):
+            draft.leave_out(dotted(key), "refused", why)
+    moved = {origin: path for path, origin in draft.origins.items()}
+    for key, written in composed.outside.items():
+        place = moved.get(dotted(key), key)
+        draft.meanings.setdefault(place, f"{written} as it was when this was converted")
+    return settled(draft)
+
+
+def origin_of(path: Path) -> Origin:
+    """The framework that the file at `path` was written for, by its sections. Raises ConfigError: none is known."""
+    data = read_yaml(path).data
+    found = framework_of(data) or ("nemo_rl" if "policy" in data else "roll" if "actor_train" in data else None)
+    if found is None:
+        raise ConfigError(f"{path} is no file of ROLL's or NeMo-RL's by its sections; say whose: --from roll | nemo_rl")
+    return ORIGINS[found]

@@ -1,0 +1,135 @@
+"""How many of the peers' example files convert, and what keeps the others from it.
+
+    python scripts/count_peer_configs.py --roll ROLL --nemo-rl NEMO_RL      two checkouts; either alone will do
+    ... --list    what is left out of every file, by name
+
+Counted are ROLL's files under examples/ that use a Megatron strategy, and NeMo-RL's under examples/ that switch
+sequence packing or dynamic batching on, both once their `defaults` are composed; of NeMo-RL's, those that switch it
+on in the file itself once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from roll_batching.config.yaml_source import read_yaml
+from roll_batching.conversion import ORIGINS, Conversion, Origin, convert_file
+from roll_batching.errors import ConfigError
+
+NOT_HERE = "is no directory here"
+
+
+def roll_files(root: Path) -> Iterator[Path]:
+    for path in sorted((root / "examples").rglob("*.yaml")):
+        if path.parent.name != "config" and "megatron_" in str(_composed(path, ORIGINS["roll"])):
+            yield path
+
+
+def nemo_rl_files(root: Path) -> Iterator[Path]:
+    for path in sorted((root / "examples").rglob("*.yaml")):
+        if _batched(_composed(path, ORIGINS["nemo_rl"])):
+            yield path
+
+
+def _batched(data: dict[str, Any]) -> bool:
+    """Whether NeMo-RL's settings switch sequence packing or dynamic batching on."""
+    policy = data.get("policy")
+    sections = (
+        [policy.get(name) for name in ("sequence_packing", "dynamic_batching")] if isinstance(policy, dict) else []
+    )
+    return any(isinstance(section, dict) and section.get("enabled") for section in sections)
+
+
+def _composed(path: Path, origin: Origin) -> dict[str, Any]:
+    try:
+        return origin.compose(path).data
+    except ConfigError:
+        return {}
+
+
+def kind_of(path: Path) -> str:
+    """The pipeline of one of ROLL's files, by its sections."""
+    data = _composed(path, ORIGINS["roll"])
+    for kind, keys in {
+        "agentic": {"custom_envs", "train_env_manager"},
+        "distillation": {"student", "student_train", "teacher"},
+        "sft": {"sft_train"},
+        "dpo": {"chosen_key"},
+    }.items():
+        if keys & set(data):
+            return kind
+    return "rlvr"
+
+
+def count(title: str, files: list[Path], origin: Origin, root: Path, *, listed: bool) -> None:
+    totals: collections.Counter[str] = collections.Counter()
+    reasons: collections.Counter[str] = collections.Counter()
+    lacking: collections.Counter[str] = collections.Counter()
+    for path in files:
+        kind = kind_of(path) if origin.name == "roll" else "inherited"
+        if origin.name == "nemo_rl" and _batched(read_yaml(path).data):
+            kind = "in the file itself"
+        totals[f"{kind}: files"] += 1
+        try:
+            done = convert_file(path, origin)
+        except ConfigError as error:
+            totals[f"{kind}: do not convert"] += 1
+            reasons[f"does not convert: {str(error).splitlines()[-1].strip()[:140]}"] += 1
+            continue
+        broken = [one for one in done.left_out if one.key == "(the whole file)"]
+        totals[f"{kind}: {'do not load' if broken else 'convert'}"] += 1
+        for key in sorted({_general(one.key) for one in done.left_out_as("refused", "unknown")}):
+            reasons[key] += 1
+        missing = [text for text in done.missing if NOT_HERE not in text]
+        lacking.update({text.split(":")[0] for text in missing})
+        if not broken and not missing:
+            totals[f"{kind}: runnable, apart from model directories"] += 1
+            if not done.left_out_as("refused", "unknown"):
+                totals[f"{kind}: runnable and nothing of effect left out"] += 1
+        elif not broken and {text.split(":")[0] for text in missing} <= {"reward_function"}:
+            totals[f"{kind}: runnable once reward_function is named"] += 1
+        if listed:
+            _list(path.relative_to(root), done)
+    print(f"{title}: {len(files)} files")
+    for name, number in sorted(totals.items()):
+        print(f"  {number:4} {name}")
+    print("  left out, of effect or unknown (files):")
+    for name, number in reasons.most_common():
+        print(f"  {number:4} {name}")
+    print("  to be filled in (files):")
+    for name, number in lacking.most_common():
+        print(f"  {number:4} {name}")
+
+
+def _general(key: str) -> str:
+    return "rewards.*" if key.startswith("rewards.") else key
+
+
+def _list(path: Path, done: Conversion) -> None:
+    print(path)
+    for one in done.left_out_as("refused", "unknown"):
+        print(f"    {one.key}: {' '.join(one.why.split())[:160]}")
+    for text in done.missing:
+        print(f"    to be filled in: {text[:160]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--roll", type=Path, help="checkout of alibaba/ROLL")
+    parser.add_argument("--nemo-rl", type=Path, help="checkout of NVIDIA-NeMo/RL")
+    parser.add_argument("--list", action="store_true", help="what is left out of every file")
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HOME", "/nonexistent")
+    if args.roll is not None:
+        count("ROLL", list(roll_files(args.roll)), ORIGINS["roll"], args.roll, listed=args.list)
+    if args.nemo_rl is not None:
+        count("NeMo-RL", list(nemo_rl_files(args.nemo_rl)), ORIGINS["nemo_rl"], args.nemo_rl, listed=args.list)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Files in ROLL's shape, composed by Hydra, as ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from roll_batching.cli import app
+from roll_batching.config import load_config
+from roll_batching.conversion import ORIGINS, Conversion, convert_file
+from roll_batching.errors import ConfigError
+
+RLVR = """
+defaults:
+  - ../config/environments@_here_
+
+hydra: {run: {dir: .}}
+exp_name: reason-${now:%Y}
+output_dir: ${oc.env:RB_TEST_OUTPUT,./output}
+logging_dir: ${oc.env:RB_TEST_NOT_SET}
+max_steps: 20
+rollout_batch_size: 8
+prompt_length: 64
+response_length: 192
+num_return_sequences_in_group: 4
+adv_estimator: reinforce
+reward_norm: batch
+reward_shift: true
+difficulty_mask: true
+difficulty_low_threshold: 0.1
+difficulty_high_threshold: 0.9
+is_num_return_sequences_expand: true
+pretrain: ${custom_envs.model}
+actor_train:
+  model_args: {dtype: bf16, flash_attn: fa2, lora_rank: 8}
+  training_args: {learning_rate: 1.0e-6, gradient_accumulation_steps: 8}
+  data_args:
+    file_name: [data/a.jsonl]
+    messages: messages
+    domain_interleave_probs: {math: 0.5, code: 0.5}
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {sequence_parallel: true, moe_grouped_gemm: true, bf16: true}
+  use_sequence_packing: true
+  device_mapping: list(range(0,8))
+  colour: red
+actor_infer:
+  num_gpus_per_worker: 2
+  generating_args: {top_k: -1, num_return_sequences: "${num_return_sequences_in_group}"}
+  strategy_args: {strategy_name: vllm, strategy_config: {block_size: 16}}
+  device_mapping: list(range(0,6))
+rewards:
+  math: {worker_cls: a.b.MathWorker, model_args: {model_name_or_path: "${reward_pretrain}"}}
+validation:
+  data_args: {file_name: data/held_out.jsonl}
+  generating_args: {top_p: 0.6}
+"""
+SFT = """
+hydra: {run: {dir: .}}
+sequence_length: 256
+pretrain: models/small
+prompt_key: question
+query_key: more
+response_key: reply
+save_steps: 5
+sft_train:
+  training_args: {num_train_epochs: 2, per_device_train_batch_size: 2, gradient_accumulation_steps: 4}
+  data_args: {file_name: data/code.jsonl, template: qwen}
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {tensor_model_parallel_size: 2, sequence_parallel: true}
+  use_sequence_packing: true
+  device_mapping: list(range(0,4))
+"""
+
+
+@pytest.fixture
+def rlvr(tmp_path: Path) -> Path:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "environments.yaml").write_text("custom_envs: {model: models/small}\nmax_steps: 7\n")
+    (tmp_path / "jobs").mkdir()
+    path = tmp_path / "jobs" / "rlvr.yaml"
+    path.write_text(RLVR)
+    return path
+
+
+def converted(path: Path) -> Conversion:
+    return convert_file(path, ORIGINS["roll"])
+
+
+def loads_quietly(done: Conversion, folder: Path) -> None:
+    """What was written loads, and nothing of it is without effect."""
+    (folder / "job.yaml").write_text(done.to_yaml())
+    said = [notice for notice in load_config(folder / "job.yaml").notices if "no effect" in notice.text]
+    assert said == []
+
+
+@pytest.mark.config
+def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monkeypatch):
+    monkeypatch.setenv("RB_TEST_OUTPUT", "elsewhere")
+    done = converted(rlvr)
+    loads_quietly(done, tmp_path)
+    settings = done.settings
+    assert settings["pretrain"] == "models/small", "through `defaults` and a reference"
+    assert settings["max_steps"] == 20, "the file goes before what it inherits"
+    assert settings["output_dir"] == "elsewhere" and settings["exp_name"].startswith("reason-2")
+    assert settings["reward_norm"] == "batch" and settings["difficulty_mask"] is True
+    assert settings["actor_train"]["data_args"]["eval_file_name"] == "data/held_out.jsonl"
+    assert settings["actor_infer"]["generating_args"] == {"top_k": -1, "num_return_sequences": 4}
+    refused = {one.key for one in done.left_out_as("refused")}
+    assert refused == {
+        "actor_train.data_args.domain_interleave_probs",
+        "actor_train.model_args.lora_rank",
+        "custom_envs",
+        "logging_dir",
+        "rewards.math",
+        "validation.generating_args",
+    }
+    assert [one.key for one in done.left_out_as("unknown")] == ["actor_train.colour"]
+    idle = {one.key: one.why for one in done.left_out_as("idle")}
+    layout = "actor_train.strategy_args.strategy_config"
+    for key in (
+        "actor_infer.num_gpus_per_worker",
+        "actor_train.model_args.flash_attn",
+        "is_num_return_sequences_expand",
+        f"{layout}.bf16",
+        f"{layout}.moe_grouped_gemm",
+        f"{layout}.sequence_parallel",
+    ):
+        assert key in idle
+    changed = {one.key: one.meaning for one in done.changed}
+    assert "vllm is not started" in changed["actor_infer.strategy_args.strategy_name"]
+    assert "256 tokens" in changed["actor_train.use_sequence_packing"], "the cap that follows is said"
+    assert "RB_TEST_OUTPUT" in changed["output_dir"]
+    assert [text.split(":")[0] for text in done.missing] == ["pretrain", "reward_function"]
+
+
+@pytest.mark.config
+def test_supervised_training_is_the_warm_up(tmp_path):
+    path = tmp_path / "sft.yaml"
+    path.write_text(SFT)
+    done = converted(path)
+    loads_quietly(done, tmp_path)
+    warmup = done.settings["warmup"]
+    assert warmup["file_name"] == "data/code.jsonl"
+    assert (warmup["prompt"], warmup["response"]) == ("question", "reply")
+    assert warmup["training_args"]["gradient_accumulation_steps"] == 4
+    assert warmup["num_train_epochs"] == 2
+    assert done.settings["max_steps"] == 0 and done.settings["save_steps"] == 5
+    assert [one.key for one in done.left_out_as("refused", "unknown")] == ["query_key"]
+    assert [text.split(":")[0] for text in done.missing] == ["pretrain"], "nothing but the model is missing"
+
+
+@pytest.mark.config
+def test_the_command_writes_yaml_and_lists(rlvr, tmp_path):
+    out, lists = tmp_path / "out.yaml", tmp_path / "lists.json"
+    result = CliRunner().invoke(
+        app, ["convert-config", "--from", "roll", str(rlvr), "--output", str(out), "--report", str(lists)]
+    )
+    assert result.exit_code == 0, result.output
+    assert "to be filled in: reward_function" in result.output
+    assert yaml.safe_load(out.read_text())["rollout_batch_size"] == 8
+    said = json.loads(lists.read_text())
+    assert {"key": "actor_train.colour", "why": "there is no such setting here", "kind": "unknown"} in said["left_out"]
+    for one in said["left_out"]:
+        assert f"#   {one['key']}: " in out.read_text()
+    assert CliRunner().invoke(app, ["convert-config", str(rlvr)]).exit_code == 0, "its sections say whose it is"
+
+
+@pytest.mark.config
+@pytest.mark.bad_input
+def test_training_on_a_file_of_rolls_says_in_one_line_what_to_do(rlvr):
+    with pytest.raises(ConfigError) as caught:
+        load_config(rlvr)
+    (line,) = str(caught.value).splitlines()[1:]
+    assert "is a file of ROLL's; convert it: roll-batching convert-config --from roll" in line
+
+
+@pytest.mark.config
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("defaults: [../config/nowhere@_here_]\nactor_train: {}\n", "nowhere"),
+        ("a: [", "job.yaml"),
+        ("model: 7b\n", "say whose"),
+    ],
+)
+def test_what_cannot_be_composed_is_one_error(tmp_path, text, words):
+    (tmp_path / "job.yaml").write_text(text)
+    result = CliRunner().invoke(app, ["convert-config", str(tmp_path / "job.yaml")])
+    assert isinstance(result.exception, ConfigError) and words in str(result.exception)
