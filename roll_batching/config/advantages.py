@@ -16,6 +16,8 @@ class AdvantageEstimator(Entry):
     """Its settings: by the job's key, the keyword of its function."""
     compares: bool = False
     """It compares the responses to a prompt with each other, and needs at least two."""
+    greedy: bool = False
+    """It takes the reward of a greedy answer to each prompt, which is then sampled as well (`baselines`)."""
     implied: Mapping[str, str | bool] = field(default_factory=dict)
     """Keys that have one value under it: what a file may say all the same."""
 
@@ -87,6 +89,13 @@ ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
         summary="the best response's lead over the second, over the group's deviation; 0 for the others (pass@k)",
         keys=_LIMITS,
         compares=True,
+    ),
+    AdvantageEstimator(
+        name="remax",
+        target="roll_batching.rl.baselines:remax",
+        summary="rewards minus that of the greedy answer, which is one more response per prompt (ReMax)",
+        keys=_LIMITS,
+        greedy=True,
     ),
 )
 ADVANTAGE_KEYS = tuple(dict.fromkeys(key for entry in ADVANTAGE_ESTIMATORS for key in entry.keys))

@@ -11,7 +11,7 @@ from roll_batching.registry import Entry, Registry
 
 ROLLOUT_FIELDS: Mapping[str, str] = {
     "response_mask": "the sampled tokens",
-    "advantages": "one per sample",
+    "advantages": "one per sample; per token with gamma or add_token_level_kl",
     "rewards": "one per sample",
     "rollout_log_probs": "of the sampled tokens, as they were drawn",
     "old_log_probs": "unless logprob_plan is none",

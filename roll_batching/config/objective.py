@@ -25,10 +25,12 @@ class ObjectiveKeys(Settings):
         "float64, int and int64 of all samples of the step, a prompt's side by side, which returns as many float64, "
         "the same on every rank.",
     )
-    norm_mean_type: Literal["batch", "group"] | None = honoured(
-        None, help="reinforce: the mean that is subtracted from rewards. grpo always uses the group's."
+    norm_mean_type: Literal["batch", "group", "running"] | None = honoured(
+        None,
+        help="reinforce: the mean that is subtracted from rewards; running: of all steps so far. grpo always uses the "
+        "group's.",
     )
-    norm_std_type: Literal["batch", "group"] | None = honoured(
+    norm_std_type: Literal["batch", "group", "running"] | None = honoured(
         None,
         help="reinforce: the deviation that rewards are divided by. grpo: default group.",
     )
@@ -46,6 +48,29 @@ class ObjectiveKeys(Settings):
     )
     reward_clip: float | None = honoured(None, help="Clip rewards, once they are normalised, to [-x, x].", gt=0)
     advantage_clip: float | None = honoured(None, help="Clip advantages to [-x, x].", gt=0)
+    gamma: float = honoured(
+        1.0,
+        help="Discount per token: a response's reward counts less for its earlier tokens. 1: the same for all.",
+        gt=0,
+        le=1,
+    )
+    add_token_level_kl: bool = honoured(
+        False,
+        help="Subtract the divergence from the reference from each token's reward, which then counts for that token "
+        "and those before it; needs the role `reference`.",
+    )
+    kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "k3"] = honoured(
+        "kl", help="Estimator of add_token_level_kl; kl is k1, mse is k2."
+    )
+    init_kl_coef: float = honoured(
+        0.2, help="Weight of add_token_level_kl, or its first value with target_kl (ROLL, verl: 0.2).", ge=0
+    )
+    target_kl: float | None = honoured(
+        None,
+        help="Divergence per token that the weight of add_token_level_kl is steered to. Default: the weight is fixed.",
+        gt=0,
+    )
+    kl_horizon: int = honoured(10000, help="Samples in which that weight may change by a fifth.", ge=1)
     drop_zero_advantage_groups: bool = honoured(
         False,
         help="Leave out of the computation the groups whose advantages are all 0; they still count in the loss.",
@@ -110,6 +135,11 @@ class ObjectiveKeys(Settings):
         if self.use_pg_clip_range:
             return self.pg_clip_low, self.pg_clip_high
         return self.pg_clip, self.pg_clip
+
+    @property
+    def advantages_of_tokens(self) -> bool:
+        """Whether tokens of a response have advantages of their own."""
+        return self.add_token_level_kl or self.gamma != 1
 
     @property
     def kl_coef(self) -> float:

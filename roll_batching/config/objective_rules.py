@@ -53,7 +53,10 @@ def loss_arguments(job: JobKeys, loss: Loss) -> dict[str, Any]:
 
 
 def advantage_arguments(job: JobKeys) -> dict[str, Any]:
-    """The keyword arguments of the advantage estimator that `job` names: settings that differ from its own defaults."""
+    """The keyword arguments of the advantage estimator that `job` names: settings that differ from its own defaults.
+
+    Advantages of tokens are whitened and clipped as such, later.
+    """
     entry = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
     values = {
         "mean": job.norm_mean_type,
@@ -62,7 +65,10 @@ def advantage_arguments(job: JobKeys) -> dict[str, Any]:
         "advantage_clip": job.advantage_clip,
         "whiten": job.whiten_advantages,
     }
-    taken = () if entry is None else entry.keys.values()
+    taken = [] if entry is None else list(entry.keys.values())
+    if job.advantages_of_tokens:
+        values |= {"advantage_clip": None, "whiten": False}
+        taken += ["whiten"] if entry is not None and "whiten_advantages" in entry.implied else []
     return {name: values[name] for name in taken if values[name] is not None}
 
 
@@ -81,13 +87,21 @@ def reward_norm_of(job: JobKeys) -> dict[str, Any]:
     }
 
 
+def whitens(job: JobKeys) -> bool:
+    """Whether the registered estimator that `job` names gives whitened advantages."""
+    entry = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    return entry is not None and (job.whiten_advantages or bool(entry.implied.get("whiten_advantages")))
+
+
 def wants_reference(job: JobKeys) -> bool:
-    """Whether the job has a reference and its loss reads it: `policy` where it weighs it, anybody's own always."""
+    """Whether the job has a reference and something reads it: rewards, or the loss; anybody's own loss always does."""
     return job.reference is not None and _idle_reference(job) is None
 
 
 def _idle_reference(job: JobKeys) -> str | None:
-    """Why the loss does not read the reference; None where it does."""
+    """Why nothing reads the reference; None where something does."""
+    if job.add_token_level_kl:
+        return None
     loss = LOSSES.get(job.loss_function)
     if loss is not None and "kl_coef" in loss.keys:
         return None if job.kl_coef else "use_kl_loss is false or kl_loss_coef is 0"
@@ -122,6 +136,11 @@ def idle_objective_keys(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[t
         if key in given and key not in read:
             yield (key,), f"has no effect: {name} does not read it; settings of its own stand in loss_args"
     yield from _idle_loss_args(job, read)
+    for key in ("kl_penalty", "init_kl_coef", "target_kl", "kl_horizon"):
+        if key in given and not job.add_token_level_kl:
+            yield (key,), "has no effect: add_token_level_kl is false"
+    if "kl_horizon" in given and job.add_token_level_kl and job.target_kl is None:
+        yield ("kl_horizon",), "has no effect: without target_kl the weight is fixed"
     idle_reference = _idle_reference(job)
     if job.reference is not None and idle_reference is not None:
         yield ("reference",), f"is not built: {idle_reference}"

@@ -326,17 +326,7 @@ class RollJobKeys(Settings):
     enable_old_logprobs_recompute: bool = noticed(
         True, help="Compute old log-probs.", notice="actor_train.logprob_plan decides"
     )
-    kl_penalty: str | None = noticed(
-        None, help="Estimator of add_token_level_kl.", notice="loss_args.kl_estimator names the one of the KL loss"
-    )
     value_clip: float | None = noticed(None, help="Clip range of a critic.", notice="there is no critic")
-    gamma: float = refused(1.0, help="Discount.", reason="rewards belong to whole responses; use 1")
-    add_token_level_kl: bool = refused(
-        False, help="Put the divergence into rewards.", reason="use use_kl_loss and kl_loss_coef instead"
-    )
-    init_kl_coef: float | None = noticed(
-        None, help="Weight of add_token_level_kl.", notice="the divergence is weighted by kl_loss_coef"
-    )
     whiten_rewards: bool = refused(False, help="Whiten rewards.", reason="use norm_mean_type and norm_std_type")
     error_max_len_clip: bool = refused(False, help="Clip overlong errors.", reason="not supported")
     difficulty_loss_weight: bool = refused(False, help="Weight by difficulty.", reason="not supported")

@@ -9,7 +9,7 @@ from roll_batching.config.diagnostics import Problem
 from roll_batching.config.fields import Pass
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.model import ArchitectureConfig
-from roll_batching.config.objective_rules import objective_problems
+from roll_batching.config.objective_rules import objective_problems, whitens
 from roll_batching.config.pretrained import missing_model, model_problems, window_problems
 from roll_batching.config.strategy import MEGATRON_STRATEGIES, MegatronConfig
 from roll_batching.config.worker import WorkerConfig
@@ -264,6 +264,17 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
         term = "kl_loss_coef" if job.kl_coef else "entropy_loss_coef"
         text = f"such groups still learn from {term}; set {term} to 0 or this to false"
         yield Problem(("drop_zero_advantage_groups",), text)
+    if job.drop_zero_advantage_groups and job.advantages_of_tokens and (job.add_token_level_kl or whitens(job)):
+        cause = "add_token_level_kl" if job.add_token_level_kl else "whitening"
+        yield Problem(("drop_zero_advantage_groups",), f"such groups still learn from {cause}; set this to false")
+    if job.add_token_level_kl and job.reference is None:
+        yield Problem(
+            ("add_token_level_kl",),
+            "needs the role `reference`; add that section (`reference: {}` takes actor_train's)",
+        )
+    if job.add_token_level_kl and job.actor_train.logprob_plan == "none":
+        text = "add_token_level_kl reads old log-probs; use train or own"
+        yield Problem(("actor_train", "logprob_plan"), text)
     if job.use_kl_loss and job.reference is None:
         yield Problem(
             ("use_kl_loss",),

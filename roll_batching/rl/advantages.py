@@ -13,11 +13,12 @@ from typing import Any, Literal
 import numpy as np
 
 from roll_batching.errors import DataError
+from roll_batching.rl.running import RunningMoments
 
 AdvantageFunction = Callable[..., np.ndarray]
 """`(rewards, group_size, *, response_tokens) -> advantages`: float64[n], int, int64[n] -> float64[n]. Groups are
 consecutive entries. Every rank calls it with the same arguments and must come to the same numbers."""
-Scope = Literal["group", "batch"]
+Scope = Literal["group", "batch", "running"]
 EPSILON = 1e-6
 """Added to the deviation of rewards (ROLL, verl, slime)."""
 VARIANCE_EPSILON = 1e-8
@@ -33,9 +34,12 @@ class AdvantageRule:
     """
 
     mean: Scope | None = "group"
-    """Whose mean reward is subtracted: that of the same prompt's responses, of the whole step, or none."""
+    """Whose mean reward is subtracted: that of the same prompt's responses, of the whole step, of all steps so far
+    (`running`), or none."""
     std: Scope | None = "group"
     """Whose standard deviation divides: the sample's (over n - 1), plus 1e-6. Equal rewards are not divided."""
+    running: RunningMoments | None = None
+    """Those of all rewards so far, the step's own among them; for the scope "running"."""
     reward_clip: float | None = None
     """Rewards are clipped to [-x, x] once they are normalised (as ROLL does)."""
     advantage_clip: float | None = None
@@ -144,11 +148,19 @@ def limited(result: np.ndarray, rule: AdvantageRule, response_tokens: np.ndarray
 
 
 def _normalised(rewards: np.ndarray, group_size: int, rule: AdvantageRule) -> np.ndarray:
+    if "running" in (rule.mean, rule.std) and rule.running is None:
+        raise DataError("rewards normalised by running moments need them: pass running=RunningMoments()")
     views = {"group": rewards.reshape(-1, group_size), "batch": rewards.reshape(1, -1)}
     result = rewards.copy()
-    if rule.mean is not None:
+    if rule.mean == "running":
+        assert rule.running is not None
+        result = result - rule.running.mean
+    elif rule.mean is not None:
         result = centred(views[rule.mean]).reshape(-1)
-    if rule.std is not None:
+    if rule.std == "running":
+        assert rule.running is not None
+        result = result / (rule.running.deviation + EPSILON)
+    elif rule.std is not None:
         view = views[rule.std]
         deviation = view.std(axis=1, ddof=1, keepdims=True) + EPSILON
         # Over the epsilon alone, rewards that do not vary would count a million times.

@@ -26,18 +26,28 @@ def rloo(
 
 
 def reinforce_plus_plus(
-    rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray | None = None, **limits: Any
+    rewards: np.ndarray,
+    group_size: int,
+    *,
+    response_tokens: np.ndarray | None = None,
+    whiten: bool = True,
+    **limits: Any,
 ) -> np.ndarray:
     """A = r, whitened over the tokens of the step (REINFORCE++, Hu 2025, arXiv 2501.03262)."""
-    rule = AdvantageRule(mean=None, std=None, whiten=True, **limits)
+    rule = AdvantageRule(mean=None, std=None, whiten=whiten, **limits)
     return compute_advantages(rewards, group_size, rule, response_tokens=response_tokens)
 
 
 def reinforce_plus_plus_baseline(
-    rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray | None = None, **limits: Any
+    rewards: np.ndarray,
+    group_size: int,
+    *,
+    response_tokens: np.ndarray | None = None,
+    whiten: bool = True,
+    **limits: Any,
 ) -> np.ndarray:
     """A = r - mean, whitened over the tokens of the step (REINFORCE++-baseline, Hu 2025, arXiv 2501.03262)."""
-    rule = AdvantageRule(mean="group", std=None, whiten=True, **limits)
+    rule = AdvantageRule(mean="group", std=None, whiten=whiten, **limits)
     return compute_advantages(rewards, group_size, rule, response_tokens=response_tokens)
 
 
@@ -81,4 +91,20 @@ def pass_at_k(
         lead = lead / (view.std(axis=1, ddof=1) + EPSILON)
     found = np.zeros_like(view)
     found[np.arange(len(view)), view.argmax(axis=1)] = lead
+    return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)
+
+
+def remax(
+    rewards: np.ndarray,
+    group_size: int,
+    *,
+    baselines: np.ndarray,
+    response_tokens: np.ndarray | None = None,
+    **limits: Any,
+) -> np.ndarray:
+    """A = r - the reward of the greedy answer to the same prompt, `baselines`, float64[prompts].
+
+    ReMax (Li et al. 2023, arXiv 2310.10505).
+    """
+    found = grouped(rewards, group_size, compares=False) - np.asarray(baselines, dtype=np.float64)[:, None]
     return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.config import JobConfig
-from roll_batching.data.epochs import EpochStream
 from roll_batching.distributed import consensus
 from roll_batching.errors import CheckpointError, RollBatchingError
 from roll_batching.planning import ParallelDims
 from roll_batching.rl.folder import EarlierRun
+from roll_batching.rl.running import Resumable
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.checkpoint import (
     PARTIAL,
@@ -54,7 +54,7 @@ class SavedPoint:
     step: int
     """The last step that was done in the phase."""
     position: dict[str, Any]
-    """State of the phase's data stream."""
+    """State of the phase's data stream, and of what else goes on from step to step."""
     layout: ParallelDims
     """The parallel layout that wrote it."""
 
@@ -115,7 +115,7 @@ class JobCheckpoints:
         """Whether the resumed point belongs to a later phase, so that `phase` is not run."""
         return self.resumed is not None and PHASES.index(self.resumed.phase) > PHASES.index(phase)
 
-    def restore(self, phase: str, stream: EpochStream[Any], reference: MegatronInferStrategy | None = None) -> int:
+    def restore(self, phase: str, stream: Resumable, reference: MegatronInferStrategy | None = None) -> int:
         """Puts model, optimizer, data and random numbers where they were; returns the steps done in `phase`.
 
         Does nothing and returns 0 when the run does not go on from inside this phase. To be called when everything
@@ -148,7 +148,7 @@ class JobCheckpoints:
         phase: str,
         step: int,
         last: int,
-        stream: EpochStream[Any],
+        stream: Resumable,
         reference: MegatronInferStrategy | None = None,
     ) -> None:
         """Writes a checkpoint after every `save_steps`-th and the `last` step of a phase. Collective."""
@@ -172,7 +172,7 @@ class JobCheckpoints:
                 if old.exists():
                     logger.warning("%s could not be removed: it stays, and takes room", old)
 
-    def _write_own(self, folder: Path, phase: str, step: int, stream: EpochStream[Any]) -> None:
+    def _write_own(self, folder: Path, phase: str, step: int, stream: Resumable) -> None:
         """What the job adds to the strategy's files: random numbers of every rank, and where it is."""
         file = folder / _random_file()
         try:

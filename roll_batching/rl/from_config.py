@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,41 @@ from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.config.arguments import Arguments
 from roll_batching.config.diagnostics import Problem
 from roll_batching.config.losses import LOSSES
-from roll_batching.config.objective_rules import advantage_arguments, loss_arguments
+from roll_batching.config.objective_rules import advantage_arguments, loss_arguments, whitens
 from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.errors import ConfigError, LossError
 from roll_batching.losses import constant_mean, loss_spec
 from roll_batching.registry import describe_error
 from roll_batching.rl.advantages import AdvantageFunction, checked
+from roll_batching.rl.running import KlCoefficient, Resumable, RunningMoments
+from roll_batching.rl.token_rewards import TokenRewards
 from roll_batching.strategy import GenerationSettings
+
+_ESTIMATORS = {"kl": "k1", "mse": "k2"}
+"""ROLL's names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantages:
+    """What makes the advantages of a step; called as an `AdvantageFunction`, with `baselines` where it is `greedy`."""
+
+    estimate: AdvantageFunction
+    moments: RunningMoments | None = None
+    """Of all rewards so far, where it normalises by them: one more is made of each call."""
+    greedy: bool = False
+    """It takes `baselines`, float64[prompts]: rewards of greedy answers."""
+    of_tokens: TokenRewards | None = None
+    """What makes advantages of tokens from those of samples."""
+
+    def __call__(self, rewards: np.ndarray, group_size: int, **found_before: np.ndarray) -> np.ndarray:
+        """float64[n] of rewards, float64[n]."""
+        return self.estimate(rewards, group_size, **found_before)
+
+    def carried(self) -> dict[str, Resumable]:
+        """What goes on from step to step, by name."""
+        kl = None if self.of_tokens is None else self.of_tokens.kl
+        parts: dict[str, Resumable | None] = {"reward_moments": self.moments, "reward_kl": kl}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 def loss_of(config: JobConfig) -> Any:
@@ -56,8 +85,8 @@ def loss_of(config: JobConfig) -> Any:
     return loss
 
 
-def advantages_of(config: JobConfig) -> AdvantageFunction:
-    """The function that makes advantages. Raises ConfigFileError with the place of `adv_estimator`."""
+def advantages_of(config: JobConfig) -> Advantages:
+    """What makes advantages. Raises ConfigFileError with the place of `adv_estimator`."""
     name = config.adv_estimator
     try:
         function = ADVANTAGE_ESTIMATORS.load(name)
@@ -66,14 +95,41 @@ def advantages_of(config: JobConfig) -> AdvantageFunction:
     if not callable(function):
         text = f"{name!r} is a {type(function).__name__}: name a function of (rewards, group_size, *, response_tokens)"
         raise config.error(Problem(("adv_estimator",), text))
-    bound = partial(function, **advantage_arguments(config))
+    arguments = advantage_arguments(config)
+    moments = RunningMoments() if "running" in (arguments.get("mean"), arguments.get("std")) else None
+    if moments is not None:
+        arguments["running"] = moments
+    bound = partial(function, **arguments)
 
-    def estimate(rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray) -> np.ndarray:
+    def estimate(
+        rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray, **found_before: np.ndarray
+    ) -> np.ndarray:
+        if moments is not None:
+            moments.update(rewards)
         # Copies: a function of anybody's own may work in place, and rewards are reported too.
-        found = bound(rewards.copy(), group_size, response_tokens=response_tokens.copy())
+        found = bound(rewards.copy(), group_size, response_tokens=response_tokens.copy(), **found_before)
         return checked(found, rewards, name)
 
-    return estimate
+    entry = ADVANTAGE_ESTIMATORS.get(name)
+    return Advantages(
+        estimate=estimate,
+        moments=moments,
+        greedy=entry is not None and entry.greedy,
+        of_tokens=_token_rewards(config) if config.advantages_of_tokens else None,
+    )
+
+
+def _token_rewards(config: JobConfig) -> TokenRewards:
+    kl = None
+    if config.add_token_level_kl:
+        kl = KlCoefficient(config.init_kl_coef, target=config.target_kl, horizon=config.kl_horizon)
+    return TokenRewards(
+        gamma=config.gamma,
+        kl=kl,
+        estimator=_ESTIMATORS.get(config.kl_penalty, config.kl_penalty),  # type: ignore[arg-type]
+        whiten=whitens(config),
+        clip=config.advantage_clip if ADVANTAGE_ESTIMATORS.get(config.adv_estimator) is not None else None,
+    )
 
 
 def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,17 +13,20 @@ import torch
 from roll_batching.config.objective_rules import wants_reference
 from roll_batching.data import FieldSpec, SampleBatch
 from roll_batching.data.epochs import PromptStream
+from roll_batching.data.texts import Prompt
 from roll_batching.distributed import consensus, digest
 from roll_batching.losses import mask_overlong
 from roll_batching.observe.metrics_file import Row
-from roll_batching.rl.advantages import AdvantageFunction, outside_difficulty, shuffled, zero_groups
+from roll_batching.rl.advantages import outside_difficulty, shuffled, zero_groups
 from roll_batching.rl.comparison import ModeComparison
 from roll_batching.rl.evaluation import Evaluator
+from roll_batching.rl.from_config import Advantages
 from roll_batching.rl.rollout import Rollouts, StepScores, generate_rollouts, score_rollouts
 from roll_batching.rl.rows import comparison_row, merged, score_row, update_row
 from roll_batching.rl.run import Run
+from roll_batching.rl.running import Together
 from roll_batching.rl.update import Update, UpdateSettings, train_on_rollouts
-from roll_batching.strategy import MegatronInferStrategy
+from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
 
 PHASE = "rl"
 """Its name in rows and checkpoints."""
@@ -35,7 +38,7 @@ class Objective:
 
     loss: Any
     """A loss object (see `losses.contract`)."""
-    advantages: AdvantageFunction
+    advantages: Advantages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,8 @@ class Grpo:
         assert inputs.prompts is not None and inputs.reward is not None
         self.reward = inputs.reward
         self.stream = PromptStream(inputs.prompts, config.rollout_batch_size, seed=config.seed)
+        self.progress = Together(self.stream, **objective.advantages.carried())
+        self._columns: Row = {}
         self.settings = UpdateSettings(
             mini_batch_size=config.mini_batch_size(layout.dp_size),
             epochs=config.ppo_epochs,
@@ -73,7 +78,7 @@ class Grpo:
         config, strategy, recorder = self.config, self.strategy, self.shared.recorder
         checkpoints = self.shared.checkpoints
         strategy.start_phase(self.shared.schedule)
-        behind = checkpoints.restore(PHASE, self.stream, self.reference)
+        behind = checkpoints.restore(PHASE, self.progress, self.reference)
         self.shared.begin(PHASE, config.max_steps, behind)
         for step in range(behind + 1, config.max_steps + 1):
             started = time.perf_counter()
@@ -92,10 +97,10 @@ class Grpo:
                 "update_seconds": done - training,
                 "seconds": time.perf_counter() - started,
             }
-            row = merged(update_row(updates), score_row(scored.scores), compared, evaluated, times)
+            row = merged(update_row(updates), score_row(scored.scores), self._columns, compared, evaluated, times)
             shown = {"reward": row["reward"], "length": row["response_length_mean"]}
             recorder.step(step, row, shown=shown | {"held-out": row.get("eval_reward")})
-            checkpoints.save_if_due(PHASE, step, config.max_steps, self.stream, self.reference)
+            checkpoints.save_if_due(PHASE, step, config.max_steps, self.progress, self.reference)
 
     def _evaluator(self) -> Evaluator | None:
         inputs, config = self.shared.inputs, self.config
@@ -129,16 +134,14 @@ class Grpo:
         return {"eval_updates": updates, **self.evaluator(self.strategy, number=updates)}
 
     def _roll_out(self, step: int) -> _Scored:
-        config, strategy = self.config, self.strategy
-        rollouts = generate_rollouts(
-            strategy,
-            next(self.stream),
-            self.shared.inputs.tokenizer,
-            replace(self.shared.sampling, seed=step_seed(config.seed, step)),
-            prompt_length=config.prompt_length,
-        )
-        scores = score_rollouts(strategy, rollouts, self.reward)
-        advantages = self._advantages(scores, step)
+        config = self.config
+        prompts, sampling = next(self.stream), replace(self.shared.sampling, seed=step_seed(config.seed, step))
+        found_before = {}
+        if self.objective.advantages.greedy:
+            _, answers = self._scored(prompts, replace(sampling, greedy=True, num_return_sequences=1))
+            found_before["baselines"] = answers.rewards
+        rollouts, scores = self._scored(prompts, sampling)
+        advantages = self._advantages(scores, step, found_before)
         home = _with_scores(rollouts, scores, advantages)
         here = home.ids.numpy()  # ids are places among the step's samples
         idle = np.zeros(len(here), dtype=bool)
@@ -156,11 +159,19 @@ class Grpo:
         leaves_out = config.drop_zero_advantage_groups or config.max_len_mask or config.difficulty_mask
         return _Scored(home=home, idle=home.select(np.flatnonzero(idle)) if leaves_out else None, scores=scores)
 
-    def _advantages(self, scores: StepScores, step: int) -> np.ndarray:
+    def _scored(self, prompts: Sequence[Prompt], sampling: GenerationSettings) -> tuple[Rollouts, StepScores]:
+        rollouts = generate_rollouts(
+            self.strategy, prompts, self.shared.inputs.tokenizer, sampling, prompt_length=self.config.prompt_length
+        )
+        return rollouts, score_rollouts(self.strategy, rollouts, self.reward)
+
+    def _advantages(self, scores: StepScores, step: int, found_before: dict[str, np.ndarray]) -> np.ndarray:
         """float64[n] of all samples of the step, the same on every rank."""
         config = self.config
         with consensus(self.strategy.layout.host_group, "advantages") as facts:
-            found = self.objective.advantages(scores.rewards, config.group_size, response_tokens=scores.response_tokens)
+            found = self.objective.advantages(
+                scores.rewards, config.group_size, response_tokens=scores.response_tokens, **found_before
+            )
             facts.equal("the advantages", digest(found.tobytes()), "adv_estimator must give the same on every rank")
         if config.control == "shuffled":
             return shuffled(found, np.random.default_rng(step_seed(config.seed, step)))
@@ -175,7 +186,14 @@ class Grpo:
             seed=step_seed(self.config.seed, step),
             idle=scored.idle,
             reference=self.reference,
+            finish=None if self.objective.advantages.of_tokens is None else self._finish,
         )
+
+    def _finish(self, home: SampleBatch) -> SampleBatch:
+        of_tokens = self.objective.advantages.of_tokens
+        assert of_tokens is not None
+        home, self._columns = of_tokens(home, self.strategy.layout)
+        return home
 
 
 def _with_scores(rollouts: Rollouts, scores: StepScores, advantages: np.ndarray) -> SampleBatch:

@@ -7,7 +7,7 @@ and `distribute` moves them there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,15 @@ def train_on_rollouts(
     seed: int,
     idle: SampleBatch | None = None,
     reference: MegatronInferStrategy | None = None,
+    finish: Callable[[SampleBatch], SampleBatch] | None = None,
 ) -> Iterator[Update]:
     """Train on the samples of all ranks, `home` being this rank's, and yield after each optimizer step. Collective.
 
     `home` has `input_ids` and what `loss` reads, such as `response_mask` and `advantages`; old and reference log-probs
     are added here, as the strategy's `logprob_plan` and `reference` ask. `seed` is this step's own, for membership.
     `idle` is the part of `home` that has no gradient: it is not computed, and counts in the loss's denominators as far
-    as its mask says. All ranks pass it (empty, where they have no such sample), or none.
+    as its mask says. All ranks pass it (empty, where they have no such sample), or none. `finish` makes of `home`, once
+    it has log-probs, what is trained on; it may be collective.
     """
     masks = loss_spec(loss).masks
     table = gather_lengths(home)
@@ -75,6 +77,8 @@ def train_on_rollouts(
         home = _with_old_log_probs(strategy, home, table, [m.plan for m in first_epoch], masks)
     if reference is not None:
         home = _with_log_probs(reference, home, [reference.plan(table, forward=True)], "ref_log_probs", masks)
+    if finish is not None:
+        home = finish(home)
     for epoch in range(settings.epochs):
         batches = _epoch(strategy, table, working, settings, seed=seed, epoch=epoch) if epoch else first_epoch
         for batch in batches:

@@ -1,0 +1,120 @@
+"""Advantages of tokens: discounted returns, with the divergence from the reference in the reward.
+
+The reward of a response, as the estimator made it, is that of its last token; each token costs the coefficient times an
+estimate of its divergence. Its advantage is the discounted sum of what follows (ROLL's reinforce, slime's and verl's
+REINFORCE++), whitened and clipped where the job says so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from roll_batching.data import FieldSpec, SampleBatch
+from roll_batching.distributed import exchange
+from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.errors import DataError
+from roll_batching.losses.estimators import ESTIMATORS, KL_BOUND, KlEstimator, k3
+from roll_batching.observe.metrics_file import Row
+from roll_batching.rl.advantages import VARIANCE_EPSILON
+from roll_batching.rl.running import KlCoefficient
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRewards:
+    """How a response's reward becomes advantages of its tokens."""
+
+    gamma: float = 1.0
+    """Discount per token of the sequence."""
+    kl: KlCoefficient | None = None
+    """Weight of the divergence in the reward; reads `old_log_probs` and `ref_log_probs`. None: not in it."""
+    estimator: KlEstimator = "k1"
+    whiten: bool = False
+    """Mean 0 and deviation 1 over the tokens of the step, as `AdvantageRule.whiten`."""
+    clip: float | None = None
+    """Advantages are clipped to [-x, x] last."""
+
+    def __call__(self, home: SampleBatch, layout: ParallelLayout) -> tuple[SampleBatch, Row]:
+        """`home`, this rank's samples of a step, with `advantages` of tokens (next_token), and columns. Collective."""
+        counted = counted_positions(home)
+        spent, row = None, Row()
+        if self.kl is not None:
+            divergence = torch.where(counted, self._divergence(home), 0.0)
+            spent = self.kl.value * divergence
+            row = self._followed(home, divergence, counted, layout)
+        found = returns(home, counted, self.gamma, spent)
+        if self.whiten:
+            found = _whitened(found, counted, layout)
+        if self.clip is not None:
+            found = found.clamp(-self.clip, self.clip)
+        values = torch.where(counted, found, 0.0).float()
+        return home.with_fields({"advantages": values}, {"advantages": FieldSpec("next_token")}), row
+
+    def _divergence(self, home: SampleBatch) -> torch.Tensor:
+        other, sampled = home["ref_log_probs"].cpu().double(), home["old_log_probs"].cpu().double()
+        return k3(other, sampled, KL_BOUND) if self.estimator == "k3" else ESTIMATORS[self.estimator](other, sampled)
+
+    def _followed(
+        self, home: SampleBatch, divergence: torch.Tensor, counted: torch.Tensor, layout: ParallelLayout
+    ) -> Row:
+        """The step's divergence, which moves the coefficient: mean over samples of the mean over tokens."""
+        assert self.kl is not None
+        sample = sample_of(home)
+        tokens = torch.zeros(len(home), dtype=torch.float64).index_add_(0, sample, counted.double())
+        sums = torch.zeros(len(home), dtype=torch.float64).index_add_(0, sample, divergence)
+        mean = sums / tokens.clamp(min=1)
+        total, samples = _summed(layout, "the divergence in the reward", float(mean.sum()), float((tokens > 0).sum()))
+        current, used = total / max(samples, 1.0), self.kl.value
+        if not math.isfinite(current):
+            raise DataError("the divergence in the reward is not finite: log-probs of policy and reference overflow")
+        self.kl.update(current, int(samples))
+        return {"reward_kl": current, "reward_kl_coef": used}
+
+
+def sample_of(batch: SampleBatch) -> torch.Tensor:
+    """[tokens] which sample a token belongs to."""
+    return torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
+
+
+def counted_positions(batch: SampleBatch, mask: str = "response_mask") -> torch.Tensor:
+    """[tokens] bool: positions whose next token is a counted one (a `token` mask as `next_token`)."""
+    following = (batch[mask].cpu() != 0).roll(-1, 0)
+    following[batch.offsets[1:] - 1] = False  # a sample's last position predicts nothing
+    return following
+
+
+def returns(batch: SampleBatch, counted: torch.Tensor, gamma: float, spent: torch.Tensor | None = None) -> torch.Tensor:
+    """[tokens] float64, next_token: what follows of `advantages` (sample field), less what each token `spent`."""
+    count, ends = len(batch), batch.offsets[1:]
+    found = torch.zeros(batch.num_tokens, dtype=torch.float64) if spent is None else -spent.double()
+    place = torch.where(counted, torch.arange(batch.num_tokens), -1)
+    last = torch.full((count,), -1).scatter_reduce_(0, sample_of(batch), place, "amax")
+    answered = last >= 0
+    found[last[answered]] += batch["advantages"].double().cpu()[answered]
+    following = torch.zeros(count, dtype=torch.float64)
+    longest = int(batch.lengths.max()) if count else 0
+    for back in range(longest):
+        here = torch.nonzero(batch.lengths > back)[:, 0]
+        at = ends[here] - 1 - back
+        following[here] = found[at] + gamma * following[here]
+        found[at] = following[here]
+    return found
+
+
+def _whitened(values: torch.Tensor, counted: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
+    chosen = values[counted]
+    total, count = _summed(layout, "whitening", float(chosen.sum()), float(len(chosen)))
+    if count < 2:
+        raise DataError(f"whitening needs at least two response tokens; the step has {count:g}")
+    mean = total / count
+    (squares,) = _summed(layout, "whitening", float(((chosen - mean) ** 2).sum()))
+    return (values - mean) / np.sqrt(squares / (count - 1) + VARIANCE_EPSILON)
+
+
+def _summed(layout: ParallelLayout, what: str, *numbers: float) -> list[float]:
+    """Sums over the data-parallel ranks, the same on every rank."""
+    parts = exchange(layout.host_group, what, lambda: numbers if layout.reports else None)
+    return [math.fsum(column) for column in zip(*(part for part in parts if part is not None), strict=True)]
