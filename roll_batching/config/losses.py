@@ -61,6 +61,21 @@ class TOPRSettings(PolicySettings):
     negative_weight: float = honoured(1.0, help="Of the others.", ge=0)
 
 
+class ClipCovSettings(PolicySettings):
+    """`loss_args` of `clip_cov`."""
+
+    share: float = honoured(0.0002, help="Share of the step's tokens that is left out, at least one.", gt=0, le=1)
+    lowest: float = honoured(1.0, help="They are drawn from those whose covariance is above this.")
+    highest: float = honoured(5.0, help="And below this.")
+
+
+class KlCovSettings(PolicySettings):
+    """`loss_args` of `kl_cov`."""
+
+    share: float = honoured(0.0002, help="Share of the step's tokens, of the largest covariances.", gt=0, le=1)
+    penalty: float = honoured(1.0, help="Weight of the distance from the old policy for these.", ge=0)
+
+
 class SFTSettings(Settings):
     """`loss_args` of `sft`."""
 
@@ -155,6 +170,22 @@ LOSSES: Registry[Loss] = Registry(
         summary="log-probs times advantages, tapered where the reward is not above 0 (TOPR)",
         reads=("response_mask", "advantages", "rewards"),
         settings=TOPRSettings,
+        keys=_SHARED,
+    ),
+    Loss(
+        name="clip_cov",
+        target="roll_batching.losses.covariance:ClipCovLoss",
+        summary="policy, without the loss of some tokens whose log-prob and advantage vary together (Clip-Cov)",
+        reads=("response_mask", "advantages", "old_log_probs"),
+        settings=ClipCovSettings,
+        keys={**_CLIP, "dual_clip": "dual_clip_loss", "ratio": "importance_sampling", **_SHARED},
+    ),
+    Loss(
+        name="kl_cov",
+        target="roll_batching.losses.covariance:KlCovLoss",
+        summary="the ratio times advantages, and the distance from the old policy for such tokens (KL-Cov)",
+        reads=("response_mask", "advantages", "old_log_probs"),
+        settings=KlCovSettings,
         keys=_SHARED,
     ),
     Loss(

@@ -119,6 +119,13 @@ def objective_problems(job: JobKeys) -> Iterator[Problem]:
     if absent and job.max_steps:
         text = f"{loss.name} reads {' and '.join(absent)}, which rollouts do not have ({', '.join(ROLLOUT_FIELDS)})"
         yield Problem(("loss_function",), f"{text}; choose another loss, or call strategy.train_step with this one")
+    if "old_log_probs" in loss.reads and job.max_steps:
+        if job.actor_train.logprob_plan == "none":
+            text = f"the loss {loss.name} reads old log-probs; use train or own"
+            yield Problem(("actor_train", "logprob_plan"), text)
+        if job.drop_zero_advantage_groups:
+            text = f"the loss {loss.name} reads the old log-probs of all samples; set this to false"
+            yield Problem(("drop_zero_advantage_groups",), text)
     for name in job.loss_args:
         if name in loss.keys:
             text = f"is given by a key of the job: {loss.keys[name]}; set that, and leave this out"

@@ -283,7 +283,7 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
     if job.difficulty_mask and job.difficulty_low_threshold >= job.difficulty_high_threshold:
         text = f"is {job.difficulty_low_threshold}, not below difficulty_high_threshold {job.difficulty_high_threshold}"
         yield Problem(("difficulty_low_threshold",), f"{text}: no prompt would be left")
-    if job.loss_function == "policy" and job.clip_range[0] >= 1:
+    if job.loss_function in ("policy", "clip_cov") and job.clip_range[0] >= 1:
         key = "pg_clip_low" if job.use_pg_clip_range else "pg_clip"
         yield Problem(
             (key,),

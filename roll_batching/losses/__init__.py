@@ -2,6 +2,7 @@
 
 from roll_batching.losses.aggregation import constant_mean, sequence_mean, sequence_sum, token_mean
 from roll_batching.losses.contract import LossOutput, Max, Mean, Min, Sum, loss_spec
+from roll_batching.losses.covariance import ClipCovLoss, KlCovLoss
 from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.estimators import k1, k2, k3
 from roll_batching.losses.objectives import CISPOLoss, GMPOLoss, GPGLoss, PolicyLoss, SAPOLoss, TOPRLoss
@@ -14,10 +15,12 @@ from roll_batching.losses.vocab_parallel import token_log_probs
 
 __all__ = [
     "CISPOLoss",
+    "ClipCovLoss",
     "DPOLoss",
     "GMPOLoss",
     "GPGLoss",
     "IPOLoss",
+    "KlCovLoss",
     "LossOutput",
     "Max",
     "Mean",

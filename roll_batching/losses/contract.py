@@ -9,8 +9,10 @@ It has exactly one of `token_loss` (the whole pack, flat, see `TokenView`) and `
 sequence at a time with its logits, see `SequenceView`; `gather_cp = True` asks for whole sequences
 under context parallelism). `sums` names fields whose totals over the step it divides by. An optional
 `check(batch, micro_batches)` sees this rank's samples on the host before the step; what it raises is
-raised on every rank. The objectives of this package are such objects, and so is a strategy whose
-subclass defines one of the methods.
+raised on every rank. An optional `prepare(home, layout, seed)` sees this rank's samples of an RL step once
+they have log-probs, and returns them with fields of its own; all ranks call it, and it may be collective.
+The objectives of this package are such objects, and so is a strategy whose subclass defines one of the
+methods.
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ class LossSpec:
     gather_cp: bool
     check: Callable[[SampleBatch, Sequence[npt.NDArray[np.int64]]], None] | None
     """Called with this rank's samples and the indices of those of each micro-batch, before the step."""
+    prepare: Callable[[SampleBatch, Any, int], SampleBatch] | None
+    """Called with this rank's samples of an RL step, its parallel layout and a seed, the same on all ranks."""
     name: str
     """The loss's class."""
 
@@ -122,5 +126,6 @@ def loss_spec(loss: Any) -> LossSpec:
         by_sequence=by_sequence,
         gather_cp=bool(getattr(loss, "gather_cp", False)),
         check=getattr(loss, "check", None),
+        prepare=getattr(loss, "prepare", None),
         name=name,
     )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from roll_batching.data import FieldSpec, SampleBatch
+from roll_batching.data.positions import counted_positions, sample_of
 from roll_batching.distributed import exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
@@ -72,18 +73,6 @@ class TokenRewards:
             raise DataError("the divergence in the reward is not finite: log-probs of policy and reference overflow")
         self.kl.update(current, int(samples))
         return {"reward_kl": current, "reward_kl_coef": used}
-
-
-def sample_of(batch: SampleBatch) -> torch.Tensor:
-    """[tokens] which sample a token belongs to."""
-    return torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
-
-
-def counted_positions(batch: SampleBatch, mask: str = "response_mask") -> torch.Tensor:
-    """[tokens] bool: positions whose next token is a counted one (a `token` mask as `next_token`)."""
-    following = (batch[mask].cpu() != 0).roll(-1, 0)
-    following[batch.offsets[1:] - 1] = False  # a sample's last position predicts nothing
-    return following
 
 
 def returns(batch: SampleBatch, counted: torch.Tensor, gamma: float, spent: torch.Tensor | None = None) -> torch.Tensor:

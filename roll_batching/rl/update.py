@@ -66,7 +66,8 @@ def train_on_rollouts(
     as its mask says. All ranks pass it (empty, where they have no such sample), or none. `finish` makes of `home`, once
     it has log-probs, what is trained on; it may be collective.
     """
-    masks = loss_spec(loss).masks
+    spec = loss_spec(loss)
+    masks = spec.masks
     table = gather_lengths(home)
     table = table.select(np.argsort(table.ids))  # membership must not depend on who generated what
     working = np.ones(len(table), dtype=bool)
@@ -79,6 +80,8 @@ def train_on_rollouts(
         home = _with_log_probs(reference, home, [reference.plan(table, forward=True)], "ref_log_probs", masks)
     if finish is not None:
         home = finish(home)
+    if spec.prepare is not None:
+        home = spec.prepare(home, strategy.layout, seed)
     for epoch in range(settings.epochs):
         batches = _epoch(strategy, table, working, settings, seed=seed, epoch=epoch) if epoch else first_epoch
         for batch in batches:

@@ -54,8 +54,10 @@ def test_log_probs_far_apart_leave_everything_finite(name: str, options: Any, ra
 
 OBJECTIVES = {
     "CISPOLoss": {"kl_gradient": "straight_through"},
+    "ClipCovLoss": {"dual_clip": 3.0},
     "GMPOLoss": {"kl_gradient": "score_function"},
     "GPGLoss": {},
+    "KlCovLoss": {},
     "PolicyLoss": {"ratio": "sequence_token", "engine_correction": "mask_sequences"},
     "SAPOLoss": {"kl_gradient": "importance", "engine_correction": "mask"},
     "TOPRLoss": {"engine_ratio_min": 0.5},
@@ -69,7 +71,10 @@ def test_every_objective_stays_finite(objective: str, name: str, value: float) -
     import roll_batching.losses
 
     data = far(batch(), name, value)
-    data = data.with_fields({"rewards": data["advantages"] + 0.5}, {"rewards": "sample"})
+    held = torch.arange(data.num_tokens) % 2 == 0
+    data = data.with_fields(
+        {"rewards": data["advantages"] + 0.5, "held_back": held}, {"rewards": "sample", "held_back": "next_token"}
+    )
     options = OBJECTIVES[objective] | {"kl_coef": 0.1, "engine_ratio_cap": 2.0}
     loss = getattr(roll_batching.losses, objective)(**options)
     found, gradient, metrics = run(loss, data, dtype=torch.float32)

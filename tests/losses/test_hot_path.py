@@ -70,7 +70,19 @@ class Waits(TorchDispatchMode):
 
 
 def _losses() -> dict[str, Any]:
-    from roll_batching.losses import CISPOLoss, DPOLoss, GMPOLoss, LossOutput, PolicyLoss, SAPOLoss, SFTLoss, TOPRLoss
+    from roll_batching.losses import (
+        CISPOLoss,
+        ClipCovLoss,
+        DPOLoss,
+        GMPOLoss,
+        IPOLoss,
+        KlCovLoss,
+        LossOutput,
+        PolicyLoss,
+        SAPOLoss,
+        SFTLoss,
+        TOPRLoss,
+    )
     from tests.losses.test_partitions import Both
 
     class BySequence:
@@ -101,8 +113,10 @@ def _losses() -> dict[str, Any]:
             SAPOLoss(engine_correction="mask_sequences", engine_ratio_cap=1.2),
         ),
         "gmpo, topr": Both(GMPOLoss(), TOPRLoss()),
+        "clip_cov, kl_cov": Both(ClipCovLoss(), KlCovLoss()),
         "sft": SFTLoss(),
         "dpo": DPOLoss(),
+        "ipo": IPOLoss(average_log_probs=True, sft_coef=0.1),
         "sequences": BySequence(),
         "whole sequences": Whole(),
         "careless": Careless(),

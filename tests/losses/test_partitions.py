@@ -35,10 +35,12 @@ class Both:
 def losses() -> dict[str, Any]:
     from roll_batching.losses import (
         CISPOLoss,
+        ClipCovLoss,
         DPOLoss,
         GMPOLoss,
         GPGLoss,
         IPOLoss,
+        KlCovLoss,
         PolicyLoss,
         SAPOLoss,
         SFTLoss,
@@ -60,6 +62,7 @@ def losses() -> dict[str, Any]:
         "SAPO, masked": SAPOLoss(**narrow, aggregation="sequence_mean"),
         "GMPO": GMPOLoss(aggregation="sequence_mean", kl_coef=0.1, kl_estimator="abs", kl_gradient="importance"),
         "GPG, TOPR": Both(GPGLoss(), TOPRLoss(negative_weight=0.5)),
+        "Clip-Cov, KL-Cov": Both(ClipCovLoss(dual_clip=2.0), KlCovLoss()),
         "SFT": SFTLoss(),
         "DPO": DPOLoss(),
         "IPO, SFT": IPOLoss(average_log_probs=True, sft_coef=0.1),
@@ -79,11 +82,13 @@ def batch() -> Any:
     extra = {
         "weights": torch.rand(len(data), generator=g) + 0.1,
         "rewards": torch.rand(len(data), generator=g) - 0.5,
+        "held_back": torch.rand(data.num_tokens, generator=g) < 0.2,
         "pair": torch.arange(len(data)) // 2,
         "chosen": torch.arange(len(data)) % 2 == 0,
         "rollout_log_probs": data["old_log_probs"] + 0.2 * torch.randn(data.num_tokens, generator=g),
     }
-    kinds = dict.fromkeys(("weights", "rewards", "pair", "chosen"), "sample") | {"rollout_log_probs": "next_token"}
+    samples, predictions = ("weights", "rewards", "pair", "chosen"), ("rollout_log_probs", "held_back")
+    kinds = dict.fromkeys(samples, "sample") | dict.fromkeys(predictions, "next_token")
     return data.with_fields(extra | {"response_mask": mask}, kinds | {"response_mask": "token"})
 
 

@@ -15,11 +15,12 @@ import torch
 
 from roll_batching.config.diagnostics import ConfigFileError
 from roll_batching.config.loader import config_from_dict
+from roll_batching.data.positions import counted_positions
 from roll_batching.errors import DataError
 from roll_batching.observe.metrics_file import read_metrics
 from roll_batching.rl.from_config import advantages_of
 from roll_batching.rl.running import KlCoefficient, RunningMoments, Together
-from roll_batching.rl.token_rewards import TokenRewards, counted_positions, returns
+from roll_batching.rl.token_rewards import TokenRewards, returns
 from tests.losses.waves import batch, wave
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
@@ -143,7 +144,11 @@ JOBS = {
         "kl_horizon": 50,
         "reference": {},
     },
-    "remax": {"adv_estimator": "remax", "loss_function": "cispo", "loss_args": {"engine_ratio_cap": 2.0}},
+    "remax": {
+        "adv_estimator": "remax",
+        "loss_function": "clip_cov",
+        "loss_args": {"engine_ratio_cap": 2.0, "share": 0.25, "lowest": -100, "highest": 100},
+    },
 }
 
 
@@ -173,3 +178,4 @@ def test_jobs_learn_from_tokens_and_resume(tmp_path, ranks: int) -> None:
         assert again[name] == second[name] and np.isfinite(second[name])
     (row,) = read_metrics(tmp_path / "runs/greedy/metrics.jsonl")
     assert np.isfinite(row["loss"]) and row["grad_norm"] > 0 and 0 <= row["clip_fraction"] <= 1
+    assert row["held_back"] == pytest.approx(0.25, abs=0.02)
