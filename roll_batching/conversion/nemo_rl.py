@@ -292,6 +292,11 @@ def _loss(given: Given) -> None:
         given.draft.put(("reference",), {}, "loss_fn.reference_policy_kl_penalty")
         given.move("loss_fn.reference_policy_kl_type", ("loss_args", "kl_estimator"))
         given.move("loss_fn.kl_output_clamp_value", ("kl_loss_bound",))
+        weighted = given.take("loss_fn.use_on_policy_kl_approximation")
+        key = "loss_fn.use_on_policy_kl_approximation" if weighted else "loss_fn.reference_policy_kl_penalty"
+        gradient = "importance" if weighted else "score_function"
+        text = "weighted by the ratio to the old policy; there, to the engine's" if weighted else ""
+        given.draft.put(("loss_args", "kl_gradient"), gradient, key, text)
     for name in ("reference_policy_kl_type", "kl_output_clamp_value"):
         if given.take(f"loss_fn.{name}") is not None:
             given.draft.leave_out(f"loss_fn.{name}", "idle", "reference_policy_kl_penalty is 0")
@@ -300,6 +305,12 @@ def _loss(given: Given) -> None:
         given.draft.put(("use_pg_clip_range",), True, "loss_fn.ratio_clip_min")
         given.move("loss_fn.ratio_clip_min", ("pg_clip_low",))
         given.move("loss_fn.ratio_clip_max", ("pg_clip_high",))
+    dual = given.take("loss_fn.ratio_clip_c")
+    if given.take("loss_fn.use_cispo"):
+        given.draft.put(("loss_function",), "cispo", "loss_fn.use_cispo")
+    elif dual is not None:
+        given.draft.put(("dual_clip_loss",), True, "loss_fn.ratio_clip_c")
+        given.draft.put(("dual_clip_ratio",), dual, "loss_fn.ratio_clip_c")
     given.move(
         "loss_fn.token_level_loss",
         ("loss_agg_mode",),
@@ -307,21 +318,30 @@ def _loss(given: Given) -> None:
     )
     if given.take("loss_fn.sequence_level_importance_ratios"):
         given.draft.put(("importance_sampling",), "seq", "loss_fn.sequence_level_importance_ratios")
-    corrected, cap = given.take("loss_fn.use_importance_sampling_correction"), None
-    if given.peek("loss_fn.truncated_importance_sampling_type") in (None, "tis"):
-        cap = given.take("loss_fn.truncated_importance_sampling_ratio")
-        given.take("loss_fn.truncated_importance_sampling_type")
-    if corrected and cap is not None:
-        key = "loss_fn.truncated_importance_sampling_ratio"
-        given.draft.put(("loss_args", "engine_ratio_cap"), cap, key)
-    elif corrected:
-        text = "the correction needs a cap here: loss_args.engine_ratio_cap"
-        given.draft.leave_out("loss_fn.use_importance_sampling_correction", "refused", text)
+    _engine_correction(given)
     if given.take("loss_fn.kl_input_clamp_value") is not None:
         given.draft.leave_out("loss_fn.kl_input_clamp_value", "idle", "log-ratios are bounded at 20 before exp")
-    value = given.take("loss_fn.use_on_policy_kl_approximation")
-    if value is not None:
-        given.draft.leave_out("loss_fn.use_on_policy_kl_approximation", "refused" if value else "idle", "not done here")
+    if given.take("loss_fn.use_on_policy_kl_approximation") is not None:
+        given.draft.leave_out("loss_fn.use_on_policy_kl_approximation", "idle", "reference_policy_kl_penalty is 0")
+
+
+_CORRECTIONS = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-tis": "mask_sequences"}
+
+
+def _engine_correction(given: Given) -> None:
+    key = "loss_fn.truncated_importance_sampling"
+    corrected = given.take("loss_fn.use_importance_sampling_correction")
+    kind, cap = given.take(f"{key}_type"), given.take(f"{key}_ratio")
+    lowest = given.take(f"{key}_ratio_min")
+    if corrected and cap is None:
+        text = "the correction needs a cap here: loss_args.engine_ratio_cap"
+        given.draft.leave_out("loss_fn.use_importance_sampling_correction", "refused", text)
+    elif corrected:
+        given.draft.put(("loss_args", "engine_ratio_cap"), cap, f"{key}_ratio")
+        if lowest is not None:
+            given.draft.put(("loss_args", "engine_ratio_min"), lowest, f"{key}_ratio_min")
+        if _CORRECTIONS[kind] != "truncate":
+            given.draft.put(("loss_args", "engine_correction"), _CORRECTIONS[kind], f"{key}_type")
 
 
 def _checkpoints(given: Given) -> None:

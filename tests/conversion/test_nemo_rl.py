@@ -86,10 +86,43 @@ def test_a_file_inherits_and_its_numbers_are_computed(tmp_path):
 
 @pytest.mark.config
 def test_dtensors_layout_and_what_is_not_done_here(tmp_path):
-    child = "defaults: base.yaml\ngrpo: {async_grpo: {enabled: true}}\nloss_fn: {use_cispo: true}\n"
+    child = "defaults: base.yaml\ngrpo: {async_grpo: {enabled: true}}\nloss_fn: {force_on_policy_ratio: true}\n"
     done = converted(tmp_path, child)
     assert done.settings["actor_train"]["strategy_args"]["strategy_config"] == {"tensor_model_parallel_size": 1}
-    assert {"grpo.async_grpo", "loss_fn.use_cispo"} <= {one.key for one in done.left_out_as("refused", "unknown")}
+    assert {"grpo.async_grpo", "loss_fn.force_on_policy_ratio"} <= {
+        one.key for one in done.left_out_as("refused", "unknown")
+    }
+
+
+TIS = "use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 5.0"
+LOSSES = {
+    "ratio_clip_c: 3": {"dual_clip": 3.0},
+    "use_cispo: true, ratio_clip_c: null": {"clip_high": 0.28},
+    f"{TIS}, truncated_importance_sampling_type: tis": {"engine_ratio_cap": 5.0, "engine_correction": "truncate"},
+    f"{TIS}, truncated_importance_sampling_type: icepop, truncated_importance_sampling_ratio_min: 0.5": {
+        "engine_ratio_cap": 5.0,
+        "engine_ratio_min": 0.5,
+        "engine_correction": "mask",
+    },
+    f"{TIS}, truncated_importance_sampling_type: seq-mask-tis, truncated_importance_sampling_ratio_min: 0.9": {
+        "engine_correction": "mask_sequences"
+    },
+    "use_on_policy_kl_approximation: true": {"kl_gradient": "importance"},
+    "use_on_policy_kl_approximation: false": {"kl_gradient": "score_function"},
+}
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("given", LOSSES)
+def test_its_loss_is_ours(tmp_path, given):
+    from roll_batching.rl.from_config import loss_of
+
+    done = converted(tmp_path, CHILD + f"loss_fn: {{{given}}}\n")
+    assert not [one.key for one in done.left_out_as("refused", "unknown") if one.key.startswith("loss_fn")]
+    (tmp_path / "job.yaml").write_text(done.to_yaml())
+    loss = loss_of(load_config(tmp_path / "job.yaml"))
+    assert type(loss).__name__ == ("CISPOLoss" if "cispo" in given else "PolicyLoss")
+    assert {name: getattr(loss, name) for name in LOSSES[given]} == LOSSES[given]
 
 
 @pytest.mark.config

@@ -43,6 +43,14 @@ def test_estimators_give_verls_numbers(name: str) -> None:
     assert estimate(name) == pytest.approx(OF_VERL[name], abs=1e-9)
 
 
+def test_remax_gives_verls_numbers() -> None:
+    """verl's compute_remax_outcome_advantage: rewards less that of the greedy answer to the same prompt."""
+    estimator = advantages_of(config_from_dict({"adv_estimator": "remax"}))
+    assert estimator.greedy
+    found = estimator(REWARDS, 4, response_tokens=TOKENS, baselines=np.array([0.5, 1.0, 0.3]))
+    assert found == pytest.approx([0.5, -0.5, -0.25, 0, -1, -1, -1, 0, 0, 0, 0, 0])
+
+
 def test_a_step_of_one_response_is_the_response() -> None:
     """ROLL 8eb27cc, roll/pipeline/agentic/utils.py, compute_discounted_returns: one step per trajectory."""
     keys = {"norm_mean_type": "batch", "norm_std_type": "batch"}
