@@ -42,7 +42,7 @@ UNBOUNDED = 1 << 62
 
 
 SETTLING_ATTEMPTS, FEW_RANKS = 4, 4
-"""Few units on few ranks are settled once more after another search where a part in a million is left."""
+"""Few units on few ranks are settled again after another search, and from other starts, until nothing is left."""
 SETTLING_MARGIN = 256
 """The one or two exchanges that settle the last part in a million may do so by this part."""
 
@@ -174,7 +174,7 @@ class Balancing:
     def _level(self, search: SearchState, ceilings: Ints, floor: int, share: int, seed: int = 0) -> None:
         constraints = self.problem.constraints
         cap = constraints.usable_tokens
-        for attempt in range(self._attempts):
+        for attempt in range(SETTLING_ATTEMPTS if self._few else 1):
             level_totals(search, ceilings, cap, floor, self._iterations(share), constraints.seed + seed + attempt)
             if settle_totals(search, ceilings + ceilings // SETTLING_MARGIN, cap, floor):
                 return
@@ -194,15 +194,15 @@ class Balancing:
             once(0)
             return
         self._persist(once, floor, LITTLE["columns"], share)
-        for attempt in range(self._attempts):
+        for attempt in range(1, SETTLING_ATTEMPTS if self._few else 1):
             if settle_columns(search, cap, floor):
                 return
             once(attempt)
+        settle_columns(search, cap, floor)
 
     @property
-    def _attempts(self) -> int:
-        few = len(self.problem.units) <= FEW_UNITS and self.problem.constraints.dp_size <= FEW_RANKS
-        return SETTLING_ATTEMPTS if few else 1
+    def _few(self) -> bool:
+        return len(self.problem.units) <= FEW_UNITS and self.problem.constraints.dp_size <= FEW_RANKS
 
     def _persist(self, once: Callable[[int], int], floor: int, little: int, share: int) -> None:
         """Searches once, and again while much is left to win and one of two searches wins some of it."""
@@ -215,9 +215,9 @@ class Balancing:
             before, found = found, once(seed)
             idle = 0 if before - found > (before - floor) // WORTHWHILE else idle + 1
 
-    def far(self, found: int, floor: int) -> bool:
-        """Whether so much is left to win that it is worth another start."""
-        return found - floor > floor // MUCH
+    def is_done(self, found: int, floor: int) -> bool:
+        """Whether too little is left to win for another start: of few units anything is worth it, so quick are they."""
+        return found <= floor or (not self._few and found - floor <= floor // MUCH)
 
     def _iterations(self, share: int, more: int = 1) -> int:
         units = len(self.problem.units)

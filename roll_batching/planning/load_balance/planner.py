@@ -114,7 +114,7 @@ def _level_alone(case: Balancing, starts: list[Packing], share: int = 1) -> Sear
         search = case.search(start)
         case.level_alone(search, share)
         found.append(search)
-        if not case.far(int(search.totals.max()), case.rank_bound):
+        if case.is_done(int(search.totals.max()), case.rank_bound):
             break
     return min(found, key=lambda search: int(search.totals.max()))
 
@@ -126,7 +126,7 @@ def _lower_alone(case: Balancing, starts: list[Packing], share: int = 1) -> Sear
         search = case.search(start)
         case.lower(search, share=share)
         found.append(search)
-        if not case.far(lockstep_cost(search), case.lockstep_bound):
+        if case.is_done(lockstep_cost(search), case.lockstep_bound):
             break
     return min(found, key=lockstep_cost)
 

@@ -19,7 +19,9 @@ FEW_PACKS = 64
 """Indices are settled one by one; many packs are level in sum without it."""
 MOST_EXCHANGES = 8_192
 """Exchanges looked at: each unit of the costlier side with so many neighbours in size that there are this many."""
-ROUNDS = 12
+ROUNDS, COLUMN_ROUNDS = 12, 40
+MOST_PARTNERS = 8
+"""Packs that the costliest one of an index tries to exchange with."""
 NEAR = 1_000
 """What is further from its floor than this part of it is not for one or two exchanges to mend."""
 
@@ -39,30 +41,36 @@ def settle_totals(search: SearchState, ceilings: Ints, cap: int, floor: int) -> 
         able = _Exchanges.between(search, ranks, top, least, cap)
         able = able.those(search.load[able.packs] - able.change <= ceilings[search.index_of[able.packs]])
         able = able.those(search.load[able.others] + able.change <= ceilings[search.index_of[able.others]])
-        if not able.make(search, int(search.totals[top] - search.totals[least]) // 2, cap):
+        if not able.make(search, int(search.totals[top] - search.totals[least]), cap):
             break
     return not _is_near(int(search.totals.max()), floor)
 
 
 def settle_columns(search: SearchState, cap: int, floor: int) -> bool:
-    """The same of the costliest pack at every index and the cheapest one that helps."""
+    """The same of the costliest pack at every index and one that has room below the costliest at its own."""
     if search.table.size > FEW_PACKS:
         return True
-    for _ in range(ROUNDS):
-        if not _is_near(lockstep_cost(search), floor):
+    for _ in range(COLUMN_ROUNDS):
+        found = lockstep_cost(search)
+        if not _is_near(found, floor):
             return True
-        made = False
-        for packs in search.table.T:
-            costs = search.load[packs]
-            *others, top = np.argsort(costs, kind="stable").tolist()
-            for other in others:
-                able = _Exchanges.between(search, search.pack_of, int(packs[top]), int(packs[other]), cap)
-                if able.make(search, int(costs[top] - costs[other]) // 2, cap):
-                    made = True
-                    break
-        if not made:
+        if not any([_lower_top(search, index, found - floor, cap) for index in range(search.table.shape[1])]):
             break
     return not _is_near(lockstep_cost(search), floor)
+
+
+def _lower_top(search: SearchState, index: int, wanted: int, cap: int) -> bool:
+    """Takes up to `wanted` from the costliest pack at `index`; whether any exchange does."""
+    costs = search.load[search.table]
+    top = int(search.table[np.argmax(costs[:, index]), index])
+    room = costs.max(axis=0) - costs
+    room[:, index] = np.minimum(room[:, index], 2 * wanted)
+    others = search.table.reshape(-1)
+    for place in np.argsort(-room.reshape(-1), kind="stable")[:MOST_PARTNERS]:
+        able = _Exchanges.between(search, search.pack_of, top, int(others[place]), cap)
+        if able.make(search, min(int(room.reshape(-1)[place]), 2 * wanted), cap):
+            return True
+    return False
 
 
 def _is_near(found: int, floor: int) -> bool:
@@ -102,12 +110,15 @@ class _Exchanges:
         """Some of them."""
         return _Exchanges(*(getattr(self, field.name)[able] for field in fields(self)))
 
-    def make(self, search: SearchState, target: int, cap: int) -> bool:
-        """Makes the one or the two whose change is nearest to `target`; whether any is nearer than none."""
-        if not len(self.change) or target <= 0:
+    def make(self, search: SearchState, apart: int, cap: int) -> bool:
+        """Makes the one or the two whose change is nearest to half of `apart`; whether any is below all of it.
+
+        Two sides that are so far apart are nearer to each other then.
+        """
+        if not len(self.change) or apart <= 0:
             return False
-        chosen, left = self._closest(search, target, cap)
-        if left >= target:
+        chosen, left = self._closest(search, apart, cap)
+        if left >= apart:
             return False
         for i in chosen:
             mine, theirs = int(self.mine[i]), int(self.theirs[i])
@@ -126,18 +137,18 @@ class _Exchanges:
             search.totals[search.rank_of[self.others[i]]] += self.change[i]
         return True
 
-    def _closest(self, search: SearchState, target: int, cap: int) -> tuple[list[int], int]:
-        """The exchanges whose change is nearest to `target`, and how near that is."""
-        change = self.change
-        single = int(np.argmin(np.abs(change - target)))
-        best, left = [single], abs(int(change[single]) - target)
-        after = np.searchsorted(change, target - change)
-        for second in (after - 1, np.minimum(after, len(change) - 1)):
+    def _closest(self, search: SearchState, apart: int, cap: int) -> tuple[list[int], int]:
+        """The exchanges whose change, doubled, is nearest to `apart`, and how near that is."""
+        double = 2 * self.change
+        single = int(np.argmin(np.abs(double - apart)))
+        best, left = [single], abs(int(double[single]) - apart)
+        after = np.searchsorted(double, apart - double)
+        for second in (after - 1, np.minimum(after, len(double) - 1)):
             both = self.more + self.more[second]
-            apart = (second >= 0) & (self.mine != self.mine[second]) & (self.theirs != self.theirs[second])
-            apart &= (self.packs != self.packs[second]) | (search.tokens[self.packs] + both <= cap)
-            apart &= (self.others != self.others[second]) | (search.tokens[self.others] - both <= cap)
-            missed = np.where(apart, np.abs(change + change[second] - target), left)
+            able = (second >= 0) & (self.mine != self.mine[second]) & (self.theirs != self.theirs[second])
+            able &= (self.packs != self.packs[second]) | (search.tokens[self.packs] + both <= cap)
+            able &= (self.others != self.others[second]) | (search.tokens[self.others] - both <= cap)
+            missed = np.where(able, np.abs(double + double[second] - apart), left)
             nearest = int(np.argmin(missed))
             if missed[nearest] < left:
                 best, left = [nearest, int(second[nearest])], int(missed[nearest])
