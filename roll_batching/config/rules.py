@@ -34,7 +34,6 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         if role.strategy_args.runs_on_megatron or name != "actor_infer":
             problems += _batching(name, role)
     problems += _layout("actor_train", job.actor_train)
-    problems += _saving(job)
     problems += model_problems(job)
     problems += window_problems(job)
     own = job.reference.model_args.architecture if job.reference is not None else None
@@ -81,17 +80,6 @@ def _layout(name: str, role: WorkerConfig) -> Iterator[Problem]:
         yield Problem((name, "device_mapping"), layout.misfit(len(role.device_mapping)))
     if role.model_args.architecture is not None:
         yield from _model_fits(name, role.model_args.architecture, layout)
-
-
-def _saving(job: JobKeys) -> Iterator[Problem]:
-    if not job.actor_train.strategy_args.strategy_config.use_distributed_optimizer:
-        return
-    path = ("actor_train", "strategy_args", "strategy_config", "use_distributed_optimizer")
-    text = "keeps the optimizer's state in shards that checkpoints do not hold; set it to false"
-    if job.save_steps:
-        yield Problem(path, f"{text}, or save_steps to 0")
-    elif job.resume_from_checkpoint:
-        yield Problem(path, f"{text}, or resume_from_checkpoint to false")
 
 
 def _recompute(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:

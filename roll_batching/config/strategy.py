@@ -33,7 +33,11 @@ class MegatronConfig(RollMegatronConfig):
     sequence_parallel: bool = honoured(
         False, help="Split activations between tensor-parallel regions over TP; needs TP > 1."
     )
-    use_distributed_optimizer: bool = honoured(False, help="Shard the optimizer's state over data-parallel ranks.")
+    use_distributed_optimizer: bool = honoured(
+        False,
+        help="Shard the optimizer's state over data-parallel ranks. Checkpoints hold it whole, "
+        "for any layout: a rank of each model-parallel shard gathers 12 bytes per parameter of its own in host memory.",
+    )
     overlap_grad_reduce: bool = honoured(False, help="Reduce gradients while the backward still runs.")
     overlap_param_gather: bool = honoured(
         False,

@@ -348,11 +348,7 @@ def _checkpoints(given: Given) -> None:
     given.move("checkpointing.checkpoint_dir", ("output_dir",))
     enabled = given.take("checkpointing.enabled", True)
     period = given.take("checkpointing.save_period")
-    layout = given.draft.values["actor_train"].get("strategy_args", {}).get("strategy_config", {})
-    if enabled and period and layout.get("use_distributed_optimizer"):
-        why = "the distributed optimizer's state is not saved for now; the trained model is written at the run's end"
-        given.draft.leave_out("checkpointing.save_period", "refused", why)
-    elif enabled and period:
+    if enabled and period:
         given.draft.put(("save_steps",), period, "checkpointing.save_period")
         text = "the latest are kept; there, the best"
         given.move("checkpointing.keep_top_k", ("save_total_limit",), meaning=text)

@@ -75,7 +75,6 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     if "eval_file_name" not in _section(draft.values, "actor_train", "data_args"):
         text = "no held-out prompts are named: there is no evaluation"
         draft.put(("eval_samples",), 0, "validation.data_args.file_name", text)
-    _saving(draft)
     return draft
 
 
@@ -157,14 +156,6 @@ def _reference(draft: Draft) -> None:
         strategy.pop("strategy_config", None)
         meaning = f"the reference runs on Megatron, in actor_train's layout; there, it is {name}"
         draft.put(("reference", "strategy_args", "strategy_name"), "megatron_infer", meaning=meaning)
-
-
-def _saving(draft: Draft) -> None:
-    layout = _section(draft.values, "actor_train", "strategy_args", "strategy_config")
-    if layout.get("use_distributed_optimizer") and draft.values.get("save_steps"):
-        del draft.values["save_steps"]
-        why = "the distributed optimizer's state is not saved for now; the trained model is written at the run's end"
-        draft.leave_out("save_steps", "refused", why)
 
 
 def _section(data: dict[str, Any], *path: str) -> dict[str, Any]:

@@ -32,8 +32,14 @@ from roll_batching.strategy.checkpoint_files import (
     load_tensors,
     reading,
 )
+from roll_batching.strategy.optimizer_state import (
+    check_optimizer,
+    is_sharded,
+    prepare_state,
+    restore_state,
+    tensors_of,
+)
 from roll_batching.strategy.state import ModelState, TrainingState
-from roll_batching.strategy.update import parts_of
 from roll_batching.strategy.weights import gather_parameters
 
 RECORD = "strategy.json"
@@ -52,13 +58,8 @@ def check_saving(model: ModelState) -> None:
         raise CheckpointError(
             "psutil is not installed, and Megatron's checkpoint writer hangs or fails without it: pip install psutil"
         )
-    if model.optimizer is None:
-        return
-    if any(type(part).__name__ == "DistributedOptimizer" for part in parts_of(model.optimizer)):
-        raise CheckpointError(
-            "the state of Megatron's distributed optimizer is not saved: set use_distributed_optimizer: false in "
-            "strategy_config, or do not save"
-        )
+    if model.optimizer is not None:
+        check_optimizer(model.optimizer)
 
 
 def save_state(model: ModelState, path: str | Path) -> None:
@@ -147,8 +148,9 @@ def write_state(model: ModelState, folder: Path) -> None:
     }
     if training is not None and training.optimizer is not None:
         record["optimizer"] = {
-            "steps": _prepare_state(training.optimizer),
+            "steps": prepare_state(training.optimizer),
             "skipped_steps": training.skipped_steps,
+            "sharded": is_sharded(training.optimizer),
             "schedule_steps": getattr(training.scheduler, "num_steps", None),
         }
     tensors = _sharded_tensors(model, model.optimizer)
@@ -192,12 +194,18 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool) -> Model
                     f"{path} holds a model without optimizer state: load it with optimizer=False, which starts from "
                     "its weights with a fresh optimizer"
                 )
+            sharded = record["optimizer"].get("sharded", False)
+            if model.optimizer is not None and sharded != is_sharded(model.optimizer):
+                raise CheckpointError(
+                    f"{path} holds the state of an optimizer with use_distributed_optimizer: {str(sharded).lower()}: "
+                    "set it so, or load it with optimizer=False, which starts with a fresh optimizer"
+                )
     gather_parameters(model.chunks)
     training = model.training if optimizer else None
     mine = None if training is None else training.optimizer
     if mine is not None:
-        _prepare_state(mine)
-    tensors = _sharded_tensors(model, mine)
+        prepare_state(mine)
+    tensors = _sharded_tensors(model, mine, loading=True)
     _check_tensors(tensors, path, group, optimizer=mine is not None)
     with _quiet():
         loaded, failed = load_tensors(tensors, path)
@@ -217,11 +225,8 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool) -> Model
 # ---- what is saved
 
 
-def _sharded_tensors(model: ModelState, optimizer: Any) -> dict[str, Any]:
-    """Weights and optimizer state as shards of global tensors, whose names do not depend on the layout.
-
-    Options of the parameter groups are left out: they are the present configuration's.
-    """
+def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool = False) -> dict[str, Any]:
+    """Weights and optimizer state as shards of global tensors, whose names do not depend on the layout."""
     from megatron.core import parallel_state
 
     groups = model.pg_collection
@@ -235,50 +240,13 @@ def _sharded_tensors(model: ModelState, optimizer: Any) -> dict[str, Any]:
         for index, chunk in enumerate(model.chunks)
     }
     if optimizer is not None:
-        found = optimizer.sharded_state_dict(dict(state), metadata=dict(metadata))
-        for part in _inner(optimizer, found):
-            part.pop("param_groups")
-            part["state"].pop("common_step", None)
-        state["optimizer"] = found
+        state["optimizer"] = tensors_of(optimizer, state, metadata, loading=loading)
     return state
-
-
-def _inner(optimizer: Any, state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The torch optimizers' dicts in Megatron's, one per part: mixed precision nests them."""
-    parts = [state] if len(parts_of(optimizer)) == 1 else [state[i] for i in range(len(parts_of(optimizer)))]
-    return [part.get("optimizer", part) for part in parts]
-
-
-def _prepare_state(optimizer: Any) -> int:
-    """Gives every parameter the state that the first step would create; returns the steps made so far.
-
-    Megatron's own initialisation leaves torch's step counter out, and torch then fails for want of it.
-    """
-    steps = 0
-    for part in parts_of(optimizer):
-        if part.init_state_fn is None:
-            continue
-        part.init_state_fn(part.optimizer, part.config)
-        for group in part.optimizer.param_groups:
-            steps = max(steps, int(group.get("step", 0)))
-            if not isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-                continue
-            for parameter in group["params"]:
-                step = part.optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
-                steps = max(steps, int(step))
-    return steps
 
 
 def _restore_training(training: TrainingState, loaded: dict[Any, Any], record: dict[str, Any]) -> TrainingState:
     optimizer, scheduler, steps = training.optimizer, training.scheduler, record["steps"]
-    for part, state in zip(parts_of(optimizer), _inner(optimizer, loaded), strict=True):
-        state["param_groups"] = part.optimizer.state_dict()["param_groups"]
-        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            state["state"]["common_step"] = torch.tensor(float(steps))
-        else:  # fused optimizers count per group
-            for group in state["param_groups"]:
-                group["step"] = steps
-    optimizer.load_state_dict(loaded)
+    restore_state(optimizer, loaded, steps)
     if scheduler is not None and record["schedule_steps"] is not None:
         scheduler.num_steps = record["schedule_steps"]
         scheduler.step(0)

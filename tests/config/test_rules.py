@@ -181,14 +181,6 @@ BROKEN = {
         {"actor_train.system_envs": {"A": "1"}, "reference.system_envs": {"A": "2"}},
         {"reference.system_envs.A": "share one process"},
     ),
-    "checkpoints of a sharded optimizer": (
-        {"save_steps": 5, f"{LAYOUT}.use_distributed_optimizer": True},
-        {f"{LAYOUT}.use_distributed_optimizer": "set it to false, or save_steps to 0"},
-    ),
-    "resuming with a sharded optimizer": (
-        {"resume_from_checkpoint": True, f"{LAYOUT}.use_distributed_optimizer": True},
-        {f"{LAYOUT}.use_distributed_optimizer": "resume_from_checkpoint to false"},
-    ),
     "a variable that torchrun owns": (
         {"system_envs": {"WORLD_SIZE": "2"}},
         {"system_envs.WORLD_SIZE": "torchrun"},

@@ -113,7 +113,7 @@ def saved(folder: Path, name: str, where: str = "checkpoints") -> list[str]:
 
 
 def test_killed_and_resumed_to_the_bit(tmp_path):
-    """Killed in the warm-up and again in RL, with dropout, a reference and a random reward."""
+    """Killed in the warm-up and again in RL, with dropout, a reference, a random reward and a sharded optimizer."""
     write_data(tmp_path)
     variant = {
         "use_kl_loss": True,
@@ -121,6 +121,7 @@ def test_killed_and_resumed_to_the_bit(tmp_path):
         "reference": {},
         "actor_train__logprob_plan": "own",
         "actor_train__model_args__architecture__hidden_dropout": 0.1,
+        "actor_train__strategy_args__strategy_config__use_distributed_optimizer": True,
     }
     run_ranks(2, HERE + "run_until", {"job": saving(tmp_path, "straight", **variant), "generators": 5})
     job = saving(tmp_path, "killed", resume_from_checkpoint=True, save_total_limit=3, **variant)
