@@ -1,9 +1,9 @@
 """The state of Megatron's optimizers in checkpoints: one tensor per parameter, whoever holds its pieces.
 
-For the distributed optimizer Megatron calls this format `fully_reshardable` (`core/optimizer/distrib_optimizer.py`). One
-rank of each data-parallel group gathers the group's shards in host memory and writes them like the state of an
-optimizer that is not sharded; every rank reads the whole of its parameters' state and keeps its pieces. So any layout reads what any other
-wrote.
+For the distributed optimizer Megatron calls this format `fully_reshardable` (`core/optimizer/distrib_optimizer.py`).
+One rank of each data-parallel group gathers the group's shards in host memory and writes them like the state of an
+optimizer that is not sharded; every rank reads the whole of its parameters' state and keeps its pieces. So any layout
+reads what any other wrote.
 """
 
 from __future__ import annotations
