@@ -11,10 +11,10 @@ from typing import Any
 
 from roll_batching.config.fields import Refused, use_of
 from roll_batching.config.key_paths import field_at
+from roll_batching.config.roll_keys import DISTILLATION, VLM
 from roll_batching.conversion.settle import Draft
 
 AGENTIC = "agentic rollouts (environments, several turns) do not exist here"
-DISTILLATION = "distillation is not supported for now"
 PREFERENCES = "preference training has no phase of a job here: DPOLoss is called from Python"
 REWARD_WORKERS = "name one Python function in reward_function instead"
 
@@ -57,12 +57,18 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     data = copy.deepcopy(data)
     draft = Draft(source)
     preferences = "chosen_key" in data
+    environments = "custom_envs" in data or "train_env_manager" in data
     for key, why in _PIPELINES:
         if data.pop(key, None) is not None:
             draft.leave_out(key, "refused", why)
     supervised = data.pop("sft_train", None)
     validation = data.pop("validation", None)
     _rewards(draft, data)
+    if environments:  # whatever else there is speaks to them, under names that the environments choose
+        for key in [key for key in data if field_at((key,)) is None]:
+            del data[key]
+            draft.leave_out(key, "refused", AGENTIC)
+    _images(draft, data)
     draft.values = data
     if isinstance(supervised, dict):
         _supervised(draft, supervised)
@@ -89,6 +95,15 @@ def _rewards(draft: Draft, data: dict[str, Any]) -> None:
             draft.leave_out(where, "refused", f"{str(one['worker_cls']).rpartition('.')[2]}: {REWARD_WORKERS}")
         if not named:
             draft.leave_out(section, "refused", REWARD_WORKERS)
+
+
+def _images(draft: Draft, data: dict[str, Any]) -> None:
+    """What prompts with images, videos and sound bring along."""
+    for role in ("actor_train", "actor_infer", "reference"):
+        texts = _section(data, role, "data_args")
+        for key in [key for key in texts if str(key).startswith(("image_", "video_", "audio_"))]:
+            del texts[key]
+            draft.leave_out(f"{role}.data_args.{key}", "refused", VLM)
 
 
 def _supervised(draft: Draft, role: dict[str, Any]) -> None:
