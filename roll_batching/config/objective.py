@@ -36,8 +36,8 @@ class ObjectiveKeys(Settings):
     )
     reward_norm: Literal["batch", "group", "running"] | None = honoured(
         None,
-        help="Short form, as ROLL had it: rewards minus the mean and over the deviation of the step, of the group or so far "
-        "(norm_mean_type and norm_std_type both).",
+        help="Short form, as ROLL had it: rewards minus the mean and over the deviation of the step, of the group or "
+        "so far (norm_mean_type and norm_std_type both).",
     )
     reward_shift: bool = honoured(False, help="With reward_norm: subtract the mean, do not divide.")
     reward_scale: bool = honoured(
