@@ -68,6 +68,7 @@ class Conversion:
 
     def _comments(self) -> Iterator[str]:
         yield f"Converted from {self.source} by roll-batching convert-config."
+        yield "What is left out has its default here, which docs/configuration.md says."
         for title, lines in (
             ("To be filled in before a run:", self.missing),
             ("Left out, although it matters:", self._shown("refused")),
