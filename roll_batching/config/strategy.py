@@ -35,8 +35,7 @@ class MegatronConfig(RollMegatronConfig):
     )
     use_distributed_optimizer: bool = honoured(
         False,
-        help="Shard the optimizer's state over data-parallel ranks. Checkpoints hold it whole, "
-        "for any layout: a rank of each model-parallel shard gathers 12 bytes per parameter of its own in host memory.",
+        help="Shard the optimizer's state over data-parallel ranks. Checkpoints hold whole parameters, for any layout.",
     )
     overlap_grad_reduce: bool = honoured(False, help="Reduce gradients while the backward still runs.")
     overlap_param_gather: bool = honoured(

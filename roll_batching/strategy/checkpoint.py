@@ -34,10 +34,9 @@ from roll_batching.strategy.checkpoint_files import (
 )
 from roll_batching.strategy.optimizer_state import (
     check_optimizer,
-    is_sharded,
-    prepare_state,
-    restore_state,
-    tensors_of,
+    prepare_optimizer,
+    restore_optimizer,
+    sharded_optimizer,
 )
 from roll_batching.strategy.state import ModelState, TrainingState
 from roll_batching.strategy.weights import gather_parameters
@@ -148,12 +147,11 @@ def write_state(model: ModelState, folder: Path) -> None:
     }
     if training is not None and training.optimizer is not None:
         record["optimizer"] = {
-            "steps": prepare_state(training.optimizer),
+            "steps": prepare_optimizer(training.optimizer),
             "skipped_steps": training.skipped_steps,
-            "sharded": is_sharded(training.optimizer),
             "schedule_steps": getattr(training.scheduler, "num_steps", None),
         }
-    tensors = _sharded_tensors(model, model.optimizer)
+    tensors = _sharded_tensors(model, model.optimizer, loading=False)
     needed = torch.tensor([bytes_of(_pieces(tensors))])
     dist.all_reduce(needed, group=group)
     with consensus(group, SAVING):
@@ -194,17 +192,11 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool) -> Model
                     f"{path} holds a model without optimizer state: load it with optimizer=False, which starts from "
                     "its weights with a fresh optimizer"
                 )
-            sharded = record["optimizer"].get("sharded", False)
-            if model.optimizer is not None and sharded != is_sharded(model.optimizer):
-                raise CheckpointError(
-                    f"{path} holds the state of an optimizer with use_distributed_optimizer: {str(sharded).lower()}: "
-                    "set it so, or load it with optimizer=False, which starts with a fresh optimizer"
-                )
     gather_parameters(model.chunks)
     training = model.training if optimizer else None
     mine = None if training is None else training.optimizer
     if mine is not None:
-        prepare_state(mine)
+        prepare_optimizer(mine)
     tensors = _sharded_tensors(model, mine, loading=True)
     _check_tensors(tensors, path, group, optimizer=mine is not None)
     with _quiet():
@@ -215,7 +207,7 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool) -> Model
         for index, chunk in enumerate(model.chunks):
             gpt_of(chunk).load_state_dict(loaded[f"model{index}"])
         if training is not None and mine is not None:
-            restored = _restore_training(training, loaded["optimizer"], record["optimizer"])
+            restored = _restore_training(training, loaded.get("optimizer", {}), record["optimizer"])
             model = replace(model, training=restored)
         elif model.optimizer is not None:
             model.optimizer.reload_model_params()  # its fp32 copies, where it has some
@@ -225,7 +217,7 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool) -> Model
 # ---- what is saved
 
 
-def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool = False) -> dict[str, Any]:
+def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool) -> dict[str, Any]:
     """Weights and optimizer state as shards of global tensors, whose names do not depend on the layout."""
     from megatron.core import parallel_state
 
@@ -240,13 +232,13 @@ def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool = False
         for index, chunk in enumerate(model.chunks)
     }
     if optimizer is not None:
-        state["optimizer"] = tensors_of(optimizer, state, metadata, loading=loading)
+        state["optimizer"] = sharded_optimizer(optimizer, dict(state), metadata, loading=loading)
     return state
 
 
 def _restore_training(training: TrainingState, loaded: dict[Any, Any], record: dict[str, Any]) -> TrainingState:
-    optimizer, scheduler, steps = training.optimizer, training.scheduler, record["steps"]
-    restore_state(optimizer, loaded, steps)
+    scheduler = training.scheduler
+    restore_optimizer(training.optimizer, loaded, record["steps"])
     if scheduler is not None and record["schedule_steps"] is not None:
         scheduler.num_steps = record["schedule_steps"]
         scheduler.step(0)

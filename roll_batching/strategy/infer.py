@@ -291,8 +291,8 @@ class MegatronInferStrategy:
         checkpoint that was there is replaced. Any parallel layout can load it.
 
         Raises:
-            RankError: on all ranks: `path` holds something else, the optimizer is Megatron's distributed one,
-                psutil is missing, or a rank could not write.
+            RankError: on all ranks: `path` holds something else, the optimizer keeps its state in a way that is
+                not saved (named), psutil is missing, or a rank could not write.
         """
         save_state(self.state, path)
 

@@ -162,7 +162,8 @@ def test_what_is_taken_for_the_last_checkpoint(tmp_path):
 
 def test_another_layout_goes_on_with_a_notice(tmp_path):
     write_data(tmp_path)
-    run_ranks(2, "tests.rl.jobs:run", supervised(tmp_path, "wide"))
+    sharded = {"strategy_config": {"use_distributed_optimizer": True}}
+    run_ranks(2, "tests.rl.jobs:run", supervised(tmp_path, "wide", actor_train__strategy_args=sharded))
     other = supervised(
         tmp_path,
         "wide",
