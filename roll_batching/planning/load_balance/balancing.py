@@ -26,7 +26,7 @@ MORE_PER_UNIT, MOST_ITERATIONS = 75, 600_000
 """for very many units so many per unit, up to this, for what is waited for;"""
 MORE_FOR_LOCKSTEP = 2
 """for lockstep alone so many times that, since every index has a column of its own to lower;"""
-WIDE = 512
+WIDE = 192
 """and the fewer the more ranks above this one step compares."""
 MOST_ROUNDS, MOST_STEPS = 8, 600_000
 """A search is repeated where that is worth it, so many times and steps at most:"""
@@ -154,16 +154,18 @@ class Balancing:
         if self.problem.at_home:
             return
         ceilings = search.load[search.table].max(axis=0)
-        self._level(search, ceilings + ceilings // CEILING_MARGIN, floor, share)
+        ceilings += ceilings // CEILING_MARGIN
+        self._level(search, ceilings, floor, self._iterations(share, 0), settle=floor == self.rank_bound)
 
     def level_alone(self, search: SearchState, share: int = 1) -> None:
         """The lowest largest total found, whatever that costs in lockstep."""
         if self.problem.at_home:
             return
         ceilings = np.full(self.count, UNBOUNDED, dtype=np.int64)
+        settle = self._few or self.problem.constraints.objective == "rank_total"  # else `level` does, at the end
 
         def once(seed: int) -> int:
-            self._level(search, ceilings, self.rank_bound, share, seed)
+            self._level(search, ceilings, self.rank_bound, self._iterations(share), settle=settle, seed=seed)
             return int(search.totals.max())
 
         self._persist(once, self.rank_bound, LITTLE["totals"], share)
@@ -171,12 +173,14 @@ class Balancing:
         search.table[:] = np.take_along_axis(search.table, order, axis=1)
         search.index_of[search.table] = np.arange(self.count)
 
-    def _level(self, search: SearchState, ceilings: Ints, floor: int, share: int, seed: int = 0) -> None:
+    def _level(
+        self, search: SearchState, ceilings: Ints, floor: int, iterations: int, *, settle: bool, seed: int = 0
+    ) -> None:
         constraints = self.problem.constraints
         cap = constraints.usable_tokens
-        for attempt in range(SETTLING_ATTEMPTS if self._few else 1):
-            level_totals(search, ceilings, cap, floor, self._iterations(share), constraints.seed + seed + attempt)
-            if settle_totals(search, ceilings + ceilings // SETTLING_MARGIN, cap, floor):
+        for attempt in range(SETTLING_ATTEMPTS if settle and self._few else 1):
+            level_totals(search, ceilings, cap, floor, iterations, constraints.seed + seed + attempt)
+            if not settle or settle_totals(search, ceilings + ceilings // SETTLING_MARGIN, cap, floor):
                 return
 
     def lower(self, search: SearchState, bound: int = UNBOUNDED, share: int = 1) -> None:
