@@ -82,3 +82,10 @@ def test_a_pipelines_gap_is_what_fills_and_drains_it():
 def test_a_plan_read_again_has_the_same_report():
     plan = plan_step(lognormal(0, 64, 8192), PlanConstraints(dp_size=4, max_tokens=8192))
     assert Plan.from_dict(plan.to_dict()).report == plan.report
+
+
+@pytest.mark.parametrize("objective", ["auto", "rank_total", "lockstep"])
+@pytest.mark.parametrize("n, ranks", [(1, 1), (1, 65_536), (2, 1024)])
+def test_fewer_samples_than_ranks(n, ranks, objective):
+    plan = plan_step([5] * n, PlanConstraints(dp_size=ranks, max_tokens=10, objective=objective))
+    assert (plan.num_micro_batches, plan.report.gap) == (1, 0.0)

@@ -227,4 +227,4 @@ class Balancing:
         units = len(self.problem.units)
         usual = min(ITERATIONS_PER_UNIT * units * min(units, FEW_UNITS) // FEW_UNITS, ITERATIONS)
         steps = max(usual, more * min(MORE_PER_UNIT * units, MOST_ITERATIONS)) // share
-        return steps * WIDE // max(WIDE, self.problem.constraints.dp_size)
+        return max(1, steps * WIDE // max(WIDE, self.problem.constraints.dp_size))
