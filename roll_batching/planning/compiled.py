@@ -11,13 +11,13 @@ machine one compiles and the others wait and load.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -46,7 +46,7 @@ _here: set[str] = set()
 """Kinds of plans whose code this process has compiled or loaded."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def compiled_once(kind: str) -> Iterator[None]:
     """Where the first plan of a `kind` is made: of all processes of this user on this machine one compiles for it.
 
@@ -55,20 +55,29 @@ def compiled_once(kind: str) -> Iterator[None]:
     if kind in _here:
         yield
         return
-    folder = _own_folder()
-    with event.install_listener("numba:compile", _FirstCompilation()):
-        if folder is None:
-            yield
-        else:
-            done = folder / f"{_stamp(kind)}.compiled"
-            if done.exists():
-                yield
-            else:
-                with open(folder / "compiling.lock", "w") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                    yield
-                    done.touch()
+    with event.install_listener("numba:compile", _FirstCompilation()), contextlib.ExitStack() as held:
+        done = _wait_for_turn(kind, held)
+        yield
+        if done is not None:
+            with contextlib.suppress(OSError):  # a full disk costs the next process a second look, no plan
+                done.touch()
     _here.add(kind)
+
+
+def _wait_for_turn(kind: str, held: contextlib.ExitStack) -> Path | None:
+    """The file to make once `kind` is compiled, its lock in `held`; None where it is, or nothing can be locked."""
+    folder = _own_folder()
+    if folder is None:
+        return None
+    done = folder / f"{_stamp(kind)}.compiled"
+    if done.exists():
+        return None
+    try:
+        lock = held.enter_context(open(folder / "compiling.lock", "w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:  # a full disk, a file system without locks: every process compiles for itself
+        return None
+    return done
 
 
 class _FirstCompilation(event.Listener):

@@ -1,0 +1,108 @@
+"""Compiling: once per machine, said while it takes, kept where it can be, and no plan lost where it cannot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll_batching.planning import PlanConstraints, plan_step
+from roll_batching.planning import compiled as compiling
+
+pytestmark = pytest.mark.planning
+ROOT = Path(__file__).resolve().parents[2]
+
+FIRST_PLAN = """
+import os, sys, time
+from roll_batching.planning import PlanConstraints, plan_step
+from numba.core import event
+
+class Count(event.Listener):
+    compiled = 0
+    def on_start(self, event):
+        Count.compiled += 1
+    def on_end(self, event):
+        pass
+
+event.register("numba:compile", Count())
+plan = plan_step(list(range(1, 200)), PlanConstraints(dp_size=4, max_tokens=512))
+print(Count.compiled, plan.fingerprint)
+"""
+
+
+def first_plans(processes: int, **environment: str) -> tuple[list[tuple[int, str]], str]:
+    """What each of so many processes compiles and plans, side by side, and what they say."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", FIRST_PLAN],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(processes)
+    ]
+    outputs = [process.communicate(timeout=170) for process in started]
+    assert all(process.returncode == 0 for process in started), outputs
+    found = [(int(out.split()[0]), out.split()[1]) for out, _ in outputs]
+    return found, "".join(err for _, err in outputs)
+
+
+@pytest.mark.slow
+def test_one_process_of_a_machine_compiles_and_says_so(tmp_path):
+    temporary = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    found, said = first_plans(3, **temporary)
+    assert sorted(compiled > 0 for compiled, _ in found) == [False, False, True], found
+    assert len({fingerprint for _, fingerprint in found}) == 1
+    assert said.count("compiling the planner, once on this machine") == 1
+    later, said = first_plans(1, **temporary)
+    assert later == [(0, found[0][1])] and said == ""
+
+
+@pytest.mark.slow
+def test_compiled_code_is_kept_where_neither_package_nor_home_can_be_written(tmp_path):
+    """The package on a path that nobody writes, no home: among the temporary files, or nowhere, but it plans."""
+    package = tmp_path / "package"
+    shutil.copytree(ROOT / "roll_batching", package / "roll_batching", ignore=shutil.ignore_patterns("__pycache__"))
+    blocked = tmp_path / "a_file"
+    blocked.write_text("")
+    for cache in package.rglob("*"):  # a file where the folder of compiled code would be
+        if cache.is_dir():
+            (cache / "__pycache__").write_text("")
+    (package / "roll_batching" / "__pycache__").write_text("")
+    environment = {"HOME": str(blocked), "XDG_CACHE_HOME": str(blocked), "PYTHONPATH": str(package)}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(tmp_path / "temporary")}
+    (tmp_path / "temporary").mkdir()
+    for compiles in (True, False):
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_PLAN],
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=170,
+        )
+        assert done.returncode == 0, done.stderr
+        assert (int(done.stdout.split()[0]) > 0) == compiles
+
+
+@pytest.mark.parametrize("broken", ["lock", "mark"])
+def test_a_disk_that_takes_no_file_costs_no_plan(broken, tmp_path, monkeypatch):
+    """A folder stands where the lock would be, or the folder goes while the plan is made."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    if broken == "lock":
+        (folder / "compiling.lock").mkdir()
+    monkeypatch.setattr(compiling, "_own_folder", lambda: folder)
+    monkeypatch.setattr(compiling, "_here", set())
+    kind = f"a kind of its own, {broken}"
+    with compiling.compiled_once(kind):
+        if broken == "mark":
+            shutil.rmtree(folder)
+    assert kind in compiling._here
+    assert plan_step([3, 4], PlanConstraints(dp_size=2, max_tokens=8)).num_micro_batches == 1
