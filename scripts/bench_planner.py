@@ -78,7 +78,7 @@ def show_checks(rows: list[dict], slack: float, first: float) -> None:
 def show_figures(rows: list[dict]) -> None:
     print("\n| figure | found | limit | holds |\n|---|---|---|---|")
     for row in rows:
-        print(f"| {row['figure']} | {row['found']:.5g} | {row['limit']} | {'yes' if row['holds'] else 'NO'} |")
+        print(f"| {row['figure']} | {row['found']:.7g} | {row['limit']} | {'yes' if row['holds'] else 'NO'} |")
 
 
 def machine() -> dict[str, str]:

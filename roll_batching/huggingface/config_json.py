@@ -74,6 +74,9 @@ def _renamed(values: Mapping[str, Any], found: Translation) -> None:
             if name not in OPTIONAL or name not in values:
                 found.problems.append(f"{name} is missing")
             continue
+        if isinstance(value, bool) and name != "tie_word_embeddings":
+            found.problems.append(f"{name}: {value!r} is not supported, a number is needed")
+            continue
         found.architecture[ours] = value
 
 
@@ -82,6 +85,11 @@ def _rope(values: Mapping[str, Any], found: Translation) -> None:
     name = "rope_parameters" if values.get("rope_parameters") is not None else "rope_scaling"
     given = values.get(name)
     rope = dict(given) if isinstance(given, Mapping) else {}
+    older = values.get("rope_scaling")
+    if older is not None and older not in (given, {key: rope[key] for key in rope if key != "rope_theta"}):
+        found.problems.append(
+            f"rope_scaling: {older!r} says something else than rope_parameters; leave one of them out"
+        )
     if given is not None and not isinstance(given, Mapping):
         found.problems.append(f"{name}: {given!r} is not supported: keys and values are needed")
     found.architecture["rotary_base"] = rope.pop("rope_theta", values["rope_theta"])

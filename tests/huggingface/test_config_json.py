@@ -110,6 +110,11 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "rope_scaling.low_freq_factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta means nothing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "rope_scaling: {'rope_type': 'linear', 'factor': 2.0} says something else than rope_parameters",
+        ),
+        ({"num_key_value_heads": True}, "num_key_value_heads: True is not supported, a number is needed"),
         ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
         ({"sliding_window": 512}, "sliding_window: 512 is no field"),
         ({"num_experts": 8}, "num_experts: 8 is no field"),
