@@ -73,6 +73,15 @@ def start_processes(timeout_minutes: float = 30.0) -> torch.device:
     return device
 
 
+def leave_processes() -> None:
+    """Leaves the process group, at the end of a job that went well: NCCL's communicators are not left to the exit.
+
+    After a failure nobody calls it: it may wait for ranks that are stuck.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def make_layout(dims: ParallelDims, device: torch.device) -> ParallelLayout:
     """Creates Megatron's process groups for `dims`, once per process, and describes them.
 

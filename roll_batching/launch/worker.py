@@ -30,6 +30,7 @@ def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None
         if job is None:
             job, _store = _default_job(), _met(config, place)
         job(config)
+        _leave()
     except BaseException as error:
         _end(rank, error)
     record_completion(rank)
@@ -56,6 +57,13 @@ def _default_job() -> Callable[[JobConfig], None]:
     from roll_batching.rl.job import run_job
 
     return run_job
+
+
+def _leave() -> None:
+    if "torch" in sys.modules:
+        from roll_batching.distributed.parallel_layout import leave_processes
+
+        leave_processes()
 
 
 def _end(rank: int, error: BaseException) -> NoReturn:

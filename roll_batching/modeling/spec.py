@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -103,8 +104,11 @@ def packed_block_spec(
     With experts, `moe_layer_freq` says which layers of the whole model are mixtures: every so many from index 0 on,
     or those with a 1 in the list.
     """
-    every = config.moe_layer_freq
     kinds = [packed_layer_spec(config, rotary, experts=mixture, attention=attention) for mixture in (False, True)]
-    numbers = range(first, first + layers)
-    specs = [kinds[index % every == 0 if isinstance(every, int) else bool(every[index])] for index in numbers]
+    specs = [kinds[is_mixture(config.moe_layer_freq, index)] for index in range(first, first + layers)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=kinds[0].submodules.input_layernorm)
+
+
+def is_mixture(layer_freq: int | Sequence[int], layer: int) -> bool:
+    """Whether layer `layer` of the whole model, from 0 on, is a mixture of experts under `moe_layer_freq`."""
+    return layer % layer_freq == 0 if isinstance(layer_freq, int) else bool(layer_freq[layer])

@@ -165,6 +165,7 @@ class FlopsCost(LinearQuadraticCost):
         kv_channels: int | None = None,
         gated_linear_unit: bool = True,
         num_experts: int | None = None,
+        num_moe_layers: int | None = None,
         moe_router_topk: int = 1,
         moe_ffn_hidden_size: int | None = None,
         moe_shared_expert_size: int = 0,
@@ -177,33 +178,31 @@ class FlopsCost(LinearQuadraticCost):
     ) -> FlopsCost:
         """Count the multiply-adds of one token and of one pair of tokens.
 
-        `num_experts` makes every layer an MoE layer of which a token passes `moe_router_topk` experts (and
-        the shared expert, where it has a size). `fixed_tokens` expresses a micro-batch's own cost in
-        tokens' worth of the linear part. Raises `PlanError` for sizes below 1.
+        `num_experts` makes `num_moe_layers` of the layers (None: all) mixtures, of which a token passes
+        `moe_router_topk` experts (and the shared expert, where it has a size). `fixed_tokens` expresses a
+        micro-batch's own cost in tokens' worth of the linear part. Raises `PlanError` for sizes below 1, and for
+        more mixtures than layers.
         """
-        sizes = {
-            "hidden_size": hidden_size,
-            "ffn_hidden_size": ffn_hidden_size,
-            "num_layers": num_layers,
-            "num_attention_heads": num_attention_heads,
-            "vocab_size": vocab_size,
-            "tp_size": tp_size,
-            "cp_size": cp_size,
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise PlanError(f"FlopsCost.from_model: {name}={value!r} must be at least 1")
+        _refuse_below_one(
+            hidden_size=hidden_size,
+            ffn_hidden_size=ffn_hidden_size,
+            num_layers=num_layers,
+            num_attention_heads=num_attention_heads,
+            vocab_size=vocab_size,
+            tp_size=tp_size,
+            cp_size=cp_size,
+        )
         groups = num_query_groups or num_attention_heads
         head_dim = kv_channels or hidden_size // num_attention_heads
         query = num_attention_heads * head_dim
         projections = hidden_size * (2 * query + 2 * groups * head_dim)
         matrices = 3 if gated_linear_unit else 2
+        mixtures = _mixtures(num_layers, num_moe_layers) if num_experts else 0
+        feed_forward = (num_layers - mixtures) * matrices * hidden_size * ffn_hidden_size
         if num_experts:
             width = moe_router_topk * (moe_ffn_hidden_size or ffn_hidden_size) + moe_shared_expert_size
-            feed_forward = matrices * hidden_size * width + hidden_size * num_experts
-        else:
-            feed_forward = matrices * hidden_size * ffn_hidden_size
-        per_token = num_layers * (projections + feed_forward)
+            feed_forward += mixtures * (matrices * hidden_size * width + hidden_size * num_experts)
+        per_token = num_layers * projections + feed_forward
         if include_head:
             per_token += hidden_size * vocab_size
         # Scores and weighted values: two products of `query` multiply-adds for each pair of tokens.
@@ -213,6 +212,20 @@ class FlopsCost(LinearQuadraticCost):
         linear = passes * per_token // ranks
         quadratic = passes * per_pair // (2 if causal else 1) // ranks
         return cls(linear=linear, quadratic=quadratic, fixed=linear * fixed_tokens)
+
+
+def _refuse_below_one(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise PlanError(f"FlopsCost.from_model: {name}={value!r} must be at least 1")
+
+
+def _mixtures(num_layers: int, num_moe_layers: int | None) -> int:
+    if num_moe_layers is None:
+        return num_layers
+    if not 0 <= num_moe_layers <= num_layers:
+        raise PlanError(f"FlopsCost.from_model: num_moe_layers={num_moe_layers!r} of num_layers={num_layers!r}")
+    return num_moe_layers
 
 
 @dataclass(frozen=True)

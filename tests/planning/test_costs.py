@@ -74,6 +74,12 @@ def test_flops_follow_the_layout_and_the_model():
     sparse = FlopsCost.from_model(**QWEN_7B, num_experts=64, moe_router_topk=8, moe_ffn_hidden_size=18944 // 8)
     # Eight experts of an eighth each: the dense feed-forward and the router.
     assert sparse.linear - dense.linear == 6 * 28 * 3584 * 64
+    some = FlopsCost.from_model(
+        **QWEN_7B, num_experts=64, num_moe_layers=7, moe_router_topk=8, moe_ffn_hidden_size=18944 // 8
+    )
+    assert some.linear - dense.linear == 6 * 7 * 3584 * 64
+    with pytest.raises(PlanError, match="num_moe_layers=29"):
+        FlopsCost.from_model(**QWEN_7B, num_experts=64, num_moe_layers=29)
     with pytest.raises(PlanError, match="num_layers=0"):
         FlopsCost.from_model(**{**QWEN_7B, "num_layers": 0})
 
