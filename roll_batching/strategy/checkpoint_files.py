@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
+from roll_batching.strategy.checkpoint_pickles import foreign_class, only_weights, read_index
 
 _SHOWN, _LONGEST = 3, 160
 
@@ -145,9 +146,7 @@ def _common_part(common: Any, folder: Path, kept: list[tuple[Path, BaseException
 def check_files(path: Path) -> None:
     """Raises `CheckpointError`, naming them, when files of the checkpoint `path` are missing, cut off or unreadable."""
     with reading(path / ".metadata"):
-        from torch.distributed.checkpoint import FileSystemReader
-
-        stored = FileSystemReader(path).read_metadata().storage_data.values()
+        stored = read_index(path / ".metadata").storage_data.values()
     with reading(path / "metadata.json"):
         json.loads((path / "metadata.json").read_text(encoding="utf-8"))
     ends: dict[str, int] = {}
@@ -190,7 +189,7 @@ def load_tensors(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], Che
     from torch.distributed.checkpoint import CheckpointException
 
     try:
-        with reading(path):
+        with reading(path), only_weights():
             return dist_checkpointing.load(state, str(path)), None
     except CheckpointException as failed:
         own = failed.failures.get(dist.get_rank())
@@ -204,6 +203,8 @@ def words(error: BaseException) -> str:
     """The cause in one line: the operating system's, where there is one below what a library made of it."""
     if (found := _system_error(error)) is not None:
         return cause(found)
+    if (name := foreign_class(error)) is not None:
+        return f"it names {name}, which no checkpoint holds: unpickling it elsewhere may run code of its writer's"
     lines = str(error).strip().splitlines()
     said = lines[0] if lines else "without a message"
     return f"{type(error).__name__}: {said if len(said) <= _LONGEST else said[:_LONGEST] + '...'}"
