@@ -13,6 +13,7 @@ import torch
 from roll_batching.modeling.attention.core import PackedCore
 from roll_batching.packing import PackLayout
 from roll_batching.packing.attention_backend import attention_backend
+from roll_batching.packing.collectives import OwnKeys
 
 BF16, FP32 = 2e-2, 1e-4
 """Largest norm of a difference over the norm of the reference: rounding of bf16, and of fp32 sums in another order."""
@@ -69,6 +70,7 @@ def compare(
     backend = attention_backend(name, device.type)
     core = core_of(backend, heads, groups, dim)
     worst: dict[str, float] = {}
+    over_ranks = torch.from_numpy(np.concatenate([layout.rows(rank) for rank in range(cp)])).to(device)
     started, attended = time.perf_counter(), 0.0
     for rank in range(cp):
         rows = layout.rows(rank)
@@ -81,7 +83,8 @@ def compare(
         query, key, value = draw(len(rows), heads), draw(layout.tokens, groups), draw(layout.tokens, groups)
         upstream = torch.randn(len(rows), heads * dim, generator=g).to(device, dtype)
         before = time.perf_counter()
-        out = core.attend(query, key, value, backend.metadata(layout, rank, device))
+        keys = OwnKeys(key[over_ranks], value[over_ranks])  # as they lie when they were gathered
+        out = core.attend(query, keys, backend.metadata(layout, rank, device))
         found = (out, *torch.autograd.grad(out, (query, key, value), upstream))
         found[1].sum().item()
         attended += time.perf_counter() - before

@@ -23,7 +23,7 @@ def test_spans_see_exactly_the_causal_past_of_their_own_sequence(case) -> None:
         for rank in range(cp):
             assert np.array_equal(_seen(bucket_spans(layout, rank, CPU), layout), wanted[layout.rows(rank)])
             varlen = varlen_spans(layout, rank, CPU)
-            assert np.array_equal(_seen_by_kernel(varlen, layout.tokens), wanted[layout.rows(rank)])
+            assert np.array_equal(_seen_by_kernel(varlen, layout), wanted[layout.rows(rank)])
 
 
 def _seen(spans: BucketSpans, layout: PackLayout) -> np.ndarray:
@@ -36,20 +36,25 @@ def _seen(spans: BucketSpans, layout: PackLayout) -> np.ndarray:
             torch.ones(width, depth).tril().bool().expand(count, -1, -1) if bucket.mask is None else bucket.mask[:, 0]
         )
         grid = torch.zeros(count, width, layout.tokens, dtype=torch.bool)
-        keys = bucket.keys[:, None].expand(-1, width, -1)
+        keys = _over_ranks(layout)[bucket.keys][:, None].expand(-1, width, -1)
         # Repeated keys must not make a key seen that the mask hides: OR over repetitions.
         grid = grid.int().scatter_add(2, keys, mask.int()) > 0
         seen.append(grid.reshape(count * width, layout.tokens))
     return torch.cat(seen)[spans.inverse].numpy()
 
 
-def _seen_by_kernel(spans: VarlenSpans, tokens: int) -> np.ndarray:
+def _over_ranks(layout: PackLayout) -> torch.Tensor:
+    """[tokens] the pack's row of every gathered one: rank after rank."""
+    return torch.from_numpy(np.concatenate([layout.rows(rank) for rank in range(layout.cp_size)]))
+
+
+def _seen_by_kernel(spans: VarlenSpans, layout: PackLayout) -> np.ndarray:
     """As `_seen`, by the rule of the variable-length kernels: the last query of a span sees its last key."""
     queries, keys = spans.cu_queries.tolist(), spans.cu_keys.tolist()
     assert spans.max_queries == max(np.diff(queries)) and spans.max_keys == max(np.diff(keys))
-    rows = torch.arange(tokens) if spans.key_rows is None else spans.key_rows
+    rows = torch.arange(layout.tokens) if spans.key_rows is None else _over_ranks(layout)[spans.key_rows]
     assert keys[-1] == len(rows)
-    seen = np.zeros((queries[-1], tokens), dtype=bool)
+    seen = np.zeros((queries[-1], layout.tokens), dtype=bool)
     for span in range(len(queries) - 1):
         for query in range(queries[span], queries[span + 1]):
             last = keys[span + 1] - (queries[span + 1] - query) + 1

@@ -1,6 +1,7 @@
 """What our attention cores share: rotation, context parallelism by gathering keys, decoding with a cache.
 
 A core replaces Megatron's core attention through the layer spec. There is never a mask of the whole pack.
+Under context parallelism keys and values are gathered, and gathered again for the backward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.decode import DecodeParams
 from roll_batching.packing.attention_backend import Rotation
-from roll_batching.packing.collectives import gather_keys
+from roll_batching.packing.collectives import GatheredKeys, OwnKeys
 from roll_batching.packing.params import PackedParams
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -53,10 +54,11 @@ class PackedCore(torch.nn.Module):
         self.head_dim: int = config.kv_channels
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(self.head_dim)
         self.rotation = rotation
+        self._recomputed = _recomputed_before_backward(config)
 
     @abstractmethod
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """Local queries [tokens / cp, heads, dim], keys and values in pack order -> [tokens / cp, heads * dim]."""
+    def attend(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, metadata: Any) -> torch.Tensor:
+        """Local queries [tokens / cp, heads, dim] and the keys and values to be had -> [tokens / cp, heads * dim]."""
 
     def forward(
         self,
@@ -85,10 +87,11 @@ class PackedCore(torch.nn.Module):
             )
         if self.rotation is not None:
             query, key = self.rotation(query, key, params)
+        keys: OwnKeys | GatheredKeys = OwnKeys(key, value)
         if params.rows is not None:
-            both = gather_keys(torch.cat([key, value], -1), params, self.cp_group)
-            key, value = both[..., : self.head_dim], both[..., self.head_dim :]
-        return self.attend(query, key, value, params.attention)
+            keys = GatheredKeys(key, value, self.cp_group, keep=self._recomputed)
+        with keys.attended():
+            return self.attend(query, keys, params.attention)
 
     def _decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: DecodeParams
@@ -110,11 +113,27 @@ class PackedCore(torch.nn.Module):
     def dense(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention of a dense batch [rows, heads, length, dim]; causal where there is no mask."""
+        """Attention of a dense batch [rows, heads, length, dim]; causal where there is no mask.
+
+        With a mask [rows, 1, length or 1, keys] the queries that share keys become more rows of one head: no kernel
+        with a mask takes grouped queries, so torch would repeat the keys, and hold all scores, in fp32.
+        """
+        shape, groups = query.shape, query.shape[1] // key.shape[1]
+        if mask is not None and groups > 1:
+            query = query.reshape(shape[0], key.shape[1], groups * shape[2], shape[3])
+            mask = mask if mask.shape[2] == 1 else mask.repeat(1, 1, groups, 1)
         with sdpa_kernel(_KERNELS):
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=mask is None
             )
+        return out.reshape(shape)
+
+
+def _recomputed_before_backward(config: TransformerConfig) -> bool:
+    """Whether a layer's attention is computed again just before its backward, and nothing of it lives until then."""
+    if config.recompute_granularity == "full":
+        return bool(config.recompute_method == "uniform" and config.recompute_num_layers == 1)
+    return config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or [])
 
 
 def _refuse_unsupported(config: TransformerConfig) -> None:

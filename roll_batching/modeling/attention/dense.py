@@ -10,6 +10,7 @@ import torch
 
 from roll_batching.modeling.attention.core import PackedCore
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation
+from roll_batching.packing.collectives import GatheredKeys, OwnKeys
 from roll_batching.packing.layout import IntArray, PackLayout
 from roll_batching.packing.spans import spans_of
 
@@ -21,7 +22,8 @@ class Bucket:
     queries: torch.Tensor
     """[spans, q] local query rows; short spans repeat their last row."""
     keys: torch.Tensor
-    """[spans, k] rows of the pack; short spans repeat their last row."""
+    """[spans, k] rows of the pack, counted over context-parallel ranks (`PackLayout.restore`); short spans repeat their
+    last row."""
     mask: torch.Tensor | None
     """[spans, 1, q, k] bool, True where a query sees a key; None when plain causal is right."""
 
@@ -47,18 +49,12 @@ class DenseCore(PackedCore):
 
     metadata_type = BucketSpans
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: BucketSpans
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, metadata: BucketSpans) -> torch.Tensor:
         """See `PackedCore.attend`."""
         outputs = []
         for bucket in metadata.buckets:
-            out = self.dense(
-                query[bucket.queries].transpose(1, 2),
-                key[bucket.keys].transpose(1, 2),
-                value[bucket.keys].transpose(1, 2),
-                bucket.mask,
-            )
+            key, value = (x.transpose(1, 2) for x in keys.take(bucket.keys))
+            out = self.dense(query[bucket.queries].transpose(1, 2), key, value, bucket.mask)
             outputs.append(out.transpose(1, 2).reshape(bucket.queries.numel(), -1))
         return torch.cat(outputs)[metadata.inverse]
 
@@ -111,6 +107,8 @@ def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> Buck
             last_seen = (keys - queries)[chosen][:, None] + np.arange(width)
             mask = torch.from_numpy(np.arange(depth) <= last_seen[:, :, None])[:, None]
         k_rows = _grid(key_start[chosen], keys[chosen], depth)
+        if layout.cp_size > 1:
+            k_rows = layout.restore[k_rows]
         found = Bucket(queries=torch.from_numpy(q_rows), keys=torch.from_numpy(k_rows), mask=mask)
         buckets.append(found.to(device))
     return BucketSpans(buckets=tuple(buckets), inverse=torch.from_numpy(inverse).to(device, non_blocking=True))

@@ -13,6 +13,7 @@ import torch
 
 from roll_batching.modeling.attention.core import PackedCore
 from roll_batching.packing.attention_backend import AttentionBackend, AttentionRequirements, Rotation
+from roll_batching.packing.collectives import GatheredKeys, OwnKeys
 from roll_batching.packing.layout import IntArray, PackLayout
 from roll_batching.packing.spans import spans_of
 
@@ -28,7 +29,8 @@ class VarlenSpans:
     max_queries: int
     max_keys: int
     key_rows: torch.Tensor | None
-    """Rows of the pack to gather keys from, [sum of key runs]; None when they are the local rows."""
+    """Rows of the pack to take keys from, [sum of key runs], counted over context-parallel ranks
+    (`PackLayout.restore`); None when they are the local rows."""
 
 
 class VarlenCore(PackedCore):
@@ -36,13 +38,9 @@ class VarlenCore(PackedCore):
 
     metadata_type = VarlenSpans
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: VarlenSpans
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, metadata: VarlenSpans) -> torch.Tensor:
         """See `PackedCore.attend`."""
-        if metadata.key_rows is not None:
-            key, value = key[metadata.key_rows], value[metadata.key_rows]
-        out = _varlen_attention(query, key, value, metadata, self.scale)
+        out = _varlen_attention(query, keys, metadata, self.scale)
         return out.reshape(out.shape[0], -1)
 
 
@@ -81,7 +79,7 @@ def varlen_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> Varl
     if layout.cp_size > 1:
         first = np.cumsum(keys) - keys
         rows = np.repeat(key_start - first, keys) + np.arange(int(keys.sum()))
-        key_rows = torch.from_numpy(rows).to(device)
+        key_rows = torch.from_numpy(layout.restore[rows]).to(device)
     cu_queries = cumulative(queries)
     return VarlenSpans(
         cu_queries=cu_queries,
@@ -93,7 +91,7 @@ def varlen_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> Varl
 
 
 def _varlen_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: VarlenSpans, scale: float
+    query: torch.Tensor, keys: OwnKeys | GatheredKeys, spans: VarlenSpans, scale: float
 ) -> torch.Tensor:
     """Causal (bottom-right) attention through torch's varlen kernel, whose signature changed over versions."""
     from torch.nn.attention.varlen import varlen_attn
@@ -104,12 +102,13 @@ def _varlen_attention(
         options["scale"] = scale
     else:
         query = query * (scale * math.sqrt(query.shape[-1]))
-    if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in accepted:
-            options["enable_gqa"] = True
-        else:
-            repeats = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    if query.shape[1] == keys.heads:
+        key, value = keys.take(spans.key_rows)
+    elif "enable_gqa" in accepted:
+        options["enable_gqa"] = True
+        key, value = keys.take(spans.key_rows)
+    else:
+        key, value = keys.take(spans.key_rows, query.shape[1] // keys.heads)
     out: Any = varlen_attn(
         query, key, value, spans.cu_queries, spans.cu_keys, spans.max_queries, spans.max_keys, **options
     )
