@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from roll_batching.data.batchers import FixedCountBatcher, TokenBudgetBatcher, balance_by_squared_length
+from roll_batching.data.batchers import FixedCountBatcher, StridedBatcher, TokenBudgetBatcher, rollout_batcher
 from roll_batching.data.encode import encode_documents, encode_prompts
 from roll_batching.data.epochs import DocumentStream, EpochStream, PromptStream, epoch_order
 from roll_batching.data.fields import FieldKind, FieldSpec, Schema
 from roll_batching.data.membership import MiniBatches, mini_batches, rank_slice
 from roll_batching.data.movement import collect, distribute
+from roll_batching.data.rollout_packer import DataCollatorForRollout, rollout_step
+from roll_batching.data.rollout_queue import RolloutQueueDataset, RolloutSample
+from roll_batching.data.rows import balance_by_squared_length, serpentine
 from roll_batching.data.samples import SampleBatch
 from roll_batching.data.stream import FormedBatch, LengthAwareStream
 from roll_batching.data.table import LengthTable, gather_bins, gather_lengths, number_globally
@@ -16,6 +19,7 @@ from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 
 __all__ = [
     "CharTokenizer",
+    "DataCollatorForRollout",
     "Document",
     "DocumentDataset",
     "DocumentStream",
@@ -31,8 +35,11 @@ __all__ = [
     "Prompt",
     "PromptDataset",
     "PromptStream",
+    "RolloutQueueDataset",
+    "RolloutSample",
     "SampleBatch",
     "Schema",
+    "StridedBatcher",
     "TokenBudgetBatcher",
     "Tokenizer",
     "balance_by_squared_length",
@@ -46,4 +53,7 @@ __all__ = [
     "mini_batches",
     "number_globally",
     "rank_slice",
+    "rollout_batcher",
+    "rollout_step",
+    "serpentine",
 ]

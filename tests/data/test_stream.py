@@ -11,11 +11,8 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.data import (
-    FixedCountBatcher,
     LengthAwareStream,
     SampleBatch,
-    TokenBudgetBatcher,
-    balance_by_squared_length,
     distribute,
     gather_bins,
     gather_lengths,
@@ -242,77 +239,6 @@ def streamed_step(payload: None) -> tuple[int, str]:
 def test_batches_of_a_stream_become_a_plan():
     results = run_ranks(2, "tests.data.test_stream:streamed_step")
     assert results[0] == results[1] and results[0][0] == 1
-
-
-# ---- online batchers
-
-
-def loads(rows):
-    return [sum(n * n for n in row) for row in rows]
-
-
-def test_longest_first_to_the_lightest_row():
-    # 9 | 8 | then 3 (64 < 81) | 3 (73 < 81) | 2 (81 = 82?: 81 < 82) | 1
-    assert balance_by_squared_length([3, 1, 9, 2, 8, 3], 2, int) == [[9, 2], [8, 3, 3, 1]]
-    assert balance_by_squared_length([5, 5, 5], 2, int) == [[5, 5], [5]]
-
-
-def test_fixed_counts_and_a_tail():
-    lengths = lengths_of(26)
-    steps = list(FixedCountBatcher(iter(lengths), num_ranks=4, microbatch_size=8, length_of=int))
-    assert [sum(map(len, rows)) for rows in steps] == [8, 8, 8, 2]
-    assert all(len(rows) == 4 and all(rows) for rows in steps[:-1])
-    assert sorted(n for rows in steps for row in rows for n in row) == sorted(lengths)
-    assert steps[0] == balance_by_squared_length(lengths[:8], 4, int)
-    strided = [loads([lengths[i : i + 8][r::4] for r in range(4)]) for i in (0, 8, 16)]
-    balanced = [loads(rows) for rows in steps[:-1]]
-    assert sum(max(x) / np.mean(x) for x in balanced) < sum(max(x) / np.mean(x) for x in strided)
-
-
-@pytest.mark.parametrize("oversize", ["error", "alone"])
-@pytest.mark.parametrize("seed", range(10))
-def test_no_row_is_empty_or_above_the_budget(seed, oversize):
-    lengths = lengths_of(200, seed, longest=300 if oversize == "error" else 900)
-    steps = list(TokenBudgetBatcher(lengths, num_ranks=3, token_budget=300, length_of=int, oversize=oversize))
-    assert Counter(n for rows in steps for row in rows for n in row) == Counter(lengths)
-    assert all(all(rows) for rows in steps[:-1]) and any(steps[-1])
-    assert all(sum(row) <= 300 or len(row) == 1 for rows in steps for row in rows)
-
-
-def test_the_budget_on_paper():
-    # 6 to row 0, 3 to row 1, 4 to row 1 (9 < 36), 4 to row 1 is full: row 0; 9 fits nowhere: a new one; 2: row 1.
-    steps = list(TokenBudgetBatcher([6, 3, 4, 4, 9, 2], num_ranks=2, token_budget=10, length_of=int))
-    assert steps == [[[6, 4], [3, 4]], [[9], [2]]]
-
-
-def test_samples_of_a_batcher_are_any_sized_things():
-    rows = next(iter(TokenBudgetBatcher(["abc", "de", "f"], num_ranks=2, token_budget=4)))
-    assert rows == [["abc"], ["de", "f"]]
-
-
-def test_a_batcher_reads_no_further_than_it_must():
-    def source():
-        yield from [5, 5, 5]
-        raise RuntimeError("the queue is gone")
-
-    batcher = iter(TokenBudgetBatcher(source(), num_ranks=2, token_budget=5, length_of=int))
-    assert next(batcher) == [[5], [5]]
-    with pytest.raises(RuntimeError, match="the queue is gone"):
-        next(batcher)
-
-
-@pytest.mark.bad_input
-def test_what_a_batcher_cannot_do_is_said():
-    with pytest.raises(DataError, match="Sample 1 has 11 tokens, more than token_budget=10"):
-        list(TokenBudgetBatcher([3, 11], num_ranks=2, token_budget=10, length_of=int))
-    with pytest.raises(DataError, match="Sample 1 has no tokens"):
-        list(FixedCountBatcher(["a", ""], num_ranks=1, microbatch_size=2))
-    with pytest.raises(DataError, match="num_ranks=3, microbatch_size=2"):
-        FixedCountBatcher([], num_ranks=3, microbatch_size=2)
-    with pytest.raises(DataError, match="at least 1: num_ranks=1, token_budget=0"):
-        TokenBudgetBatcher([], num_ranks=1, token_budget=0)
-    with pytest.raises(DataError, match="oversize is one of error, alone; got 'drop'"):
-        TokenBudgetBatcher([], num_ranks=1, token_budget=1, oversize="drop")
 
 
 def test_a_formed_batch_becomes_tensors():
