@@ -1,4 +1,4 @@
-"""The command line: `roll-batching train | plan | export | convert-config`."""
+"""The command line: `roll-batching train | generate | eval | plan | export | convert-config`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import typer
 
 from roll_batching.commands.convert_config import convert_config
+from roll_batching.commands.evaluate import evaluate
 from roll_batching.commands.export import export
+from roll_batching.commands.generate import generate
 from roll_batching.commands.plan import ALGORITHMS_OF_MODES, plan
 from roll_batching.commands.train import train
 from roll_batching.errors import ConfigError, RollBatchingError
@@ -23,6 +25,8 @@ app.command(epilog=ALGORITHMS_OF_MODES)(plan)
 app.command()(convert_config)
 app.command()(train)
 app.command()(export)
+app.command()(generate)
+app.command("eval")(evaluate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from roll_batching.errors import RollBatchingError
+from roll_batching.commands.checkpoints import Pretrain, require_torch
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run, for its last checkpoint; or a checkpoint.")],
     to: Annotated[Path, typer.Option(help="Folder to write; it is not there yet.")],
-    pretrain: Annotated[
-        str | None, typer.Option(help="The model directory that the run started from, where it lies elsewhere by now.")
-    ] = None,
+    pretrain: Pretrain = None,
 ) -> None:
     """Write a run's model as a Hugging Face directory, in the names and precisions of the one that it started from.
 
     One process does it, on the CPU: the whole model must fit into its memory.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise RollBatchingError("exporting needs torch and megatron-core: pip install 'roll-batching[megatron,hf]'")
+    require_torch("exporting")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
     from roll_batching.rl.export import export_run
 

@@ -109,6 +109,12 @@ class JobKeys(ObjectiveKeys, RollJobKeys):
         help="At the end of a run that started from a model directory: write the trained model as one, into the folder "
         "`model` of the run. `roll-batching export` does it later, from a checkpoint.",
     )
+    rollout_samples: int = honoured(
+        8,
+        help="Responses of each step, and of each evaluation, that go into rollouts.jsonl of the run's folder, spread "
+        "evenly over its prompts; -1: all; 0: none.",
+        ge=-1,
+    )
     logging_steps: int = honoured(1, help="Show progress every so many steps; metrics are written at each.", ge=1)
     eval_steps: int = honoured(
         10, help="Evaluate on held-out prompts every so many steps, beside first and last.", ge=0

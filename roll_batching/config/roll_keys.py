@@ -310,7 +310,9 @@ class RollJobKeys(Settings):
     )
     offload_nccl: bool = noticed(False, help="Free NCCL buffers.", notice="roles share one process and its buffers")
     rollout_dump_dir: str | None = noticed(
-        None, help="Folder that receives rollouts.", notice="rollouts are not written to files"
+        None,
+        help="Folder that receives rollouts.",
+        notice="rollouts.jsonl lies in the run's folder; rollout_samples says how many",
     )
     is_num_return_sequences_expand: bool = noticed(
         False,

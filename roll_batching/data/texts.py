@@ -91,6 +91,7 @@ def iterate_texts(
     """Prompts, documents or conversations of JSONL files, one after the other, their texts under `keys`.
 
     The first key holds the messages of a conversation; with `template` it holds messages that become a prompt's text.
+    Without a second key the second text is empty.
     What cannot be used is noted in `faults` and passed over, an empty prompt too; see `jsonl.iterate_records`.
     """
     chat = kind is Conversation or template is not None
@@ -108,7 +109,7 @@ def iterate_texts(
                 faults.add(record.source, f"{keys[0]}: {error}", "Remove the line, or write it anew.")
                 continue
         if first:
-            yield made(first, record.texts[1], extra, record.source)
+            yield made(first, record.texts[1] if len(keys) > 1 else "", extra, record.source)
         else:
             faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
 

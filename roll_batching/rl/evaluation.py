@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,15 @@ from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
 
 _STREAM = 3
 """Keeps the draws of evaluations apart from those of rollouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What an evaluation found."""
+
+    figures: dict[str, float]
+    said: list[dict[str, Any]]
+    """Lines of rollouts.jsonl, of some of the answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +40,21 @@ class Evaluator:
     samples: int
     prompt_length: int
     seed: int
+    shown: int = 0
+    """Answers whose texts are told; -1: all."""
 
-    def __call__(self, strategy: MegatronInferStrategy, *, number: int) -> dict[str, float]:
-        """Figures of one evaluation, `number` telling it from the others. Collective; the same on all ranks.
+    def __call__(self, strategy: MegatronInferStrategy, *, number: int) -> Evaluation:
+        """One evaluation, `number` telling it from the others. Collective; the same on all ranks.
 
-        `eval_reward`, `eval_samples`, `eval_response_length_mean`, and for every mark `eval_mark/x` (its share),
-        `eval_reward_with/x` and `eval_reward_without/x` (mean reward where it is set and where not; left out
-        where no answer is of that kind).
+        Its figures are `eval_reward`, `eval_samples`, `eval_response_length_mean`, and for every mark `eval_mark/x`
+        (its share), `eval_reward_with/x` and `eval_reward_without/x` (mean reward where it is set and where not; left
+        out where no answer is of that kind).
         """
         prompts = [self.prompts[i % len(self.prompts)] for i in range(self.samples)]
         seed = int(np.random.SeedSequence([_STREAM, self.seed, number]).generate_state(1)[0])
         settings = replace(self.settings, num_return_sequences=1, seed=seed)
         rollouts = generate_rollouts(strategy, prompts, self.tokenizer, settings, prompt_length=self.prompt_length)
-        scores = score_rollouts(strategy, rollouts, self.reward)
+        scores = score_rollouts(strategy, rollouts, self.reward, shown=self.shown)
         figures = {
             "eval_reward": float(scores.rewards.mean()),
             "eval_samples": len(scores.rewards),
@@ -52,7 +64,7 @@ class Evaluator:
             figures[f"eval_mark/{name}"] = float(mark.mean())
             figures |= _mean_where(f"eval_reward_with/{name}", scores.rewards, mark)
             figures |= _mean_where(f"eval_reward_without/{name}", scores.rewards, ~mark)
-        return figures
+        return Evaluation(figures=figures, said=scores.said)
 
 
 def _mean_where(key: str, values: np.ndarray, chosen: np.ndarray) -> dict[str, float]:

@@ -65,6 +65,7 @@ class Grpo:
         self.stream = PromptStream(inputs.prompts, config.rollout_batch_size, seed=config.seed)
         self.progress = Together(self.stream, **objective.advantages.carried())
         self._columns: Row = {}
+        self._said: list[dict[str, Any]] = []
         self.settings = UpdateSettings(
             mini_batch_size=config.mini_batch_size(layout.dp_size),
             epochs=config.ppo_epochs,
@@ -99,7 +100,8 @@ class Grpo:
             }
             row = merged(update_row(updates), score_row(scored.scores), self._columns, compared, evaluated, times)
             shown = {"reward": row["reward"], "length": row["response_length_mean"]}
-            recorder.step(step, row, shown=shown | {"held-out": row.get("eval_reward")})
+            recorder.step(step, row, shown=shown | {"held-out": row.get("eval_reward")}, said=self._said)
+            self._said = []
             checkpoints.save_if_due(PHASE, step, config.max_steps, self.progress, self.reference)
 
     def _evaluator(self) -> Evaluator | None:
@@ -114,6 +116,7 @@ class Grpo:
             samples=config.eval_samples,
             prompt_length=config.prompt_length,
             seed=config.seed,
+            shown=config.rollout_samples,
         )
 
     def _reference(self) -> MegatronInferStrategy | None:
@@ -131,7 +134,13 @@ class Grpo:
         """Held-out figures after `updates` RL steps; nothing without held-out prompts."""
         if self.evaluator is None:
             return {}
-        return {"eval_updates": updates, **self.evaluator(self.strategy, number=updates)}
+        found = self.evaluator(self.strategy, number=updates)
+        self._told("eval", updates, found.said)
+        return {"eval_updates": updates, **found.figures}
+
+    def _told(self, kind: str, version: int, said: Sequence[Row]) -> None:
+        """Keeps lines for the recorder; `version` counts the RL steps that made the weights."""
+        self._said += [{"kind": kind, "version": version, **line} for line in said]
 
     def _roll_out(self, step: int) -> _Scored:
         config = self.config
@@ -141,6 +150,7 @@ class Grpo:
             _, answers = self._scored(prompts, replace(sampling, greedy=True, num_return_sequences=1))
             found_before["baselines"] = answers.rewards
         rollouts, scores = self._scored(prompts, sampling)
+        self._told("train", step - 1, scores.said)
         advantages = self._advantages(scores, step, found_before)
         home = _with_scores(rollouts, scores, advantages)
         here = home.ids.numpy()  # ids are places among the step's samples
@@ -163,7 +173,7 @@ class Grpo:
         rollouts = generate_rollouts(
             self.strategy, prompts, self.shared.inputs.tokenizer, sampling, prompt_length=self.config.prompt_length
         )
-        return rollouts, score_rollouts(self.strategy, rollouts, self.reward)
+        return rollouts, score_rollouts(self.strategy, rollouts, self.reward, shown=self.config.rollout_samples)
 
     def _advantages(self, scores: StepScores, step: int, found_before: dict[str, np.ndarray]) -> np.ndarray:
         """float64[n] of all samples of the step, the same on every rank."""

@@ -157,6 +157,34 @@ def _parts(
     return corpus, prompts, heldout
 
 
+def read_prompts(
+    job: JobConfig, tokenizer: Tokenizer, paths: Sequence[PathLike] | None, *, answers: bool = True
+) -> list[Prompt]:
+    """Prompts of `paths`, in the job's keys; of its held-out file, else of its prompts, where none are given.
+
+    Lines need no answer where `answers` is False. Raises DataError naming every line that cannot be used.
+    """
+    data = job.actor_train.data_args
+    found = paths or data.eval_file_name or data.file_name
+    if found is None:
+        raise ConfigError("the run's configuration names no file of prompts: name one")
+    keys = (data.messages or data.prompt, data.response)[: 2 if answers else 1]
+    fit = Fit(tokenizer=tokenizer, max_length=job.prompt_length, setting="prompt_length", keys=keys)
+    template = None if data.messages is None else ChatTemplate(tokenizer)
+    faults = Faults()
+    prompts = list(_Texts(kind=Prompt, paths=found, fit=fit, template=template).read(faults))
+    fit.check(prompts, faults)
+    faults.check()
+    return prompts
+
+
+def prompt_of(text: str, job: JobConfig, tokenizer: Tokenizer) -> Prompt:
+    """`text` as one of the job's prompts: what a user says, where its prompts are chats."""
+    if job.actor_train.data_args.messages is None:
+        return Prompt(text, "")
+    return Prompt(ChatTemplate(tokenizer).prompt([{"role": "user", "content": text}]), "")
+
+
 def _joined(digests: Iterable[str | None]) -> str:
     return "/".join(digest or "-" for digest in digests)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -12,6 +13,7 @@ from roll_batching.files import whole_file
 from roll_batching.observe.curves import plot_learning_curve
 from roll_batching.observe.metrics_file import EVENTS, METRICS, MetricsWriter, Row, read_metrics, rows_until
 from roll_batching.observe.progress import ProgressReporter
+from roll_batching.observe.rollouts_file import RolloutsFile, cut_after, end_of_step
 from roll_batching.observe.summary import show_summary, summarize
 from roll_batching.rl.folder import CONFIG, MODEL, EarlierRun, folder_of
 
@@ -19,7 +21,7 @@ CURVE = "learning_curve.png"
 
 
 class RunRecorder:
-    """Writes `output_dir/exp_name`: config.yaml, metrics.jsonl, tensorboard/, learning_curve.png.
+    """Writes `output_dir/exp_name`: config.yaml, metrics.jsonl, rollouts.jsonl, tensorboard/, learning_curve.png.
 
     Nothing is written before `open`. Every method does nothing where `enabled` is False: one rank records.
     """
@@ -30,6 +32,7 @@ class RunRecorder:
         self._phase = ""
         self.progress = ProgressReporter(enabled=enabled)
         self.metrics = MetricsWriter(self.folder, enabled=False)
+        self._rollouts = RolloutsFile(self.folder)
 
     def open(self, earlier: EarlierRun, resume_after: tuple[str, int] | None) -> None:
         """The run begins: `earlier` takes what would be overwritten, and files are opened.
@@ -45,10 +48,12 @@ class RunRecorder:
             if earlier.place is not None or (metrics.exists() and metrics.stat().st_size):
                 for path in (metrics, self.folder / EVENTS, self.folder / CURVE, self.folder / MODEL, config):
                     earlier.take(path)
+                earlier.take(self._rollouts.path)
         else:
             rows = read_metrics(metrics) if metrics.exists() else []
             if len(rows_until(rows, *resume_after)) < len(rows):
                 earlier.keep(metrics)
+            self._forget(earlier, resume_after[1] if resume_after[0] == "rl" else 0)
             if config.exists() and _settings(config.read_text(encoding="utf-8", errors="replace")) != _settings(text):
                 earlier.keep(config)
         with whole_file(config) as partial:
@@ -57,13 +62,24 @@ class RunRecorder:
         if told := earlier.told():
             self.progress.note(told)
 
+    def _forget(self, earlier: EarlierRun, step: int) -> None:
+        """Leaves of the rollouts those up to this RL step."""
+        path = self._rollouts.path
+        if path.exists() and (end := end_of_step(path, step)) < path.stat().st_size:
+            earlier.keep(path)
+            cut_after(path, end)
+
     def start(self, phase: str, steps: int, done: int = 0) -> None:
         """A phase of `steps` steps begins, or goes on after `done` of them."""
         self._phase = phase
         self.progress.start(phase, steps, done)
 
-    def step(self, step: int, row: Row, *, shown: Mapping[str, float | None]) -> None:
-        """A step is over: `row` holds its figures, `shown` those for the progress display."""
+    def step(
+        self, step: int, row: Row, *, shown: Mapping[str, float | None], said: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """A step is over: `row` holds its figures, `shown` those for the progress display, `said` some rollouts."""
+        if self._enabled:
+            self._rollouts.add({"step": step, **line} for line in said)
         self.metrics.write({"step": step, "phase": self._phase, **row})
         if step % self._config.logging_steps == 0:
             self.progress.advance(step, shown)
@@ -72,6 +88,7 @@ class RunRecorder:
         """Leave files and display in order, also after an error."""
         self.progress.close()
         self.metrics.close()
+        self._rollouts.close()
 
     def conclude(self, mode: str, model: Path | None) -> None:
         """Draw the learning curve and print the closing table.

@@ -37,6 +37,8 @@ class Rollouts:
     """The step's own."""
     most: int
     """Responses of the data-parallel rank that has the most."""
+    total: int
+    """Responses of the step, on all ranks."""
 
 
 def generate_rollouts(
@@ -65,6 +67,7 @@ def generate_rollouts(
         completions=completions_of(batch, records, tokenizer),
         seed=settings.seed,
         most=group * int(np.bincount(homes).max()),
+        total=group * len(prompts),
     )
 
 
@@ -103,6 +106,8 @@ class StepScores:
     """int64 `[n]`."""
     lengths: np.ndarray
     """int64 `[n]`: prompt and response."""
+    said: list[dict[str, Any]]
+    """Lines of rollouts.jsonl, of the responses that were asked for."""
 
 
 def start_reward(layout: ParallelLayout, reward: RewardProcess) -> None:
@@ -112,8 +117,12 @@ def start_reward(layout: ParallelLayout, reward: RewardProcess) -> None:
             reward.start()
 
 
-def score_rollouts(strategy: MegatronInferStrategy, rollouts: Rollouts, reward: RewardProcess) -> StepScores:
+def score_rollouts(
+    strategy: MegatronInferStrategy, rollouts: Rollouts, reward: RewardProcess, *, shown: int = 0
+) -> StepScores:
     """Score every response once, on one rank of its replica, and tell all ranks. Collective.
+
+    Of `shown` responses (-1: of all), spread evenly over the step, the texts are told as well.
 
     Raises RankError, the same on all ranks, when the reward function fails, takes too long or returns a number that
     is not finite; it names the samples. Ranks that are done wait as long as the reward's own limit allows the others.
@@ -122,13 +131,13 @@ def score_rollouts(strategy: MegatronInferStrategy, rollouts: Rollouts, reward: 
     parts = exchange(
         layout.host_group,
         "scoring",
-        lambda: _scored_here(rollouts, reward) if layout.reports else None,
+        lambda: _scored_here(rollouts, reward, shown) if layout.reports else None,
         patience=reward.start_limit + reward.limit * rollouts.most + _MARGIN,
     )
     return _merged([part for part in parts if part is not None])
 
 
-def _scored_here(rollouts: Rollouts, reward: RewardProcess) -> dict[str, Any]:
+def _scored_here(rollouts: Rollouts, reward: RewardProcess, shown: int) -> dict[str, Any]:
     """This replica's columns."""
     scored: Scored = reward.score(rollouts.completions, rollouts.batch.ids.tolist(), seed=rollouts.seed)
     return {
@@ -138,7 +147,32 @@ def _scored_here(rollouts: Rollouts, reward: RewardProcess) -> dict[str, Any]:
         "marks": scored.marks,
         "finished": np.array([c.finished for c in rollouts.completions], dtype=bool),
         "response_tokens": np.array([c.tokens for c in rollouts.completions], dtype=np.int64),
+        "said": _said(rollouts, scored, shown),
     }
+
+
+def _said(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str, Any]]:
+    """Lines of this replica's responses among `shown` of the step's."""
+    total = rollouts.total
+    chosen = np.arange(total) if shown < 0 else np.arange(min(shown, total)) * total // max(1, min(shown, total))
+    ids, lengths = rollouts.batch.ids.tolist(), rollouts.batch.lengths.tolist()
+    lines = []
+    for i in np.flatnonzero(np.isin(ids, chosen)).tolist():
+        completion = rollouts.completions[i]
+        lines.append(
+            {
+                "id": ids[i],
+                "prompt": completion.prompt,
+                "response": completion.response,
+                "answer": completion.record.get("answer"),
+                "reward": float(scored.rewards[i]),
+                "marks": {name: bool(mark[i]) for name, mark in scored.marks.items()},
+                "finished": completion.finished,
+                "prompt_tokens": lengths[i] - completion.tokens,
+                "response_tokens": completion.tokens,
+            }
+        )
+    return lines
 
 
 def _merged(parts: Sequence[dict[str, Any]]) -> StepScores:
@@ -152,6 +186,7 @@ def _merged(parts: Sequence[dict[str, Any]]) -> StepScores:
         return part["marks"].get(name, np.zeros(len(part["ids"]), dtype=bool))
 
     return StepScores(
+        said=sorted((line for part in parts for line in part["said"]), key=lambda line: line["id"]),
         marks={name: column([mark(part, name) for part in parts]) for name in names},
         **{
             key: column([part[key] for part in parts])

@@ -1,0 +1,119 @@
+"""A model out of a checkpoint, on one process: what `generate`, `eval` and `export` work with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roll_batching.config import JobConfig, MegatronConfig, WorkerConfig, load_config
+from roll_batching.data.texts import Prompt, PromptDataset
+from roll_batching.data.tokenizers import Tokenizer
+from roll_batching.errors import CheckpointError, ConfigError
+from roll_batching.rl.checkpoint import SavedPoint, saved_point
+from roll_batching.rl.evaluation import Evaluation, Evaluator
+from roll_batching.rl.folder import CONFIG, MODEL
+from roll_batching.rl.from_config import sampling_of
+from roll_batching.rl.inputs import load_tokenizer
+from roll_batching.rl.reward_process import reward_of
+from roll_batching.rl.rollout import Rollouts, generate_rollouts
+from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
+from roll_batching.strategy.checkpoint import RECORD
+from roll_batching.strategy.checkpoint_files import reading
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+_AT_ONCE = 32
+"""Prompts that are answered together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """A checkpoint's model, ready to run, and the job that trained it."""
+
+    point: SavedPoint
+    config: JobConfig
+    strategy: MegatronInferStrategy
+
+    def sampling(self, tokenizer: Tokenizer, **changes: Any) -> GenerationSettings:
+        """The job's own way to sample, one response per prompt, with those `changes` that are not None."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        return replace(sampling_of(self.config, tokenizer), **{"num_return_sequences": 1, **given})
+
+    def answers(
+        self, prompts: Sequence[Prompt], tokenizer: Tokenizer, settings: GenerationSettings
+    ) -> Iterator[Rollouts]:
+        """Responses to `prompts`, some prompts at a time, in their order."""
+        for start in range(0, len(prompts), _AT_ONCE):
+            seed = int(np.random.SeedSequence([settings.seed, start]).generate_state(1)[0])
+            some = prompts[start : start + _AT_ONCE]
+            yield generate_rollouts(
+                self.strategy, some, tokenizer, replace(settings, seed=seed), prompt_length=self.config.prompt_length
+            )
+
+    def evaluation(
+        self, prompts: PromptDataset, tokenizer: Tokenizer, settings: GenerationSettings, *, samples: int, shown: int
+    ) -> Evaluation:
+        """What the run's own evaluation after the checkpoint's step finds, on `samples` of `prompts`.
+
+        The same draws as the run's where it ran on one data-parallel rank. Raises ConfigError when the job has no
+        reward, and RewardError's kin when it fails.
+        """
+        reward = reward_of(self.config)
+        if reward is None:
+            raise ConfigError("the run's configuration names no reward_function: nothing tells good answers from bad")
+        evaluator = Evaluator(
+            prompts=prompts,
+            tokenizer=tokenizer,
+            reward=reward,
+            settings=settings,
+            samples=samples,
+            prompt_length=self.config.prompt_length,
+            seed=settings.seed,
+            shown=shown,
+        )
+        with reward:
+            reward.start()
+            return evaluator(self.strategy, number=self.point.step)
+
+
+def open_checkpoint(run: Path, pretrain: str | None = None) -> SavedModel:
+    """The model of a run's last checkpoint, or of the checkpoint `run`, in a layout of one process.
+
+    `pretrain` is the model directory that the run started from, where it lies elsewhere by now. Raises CheckpointError
+    when there is none, and what `MegatronInferStrategy.load` raises.
+    """
+    point = saved_point(run)
+    if point is None:
+        raise CheckpointError(
+            f"{run} holds no checkpoint: name a run's folder that has some (save_steps), or a checkpoint. A run that "
+            f"ended has written its model into the folder {MODEL} beside them"
+        )
+    config = load_config(point.path.parents[1] / CONFIG)
+    role = _on_one_process(config.actor_train, point, pretrain)
+    strategy = MegatronInferStrategy(role, temperature=config.actor_infer.generating_args.temperature)
+    strategy.initialize(weights=False)
+    strategy.load(point.path, optimizer=False)
+    return SavedModel(point=point, config=config, strategy=strategy)
+
+
+def tokenizer_of(model: SavedModel, pretrain: str | None = None) -> Tokenizer:
+    """The run's tokenizer; that of `pretrain` where the run took its model directory's."""
+    wanted = model.config.tokenizer
+    if pretrain is not None and wanted.name_or_path == model.config.actor_train.model_args.model_name_or_path:
+        wanted = wanted.model_copy(update={"name_or_path": pretrain})
+    return load_tokenizer(model.config.model_copy(update={"tokenizer": wanted}))
+
+
+def _on_one_process(role: WorkerConfig, point: SavedPoint, pretrain: str | None) -> WorkerConfig:
+    """The role that was trained, in a layout of one process and in the precision of its weights."""
+    file = point.path / RECORD
+    with reading(file):
+        dtype = _DTYPES[json.loads(file.read_text(encoding="utf-8"))["dtype"]]
+    changes = {"dtype": dtype} | ({} if pretrain is None else {"model_name_or_path": pretrain})
+    strategy = role.strategy_args.model_copy(update={"strategy_config": MegatronConfig()})
+    model = role.model_args.model_copy(update=changes)
+    return role.model_copy(update={"strategy_args": strategy, "model_args": model, "device_mapping": None})
