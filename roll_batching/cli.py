@@ -1,4 +1,4 @@
-"""The command line: `roll-batching train | generate | eval | plan | export | convert-config`."""
+"""The command line: `roll-batching train | sft | dpo | generate | eval | plan | export | convert-config`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll_batching.commands.evaluate import evaluate
 from roll_batching.commands.export import export
 from roll_batching.commands.generate import generate
 from roll_batching.commands.plan import ALGORITHMS_OF_MODES, plan
-from roll_batching.commands.train import train
+from roll_batching.commands.train import dpo, sft, train
 from roll_batching.errors import ConfigError, RollBatchingError
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app = typer.Typer(
 app.command(epilog=ALGORITHMS_OF_MODES)(plan)
 app.command()(convert_config)
 app.command()(train)
+app.command()(sft)
+app.command()(dpo)
 app.command()(export)
 app.command()(generate)
 app.command("eval")(evaluate)

@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
-SECTIONS = ("equality", "bad_input", "config", "layouts", "loss", "models", "planning")
+SECTIONS = ("equality", "bad_input", "config", "layouts", "loss", "models", "planning", "streams")
 _LINE = "reported line"
 _lines: dict[str, list[str]] = defaultdict(list)
 

@@ -14,6 +14,8 @@ from roll_batching.config.roll_keys import RollJobKeys
 from roll_batching.config.worker import Environment, TrainingArgs, WorkerConfig
 
 ROLES = ("actor_train", "actor_infer", "reference")
+Task = Literal["grpo", "sft", "dpo"]
+"""What a job does."""
 
 
 def _with_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
@@ -83,6 +85,12 @@ class WarmupConfig(Settings):
 class JobKeys(ObjectiveKeys, RollJobKeys):
     """What a file says of a job."""
 
+    task: Task = honoured(
+        "grpo",
+        help="What the job does: reinforcement learning, after a supervised warm-up where there is one (grpo); "
+        "supervised fine-tuning (sft); learning from pairs of a better and a worse answer (dpo). `roll-batching sft` "
+        "and `roll-batching dpo` say it where the file does not.",
+    )
     exp_name: str = honoured("roll-batching", help="Name of the run: its folder under output_dir.", min_length=1)
     seed: int = honoured(42, help="Seed of everything that draws at random.", ge=0)
     output_dir: str = honoured("runs", help="Folder that receives the run's folder.")
@@ -97,7 +105,12 @@ class JobKeys(ObjectiveKeys, RollJobKeys):
         help="Environment variables for all roles, set before the workers import anything.",
     )
 
-    max_steps: int = honoured(500, help="RL steps; 0: only the warm-up.", ge=0)
+    max_steps: int = honoured(
+        500, help="RL steps; 0: only the warm-up. Under sft and dpo: optimizer steps, at least 1.", ge=0
+    )
+    num_train_epochs: float | None = honoured(
+        None, help="sft and dpo: passes over the data, in place of max_steps.", gt=0
+    )
     save_steps: int = honoured(
         0, help="Write a checkpoint every so many steps and after the last one of each phase; 0: none.", ge=0
     )
@@ -117,9 +130,24 @@ class JobKeys(ObjectiveKeys, RollJobKeys):
     )
     logging_steps: int = honoured(1, help="Show progress every so many steps; metrics are written at each.", ge=1)
     eval_steps: int = honoured(
-        10, help="Evaluate on held-out prompts every so many steps, beside first and last.", ge=0
+        10,
+        help="Evaluate on held-out prompts (sft and dpo: measure the loss on held-out texts) every so many steps, "
+        "beside first and last.",
+        ge=0,
     )
-    eval_samples: int = honoured(512, help="Sampled answers per evaluation; 0: no evaluation.", ge=0)
+    eval_samples: int = honoured(
+        512,
+        help="Sampled answers per evaluation (sft and dpo: held-out texts or pairs, the first so many); 0: no "
+        "evaluation.",
+        ge=0,
+    )
+    track_with: str | None = honoured(
+        None,
+        help="wandb: send the metrics to Weights & Biases as well. They always go to metrics.jsonl and TensorBoard.",
+    )
+    tracker_kwargs: dict[str, Any] = honoured(
+        default_factory=dict, help="wandb: keyword arguments of `wandb.init` (project, entity, name, tags, mode, ...)."
+    )
 
     rollout_batch_size: int = honoured(128, help="Prompts per RL step.", ge=1)
     num_return_sequences_in_group: int | None = honoured(

@@ -6,16 +6,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_batching.config.diagnostics import ConfigFileError, Place, Problem
+from roll_batching.config.diagnostics import ConfigFileError, Place, Problem, shortened
 from roll_batching.config.foreign import framework_of, hint
 from roll_batching.config.job import JobConfig
+from roll_batching.config.job_keys import Task
 from roll_batching.config.plain_data import plain_copy
 from roll_batching.config.validation import check_source
 from roll_batching.config.yaml_source import Source, apply_overrides, read_yaml, resolve_references
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task | None = None) -> JobConfig:
     """The job that the YAML file at `path` describes, after overrides such as `max_steps=3`.
+
+    `task` is what the job does where the file does not say it; it must say no other.
 
     Raises ConfigFileError (a ConfigError) that names every problem with its key, file and line, and cure. Of a file
     that another framework wrote and that does not load as it is, it says that alone.
@@ -23,6 +26,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     source = read_yaml(path)
     framework = framework_of(source.data)
     apply_overrides(source, overrides)
+    if task is not None and source.data.setdefault("task", task) != task:
+        text = f"is {shortened(repr(source.data['task']))}, and the command is `roll-batching {task}`"
+        raise ConfigFileError([Problem(("task",), f"{text}; `roll-batching train` does what the file says")])
     try:
         resolve_references(source)
         return check_source(source)

@@ -13,6 +13,7 @@ from roll_batching.config.key_paths import field_at, given_keys
 from roll_batching.config.losses import LOSSES
 from roll_batching.config.objective_rules import idle_objective_keys
 from roll_batching.config.strategy import ENGINE_STRATEGIES
+from roll_batching.config.supervised import idle_supervised_keys, supervised
 from roll_batching.config.worker import WorkerConfig
 from roll_batching.config.yaml_source import Source
 from roll_batching.planning.batching_spec import Mode
@@ -123,6 +124,15 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
     if loss is not None:
         yield from _policy(job, data, set(loss.keys))
     yield from idle_objective_keys(job, data)
+    yield from idle_supervised_keys(job, data)
+    if job.track_with != "wandb":
+        if "track_with" in data:
+            yield (
+                ("track_with",),
+                "has no effect: metrics go to metrics.jsonl and TensorBoard; wandb alone adds to them",
+            )
+        if data.get("tracker_kwargs"):
+            yield ("tracker_kwargs",), "has no effect: track_with is not wandb"
     sampling = data.get("actor_infer") or {}
     number = (sampling.get("generating_args") or {}).get("num_return_sequences")
     if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:
@@ -132,7 +142,8 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
         text = "the model starts from an architecture; one that starts from a model directory (pretrain) is written"
         yield ("export_model",), f"has no effect: {text}"
     yield from _derived(job, data)
-    yield from _borrowed_plans(job.actor_train, data.get("actor_train") or {})
+    if not supervised(job):
+        yield from _borrowed_plans(job.actor_train, data.get("actor_train") or {})
     yield from _lengths(job)
 
 

@@ -9,7 +9,8 @@ from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS, ADVANTAGE_KEYS
 from roll_batching.config.arguments import Arguments
 from roll_batching.config.diagnostics import Problem
 from roll_batching.config.job_keys import JobKeys
-from roll_batching.config.losses import LOSSES, ROLLOUT_FIELDS, Loss
+from roll_batching.config.losses import LOSSES, Loss
+from roll_batching.config.supervised import FIELDS, supervised
 
 KEYS_OF_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "clip_low": ("pg_clip", "use_pg_clip_range", "pg_clip_low"),
@@ -115,11 +116,17 @@ def objective_problems(job: JobKeys) -> Iterator[Problem]:
     loss = LOSSES.get(job.loss_function)
     if loss is None:
         return
-    absent = [name for name in loss.reads if name not in ROLLOUT_FIELDS]
+    held = FIELDS[job.task]
+    absent = [name for name in loss.reads if name not in held]
     if absent and job.max_steps:
-        text = f"{loss.name} reads {' and '.join(absent)}, which rollouts do not have ({', '.join(ROLLOUT_FIELDS)})"
+        whose = "rollouts" if job.task == "grpo" else f"samples of task: {job.task}"
+        text = f"{loss.name} reads {' and '.join(absent)}, which {whose} do not have ({', '.join(held)})"
         yield Problem(("loss_function",), f"{text}; choose another loss, or call strategy.train_step with this one")
-    if "old_log_probs" in loss.reads and job.max_steps:
+    if "ref_log_probs" in loss.reads and supervised(job) and job.reference is None:
+        yield Problem(
+            ("loss_function",), f"{loss.name} needs the role `reference`; add that section (`reference: {{}}`)"
+        )
+    if "old_log_probs" in loss.reads and job.max_steps and not supervised(job):
         if job.actor_train.logprob_plan == "none":
             text = f"the loss {loss.name} reads old log-probs; use train or own"
             yield Problem(("actor_train", "logprob_plan"), text)
@@ -143,6 +150,11 @@ def idle_objective_keys(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[t
         if key in given and key not in read:
             yield (key,), f"has no effect: {name} does not read it; settings of its own stand in loss_args"
     yield from _idle_loss_args(job, read)
+    if supervised(job):
+        idle_reference = _idle_reference(job)
+        if job.reference is not None and idle_reference is not None:
+            yield ("reference",), f"is not built: {idle_reference}"
+        return
     for key in ("kl_penalty", "init_kl_coef", "target_kl", "kl_horizon"):
         if key in given and not job.add_token_level_kl:
             yield (key,), "has no effect: add_token_level_kl is false"

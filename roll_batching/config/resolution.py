@@ -15,6 +15,10 @@ def resolved(job: JobKeys) -> dict[str, Any]:
     group = job.num_return_sequences_in_group or job.actor_infer.generating_args.num_return_sequences or 1
     longest = lengths["sequence_length"]
     train = _own(job.actor_train, longest, job.actor_train.training_args.per_device_train_batch_size)
+    if job.task != "grpo" and "response" not in train.data_args.model_fields_set:
+        train = _update(train, "data_args", response="response")
+    if job.task != "grpo":
+        train = train.model_copy(update={"logprob_plan": "none"})  # of no older policy
     if job.max_grad_norm is not None and "max_grad_norm" not in train.training_args.model_fields_set:
         train = _update(train, "training_args", max_grad_norm=job.max_grad_norm)
     infer = _inherit(_own(job.actor_infer, longest, job.actor_infer.infer_batch_size), train)
@@ -27,8 +31,11 @@ def resolved(job: JobKeys) -> dict[str, Any]:
         "actor_train": train,
         "actor_infer": infer,
     }
-    if job.reference is not None:
-        found["reference"] = _inherit(_own(job.reference, longest, job.reference.infer_batch_size), train)
+    reference = WorkerConfig() if job.reference is None and job.task == "dpo" else job.reference
+    if reference is not None:
+        found["reference"] = _inherit(_own(reference, longest, reference.infer_batch_size), train)
+    if job.task != "grpo" and "loss_function" not in job.model_fields_set:
+        found["loss_function"] = job.task
     if train.model_args.model_name_or_path is not None:
         found["tokenizer"] = _of_the_model(job.tokenizer, train.model_args.model_name_or_path)
     return found

@@ -279,12 +279,6 @@ class RollWorkerKeys(Settings):
 class RollJobKeys(Settings):
     """Of a job: trackers, Ray, critics, distillation, roles that do not exist here."""
 
-    track_with: str | None = noticed(
-        None, help="Tracker.", notice="metrics go to metrics.jsonl and, where it is installed, TensorBoard"
-    )
-    tracker_kwargs: dict[str, Any] | None = noticed(
-        None, help="Arguments of the tracker.", notice="TensorBoard events lie in the run's folder"
-    )
     logging_dir: str | None = noticed(None, help="Folder of logs.", notice="everything a run leaves lies in its folder")
     checkpoint_config: dict[str, Any] | None = noticed(
         None,
@@ -355,5 +349,5 @@ class RollJobKeys(Settings):
         reason="put the held-out file into actor_train.data_args.eval_file_name",
     )
     sft_train: dict[str, Any] | None = refused(
-        None, help="Role of supervised training.", reason="write a warmup section and max_steps: 0 instead"
+        None, help="Role of supervised training.", reason="write task: sft and put its keys into actor_train"
     )

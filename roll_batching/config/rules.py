@@ -12,6 +12,7 @@ from roll_batching.config.model import ArchitectureConfig
 from roll_batching.config.objective_rules import objective_problems, whitens
 from roll_batching.config.pretrained import missing_model, model_problems, window_problems
 from roll_batching.config.strategy import MEGATRON_STRATEGIES, MegatronConfig
+from roll_batching.config.supervised import missing_for_supervised, supervised, supervised_problems
 from roll_batching.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
 
@@ -41,7 +42,9 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         problems += _model_fits("reference", own, job.actor_train.strategy_args.strategy_config)
     problems += _roles(job)
     problems += _environment(job)
-    problems += _objective(job)
+    if not supervised(job):
+        problems += _objective(job)
+    problems += supervised_problems(job)
     problems += objective_problems(job)
     problems += _lengths(job)
     return problems
@@ -299,6 +302,8 @@ def _reward_norm(job: JobKeys) -> Iterator[Problem]:
 
 def _lengths(job: JobKeys) -> Iterator[Problem]:
     response, whole = job.response_length, job.sequence_length
+    if supervised(job):
+        return
     if job.max_steps and response is not None and whole is not None and "sequence_length" in job.model_fields_set:
         if whole < job.prompt_length + response:
             text = f"is {whole}, less than prompt_length {job.prompt_length} + response_length {response}"
@@ -326,7 +331,11 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
             ("actor_train", "model_args", "architecture"),
             "is missing: the model's shape (hidden_size, num_layers, ...); or name a model directory in pretrain",
         )
-    need(job.max_steps or job.warmup, ("max_steps",), "is 0 and there is no warmup section: nothing to do")
+    need(
+        supervised(job) or job.max_steps or job.warmup,
+        ("max_steps",),
+        "is 0 and there is no warmup section: nothing to do",
+    )
     tokenizer = job.tokenizer
     if tokenizer.type == "char":
         vocabulary = tokenizer.vocabulary or tokenizer.vocabulary_file
@@ -338,6 +347,8 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
         need(tokenizer.eos_token, ("tokenizer", "eos_token"), "is missing: the character that ends a response")
     else:
         need(tokenizer.name_or_path, ("tokenizer", "name_or_path"), "is missing: folder or name of the tokenizer")
+    if supervised(job):
+        return [*problems, *missing_for_supervised(job)]
     if not job.max_steps:
         return problems
     data = job.actor_train.data_args

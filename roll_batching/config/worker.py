@@ -66,16 +66,22 @@ class DataArgs(RollDataArgs):
     """`data_args`: where prompts come from. Read from actor_train."""
 
     file_name: str | list[str] | None = honoured(
-        None, help="JSONL file or files of prompts, one object per line, relative to the working directory."
+        None,
+        help="File or files of prompts (sft: of texts, dpo: of pairs), relative to the working directory: JSONL, one "
+        "object per line; Parquet; or a folder that `datasets` saved.",
     )
-    eval_file_name: str | list[str] | None = honoured(None, help="JSONL file or files of held-out prompts.")
+    eval_file_name: str | list[str] | None = honoured(None, help="Files of the held-out ones, of the same kinds.")
     prompt: str = honoured("prompt", help="Key of the prompt's text in a line.")
     messages: str | None = honoured(
         None,
         help="Key of a chat's messages, which become the prompt through the tokenizer's chat template. `prompt` is "
         "then not read.",
     )
-    response: str = honoured("answer", help="Key of what the reward function compares with; a corpus's response.")
+    response: str = honoured(
+        "answer", help="Key of what the reward function compares with; under task: sft of the text that is learnt."
+    )
+    chosen: str = honoured("chosen", help="task: dpo: key of the better answer.")
+    rejected: str = honoured("rejected", help="task: dpo: key of the worse answer.")
 
 
 class GeneratingArgs(RollGeneratingArgs):

@@ -15,7 +15,7 @@ from roll_batching.config.roll_keys import DISTILLATION, VLM
 from roll_batching.conversion.settle import Draft
 
 AGENTIC = "agentic rollouts (environments, several turns) do not exist here"
-PREFERENCES = "preference training has no phase of a job here: DPOLoss is called from Python"
+PREFERENCES = "write a file with task: dpo; its pairs and loss: actor_train.data_args.chosen and rejected, loss_args"
 REWARD_WORKERS = "name one Python function in reward_function instead"
 
 _PIPELINES: tuple[tuple[str, str], ...] = (
@@ -151,7 +151,9 @@ def _validation(draft: Draft, role: dict[str, Any], supervised: bool) -> None:
     texts = role.pop("data_args", None) or {}
     name = texts.pop("file_name", None)
     if name is not None and supervised:
-        draft.leave_out("validation.data_args.file_name", "refused", "a held-out loss is not measured for now")
+        draft.leave_out(
+            "validation.data_args.file_name", "refused", "a warm-up measures no held-out loss; task: sft does"
+        )
     elif name is not None:
         draft.put(("actor_train", "data_args", "eval_file_name"), name, "validation.data_args.file_name")
     for key in texts:

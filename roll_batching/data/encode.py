@@ -11,7 +11,7 @@ from roll_batching.data.chat import ChatTemplate
 from roll_batching.data.fields import FieldSpec
 from roll_batching.data.fit import UNKNOWN, tokens_of, too_long
 from roll_batching.data.samples import SampleBatch
-from roll_batching.data.texts import Conversation, Document, Prompt
+from roll_batching.data.texts import Conversation, Document, Pair, Prompt
 from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.errors import DataError
 
@@ -65,6 +65,45 @@ def encode_documents(
         masks.append(torch.tensor(mask))
     schema = {"input_ids": _tokens(tokenizer), "response_mask": FieldSpec("token", False)}
     return SampleBatch.from_lists({"input_ids": rows, "response_mask": masks}, schema, ids)
+
+
+def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, *, max_length: int, ids: Any = None) -> SampleBatch:
+    """Pairs as a batch of twice as many samples: of each the chosen answer, then the rejected one, after the prompt.
+
+    Fields: those of `encode_documents`, true on the answers alone; `pair` (sample, int64: the pair's id) and `chosen`
+    (sample, bool). The ids of the samples are twice the pair's, and one more.
+
+    Args:
+        pairs: at least one.
+        tokenizer: turns text into tokens.
+        max_length: longest prompt and answer in tokens, end token included.
+        ids: one per pair; by default 0, 1, 2, ...
+
+    Raises:
+        DataError: as `encode_documents`.
+    """
+    numbers = torch.arange(len(pairs)) if ids is None else torch.as_tensor(ids, dtype=torch.int64)
+    both = torch.stack([2 * numbers, 2 * numbers + 1], 1).flatten()
+    documents: list[Document | Conversation] = [one for pair in pairs for one in pair.documents]
+    batch = encode_documents(documents, tokenizer, max_length=max_length, ids=both)
+    if any(pair.chat for pair in pairs):
+        mask = torch.cat([_last_turn(row) for row in batch.to_lists("response_mask")])
+        batch = batch.without("response_mask").with_fields(
+            {"response_mask": mask}, {"response_mask": FieldSpec("token", False)}
+        )
+    sample = FieldSpec("sample")
+    fields = {"pair": both // 2, "chosen": both % 2 == 0}
+    return batch.with_fields(fields, {"pair": sample, "chosen": sample})
+
+
+def _last_turn(mask: torch.Tensor) -> torch.Tensor:
+    """bool[L]: the last run of what is true in `mask`, bool[L]."""
+    places = mask.nonzero().flatten()
+    gaps = (places[1:] != places[:-1] + 1).nonzero().flatten()
+    first = int(gaps[-1]) + 1 if gaps.numel() else 0
+    kept = torch.zeros_like(mask)
+    kept[places[first:]] = True
+    return kept
 
 
 def _learnt(document: Document | Conversation, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:

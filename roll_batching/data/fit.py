@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from roll_batching.data.chat import ChatTemplate
 from roll_batching.data.faults import Faults
-from roll_batching.data.texts import Conversation, Document, Prompt, Text
+from roll_batching.data.texts import Conversation, Document, Pair, Prompt, Text
 from roll_batching.data.tokenizers import Tokenizer, UnknownCharacterError, encode_many
 from roll_batching.errors import DataError
 
@@ -26,12 +26,14 @@ class Fit:
     setting: str
     """The configuration keys that give `max_length`."""
     keys: tuple[str, ...]
-    """Keys of the texts in a line: two, or one for conversations."""
+    """Keys of the texts in a line: two, one for conversations, three for pairs."""
 
     def check(self, items: Sequence[Text], faults: Faults) -> None:
         """Notes in `faults` what does not fit, naming file, line, key and cure."""
         for start in range(0, len(items), AT_ONCE):
-            self._check_some(items[start : start + AT_ONCE], faults)
+            some = items[start : start + AT_ONCE]
+            single = [one for item in some for one in (item.documents if isinstance(item, Pair) else (item,))]
+            self._check_some(single, faults)
 
     def _check_some(self, items: Sequence[Text], faults: Faults) -> None:
         if any(isinstance(item, Conversation) for item in items):

@@ -1,4 +1,4 @@
-"""JSON Lines, read strictly, line by line: every fault is noted with file and line, not only the first."""
+"""Records of data files, read strictly: every fault is noted with file and line, not only the first."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.data.faults import Faults
+from roll_batching.data.tables import Table, TableError, table_of
 
 PathLike = str | Path
 
 _LONGEST_LINE = 64 * 2**20
 """Bytes of a line beyond which it is not looked at: a file without line ends would be read into memory whole."""
 _BYTES_BETWEEN_REPORTS = 2**20
-_PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"PAR1": "Parquet"}
+_PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz"}
 _MESSAGES = 'A chat is a list such as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
 _ONE_OBJECT = "Each line is one JSON object; a JSON array becomes that with: jq -c '.[]' FILE"
 
@@ -45,7 +46,9 @@ def iterate_records(
     *,
     chat: bool = False,
 ) -> Iterator[Record]:
-    """The records of JSONL files, one file after the other; every line is an object with a text under each of `keys`.
+    """The records of data files, one file after the other: objects with a text under each of `keys`.
+
+    A file is JSON Lines, or a table (`tables.table_of`) whose rows count as lines.
 
     With `chat` the first key holds a list of messages, each with `role` and `content`, or the JSON text of one; the
     record's first text is that list as JSON.
@@ -58,7 +61,11 @@ def iterate_records(
     if not files:
         faults.add("No data file", "was named", "Name at least one.")
     for path in files:
-        yield from _records_of(path, keys, faults, read, chat)
+        table = table_of(path)
+        if table is None:
+            yield from _records_of(path, keys, faults, read, chat)
+        else:
+            yield from _rows_of(table, keys, faults, read, chat)
 
 
 def read_records(paths: PathLike | Sequence[PathLike], keys: Sequence[str]) -> list[Record]:
@@ -99,6 +106,25 @@ def _records_of(
     read(unreported)
     if not some and len(faults) == before:
         faults.add(str(path), "holds no records", "One JSON object per line is needed.")
+
+
+def _rows_of(
+    table: Table, keys: Sequence[str], faults: Faults, read: Callable[[int], None], chat: bool
+) -> Iterator[Record]:
+    """As `_records_of`, of a table."""
+    before, number = len(faults), 0
+    try:
+        for number, value in enumerate(table.rows(read), 1):
+            try:
+                texts, extra = _picked(value, keys, chat)
+            except _BadLineError as bad:
+                faults.add(f"{table.path}:{number}", bad.what, bad.cure)
+                continue
+            yield Record(texts, extra, f"{table.path}:{number}")
+    except TableError as error:
+        faults.add(str(table.path), error.what, error.cure)
+    if not number and len(faults) == before:
+        faults.add(str(table.path), "holds no records", "At least one row is needed.")
 
 
 class _BadLineError(Exception):
@@ -151,6 +177,11 @@ def _parse(line: bytes, keys: Sequence[str], chat: bool) -> tuple[tuple[str, ...
         raise _BadLineError(f"not valid JSON: {error}", _ONE_OBJECT) from None
     if not isinstance(value, dict):
         raise _BadLineError(f"a JSON object is needed, got {type(value).__name__}", _ONE_OBJECT)
+    return _picked(value, keys, chat)
+
+
+def _picked(value: dict[str, Any], keys: Sequence[str], chat: bool) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The texts under `keys`, and what else there is."""
     texts = tuple(_messages(value, key) if chat and key == keys[0] else _text(value, key) for key in keys)
     for key in keys:
         value.pop(key, None)

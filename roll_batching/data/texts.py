@@ -1,4 +1,4 @@
-"""Texts to learn from: prompts with answers for RL; documents (prompt and response) and conversations for SFT."""
+"""Texts to learn from: prompts with answers for RL; documents and conversations for SFT; pairs for DPO."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar, overload
 
-from roll_batching.data.chat import ChatTemplate, Message
+from roll_batching.data.chat import ASSISTANT, ChatTemplate, Message
 from roll_batching.data.faults import Faults
-from roll_batching.data.jsonl import PathLike, iterate_records
+from roll_batching.data.jsonl import PathLike, Record, iterate_records
 from roll_batching.errors import DataError
 
 
@@ -51,14 +51,39 @@ class Conversation:
         return json.dumps(self.messages, ensure_ascii=False)
 
 
-Text = Prompt | Document | Conversation
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A better and a worse answer to one prompt: a text, or the messages of a chat."""
+
+    prompt: str
+    """The text, or the messages as JSON."""
+    chosen: str
+    rejected: str
+    chat: bool = False
+    """Whether the prompt is messages, which the answers follow as the assistant's."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    source: str = "memory"
+
+    @property
+    def documents(self) -> tuple[Document, Document] | tuple[Conversation, Conversation]:
+        """The chosen one, then the rejected one, each with the prompt."""
+        if not self.chat:
+            return tuple(Document(self.prompt, one, source=self.source) for one in (self.chosen, self.rejected))  # type: ignore[return-value]
+        before = json.loads(self.prompt)
+        answers = ({"role": ASSISTANT, "content": one} for one in (self.chosen, self.rejected))
+        return tuple(Conversation((*before, one), source=self.source) for one in answers)  # type: ignore[return-value]
+
+
+Text = Prompt | Document | Conversation | Pair
 T = TypeVar("T", bound=Text)
 
 
 def second_text(item: Text) -> str:
-    """What follows the prompt: its answer, or the document's response; nothing in a conversation."""
+    """What follows the prompt: its answer, the document's response, a pair's two; nothing in a conversation."""
     if isinstance(item, Conversation):
         return ""
+    if isinstance(item, Pair):
+        return json.dumps([item.chosen, item.rejected])
     return item.answer if isinstance(item, Prompt) else item.response
 
 
@@ -88,10 +113,10 @@ def iterate_texts(
     *,
     template: ChatTemplate | None = None,
 ) -> Iterator[T]:
-    """Prompts, documents or conversations of JSONL files, one after the other, their texts under `keys`.
+    """Prompts, documents, conversations or pairs of data files, one after the other, their texts under `keys`.
 
-    The first key holds the messages of a conversation; with `template` it holds messages that become a prompt's text.
-    Without a second key the second text is empty.
+    The first key holds the messages of a conversation; with `template` it holds messages that become a prompt's text,
+    or stay messages in a pair. Without a second key the second text is empty.
     What cannot be used is noted in `faults` and passed over, an empty prompt too; see `jsonl.iterate_records`.
     """
     chat = kind is Conversation or template is not None
@@ -100,6 +125,12 @@ def iterate_texts(
         first, extra = record.texts[0], record.extra
         if kind is Conversation:
             yield made(tuple(json.loads(first)), extra, record.source)
+            continue
+        if kind is Pair:
+            faults_before = len(faults)
+            _check_pair(record, keys, faults)
+            if len(faults) == faults_before:
+                yield made(*record.texts, template is not None, extra, record.source)
             continue
         if template is not None:
             messages = json.loads(first)
@@ -112,6 +143,15 @@ def iterate_texts(
             yield made(first, record.texts[1] if len(keys) > 1 else "", extra, record.source)
         else:
             faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
+
+
+def _check_pair(record: Record, keys: Sequence[str], faults: Faults) -> None:
+    prompt, chosen, rejected = record.texts
+    if not prompt:
+        faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
+    elif chosen == rejected:
+        cure = "Remove the line: nothing can be learnt from it."
+        faults.add(record.source, f"{keys[1]!r} and {keys[2]!r} are the same text", cure)
 
 
 class TextDataset(Sequence[T], Generic[T]):

@@ -20,14 +20,15 @@ BLUE, ORANGE, GREEN, GREY = "#2563a8", "#d9622b", "#2e8b6f", "#aab4be"
 def plot_learning_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
     """Draw the rows of phase `rl` into `path` (PNG): reward, response length, marks, padding by mode.
 
-    Columns that no row has are left out of the picture. Without any `rl` row, the warm-up's loss is drawn.
+    Columns that no row has are left out of the picture. Without any `rl` row, the loss of training and, where it was
+    measured, that of held-out texts is drawn.
     """
     rl = [r for r in rows if r["phase"] == "rl"]
     spacing = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
     figure = Figure(figsize=(11, 6.6), dpi=150, facecolor="white", layout=spacing)
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     if not rl:
-        _warmup_panel(figure.subplots(), rows)
+        _loss_panel(figure.subplots(), rows)
     else:
         (reward, length), (marks, padding) = figure.subplots(2, 2)
         _reward_panel(reward, rl)
@@ -89,9 +90,12 @@ def _padding_panel(axes: Axes, rows: Sequence[Row]) -> None:
     _legend(axes)
 
 
-def _warmup_panel(axes: Axes, rows: Sequence[Row]) -> None:
+def _loss_panel(axes: Axes, rows: Sequence[Row]) -> None:
     _dress(axes, "Loss", percent=False)
-    _line(axes, rows, "loss", BLUE, "supervised warm-up")
+    _line(axes, rows, "loss", BLUE, "training, each step")
+    measured = [(r["eval_updates"], r["eval_loss"]) for r in rows if r.get("eval_loss") is not None]
+    if measured:
+        axes.plot(*zip(*measured, strict=True), "o-", color=ORANGE, markersize=5, label="held-out texts", zorder=5)
     _legend(axes)
 
 

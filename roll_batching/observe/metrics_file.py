@@ -8,7 +8,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from roll_batching.errors import RollBatchingError
 from roll_batching.files import cause, whole_file
@@ -20,8 +20,20 @@ Row = dict[str, Any]
 """Column -> number, text, or None. Every row has `step` (from 1 in each phase) and `phase`."""
 
 
+class Tracker(Protocol):
+    """Takes rows as well, somewhere else."""
+
+    def add(self, row: Row) -> None:
+        """One more row."""
+
+    def close(self) -> None:
+        """There are no more."""
+
+
 class MetricsWriter:
     """Appends rows to `folder`/metrics.jsonl and to TensorBoard events in `folder`/tensorboard.
+
+    `tracker` gets what is written from now on, too.
 
     Only one process may write: the others pass `enabled=False`, which makes every call a no-op.
     `resume_after`, (phase, step), cuts off what an interrupted run wrote after the state that is now resumed; the
@@ -40,7 +52,9 @@ class MetricsWriter:
         enabled: bool = True,
         tensorboard: bool = True,
         resume_after: tuple[str, int] | None = None,
+        tracker: Tracker | None = None,
     ) -> None:
+        self._tracker = tracker
         self.path = folder / METRICS
         self.rows: list[Row] = []
         self._file: TextIO | None = None
@@ -87,6 +101,8 @@ class MetricsWriter:
             if self._events is not None:
                 self._add_events(kept)
                 self._events.flush()
+        if self._tracker is not None:
+            self._tracker.add(kept)
 
     def _add_events(self, row: Row) -> None:
         assert self._events is not None
@@ -103,6 +119,9 @@ class MetricsWriter:
         if self._events is not None:
             self._events.close()
             self._events = None
+        if self._tracker is not None:
+            self._tracker.close()
+            self._tracker = None
 
 
 def read_metrics(path: Path) -> list[Row]:

@@ -21,15 +21,16 @@ _NOT_SHOWN = ("eval_updates", "eval_samples")
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, float]:
-    """Figures of a run's `rl` rows (or, without any, of its `warmup` rows).
+    """Figures of a run's `rl` rows (or, without any, of its other rows).
 
-    `reward_before` and `reward_after` (held-out), the same for every mark's share and for the reward where
-    the mark is set (`mark/x_before`, `reward_with/x_before`, ...), `tokens` (real tokens trained on),
-    `train_seconds`, `tokens_per_second`, and `tokens_<mode>` for what the same steps compute in each mode.
+    Of what was held out, before and after: `reward_before` and `reward_after`, the same for every mark's share and for
+    the reward where the mark is set (`mark/x_before`, `reward_with/x_before`, ...); of supervised runs `loss_before`,
+    `loss_after` and the loss's metrics. Then `tokens` (real tokens trained on), `train_seconds`, `tokens_per_second`,
+    and `tokens_<mode>` for what the same steps compute in each mode.
     Figures that the rows do not hold are left out.
     """
     chosen = [r for r in rows if r["phase"] == "rl"] or list(rows)
-    evaluated = [r for r in chosen if r.get("eval_reward") is not None]
+    evaluated = [r for r in chosen if r.get("eval_updates") is not None]
     figures: dict[str, float] = {}
     if evaluated:
         for when, row in (("before", evaluated[0]), ("after", evaluated[-1])):
@@ -48,8 +49,8 @@ def summarize(rows: Sequence[Row]) -> dict[str, float]:
 def show_summary(figures: dict[str, float], console: Console, *, used: str, title: str) -> None:
     """Print the closing table. `used` is the mode that the run itself trained with."""
     table = Table(title=title, title_justify="left", title_style="bold", show_header=True, header_style="bold")
-    table.add_column("held-out problems")
-    for column in ("before RL", "after RL", "change"):
+    table.add_column("held-out problems" if "reward_after" in figures else "held-out texts")
+    for column in ("before", "after", "change"):
         table.add_column(column, justify="right")
     for name in _evaluated(figures):
         before, after = figures[f"{name}_before"], figures[f"{name}_after"]

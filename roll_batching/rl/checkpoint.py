@@ -39,7 +39,8 @@ from roll_batching.strategy.checkpoint_files import check_files, reading, words
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("warmup", "rl")
+PHASES = ("warmup", "sft", "dpo", "rl")
+"""Of all jobs, in the order in which one may have them."""
 FOLDER = "checkpoints"
 _RECORD = "job.json"
 _NAME = re.compile(rf"({'|'.join(PHASES)})-(\d{{6,}})")
@@ -223,9 +224,15 @@ def _resumed(config: JobConfig, folder: Path) -> SavedPoint | None:
     """The point that `resume_from_checkpoint` names; None when the run that is to go on has saved none yet."""
     given = config.resume_from_checkpoint
     point = _find(folder if given is True else Path(str(given)), given)
-    phases = {"warmup": config.warmup is not None, "rl": config.max_steps > 0}
-    if point is not None and not phases[point.phase]:
-        missing = "no warmup section" if point.phase == "warmup" else "max_steps: 0"
+    rl = config.task == "grpo"
+    phases = {
+        "warmup": (config.warmup is not None, "no warmup section"),
+        "rl": (rl and config.max_steps > 0, "max_steps: 0" if rl else f"task: {config.task}"),
+    }
+    there, missing = (
+        phases.get(point.phase, (config.task == point.phase, f"task: {config.task}")) if point else (True, "")
+    )
+    if point is not None and not there:
         raise CheckpointError(f"{point.path} is of the phase {point.phase}, and this configuration has {missing}")
     return point
 

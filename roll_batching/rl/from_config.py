@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -140,6 +141,14 @@ def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:
     samples = config.rollout_batch_size * config.group_size
     per_step = -(-samples // config.mini_batch_size(dp_size)) * config.ppo_epochs
     return config.actor_train.with_training(max_steps=config.max_steps * per_step).training_args
+
+
+def supervised_schedule_of(config: JobConfig, texts: int, texts_per_step: int) -> TrainingArgs:
+    """Training arguments of a job whose task is sft or dpo, `max_steps` being the optimizer steps that it will make."""
+    steps = config.max_steps
+    if config.num_train_epochs is not None:
+        steps = max(1, math.ceil(config.num_train_epochs * texts / texts_per_step))
+    return config.actor_train.with_training(max_steps=steps).training_args
 
 
 def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> GenerationSettings:

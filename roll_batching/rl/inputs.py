@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, Generic
 
 from roll_batching.config import JobConfig
+from roll_batching.config.supervised import supervised
 from roll_batching.data.chat import ChatTemplate
 from roll_batching.data.faults import Faults
 from roll_batching.data.fit import AT_ONCE, Fit
@@ -21,6 +22,7 @@ from roll_batching.data.texts import (
     Conversation,
     Document,
     Fingerprint,
+    Pair,
     Prompt,
     PromptDataset,
     T,
@@ -41,8 +43,10 @@ class JobInputs:
     """Everything from outside, read and checked. A part that the job does not need is None."""
 
     tokenizer: Tokenizer
-    corpus: TextDataset[Document | Conversation] | None
-    """Documents, or conversations, of the warm-up."""
+    corpus: TextDataset[Any] | None
+    """Documents or conversations of the warm-up; what a job of task sft or dpo (pairs) learns from."""
+    validation: TextDataset[Any] | None
+    """sft and dpo: what is held out."""
     prompts: PromptDataset | None
     """Training prompts of the RL phase."""
     heldout: PromptDataset | None
@@ -53,7 +57,7 @@ class JobInputs:
     @property
     def fingerprint(self) -> str:
         """Digest of all texts: ranks that read different files have different ones."""
-        parts = (self.corpus, self.prompts, self.heldout)
+        parts = (self.corpus, self.prompts, self.heldout or self.validation)
         return _joined(None if part is None else part.fingerprint for part in parts)
 
 
@@ -78,7 +82,7 @@ def check_inputs(job: JobConfig) -> dict[str, str]:
     Returns the variable that tells the processes that this was done. Raises DataError naming every line that cannot
     be used, or ConfigError naming what cannot be found or does not fit the model.
     """
-    parts: tuple[_Texts[Any] | None, ...] = _parts(job, _tokenizer_that_fits(job))
+    parts = _parts(job, _tokenizer_that_fits(job))
     given = [part for part in parts if part is not None]
     files = [file for part in given for file in as_files(part.paths) if file.is_file()]
     faults, digests = Faults(), [None if part is None else Fingerprint() for part in parts]
@@ -111,7 +115,8 @@ def load_inputs(job: JobConfig) -> JobInputs:
         tokenizer=tokenizer,
         corpus=None if documents is None else TextDataset(documents),
         prompts=None if training is None else PromptDataset(training),
-        heldout=None if evaluation is None else PromptDataset(evaluation),
+        heldout=None if evaluation is None or supervised(job) else PromptDataset(evaluation),
+        validation=TextDataset(evaluation) if evaluation is not None and supervised(job) else None,
         reward=reward_of(job),
     )
     if inputs.fingerprint != os.environ.get(CHECKED):
@@ -122,13 +127,14 @@ def load_inputs(job: JobConfig) -> JobInputs:
     return inputs
 
 
-def _parts(
-    job: JobConfig, tokenizer: Tokenizer
-) -> tuple[_Texts[Any] | None, _Texts[Prompt] | None, _Texts[Prompt] | None]:
-    """Corpus, prompts and held-out prompts, those of them that `job` reads.
+def _parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any] | None, _Texts[Any] | None, _Texts[Any] | None]:
+    """Corpus, prompts and what is held out, those of them that `job` reads.
 
     Raises DataError for messages without a chat template.
     """
+    if supervised(job):
+        learnt, held_out = _supervised_parts(job, tokenizer)
+        return learnt, None, held_out
     data, warmup, rl = job.actor_train.data_args, job.warmup, job.max_steps > 0
     corpus = prompts = heldout = None
     if warmup is not None:
@@ -183,6 +189,24 @@ def prompt_of(text: str, job: JobConfig, tokenizer: Tokenizer) -> Prompt:
     if job.actor_train.data_args.messages is None:
         return Prompt(text, "")
     return Prompt(ChatTemplate(tokenizer).prompt([{"role": "user", "content": text}]), "")
+
+
+def _supervised_parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any], _Texts[Any] | None]:
+    """What a job of task sft or dpo learns from, and what it holds out."""
+    data = job.actor_train.data_args
+    assert data.file_name is not None  # check_runnable
+    template = None if data.messages is None else ChatTemplate(tokenizer)
+    kind: type[Any] = Pair
+    keys: tuple[str, ...] = (data.messages or data.prompt, data.chosen, data.rejected)
+    if job.task == "sft":
+        kind, keys = (
+            (Document, (data.prompt, data.response)) if data.messages is None else (Conversation, (data.messages,))
+        )
+    fit = Fit(tokenizer=tokenizer, max_length=job.sequence_length or 1, setting="sequence_length", keys=keys)
+    corpus = _Texts(kind=kind, paths=data.file_name, fit=fit, template=template)
+    if data.eval_file_name is None or not job.eval_samples:
+        return corpus, None
+    return corpus, _Texts(kind=kind, paths=data.eval_file_name, fit=fit, template=template)
 
 
 def _joined(digests: Iterable[str | None]) -> str:

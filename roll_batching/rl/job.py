@@ -1,18 +1,21 @@
-"""The job: a supervised warm-up, then GRPO, both through one strategy, from one configuration."""
+"""The job: GRPO after a supervised warm-up, or supervised training alone, through one strategy."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from roll_batching.config import JobConfig
+from roll_batching.config.supervised import supervised
 from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import start_processes
+from roll_batching.observe.wandb_run import require_wandb
 from roll_batching.rl.export import export_at_the_end
-from roll_batching.rl.from_config import advantages_of, loss_of
+from roll_batching.rl.from_config import Advantages, advantages_of, loss_of
 from roll_batching.rl.grpo import Grpo, Objective
 from roll_batching.rl.inputs import load_inputs
 from roll_batching.rl.run import Run
-from roll_batching.rl.sft import train_supervised
+from roll_batching.rl.supervised import train_on_texts, warm_up
 
 
 def run_job(config: JobConfig) -> None:
@@ -23,13 +26,21 @@ def run_job(config: JobConfig) -> None:
     on all ranks, for what only shows while it runs.
     """
     config.check_runnable()
+    if config.track_with == "wandb":
+        require_wandb()
     inputs = load_inputs(config)
-    objective = _objective(config) if config.max_steps else None
+    start_processes(config.actor_train.backend_timeout)
+    loss = _loss(config) if config.max_steps else None
+    objective = (
+        Objective(loss=loss, advantages=_advantages(config)) if config.max_steps and not supervised(config) else None
+    )
     with contextlib.ExitStack() as until_the_end:
         run = Run(config, inputs, until_the_end)
         try:
             if config.warmup is not None:
-                train_supervised(run)
+                warm_up(run)
+            if supervised(config):
+                train_on_texts(run, loss)
             if objective is not None:
                 Grpo(run, objective).run()
             model = export_at_the_end(config, run.strategy)
@@ -40,10 +51,16 @@ def run_job(config: JobConfig) -> None:
         run.recorder.conclude("full" if fixed else batching.mode, model)
 
 
-def _objective(config: JobConfig) -> Objective:
-    """Loss and advantages, which may be a user's own code: before the model is built, and the same on all ranks."""
-    start_processes(config.actor_train.backend_timeout)
+def _loss(config: JobConfig) -> Any:
+    """The loss, which may be a user's own code: before the model is built, and the same on all ranks."""
     with consensus(host_group(), "the job's objective") as facts:
-        words = (config.loss_function, config.loss_args, config.adv_estimator)
-        facts.equal("the loss, its settings and the advantages", words, "Start all ranks with the same settings")
-        return Objective(loss=loss_of(config), advantages=advantages_of(config))
+        words = (config.loss_function, config.loss_args)
+        facts.equal("the loss and its settings", words, "Start all ranks with the same settings")
+        return loss_of(config)
+
+
+def _advantages(config: JobConfig) -> Advantages:
+    """What makes advantages, as `_loss`."""
+    with consensus(host_group(), "the job's objective") as facts:
+        facts.equal("the advantages", config.adv_estimator, "Start all ranks with the same settings")
+        return advantages_of(config)

@@ -15,9 +15,11 @@ from roll_batching.observe.metrics_file import EVENTS, METRICS, MetricsWriter, R
 from roll_batching.observe.progress import ProgressReporter
 from roll_batching.observe.rollouts_file import RolloutsFile, cut_after, end_of_step
 from roll_batching.observe.summary import show_summary, summarize
+from roll_batching.observe.wandb_run import WandbRun
 from roll_batching.rl.folder import CONFIG, MODEL, EarlierRun, folder_of
 
 CURVE = "learning_curve.png"
+_TITLES = {"grpo": "GRPO", "sft": "supervised fine-tuning", "dpo": "learning from pairs"}
 
 
 class RunRecorder:
@@ -58,7 +60,7 @@ class RunRecorder:
                 earlier.keep(config)
         with whole_file(config) as partial:
             partial.write_text(text, encoding="utf-8")
-        self.metrics = MetricsWriter(self.folder, resume_after=resume_after)
+        self.metrics = MetricsWriter(self.folder, resume_after=resume_after, tracker=self._tracker())
         if told := earlier.told():
             self.progress.note(told)
 
@@ -68,6 +70,13 @@ class RunRecorder:
         if path.exists() and (end := end_of_step(path, step)) < path.stat().st_size:
             earlier.keep(path)
             cut_after(path, end)
+
+    def _tracker(self) -> WandbRun | None:
+        """Where rows go beside the folder."""
+        config = self._config
+        if config.track_with != "wandb":
+            return None
+        return WandbRun(self.folder, config.exp_name, config.to_dict(), config.tracker_kwargs)
 
     def start(self, phase: str, steps: int, done: int = 0) -> None:
         """A phase of `steps` steps begins, or goes on after `done` of them."""
@@ -98,7 +107,8 @@ class RunRecorder:
         if not self._enabled:
             return
         config = self._config
-        title = f"{config.exp_name}: GRPO" if config.max_steps else f"{config.exp_name}: supervised"
+        kind = _TITLES[config.task] if config.max_steps else "supervised"
+        title = f"{config.exp_name}: {kind}"
         if config.control != "none":
             title += f", control ({config.control} advantages)"
         plot_learning_curve(self.metrics.rows, self.folder / CURVE, title=title)

@@ -188,7 +188,7 @@ class RewardProcess:
 
 def reward_of(job: JobConfig) -> RewardProcess | None:
     """The reward that `job` names, not yet started; None for a job without an RL phase."""
-    if not job.max_steps or job.reward_function is None:
+    if job.task != "grpo" or not job.max_steps or job.reward_function is None:
         return None
     return RewardProcess(job.reward_function, job.reward_args, limit=job.reward_timeout)
 

@@ -8,10 +8,11 @@ import os
 import torch.distributed as dist
 
 from roll_batching.config import JobConfig
+from roll_batching.config.supervised import supervised
 from roll_batching.distributed import consensus
 from roll_batching.rl.checkpoint import JobCheckpoints
 from roll_batching.rl.folder import EarlierRun, folder_of, held
-from roll_batching.rl.from_config import sampling_of, schedule_of
+from roll_batching.rl.from_config import sampling_of, schedule_of, supervised_schedule_of
 from roll_batching.rl.inputs import JobInputs
 from roll_batching.rl.recorder import RunRecorder
 from roll_batching.rl.rollout import start_reward
@@ -27,10 +28,17 @@ class Run:
     def __init__(self, config: JobConfig, inputs: JobInputs, until_the_end: contextlib.ExitStack) -> None:
         self.config, self.inputs = config, inputs
         self.sampling = sampling_of(config, inputs.tokenizer)
-        self.schedule = schedule_of(config, config.dp_size(int(os.environ.get("WORLD_SIZE", "1"))))
-        """The RL phase's training arguments."""
+        dp_size = config.dp_size(int(os.environ.get("WORLD_SIZE", "1")))
+        self.texts_per_step = config.mini_batch_size(dp_size) // (2 if config.task == "dpo" else 1)
+        """sft and dpo: texts or pairs of an optimizer step over all ranks."""
+        if supervised(config):
+            self.schedule = supervised_schedule_of(config, len(inputs.corpus or ()), self.texts_per_step)
+        else:
+            self.schedule = schedule_of(config, dp_size)
+        """Training arguments of the job's main phase."""
+        temperature = 1.0 if supervised(config) else self.sampling.temperature
         worker = config.actor_train.model_copy(update={"training_args": self.schedule})
-        self.strategy = MegatronTrainStrategy(worker, seed=config.seed, temperature=self.sampling.temperature)
+        self.strategy = MegatronTrainStrategy(worker, seed=config.seed, temperature=temperature)
         self.strategy.initialize()
         layout = self.strategy.layout
         with consensus(layout.host_group, "the job's inputs") as facts:

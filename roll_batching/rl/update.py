@@ -77,7 +77,7 @@ def train_on_rollouts(
     if strategy.batching.logprob_plan != "none":
         home = _with_old_log_probs(strategy, home, table, [m.plan for m in first_epoch], masks)
     if reference is not None:
-        home = _with_log_probs(reference, home, [reference.plan(table, forward=True)], "ref_log_probs", masks)
+        home = with_log_probs(reference, home, [reference.plan(table, forward=True)], "ref_log_probs", masks)
     if finish is not None:
         home = finish(home)
     if spec.prepare is not None:
@@ -120,17 +120,17 @@ def _with_old_log_probs(
     """`logprob_plan: train` shares the plans of the first epoch, so that the first ratio is exactly 1."""
     if strategy.batching.logprob_plan == "own":
         plans = [strategy.plan(table, forward=True)]
-    return _with_log_probs(strategy, home, plans, "old_log_probs", masks)
+    return with_log_probs(strategy, home, plans, "old_log_probs", masks)
 
 
-def _with_log_probs(
+def with_log_probs(
     strategy: MegatronInferStrategy,
     home: SampleBatch,
     plans: Sequence[Plan],
     name: str,
     masks: Sequence[str],
 ) -> SampleBatch:
-    """`home` with the model's log-probs under `name`; samples that no plan holds read 0."""
+    """`home` with the model's log-probs under `name`; samples that no plan holds read 0. Collective."""
     parts = []
     for plan in plans:
         local = distribute(home, plan)

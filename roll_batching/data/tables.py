@@ -1,0 +1,98 @@
+"""Tables of texts, row by row: Parquet files, and folders that Hugging Face's `datasets` saved (`save_to_disk`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_AT_ONCE = 1024
+"""Rows that are held as Python objects."""
+
+
+class TableError(Exception):
+    """What is wrong with a table, and what to do."""
+
+    def __init__(self, what: str, cure: str) -> None:
+        self.what, self.cure = what, cure
+
+
+@dataclass(frozen=True)
+class Table:
+    """A Parquet file or a folder of `datasets`."""
+
+    path: Path
+
+    def rows(self, read: Callable[[int], None] = lambda size: None) -> Iterator[dict[str, Any]]:
+        """The rows as plain data; an absent part of a message is left out. `read` hears of bytes that were read.
+
+        Raises TableError: pyarrow is missing, a folder of several splits, a file that is none.
+        """
+        try:
+            import pyarrow
+        except ImportError:
+            raise TableError("is a table, which needs pyarrow", "pip install 'roll-batching[parquet]'.") from None
+        try:
+            if self.path.is_dir():
+                batches = _of_arrow(self.path, read)
+            else:
+                batches = _of_parquet(self.path, read)
+            for batch in batches:
+                yield from (_without_gaps(row) for row in batch.to_pylist())
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise TableError(f"cannot be read as a table ({error})", "Write it again, or give JSON Lines.") from None
+
+
+def table_of(path: Path) -> Table | None:
+    """The table at `path`; None where there is another kind of file, or none."""
+    if path.is_dir():
+        return Table(path) if (path / _STATE).is_file() or (path / _SPLITS).is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            return Table(path) if file.read(4) == b"PAR1" else None
+    except OSError:
+        return None  # said by whoever reads it as lines
+
+
+def _of_parquet(path: Path, read: Callable[[int], None]) -> Iterator[Any]:
+    import pyarrow.parquet as parquet
+
+    file = parquet.ParquetFile(path)
+    size, count = path.stat().st_size, max(file.metadata.num_rows, 1)
+    for batch in file.iter_batches(batch_size=_AT_ONCE):
+        read(size * batch.num_rows // count)
+        yield batch
+
+
+def _of_arrow(folder: Path, read: Callable[[int], None]) -> Iterator[Any]:
+    import pyarrow
+
+    if not (folder / _STATE).is_file():
+        splits = ", ".join(json.loads((folder / _SPLITS).read_text(encoding="utf-8"))["splits"])
+        raise TableError(f"holds several splits ({splits})", f"Name one: {folder}/NAME.")
+    state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    for name in [entry["filename"] for entry in state["_data_files"]]:
+        file = folder / name
+        with pyarrow.memory_map(str(file)) as source:
+            for batch in pyarrow.ipc.open_stream(source):
+                read(batch.nbytes)
+                for start in range(0, batch.num_rows, _AT_ONCE):
+                    yield batch.slice(start, _AT_ONCE)
+
+
+def _without_gaps(value: Any) -> Any:
+    """`value` without the keys of nested objects that hold nothing: a column gives every row all keys of any."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: [_filled(item) for item in inner] if isinstance(inner, list) else inner for key, inner in value.items()
+    }
+
+
+def _filled(item: Any) -> Any:
+    return {key: inner for key, inner in item.items() if inner is not None} if isinstance(item, dict) else item

@@ -1,0 +1,111 @@
+"""Where a supervised phase takes its optimizer steps from: planned mini-batches of a text's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from roll_batching.data import SampleBatch, gather_lengths
+from roll_batching.data.encode import encode_documents, encode_pairs
+from roll_batching.data.epochs import EpochStream
+from roll_batching.data.membership import rank_slice
+from roll_batching.data.table import LengthTable
+from roll_batching.data.texts import Conversation, Document, Pair, TextDataset
+from roll_batching.data.tokenizers import Tokenizer
+from roll_batching.distributed import consensus
+from roll_batching.planning import Plan
+from roll_batching.rl.running import Resumable
+from roll_batching.strategy import MegatronInferStrategy
+
+Learnt = Document | Conversation | Pair
+"""What is learnt from: a text, or a pair, which is two samples."""
+
+
+class StepSource(Resumable, Protocol):
+    """Gives the samples of one optimizer step after the other, with their plan."""
+
+    ended: bool
+    """Whether the step that was given last was the last of all; the same on all ranks."""
+
+    def __next__(self) -> tuple[SampleBatch, Plan]:
+        """This rank's samples, as they lie here now, and the plan of all ranks'. Collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Texts or pairs to samples."""
+
+    tokenizer: Tokenizer
+    max_length: int
+    """Most tokens of a sample."""
+    pairs: bool = False
+    """Whether pairs are learnt from."""
+
+    @property
+    def samples_of_each(self) -> int:
+        """Samples that one text or pair makes."""
+        return 2 if self.pairs else 1
+
+    def encode(self, texts: Sequence[Any], ids: Any = None) -> SampleBatch:
+        """`texts`, at least one, with ids by `ids` (of pairs: see `encode_pairs`)."""
+        encode = encode_pairs if self.pairs else encode_documents
+        return encode(texts, self.tokenizer, max_length=self.max_length, ids=ids)
+
+    def share(self, texts: Sequence[Any], dp_rank: int, dp_size: int) -> SampleBatch:
+        """This rank's contiguous share of `texts`, at least one, with ids by place in the list; may be empty."""
+        mine = rank_slice(len(texts), dp_rank, dp_size)
+        if mine.start == mine.stop:
+            return self.encode(texts[:1]).select([])
+        return self.encode(texts[mine], torch.arange(mine.start, mine.stop))
+
+    def groups_of(self, table: LengthTable) -> Any:
+        """What must share a micro-batch: int64[n], or None for texts."""
+        return table.ids // self.samples_of_each if self.pairs else None
+
+
+class PlannedSteps:
+    """Mini-batches of one size, drawn epoch after epoch, each planned over all ranks.
+
+    Args:
+        texts: all of them, the same on every rank.
+        encoder: turns them into samples.
+        strategy: plans.
+        size: texts or pairs of an optimizer step, over all ranks.
+        seed: of their order.
+    """
+
+    ended = False
+
+    def __init__(
+        self, texts: TextDataset[Any], encoder: Encoder, strategy: MegatronInferStrategy, *, size: int, seed: int
+    ) -> None:
+        self.encoder, self.strategy = encoder, strategy
+        self._stream: EpochStream[Any] = EpochStream(texts, size, seed=seed)
+
+    def __next__(self) -> tuple[SampleBatch, Plan]:
+        return shared_and_planned(next(self._stream), self.encoder, self.strategy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data."""
+        return self._stream.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there. Raises DataError for other texts or another seed."""
+        self._stream.load_state_dict(state)
+
+
+def shared_and_planned(
+    texts: Sequence[Learnt], encoder: Encoder, strategy: MegatronInferStrategy, *, forward: bool = False
+) -> tuple[SampleBatch, Plan]:
+    """This rank's share of `texts`, the same list on every rank, and the plan of all. Collective.
+
+    `forward` plans a pass without gradient.
+    """
+    layout = strategy.layout
+    with consensus(layout.host_group, "encoding texts"):
+        home = encoder.share(texts, layout.dp_rank, layout.dp_size)
+    table = gather_lengths(home)
+    return home, strategy.plan(table, forward=forward, group_ids=encoder.groups_of(table))

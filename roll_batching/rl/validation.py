@@ -1,0 +1,45 @@
+"""The loss on held-out texts or pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from roll_batching.data import distribute
+from roll_batching.losses import loss_spec
+from roll_batching.observe.metrics_file import Row
+from roll_batching.rl.steps import Encoder, Learnt, shared_and_planned
+from roll_batching.rl.update import with_log_probs
+from roll_batching.strategy import MegatronInferStrategy
+
+
+class Validation:
+    """Held-out samples, planned once and lying where they are computed. Building it is collective.
+
+    Args:
+        texts: at least one, the same on every rank.
+        encoder: turns them into samples.
+        strategy: what is measured.
+        reference: whose log-probs the loss reads, if any: computed here, once.
+        loss: a loss object.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[Learnt],
+        encoder: Encoder,
+        strategy: MegatronInferStrategy,
+        reference: MegatronInferStrategy | None,
+        loss: Any,
+    ) -> None:
+        self.strategy, self.loss, self._texts = strategy, loss, len(texts)
+        home, self._plan = shared_and_planned(texts, encoder, strategy, forward=True)
+        if reference is not None:
+            home = with_log_probs(reference, home, [self._plan], "ref_log_probs", loss_spec(loss).masks)
+        self._local = distribute(home, self._plan)
+
+    def __call__(self, updates: int) -> Row:
+        """Figures after `updates` optimizer steps: `eval_loss`, the loss's metrics, texts. Collective."""
+        figures = self.strategy.evaluate(self._local, self._plan, self.loss)
+        named = {f"eval_{name}": value for name, value in figures.items()}
+        return {"eval_updates": updates, **named, "eval_samples": self._texts}
