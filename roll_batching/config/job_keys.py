@@ -117,6 +117,11 @@ class JobKeys(ObjectiveKeys, RollJobKeys):
     save_total_limit: int | None = honoured(
         None, help="Keep only so many checkpoints of the run, the latest. Default: all.", ge=1
     )
+    async_save: bool = honoured(
+        False,
+        help="Write checkpoints while training goes on, from a copy in host memory. The next one, and the last of a "
+        "phase, wait for it.",
+    )
     export_model: bool = honoured(
         True,
         help="At the end of a run that started from a model directory: write the trained model as one, into the folder "

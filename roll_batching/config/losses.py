@@ -99,6 +99,14 @@ class DPOSettings(PreferenceSettings):
     label_smoothing: float = honoured(0.0, help="Share of pairs whose label is taken to be wrong.", ge=0, lt=0.5)
 
 
+class KTOSettings(Settings):
+    """`loss_args` of `kto`."""
+
+    beta: float = honoured(0.1, help="How strongly the policy is held to the reference.", gt=0)
+    desirable_weight: float = honoured(1.0, help="Weight of desirable responses.", ge=0)
+    undesirable_weight: float = honoured(1.0, help="Weight of the others.", ge=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loss(Entry):
     """A registered loss."""
@@ -208,5 +216,12 @@ LOSSES: Registry[Loss] = Registry(
         summary="identity preference optimisation over pairs of responses: the squared distance of the margin",
         reads=("response_mask", "ref_log_probs", "pair", "chosen"),
         settings=PreferenceSettings,
+    ),
+    Loss(
+        name="kto",
+        target="roll_batching.losses.unpaired:KTOLoss",
+        summary="Kahneman-Tversky optimisation: responses that are desirable or not, without pairs",
+        reads=("response_mask", "ref_log_probs", "desirable", "reference_point"),
+        settings=KTOSettings,
     ),
 )

@@ -10,6 +10,7 @@ from roll_batching.losses.overlong import mask_overlong
 from roll_batching.losses.preference import DPOLoss, IPOLoss
 from roll_batching.losses.sequences import SequenceView
 from roll_batching.losses.supervised import SFTLoss
+from roll_batching.losses.unpaired import KTOLoss, mismatched, reference_point
 from roll_batching.losses.views import TokenView
 from roll_batching.losses.vocab_parallel import token_log_probs
 
@@ -20,6 +21,7 @@ __all__ = [
     "GMPOLoss",
     "GPGLoss",
     "IPOLoss",
+    "KTOLoss",
     "KlCovLoss",
     "LossOutput",
     "Max",
@@ -39,6 +41,8 @@ __all__ = [
     "k3",
     "loss_spec",
     "mask_overlong",
+    "mismatched",
+    "reference_point",
     "sequence_mean",
     "sequence_sum",
     "token_log_probs",

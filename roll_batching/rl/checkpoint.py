@@ -28,14 +28,10 @@ from roll_batching.planning import ParallelDims
 from roll_batching.rl.folder import EarlierRun
 from roll_batching.rl.running import Resumable
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
-from roll_batching.strategy.checkpoint import (
-    PARTIAL,
-    check_saving,
-    whole_or_nothing,
-    write_state,
-    write_text,
-)
+from roll_batching.strategy.checkpoint import check_saving, write_state
 from roll_batching.strategy.checkpoint_files import check_files, reading, words
+from roll_batching.strategy.checkpoint_folder import PARTIAL, Draft, write_text
+from roll_batching.strategy.checkpoint_writer import Writing
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +73,7 @@ class JobCheckpoints:
         self.strategy = strategy
         self.every = config.save_steps
         self.kept = config.save_total_limit
+        self.aside = config.async_save
         self.resumed: SavedPoint | None = None
         """The point that the run goes on from; None where it starts at the beginning."""
         self._group = strategy.layout.host_group
@@ -86,6 +83,7 @@ class JobCheckpoints:
                 self.resumed = _resumed(config, self.folder)
             facts.equal("the checkpoint that is found", self.resumed, "Save to a file system that all machines share")
         self.latest = self.resumed.path if self.resumed is not None else None
+        self._pending: tuple[Draft, list[Writing]] | None = None
 
     def _check(self) -> None:
         if self.every:
@@ -152,20 +150,47 @@ class JobCheckpoints:
         stream: Resumable,
         reference: MegatronInferStrategy | None = None,
     ) -> None:
-        """Writes a checkpoint after every `save_steps`-th and the `last` step of a phase. Collective."""
-        if not self.every or (step % self.every and step != last):
+        """Writes a checkpoint after every `save_steps`-th and the `last` step of a phase. Collective.
+
+        With `async_save` the step after next may find it being written; the next one, and the phase's end, wait for it.
+        """
+        if not self.every:
             return
-        path = self.folder / f"{phase}-{step:06d}"
-        with self._advised(self._last_whole), whole_or_nothing(path, self._group) as folder:
-            write_state(self.strategy.state, folder)
-            if reference is not None:
+        due = not step % self.every or step == last
+        with self._advised(self._last_whole):
+            self._settle(wait=due)
+            if not due:
+                return
+            aside = self.aside and step != last
+            draft = Draft(self.folder / f"{phase}-{step:06d}", self._group)
+            with draft.writing() as folder:
+                writings = [write_state(self.strategy.state, folder, aside=aside)]
+                if reference is not None:
+                    with consensus(self._group, "the job's checkpoints"):
+                        if dist.get_rank() == 0:
+                            (folder / "reference").mkdir()
+                    writings.append(write_state(reference.state, folder / "reference", aside=aside))
                 with consensus(self._group, "the job's checkpoints"):
-                    if dist.get_rank() == 0:
-                        (folder / "reference").mkdir()
-                write_state(reference.state, folder / "reference")
-            with consensus(self._group, "the job's checkpoints"):
-                self._write_own(folder, phase, step, stream)
-        self.latest = path
+                    self._write_own(folder, phase, step, stream)
+            self._pending = draft, writings
+            self._settle(wait=not aside)
+
+    def _settle(self, *, wait: bool) -> None:
+        """Makes the checkpoint that is being written whole: when all ranks have written, or, with `wait`, now."""
+        if self._pending is None:
+            return
+        draft, writings = self._pending
+        if not wait:
+            done = torch.tensor([all(writing.done for writing in writings)], dtype=torch.int32)
+            dist.all_reduce(done, op=dist.ReduceOp.MIN, group=self._group)
+            if not done:
+                return
+        self._pending = None
+        with draft.writing():
+            for writing in writings:
+                writing.finish()
+        draft.keep()
+        self.latest = draft.path
         if self.kept is not None and dist.get_rank() == 0:
             placed = sorted((place, path) for path in self.folder.iterdir() if (place := _place(path)) is not None)
             for _, old in placed[: -self.kept]:

@@ -1,18 +1,14 @@
 """Checkpoints of a model and its training state, by Megatron: saved in one parallel layout, loaded in another.
 
 A checkpoint is a folder: Megatron's files with the weights and the optimizer's state, cut into global tensors, and
-`strategy.json` with everything that is no tensor. It is written under another name and renamed when it is whole,
-so that what a killed process leaves is never taken for a checkpoint.
+`strategy.json` with everything that is no tensor.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import shutil
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +17,11 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import consensus, digest, exchange
-from roll_batching.errors import CheckpointError, RankError, RollBatchingError
-from roll_batching.files import cause
+from roll_batching.errors import CheckpointError
 from roll_batching.modeling.head import gpt_of
-from roll_batching.strategy.checkpoint_files import (
-    bytes_of,
-    check_files,
-    check_room,
-    errors_at_the_end,
-    load_tensors,
-    reading,
-)
+from roll_batching.strategy.checkpoint_files import check_files, load_tensors, quiet, reading
+from roll_batching.strategy.checkpoint_folder import RECORD, REPLACED, SAVING, whole_or_nothing
+from roll_batching.strategy.checkpoint_writer import Writing, bytes_of, check_room
 from roll_batching.strategy.optimizer_state import (
     check_optimizer,
     prepare_optimizer,
@@ -41,10 +31,7 @@ from roll_batching.strategy.optimizer_state import (
 from roll_batching.strategy.state import ModelState, TrainingState
 from roll_batching.strategy.weights import gather_parameters
 
-RECORD = "strategy.json"
-SAVING, LOADING = "saving a checkpoint", "loading a checkpoint"
-PARTIAL, REPLACED = ".partial", ".replaced"
-"""End the name of a checkpoint that is being written, and of the one before it while both are renamed."""
+LOADING = "loading a checkpoint"
 _NOT_OF_THE_FUNCTION = ("init_std", "hidden_dropout", "max_position_embeddings", "aux_loss_coeff", "z_loss_coeff")
 """Settings of an architecture that may change between saving and loading."""
 _SHOWN = 6
@@ -64,76 +51,14 @@ def check_saving(model: ModelState) -> None:
 def save_state(model: ModelState, path: str | Path) -> None:
     """Writes the checkpoint `path`, a folder. All ranks call it; see `MegatronInferStrategy.save`."""
     with whole_or_nothing(path, model.layout.host_group) as folder:
-        write_state(model, folder)
+        write_state(model, folder).finish()
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether the folder `path` is a checkpoint of a strategy's."""
-    return (path / RECORD).is_file()
+def write_state(model: ModelState, folder: Path, *, aside: bool = False) -> Writing:
+    """Writes a checkpoint's files into the empty `folder`, which are whole when `finish` has returned. Collective.
 
-
-@contextlib.contextmanager
-def whole_or_nothing(
-    path: str | Path, group: Any, *, what: str = SAVING, replaces: Callable[[Path], bool] = is_checkpoint
-) -> Iterator[Path]:
-    """An empty folder that becomes `path`, when the block has ended well on all ranks of `group`. Collective.
-
-    What lies at `path` is replaced where `replaces` says so; any other folder with something in it is refused. Raises
-    `RankError` on all ranks with what went wrong on any, naming the work `what`.
+    With `aside`, the tensors are copied to host memory and written while the caller goes on.
     """
-    with consensus(group, what) as facts:
-        path = Path(path)
-        partial, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
-        facts.equal("the path", path)
-        if dist.get_rank() == 0:
-            _make_empty(path, partial, replaced, replaces)
-    with consensus(group, what):
-        if not partial.is_dir():
-            raise CheckpointError(f"{path.parent} is not the same folder on all machines: save to a shared file system")
-    try:
-        failed = None
-        try:
-            yield partial
-        except RankError:  # heard by all
-            raise
-        except Exception as error:
-            failed = error
-        with consensus(group, what):
-            if failed is not None:
-                raise failed
-        with consensus(group, what):
-            if dist.get_rank() == 0:
-                if path.exists():
-                    path.rename(replaced)
-                partial.rename(path)
-                shutil.rmtree(replaced, ignore_errors=True)
-    except RollBatchingError:  # agreed on: all ranks are here
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # what it takes may be what is missing
-        dist.barrier(group=group)
-        raise
-
-
-def _make_empty(path: Path, partial: Path, replaced: Path, replaces: Callable[[Path], bool]) -> None:
-    """Makes the folder `partial`. What an interrupted save left is taken away, or back where it was."""
-    try:
-        if replaced.exists() and not path.exists():
-            replaced.rename(path)
-        if path.exists() and not replaces(path) and not (path.is_dir() and not any(path.iterdir())):
-            kind = " and is no checkpoint" if replaces is is_checkpoint else ""
-            raise CheckpointError(f"{path} exists{kind}: give another path")
-        for left in (partial, replaced):
-            if left.exists():
-                shutil.rmtree(left)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"{partial} cannot be made: {cause(error)}") from None
-
-
-def write_state(model: ModelState, folder: Path) -> None:
-    """Writes a checkpoint's files into the empty `folder`. All ranks call it."""
-    from megatron.core import dist_checkpointing
-
     group = model.layout.host_group
     with consensus(group, SAVING):
         check_saving(model)
@@ -157,19 +82,7 @@ def write_state(model: ModelState, folder: Path) -> None:
     with consensus(group, SAVING):
         if dist.get_rank() == 0:
             check_room(folder, int(needed))
-    with consensus(group, SAVING), errors_at_the_end(folder, int(needed)), _quiet():
-        dist_checkpointing.save(tensors, str(folder))
-    with consensus(group, SAVING):
-        if dist.get_rank() == 0:
-            write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    """Writes one of a checkpoint's own files. Raises `CheckpointError` with file and cause."""
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be written: {cause(error)}") from None
+    return Writing(tensors, json.dumps(record, indent=1) + "\n", folder, group, size=int(needed), aside=aside)
 
 
 def load_state(model: ModelState, path: str | Path, *, optimizer: bool) -> ModelState:
@@ -199,7 +112,7 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool) -> Model
         prepare_optimizer(mine)
     tensors = _sharded_tensors(model, mine, loading=True)
     _check_tensors(tensors, path, group, optimizer=mine is not None)
-    with _quiet():
+    with quiet():
         loaded, failed = load_tensors(tensors, path)
     with consensus(group, LOADING):
         if failed is not None:
@@ -243,14 +156,6 @@ def _restore_training(training: TrainingState, loaded: dict[Any, Any], record: d
         scheduler.num_steps = record["schedule_steps"]
         scheduler.step(0)
     return replace(training, skipped_steps=record["skipped_steps"])
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Megatron still calls what torch has announced to rename: nothing that a user could change."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
 
 
 # ---- checks

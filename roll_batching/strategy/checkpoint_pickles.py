@@ -53,7 +53,7 @@ class _IndexReader(pickle.Unpickler):
 
 
 def read_index(file: Path) -> Any:
-    """torch's `Metadata` from the file `.metadata`. Raises `UnpicklingError` where it names anything else; runs nothing."""
+    """The `Metadata` of torch in the file `.metadata`. Raises `UnpicklingError` where it names anything else."""
     with file.open("rb") as stream:
         return _IndexReader(stream).load()
 

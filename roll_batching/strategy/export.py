@@ -25,8 +25,9 @@ from roll_batching.huggingface.families import HEAD, rules_of
 from roll_batching.huggingface.stored import DERIVED, StoredTensors, torch_dtype
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, pieces
 from roll_batching.modeling.pretrained import PlacedParameter, family_of, placed_parameters
-from roll_batching.strategy.checkpoint import whole_or_nothing, write_text
-from roll_batching.strategy.checkpoint_files import check_room, words
+from roll_batching.strategy.checkpoint_files import words
+from roll_batching.strategy.checkpoint_folder import whole_or_nothing, write_text
+from roll_batching.strategy.checkpoint_writer import check_room
 from roll_batching.strategy.state import ModelState
 from roll_batching.strategy.weights import gather_parameters
 

@@ -41,6 +41,7 @@ def losses() -> dict[str, Any]:
         GPGLoss,
         IPOLoss,
         KlCovLoss,
+        KTOLoss,
         PolicyLoss,
         SAPOLoss,
         SFTLoss,
@@ -68,6 +69,7 @@ def losses() -> dict[str, Any]:
         ),
         "GPG, TOPR": Both(GPGLoss(), TOPRLoss(negative_weight=0.5)),
         "SFT": SFTLoss(),
+        "KTO": KTOLoss(undesirable_weight=1.5),
         "DPO": DPOLoss(),
         "IPO, SFT": IPOLoss(average_log_probs=True, sft_coef=0.1),
     }
@@ -89,9 +91,14 @@ def batch() -> Any:
         "held_back": torch.rand(data.num_tokens, generator=g) < 0.2,
         "pair": torch.arange(len(data)) // 2,
         "chosen": torch.arange(len(data)) % 2 == 0,
+        "desirable": torch.arange(len(data)) % 3 == 0,
+        "reference_point": torch.full((len(data),), 0.7),
         "rollout_log_probs": data["old_log_probs"] + 0.2 * torch.randn(data.num_tokens, generator=g),
     }
-    samples, predictions = ("weights", "rewards", "pair", "chosen"), ("rollout_log_probs", "held_back")
+    samples, predictions = (
+        ("weights", "rewards", "pair", "chosen", "desirable", "reference_point"),
+        ("rollout_log_probs", "held_back"),
+    )
     kinds = dict.fromkeys(samples, "sample") | dict.fromkeys(predictions, "next_token")
     return data.with_fields(extra | {"response_mask": mask}, kinds | {"response_mask": "token"})
 

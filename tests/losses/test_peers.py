@@ -3,7 +3,7 @@
 The numbers were made once by running the peers' own functions in float64 on the same rows, padded: verl b178a3c
 (verl/trainer/ppo/core_algos.py), ROLL 8eb27cc (roll/pipeline/rlvr/actor_pg_worker.py, and dpo/actor_worker.py),
 NeMo-RL 7ea279a (nemo_rl/algorithms/loss/loss_functions.py), slime 624b824 (slime/utils/ppo_utils.py), TRL f2cd577
-(trl/trainer/grpo_trainer.py and dpo_trainer.py, the lines of their losses).
+(trl/trainer/grpo_trainer.py, dpo_trainer.py and kto_trainer.py, the lines of their losses).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.losses.waves import batch, figures
 
@@ -153,3 +154,23 @@ def test_preferences_give_the_peers_numbers(name: str) -> None:
     loss, options, expected = PREFERENCES[name]
     found = figures(getattr(roll_batching.losses, loss)(beta=0.3, **options), bins=PAIRED)
     assert found == pytest.approx(expected, rel=1e-8)
+
+
+POINT = 0.682342676424867
+"""The reference point of `tests/losses/test_unpaired.py`."""
+UNPAIRED: dict[str, tuple[float, dict[str, float], tuple[float, float, float]]] = {
+    "TRL": (POINT, {}, (0.433987794069, 0.0513528417583, -0.00904452130648)),
+    "TRL, weighted": (POINT, {"undesirable_weight": 1.5}, (0.527511731098, 0.0662012020542, -0.00896042268568)),
+    "TRL apo_zero_unpaired": (0.0, {}, (0.433588320862, 0.0519947061045, -0.00896899678994)),
+}
+
+
+@pytest.mark.parametrize("name", UNPAIRED)
+def test_kto_gives_the_peers_numbers(name: str) -> None:
+    from roll_batching.losses import KTOLoss
+
+    point, options, expected = UNPAIRED[name]
+    data = batch()
+    fields = {"desirable": data["chosen"], "reference_point": torch.full((len(data),), point, dtype=torch.float64)}
+    data = data.with_fields(fields, dict.fromkeys(fields, "sample"))
+    assert figures(KTOLoss(beta=0.3, **options), data) == pytest.approx(expected, rel=1e-8)

@@ -1,0 +1,111 @@
+"""A loss over responses that are good or bad each by itself: Kahneman-Tversky optimisation, KTO.
+
+Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8. What a response gained, log p - log p_ref, is measured
+against a reference point: what responses gain that do not belong to their prompts. It is one number for a whole
+optimizer step, so that the loss does not depend on micro-batches:
+
+    other = mismatched(batch)                         # as they lie at home, before anything moves
+    ...                                               # other's log_probs, by the policy and by the reference
+    point = reference_point(other, strategy.layout)   # the same on every rank
+    batch = batch.with_fields({"reference_point": torch.full((len(batch),), point)}, {"reference_point": "sample"})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from roll_batching.data import SampleBatch
+from roll_batching.data.positions import counted_positions, sample_of
+from roll_batching.data.ragged import row_indices
+from roll_batching.distributed import exchange
+from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.errors import DataError, LossError
+from roll_batching.losses.contract import LossOutput, Mean
+from roll_batching.losses.views import TokenView
+
+
+def mismatched(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
+    """Each prompt of `batch` with the response of the sample before it, the first with the last's.
+
+    A response is what lies from the first token on that the `token` field `mask` counts; the result has `input_ids`,
+    `mask` and the ids of the prompts. Raises `DataError` for a sample without prompt or response, and for a lone one.
+    """
+    if len(batch) < 2:
+        raise DataError("a batch of one sample has no other response: give at least two")
+    counted = batch[mask].cpu() != 0
+    within = torch.arange(batch.num_tokens) - batch.offsets[:-1][sample_of(batch)]
+    first = torch.where(counted, within, batch.max_length)
+    prompts = torch.full((len(batch),), batch.max_length).scatter_reduce(0, sample_of(batch), first, "amin")
+    if len(wrong := batch.ids[(prompts == 0) | (prompts >= batch.lengths)]):
+        raise DataError(f"the samples {wrong[:8].tolist()} have no prompt or no counted response token: leave them out")
+    starts, responses = batch.offsets[:-1], (batch.lengths - prompts).roll(1)
+    begins = torch.stack([starts, (starts + prompts).roll(1)], -1).flatten()
+    taken = row_indices(begins, torch.stack([prompts, responses], -1).flatten())
+    fields = {name: batch[name].cpu()[taken] for name in ("input_ids", mask)}
+    return SampleBatch(batch.ids, prompts + responses, fields, {name: batch.schema[name] for name in fields})
+
+
+def reference_point(mismatched: SampleBatch, layout: ParallelLayout, mask: str = "response_mask") -> float:
+    """What mismatched responses gained, the mean over those of all ranks and at least 0. Collective.
+
+    `mismatched` holds this rank's, with the next_token fields `log_probs` of the policy as it is and `ref_log_probs`;
+    all ranks of a replica hold the same. The gain is the sum over the tokens that `mask` counts.
+    """
+    gained = (mismatched["log_probs"] - mismatched["ref_log_probs"]).detach().double().cpu()
+    mine = float(torch.where(counted_positions(mismatched, mask), gained, 0.0).sum()), len(mismatched)
+    parts = exchange(layout.host_group, "the reference point of KTO", lambda: mine if layout.reports else (0.0, 0))
+    return max(sum(total for total, _ in parts) / max(sum(count for _, count in parts), 1), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOLoss:
+    """w (1 - sigmoid(beta (gain - point))) of a desirable response, the gain and the point exchanged otherwise.
+
+    The mean over all responses of the step. Reads `response_mask`, `ref_log_probs` (next_token), and the sample fields
+    `desirable` (bool) and `reference_point` (float, see `reference_point`; 0 everywhere: APO-zero, unpaired,
+    D'Oosterlinck et al. 2024, arXiv 2408.06266). Samples need no partner, and are packed in any order.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"log_probs"})
+    masks: ClassVar[tuple[str, ...]] = ("response_mask",)
+    beta: float = 0.1
+    """How strongly the policy is held to the reference."""
+    desirable_weight: float = 1.0
+    """Of desirable responses. With n_d and n_u of each, the paper wants weights whose n_d w_d : n_u w_u is 1 to 4/3."""
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0 or min(self.desirable_weight, self.undesirable_weight) < 0:
+            raise LossError(
+                f"beta {self.beta}, desirable_weight {self.desirable_weight}, undesirable_weight "
+                f"{self.undesirable_weight}: give beta above 0 and weights from 0"
+            )
+
+    def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Raises `DataError` when a sample field is missing."""
+        for name in ("desirable", "reference_point"):
+            if name not in batch.schema or batch.schema[name].kind != "sample":
+                raise DataError(f"KTOLoss needs the sample field {name!r}")
+
+    def token_loss(self, tokens: TokenView) -> LossOutput:
+        """The pack's share of the loss."""
+        gained = tokens.segment_sum(tokens.log_probs - tokens["ref_log_probs"])
+        desirable = tokens["desirable"].bool()
+        liked = desirable.to(gained.dtype)
+        weight = self.desirable_weight * liked + self.undesirable_weight * (1 - liked)
+        lacking = self.beta * (1 - 2 * liked) * (gained - tokens["reference_point"])
+        loss = tokens.sample_mean(weight * torch.sigmoid(lacking))
+        present = tokens.segment_count() > 0
+        rewards = self.beta * gained.detach()
+        metrics = {
+            "desirable_reward": Mean((rewards * (desirable & present)).sum(), (desirable & present).sum()),
+            "undesirable_reward": Mean((rewards * (~desirable & present)).sum(), (~desirable & present).sum()),
+            "reference_point": Mean((tokens["reference_point"] * present).sum(), present.sum()),
+        }
+        return LossOutput(loss, metrics)
