@@ -11,6 +11,7 @@ reference page and the tests all read one source:
 from __future__ import annotations
 
 import inspect
+import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -120,7 +121,18 @@ def ordered_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
 
 def nested_settings(field: FieldInfo) -> type[Settings] | None:
     """The settings class that `field` holds, alone or as one side of an optional; None for plain values."""
+    if typing.get_origin(field.annotation) is dict:
+        return None
     for candidate in (field.annotation, *getattr(field.annotation, "__args__", ())):
         if isinstance(candidate, type) and issubclass(candidate, Settings):
             return candidate
+    return None
+
+
+def named_settings(field: FieldInfo) -> type[Settings] | None:
+    """The settings class that `field` holds any number of, by names of the user's; None for everything else."""
+    if typing.get_origin(field.annotation) is dict:
+        inside = typing.get_args(field.annotation)[1]
+        if isinstance(inside, type) and issubclass(inside, Settings):
+            return inside
     return None

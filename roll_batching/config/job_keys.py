@@ -10,6 +10,7 @@ from pydantic import model_validator
 from roll_batching.config.diagnostics import ConfigFileError, Problem
 from roll_batching.config.fields import Settings, honoured
 from roll_batching.config.objective import ObjectiveKeys
+from roll_batching.config.rewards import RewardKeys
 from roll_batching.config.roll_keys import RollJobKeys
 from roll_batching.config.worker import Environment, TrainingArgs, WorkerConfig
 
@@ -82,7 +83,7 @@ class WarmupConfig(Settings):
         return self.training_args.model_copy(update={"max_steps": steps})
 
 
-class JobKeys(ObjectiveKeys, RollJobKeys):
+class JobKeys(ObjectiveKeys, RewardKeys, RollJobKeys):
     """What a file says of a job."""
 
     task: Task = honoured(
@@ -168,16 +169,6 @@ class JobKeys(ObjectiveKeys, RollJobKeys):
     )
     sequence_length: int | None = honoured(
         None, help="Longest prompt and response together. Default: prompt_length + response_length.", ge=2
-    )
-    reward_function: str | None = honoured(
-        None, help="Dotted path of the function that scores responses. Needed when max_steps > 0."
-    )
-    reward_args: dict[str, Any] = honoured(default_factory=dict, help="Keyword arguments for the reward function.")
-    reward_timeout: float = honoured(
-        300.0,
-        help="Seconds that one call of the reward function may take, and the import of its module (60 at least); a "
-        "longer one ends the job with an error that names the sample.",
-        gt=0,
     )
     tokenizer: TokenizerConfig = honoured(default_factory=TokenizerConfig, help="How text becomes tokens.")
     warmup: WarmupConfig | None = honoured(None, help="Supervised phase before RL. Default: none.")

@@ -10,8 +10,11 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from roll_batching.config.diagnostics import KeyPath
-from roll_batching.config.fields import Settings, nested_settings, ordered_fields
+from roll_batching.config.fields import Settings, named_settings, nested_settings, ordered_fields
 from roll_batching.config.job_keys import ROLES, JobKeys
+
+ANY_NAME = "NAME"
+"""In a path of the schema: a name that the user chooses."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ def schema_keys(root: type[Settings] = JobKeys, prefix: tuple[str, ...] = ()) ->
         yield key
         if key.section is not None:
             yield from schema_keys(key.section, key.path)
+        named = named_settings(field)
+        if named is not None:
+            yield from schema_keys(named, (*key.path, ANY_NAME))
 
 
 @cache
@@ -46,10 +52,15 @@ def all_keys() -> tuple[SchemaKey, ...]:
 def settings_at(path: KeyPath) -> type[Settings] | None:
     """The settings class at `path`; None when a plain value (or nothing) is there."""
     here: type[Settings] | None = JobKeys
+    named: type[Settings] | None = None
     for part in path:
+        if named is not None:
+            here, named = named, None
+            continue
         if here is None or part not in here.model_fields:
             return None
-        here = nested_settings(here.model_fields[str(part)])
+        field = here.model_fields[str(part)]
+        here, named = nested_settings(field), named_settings(field)
     return here
 
 
@@ -77,7 +88,11 @@ def given_keys(
         path = (*prefix, name)
         field = settings.model_fields.get(name) if settings is not None else None
         below = nested_settings(field) if field is not None else None
-        if isinstance(value, dict) and value and (below is not None or settings is not None):
+        named = named_settings(field) if field is not None else None
+        if named is not None and isinstance(value, dict):
+            for chosen, section in value.items():
+                yield from given_keys(section, (*path, chosen), named)
+        elif isinstance(value, dict) and value and (below is not None or settings is not None):
             yield from given_keys(value, path, below)
         else:
             yield path, value

@@ -15,9 +15,18 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from roll_batching.config.fields import Honoured, Noticed, Refused, Settings, nested_settings, ordered_fields, use_of
+from roll_batching.config.fields import (
+    Honoured,
+    Noticed,
+    Refused,
+    Settings,
+    named_settings,
+    nested_settings,
+    ordered_fields,
+    use_of,
+)
 from roll_batching.config.job_keys import ROLES, JobKeys
-from roll_batching.config.key_paths import schema_keys
+from roll_batching.config.key_paths import ANY_NAME, schema_keys
 from roll_batching.config.losses import LOSSES, ROLLOUT_FIELDS
 from roll_batching.config.notices import unread_in
 from roll_batching.config.registered import registered_name
@@ -85,6 +94,9 @@ def _losses() -> str:
 def _sections(root: type[Settings], prefix: tuple[str, ...]) -> list[tuple[str, type[Settings]]]:
     found = []
     for name, field in ordered_fields(root).items():
+        named = named_settings(field)
+        if named is not None:
+            found.append((".".join((*prefix, name, ANY_NAME)), named))
         below = nested_settings(field)
         if below is None:
             continue

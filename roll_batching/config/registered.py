@@ -19,10 +19,11 @@ class RegisteredName:
 
     registry: Registry[Any]
 
-    def check(self, name: str) -> str:
+    def check(self, name: str | None) -> str | None:
         """`name`, if the registry has it or it is written as a dotted path. Raises ValueError."""
         try:
-            self.registry.get(name)
+            if name is not None:  # where the field allows it
+                self.registry.get(name)
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return name

@@ -191,7 +191,6 @@ class RollDataArgs(Settings):
     dataset_type: str | None = refused(
         "json", help="Kind of file.", reason="only JSON lines are read", allowed=(None, "jsonl")
     )
-    tag: str | None = noticed(None, help="Key of the domain.", notice="one reward function serves all prompts")
     id: str | None = noticed(None, help="Key of the id.", notice="samples are numbered by the job")
     preprocessing_num_workers: int | None = noticed(
         None, help="Processes that tokenise.", notice="prompts are tokenised in the job's own process"
@@ -295,7 +294,7 @@ class RollJobKeys(Settings):
     )
     hydra: dict[str, Any] | None = noticed(None, help="Hydra's own section.", notice="Hydra is not used here")
     reward_pretrain: str | None = noticed(
-        None, help="Checkpoint of a reward model.", notice="rewards come from reward_function"
+        None, help="Checkpoint of a reward model.", notice="rewards come from reward_function, or from rewards"
     )
     global_template: str | None = noticed(
         None,
@@ -337,9 +336,6 @@ class RollJobKeys(Settings):
     student_infer: dict[str, Any] | None = refused(None, help="Role of a student.", reason=DISTILLATION)
     is_pure_opd: bool = refused(False, help="On-policy distillation.", reason=DISTILLATION)
     use_opd: bool = refused(False, help="On-policy distillation beside rewards.", reason=DISTILLATION)
-    rewards: dict[str, Any] | None = refused(
-        None, help="Reward roles.", reason="name one Python function in reward_function instead"
-    )
     reward: dict[str, Any] | None = refused(
         None, help="Reward role.", reason="name one Python function in reward_function instead"
     )

@@ -11,6 +11,7 @@ from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.model import ArchitectureConfig
 from roll_batching.config.objective_rules import objective_problems, whitens
 from roll_batching.config.pretrained import missing_model, model_problems, window_problems
+from roll_batching.config.rewards import reward_problems
 from roll_batching.config.strategy import MEGATRON_STRATEGIES, MegatronConfig
 from roll_batching.config.supervised import missing_for_supervised, supervised, supervised_problems
 from roll_batching.config.worker import WorkerConfig
@@ -46,6 +47,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         problems += _objective(job)
     problems += supervised_problems(job)
     problems += objective_problems(job)
+    problems += reward_problems(job.rewards, job.reward_function)
     problems += _lengths(job)
     return problems
 
@@ -354,9 +356,9 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     data = job.actor_train.data_args
     need(data.file_name, ("actor_train", "data_args", "file_name"), "is missing: the JSONL file of prompts")
     need(
-        job.reward_function,
+        job.reward_function or job.rewards,
         ("reward_function",),
-        "is missing: the dotted path of the function that scores responses",
+        "is missing: the name or the dotted path of the function that scores responses; or a section `rewards`",
     )
     need(job.response_length, ("response_length",), "is missing: the longest response in tokens")
     if job.eval_samples:

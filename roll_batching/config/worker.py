@@ -77,6 +77,7 @@ class DataArgs(RollDataArgs):
         help="Key of a chat's messages, which become the prompt through the tokenizer's chat template. `prompt` is "
         "then not read.",
     )
+    tag: str = honoured("tag", help="Key of a prompt's tag, by which `rewards` divide the prompts.")
     response: str = honoured(
         "answer", help="Key of what the reward function compares with; under task: sft of the text that is learnt."
     )

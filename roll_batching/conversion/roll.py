@@ -16,7 +16,13 @@ from roll_batching.conversion.settle import Draft
 
 AGENTIC = "agentic rollouts (environments, several turns) do not exist here"
 PREFERENCES = "write a file with task: dpo; its pairs and loss: actor_train.data_args.chosen and rejected, loss_args"
-REWARD_WORKERS = "name one Python function in reward_function instead"
+REWARD_WORKERS = "no such reward exists here: write a function, and name it in reward_function or rewards"
+
+_REWARDS: Mapping[str, tuple[str, str]] = {
+    "MathRuleRewardWorker": ("math_verify", "compares the whole response; there, what follows its last </think>"),
+    "CodeSandboxRewardWorker": ("code_tests", "stays off until reward_args.run says how code may be run"),
+}
+"""ROLL's reward workers that exist here, and what is different."""
 
 _PIPELINES: tuple[tuple[str, str], ...] = (
     ("custom_envs", AGENTIC),
@@ -70,6 +76,9 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
             draft.leave_out(key, "refused", AGENTIC)
     _images(draft, data)
     draft.values = data
+    if data.get("rewards") and "response" not in _section(data, "actor_train", "data_args"):
+        text = "ROLL's reward workers compare with the column ground_truth"
+        draft.put(("actor_train", "data_args", "response"), "ground_truth", "rewards", text)
     if isinstance(supervised, dict):
         _supervised(draft, supervised)
     if isinstance(validation, dict):
@@ -85,6 +94,7 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
 
 
 def _rewards(draft: Draft, data: dict[str, Any]) -> None:
+    kept: dict[str, Any] = {}
     for section in ("rewards", "reward"):
         workers = data.pop(section, None)
         if not isinstance(workers, dict):
@@ -92,9 +102,33 @@ def _rewards(draft: Draft, data: dict[str, Any]) -> None:
         named = {name: one for name, one in workers.items() if isinstance(one, dict) and "worker_cls" in one}
         for name, one in named.items():
             where = f"{section}.{name}"
-            draft.leave_out(where, "refused", f"{str(one['worker_cls']).rpartition('.')[2]}: {REWARD_WORKERS}")
+            kind = str(one["worker_cls"]).rpartition(".")[2]
+            if section == "rewards" and kind in _REWARDS:
+                kept[name] = _reward(draft, name, one, *_REWARDS[kind])
+            else:
+                draft.leave_out(where, "refused", f"{kind}: {REWARD_WORKERS}")
         if not named:
             draft.leave_out(section, "refused", REWARD_WORKERS)
+
+
+    if kept:
+        data["rewards"] = kept
+
+
+def _reward(draft: Draft, name: str, worker: dict[str, Any], function: str, difference: str) -> dict[str, Any]:
+    """The section of one reward that exists here."""
+    here: dict[str, Any] = {"reward_function": function}
+    draft.origins["rewards", name, "reward_function"] = f"rewards.{name}.worker_cls"
+    draft.meanings["rewards", name, "reward_function"] = f"{function} {difference}"
+    for key, value in worker.items():
+        where = f"rewards.{name}.{key}"
+        if key == "tag_included":
+            here[key] = value
+        elif key == "query_filter_config":
+            draft.leave_out(where, "refused", "prompts are not drawn again by their rewards; difficulty_mask leaves them out")
+        elif key != "worker_cls":
+            draft.leave_out(where, "idle", "rewards run in processes of their own, reward_workers of them")
+    return here
 
 
 def _images(draft: Draft, data: dict[str, Any]) -> None:

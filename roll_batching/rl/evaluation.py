@@ -9,8 +9,9 @@ import numpy as np
 
 from roll_batching.data.texts import PromptDataset
 from roll_batching.data.tokenizers import Tokenizer
-from roll_batching.rl.reward_process import RewardProcess
+from roll_batching.rl.reward_pool import RewardPool
 from roll_batching.rl.rollout import generate_rollouts, score_rollouts
+from roll_batching.rl.rows import means_of_domains
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
 
 _STREAM = 3
@@ -35,7 +36,7 @@ class Evaluator:
 
     prompts: PromptDataset
     tokenizer: Tokenizer
-    reward: RewardProcess
+    reward: RewardPool
     settings: GenerationSettings
     samples: int
     prompt_length: int
@@ -60,6 +61,7 @@ class Evaluator:
             "eval_samples": len(scores.rewards),
             "eval_response_length_mean": float(scores.response_tokens.mean()),
         }
+        figures |= {f"eval_reward/{name}": mean for name, mean in means_of_domains(scores).items()}
         for name, mark in scores.marks.items():
             figures[f"eval_mark/{name}"] = float(mark.mean())
             figures |= _mean_where(f"eval_reward_with/{name}", scores.rewards, mark)

@@ -163,10 +163,13 @@ class Grpo:
         if config.difficulty_mask:
             low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
             masked |= outside_difficulty(scores.rewards, config.group_size, low, high)[here]
-        if config.max_len_mask or config.difficulty_mask:
+        if config.reward_failure == "drop":
+            masked |= scores.failed[here]
+        masks = config.max_len_mask or config.difficulty_mask or config.reward_failure == "drop"
+        if masks:
             home = mask_overlong(home, torch.from_numpy(masked))
             idle |= masked
-        leaves_out = config.drop_zero_advantage_groups or config.max_len_mask or config.difficulty_mask
+        leaves_out = config.drop_zero_advantage_groups or masks
         return _Scored(home=home, idle=home.select(np.flatnonzero(idle)) if leaves_out else None, scores=scores)
 
     def _scored(self, prompts: Sequence[Prompt], sampling: GenerationSettings) -> tuple[Rollouts, StepScores]:

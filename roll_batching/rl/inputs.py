@@ -32,7 +32,7 @@ from roll_batching.data.texts import (
 from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 from roll_batching.errors import ConfigError
 from roll_batching.observe.reading import ReadingProgress
-from roll_batching.rl.reward_process import RewardProcess, reward_of
+from roll_batching.rl.reward_pool import RewardPool, reward_of
 
 CHECKED = "ROLL_BATCHING_CHECKED"
 """Variable by which the processes hear which texts were checked: their fingerprint."""
@@ -51,7 +51,7 @@ class JobInputs:
     """Training prompts of the RL phase."""
     heldout: PromptDataset | None
     """Prompts to evaluate with."""
-    reward: RewardProcess | None
+    reward: RewardPool | None
     """Not yet started."""
 
     @property
@@ -155,12 +155,22 @@ def _parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any] | None, _T
             max_length=job.prompt_length,
             setting="prompt_length",
             keys=(data.messages or data.prompt, data.response),
+            tag=data.tag,
+            tags=_tags(job),
         )
         template = None if data.messages is None else ChatTemplate(tokenizer)
         prompts = _Texts(kind=Prompt, paths=data.file_name, fit=fit, template=template)
         if data.eval_file_name is not None and job.eval_samples:
             heldout = _Texts(kind=Prompt, paths=data.eval_file_name, fit=fit, template=template)
     return corpus, prompts, heldout
+
+
+def _tags(job: JobConfig) -> frozenset[str] | None:
+    """The tags that prompts may have; None where one reward takes all that no other names."""
+    named = [reward.tag_included for reward in job.rewards.values()]
+    if not named or None in named:
+        return None
+    return frozenset(tag for tags in named for tag in tags or ())
 
 
 def read_prompts(

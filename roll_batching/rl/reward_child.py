@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import sys
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,8 +22,11 @@ from roll_batching.registry import describe_error
 from roll_batching.rl.rewards import Completion, RewardFunction, checked, load_reward
 
 
-def serve(descriptor: int, parent: int) -> None:
-    """Loads the function that the first message names, then answers completions until the other end closes."""
+def serve(descriptor: int, parent: int, memory: int) -> None:
+    """Loads the function that the first message names, then answers completions until the other end closes.
+
+    Calls may take `memory` MiB beyond what the process has by then; 0: what they want.
+    """
     die_with_parent(parent)
     connection = Connection(descriptor)
     path, arguments = connection.recv()
@@ -32,6 +36,8 @@ def serve(descriptor: int, parent: int) -> None:
         said: dict[str, Any] = {}
     except ConfigError as error:
         said = {"error": str(error)}
+    if memory:
+        _limit_memory(memory << 20)
     _answer(connection, 0, said)
     while function is not None:
         try:
@@ -39,6 +45,15 @@ def serve(descriptor: int, parent: int) -> None:
         except EOFError:
             return
         _answer(connection, number, _scored(function, completion, seed))
+
+
+def _limit_memory(more: int) -> None:
+    """Private writable memory (RLIMIT_DATA), of this process and of each that it starts."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        kib = next(int(line.split()[1]) for line in file if line.startswith("VmData:"))
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = (kib << 10) + more
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if most < 0 else min(limit, most), most))
 
 
 def _scored(function: RewardFunction, completion: Completion, seed: int) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Rewards: functions that a user can replace, called with what the model answered.
 
-A reward function takes one `Completion` and returns a number, or a `Score` when it has more to say. It is
-named in the YAML by dotted path, `package.module:function`; the module must be importable where the job runs
-(the working directory is on the path). It runs in a process of its own (`reward_process`), one per data-parallel
-rank, and may take `reward_timeout` seconds per call. The generators of `random` and `numpy.random`, and torch's
-where the module imports it, are seeded anew for each call, by step and sample: a resumed run draws as one that was
-never stopped.
+A reward function takes one `Completion` and returns a number, or a `Score` when it has more to say. It is named in the
+YAML by a registered name (`config.rewards`) or by dotted path, `package.module:function`; the module must be importable
+where the job runs (the working directory is on the path). It runs in processes of its own (`reward_process`),
+`reward_workers` per data-parallel rank, and may take `reward_timeout` seconds per call. The generators of `random` and
+`numpy.random`, and torch's where the module imports it, are seeded anew for each call, by step and sample: a resumed
+run draws as one that was never stopped.
 
     def reward(completion: Completion) -> float:
         return float(completion.response.strip() == completion.record["answer"])
@@ -58,10 +58,18 @@ RewardFunction = Callable[[Completion], "float | Score"]
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """A batch's `rewards`, float64[n], and `marks`, bool[n] by name (False where a sample has none)."""
+    """A batch's rewards, in the order of its samples."""
 
     rewards: np.ndarray
+    """float64[n]."""
     marks: dict[str, np.ndarray]
+    """bool[n] by name; False where a sample has none."""
+    failed: np.ndarray
+    """bool[n]: the function failed on it, and the reward is 0."""
+    failures: list[str]
+    """What was said of those."""
+    domains: list[str]
+    """The domain of each; empty for a job's only one."""
 
 
 def final_answer(completion: Completion) -> Score:
@@ -74,9 +82,25 @@ def final_answer(completion: Completion) -> Score:
     return Score(reward=float(right), marks={"shows_work": bool(before)})
 
 
+def exact_match(completion: Completion, after: str | None = None, *, ignore_case: bool = False) -> Score:
+    """1 when the response is `record["answer"]`, blanks around both aside.
+
+    With `after` it is what follows the last occurrence of that text; a response without it gets 0, and its mark
+    `has_answer` is not set.
+    """
+    before, found, said = completion.response.rpartition(after) if after else ("", "", completion.response)
+    answer = str(completion.record["answer"]).strip()
+    said = said.strip()
+    if ignore_case:
+        answer, said = answer.casefold(), said.casefold()
+    has_answer = bool(found) or not after
+    return Score(reward=float(has_answer and said == answer), marks={"has_answer": has_answer})
+
+
 def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> RewardFunction:
     """The function that `package.module:function` names, to be called with a completion and `arguments` by name.
 
+    A function may have an attribute `check_arguments`, which is called with `arguments` and raises ValueError.
     Raises ConfigError when there is none, when its module cannot be imported, and when it does not take these.
     """
     function = load_dotted("reward function", path)
@@ -92,6 +116,12 @@ def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> Reward
         raise ConfigError(f"reward function {path!r} cannot be called with {given}: {error}") from error
     except ValueError:  # written in C, without a signature: the first call will show
         pass
+    check = getattr(function, "check_arguments", None)
+    if check is not None:
+        try:
+            check(**keywords)
+        except ValueError as error:
+            raise ConfigError(f"reward function {path!r}: {error}") from error
     return lambda completion: function(completion, **keywords)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from roll_batching.data import SampleBatch
 from roll_batching.data.encode import encode_prompts
@@ -15,10 +17,13 @@ from roll_batching.data.texts import Prompt
 from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.errors import DataError
 from roll_batching.planning import batch_balance
-from roll_batching.rl.reward_process import RewardProcess
+from roll_batching.rl.reward_pool import RewardPool
 from roll_batching.rl.rewards import Completion, Scored
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
+
+logger = logging.getLogger(__name__)
 
 _MARGIN = 60.0
 """Seconds that ranks may be apart beside what the reward takes."""
@@ -39,6 +44,8 @@ class Rollouts:
     """Responses of the data-parallel rank that has the most."""
     total: int
     """Responses of the step, on all ranks."""
+    group: int
+    """Responses per prompt."""
 
 
 def generate_rollouts(
@@ -68,6 +75,7 @@ def generate_rollouts(
         seed=settings.seed,
         most=group * int(np.bincount(homes).max()),
         total=group * len(prompts),
+        group=group,
     )
 
 
@@ -100,6 +108,10 @@ class StepScores:
     """float64 `[n]`."""
     marks: dict[str, np.ndarray]
     """bool `[n]` by name."""
+    failed: np.ndarray
+    """bool `[n]`: the reward function failed on the response; its reward is what the policy gives it."""
+    domains: np.ndarray
+    """Text `[n]`: whose reward it is; empty for a job's only one."""
     finished: np.ndarray
     """bool `[n]`: the model ended the response itself."""
     response_tokens: np.ndarray
@@ -110,40 +122,63 @@ class StepScores:
     """Lines of rollouts.jsonl, of the responses that were asked for."""
 
 
-def start_reward(layout: ParallelLayout, reward: RewardProcess) -> None:
+def start_reward(layout: ParallelLayout, reward: RewardPool) -> None:
     """Starts `reward` on the ranks that score. Collective; raises RankError, the same on all ranks, when one cannot."""
-    with consensus(layout.host_group, "starting the reward", patience=reward.start_limit + _MARGIN):
+    with consensus(layout.host_group, "starting the reward", patience=reward.limits.start + _MARGIN):
         if layout.reports:
             reward.start()
 
 
 def score_rollouts(
-    strategy: MegatronInferStrategy, rollouts: Rollouts, reward: RewardProcess, *, shown: int = 0
+    strategy: MegatronInferStrategy, rollouts: Rollouts, reward: RewardPool, *, shown: int = 0
 ) -> StepScores:
     """Score every response once, on one rank of its replica, and tell all ranks. Collective.
 
     Of `shown` responses (-1: of all), spread evenly over the step, the texts are told as well.
 
     Raises RankError, the same on all ranks, when the reward function fails, takes too long or returns a number that
-    is not finite; it names the samples. Ranks that are done wait as long as the reward's own limit allows the others.
+    is not finite and the policy is `error`; it names the samples. DataError where it fails on all samples. Ranks that
+    are done wait as long as the reward's own limit allows the others.
     """
     layout = strategy.layout
     parts = exchange(
         layout.host_group,
         "scoring",
         lambda: _scored_here(rollouts, reward, shown) if layout.reports else None,
-        patience=reward.start_limit + reward.limit * rollouts.most + _MARGIN,
+        patience=reward.most_seconds(rollouts.most) + _MARGIN,
     )
-    return _merged([part for part in parts if part is not None])
+    given = [part for part in parts if part is not None]
+    scores = _merged(given)
+    if not scores.failed.any():
+        return scores
+    first = next(text for part in given for text in part["failures"])
+    if scores.failed.all():
+        raise DataError(f"none of the {len(scores.ids)} responses has a reward, whatever reward_failure says: {first}")
+    if dist.get_rank() == 0:
+        logger.warning("%d of %d responses have no reward: %s", scores.failed.sum(), len(scores.ids), first)
+    if reward.failure == "drop":
+        return replace(scores, rewards=_means_of_others(scores.rewards, scores.failed, rollouts.group))
+    return scores
 
 
-def _scored_here(rollouts: Rollouts, reward: RewardProcess, shown: int) -> dict[str, Any]:
+def _means_of_others(rewards: np.ndarray, failed: np.ndarray, group: int) -> np.ndarray:
+    """`rewards` where those that `failed` are their group's mean over the others, or the step's."""
+    counted = np.where(failed, 0.0, rewards).reshape(-1, group)
+    others = (~failed).reshape(-1, group).sum(1)
+    means = np.where(others > 0, counted.sum(1) / np.maximum(others, 1), rewards[~failed].mean())
+    return np.where(failed, means.repeat(group), rewards)
+
+
+def _scored_here(rollouts: Rollouts, reward: RewardPool, shown: int) -> dict[str, Any]:
     """This replica's columns."""
     scored: Scored = reward.score(rollouts.completions, rollouts.batch.ids.tolist(), seed=rollouts.seed)
     return {
         "ids": rollouts.batch.ids.numpy(),
         "lengths": rollouts.batch.lengths.numpy(),
         "rewards": scored.rewards,
+        "failed": scored.failed,
+        "failures": scored.failures[:1],
+        "domains": np.array(scored.domains, dtype=str),
         "marks": scored.marks,
         "finished": np.array([c.finished for c in rollouts.completions], dtype=bool),
         "response_tokens": np.array([c.tokens for c in rollouts.completions], dtype=np.int64),
@@ -166,6 +201,8 @@ def _said(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str, Any]
                 "response": completion.response,
                 "answer": completion.record.get("answer"),
                 "reward": float(scored.rewards[i]),
+                "domain": scored.domains[i],
+                "failed": bool(scored.failed[i]),
                 "marks": {name: bool(mark[i]) for name, mark in scored.marks.items()},
                 "finished": completion.finished,
                 "prompt_tokens": lengths[i] - completion.tokens,
@@ -190,6 +227,6 @@ def _merged(parts: Sequence[dict[str, Any]]) -> StepScores:
         marks={name: column([mark(part, name) for part in parts]) for name in names},
         **{
             key: column([part[key] for part in parts])
-            for key in ("ids", "rewards", "finished", "response_tokens", "lengths")
+            for key in ("ids", "rewards", "failed", "domains", "finished", "response_tokens", "lengths")
         },
     )

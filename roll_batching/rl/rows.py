@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from roll_batching.errors import LossError
 from roll_batching.losses.metric_kinds import HostMetric, as_numbers, join_parts
 from roll_batching.observe.metrics_file import Row
@@ -52,11 +54,20 @@ def score_row(scores: StepScores) -> Row:
     return {
         "reward": float(scores.rewards.mean()),
         "reward_std": float(scores.rewards.std()),
+        **{f"reward/{name}": mean for name, mean in means_of_domains(scores).items()},
+        "reward_failures": int(scores.failed.sum()),
         "response_length_mean": float(scores.response_tokens.mean()),
         "response_length_max": int(scores.response_tokens.max()),
         "length_max_over_mean": float(scores.lengths.max() / scores.lengths.mean()),
         "finished_share": float(scores.finished.mean()),
         **{f"mark/{name}": float(mark.mean()) for name, mark in scores.marks.items()},
+    }
+
+
+def means_of_domains(scores: StepScores) -> dict[str, float]:
+    """Mean rewards by domain, where rewards have any."""
+    return {
+        str(name): float(scores.rewards[scores.domains == name].mean()) for name in np.unique(scores.domains) if name
     }
 
 

@@ -54,7 +54,9 @@ actor_infer:
   strategy_args: {strategy_name: vllm, strategy_config: {block_size: 16}}
   device_mapping: list(range(0,6))
 rewards:
-  math: {worker_cls: a.b.MathWorker, model_args: {model_name_or_path: "${reward_pretrain}"}}
+  judge: {worker_cls: a.b.LLMJudgeRewardWorker, model_args: {model_name_or_path: "${reward_pretrain}"}}
+  math: {worker_cls: a.b.MathRuleRewardWorker, tag_included: [aime], world_size: 8}
+  code: {worker_cls: a.b.CodeSandboxRewardWorker, use_local: true, tag_included: [KodCode]}
 validation:
   data_args: {file_name: data/held_out.jsonl}
   generating_args: {top_p: 0.6}
@@ -117,7 +119,7 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
         "actor_train.model_args.lora_rank",
         "custom_envs",
         "logging_dir",
-        "rewards.math",
+        "rewards.judge",
         "validation.generating_args",
     }
     assert [one.key for one in done.left_out_as("unknown")] == ["actor_train.colour"]
@@ -136,7 +138,13 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
     assert "vllm is not started" in changed["actor_infer.strategy_args.strategy_name"]
     assert "256 tokens" in changed["actor_train.use_sequence_packing"], "the cap that follows is said"
     assert "RB_TEST_OUTPUT" in changed["output_dir"]
-    assert [text.split(":")[0] for text in done.missing] == ["pretrain", "reward_function"]
+    assert settings["rewards"] == {
+        "math": {"reward_function": "math_verify", "tag_included": ["aime"]},
+        "code": {"reward_function": "code_tests", "tag_included": ["KodCode"]},
+    }
+    assert settings["actor_train"]["data_args"]["response"] == "ground_truth"
+    assert "stays off until" in changed["rewards.code.worker_cls"] and "rewards.math.world_size" in idle
+    assert [text.split(":")[0] for text in done.missing] == ["pretrain"]
 
 
 @pytest.mark.config
@@ -162,7 +170,7 @@ def test_the_command_writes_yaml_and_lists(rlvr, tmp_path):
         app, ["convert-config", "--from", "roll", str(rlvr), "--output", str(out), "--report", str(lists)]
     )
     assert result.exit_code == 0, result.output
-    assert "to be filled in: reward_function" in result.output
+    assert "to be filled in: pretrain" in result.output
     assert yaml.safe_load(out.read_text())["rollout_batch_size"] == 8
     said = json.loads(lists.read_text())
     assert {"key": "actor_train.colour", "why": "there is no such setting here", "kind": "unknown"} in said["left_out"]

@@ -12,11 +12,17 @@ import psutil
 import pytest
 
 from roll_batching.errors import ConfigError, DataError
-from roll_batching.rl.reward_process import RewardProcess
+from roll_batching.rl.reward_pool import RewardDomain, RewardPool
+from roll_batching.rl.reward_process import RewardLimits
 from roll_batching.rl.rewards import Completion, final_answer
 from tests.launch.commands import wait_for
 
 HERE = "tests.rl.reward_functions:"
+
+
+def one_reward(path, arguments=None, *, limit=300.0, notice_after=10.0, memory=None, **options):
+    limits = RewardLimits(seconds=limit, notice_after=notice_after, memory=memory)
+    return RewardPool(RewardDomain(path=path, arguments=arguments or {}), limits=limits, **options)
 
 
 def completion(response="#12", finished=True, answer="12", prompt="a+9="):
@@ -32,7 +38,7 @@ def failing():
     def named(name, **arguments):
         key = (name, *arguments.items())
         if key not in rewards:
-            rewards[key] = RewardProcess(HERE + name, arguments, limit=60)
+            rewards[key] = one_reward(HERE + name, arguments, limit=60)
         return rewards[key]
 
     yield named
@@ -65,7 +71,7 @@ def test_final_answer(response, finished, reward, shows_work):
 def test_a_function_of_the_users_own_is_found_in_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "my_task.py").write_text("def brevity(completion, scale=1):\n    return scale / completion.tokens\n")
     monkeypatch.chdir(tmp_path)
-    with RewardProcess("my_task:brevity", {"scale": 2}) as reward:
+    with one_reward("my_task:brevity", {"scale": 2}) as reward:
         assert scored(reward, completion("#123"), completion("#1234567")).rewards.tolist() == [0.5, 0.25]
 
 
@@ -79,7 +85,7 @@ def test_neither_torch_nor_megatron_is_imported_for_it():
     [("int", 3), ("bool", 1), ("numpy", 0.5), ("array of none", 2), ("tensor", 1.5), ("marks", 1)],
 )
 def test_numbers_of_every_kind_are_taken(what, value):
-    with RewardProcess(HERE + "takes", {"what": what}) as reward:
+    with one_reward(HERE + "takes", {"what": what}) as reward:
         result = scored(reward, completion())
     assert result.rewards.tolist() == [value]
     assert {name: mark.tolist() for name, mark in result.marks.items()} == (
@@ -108,7 +114,7 @@ def test_a_path_that_leads_nowhere(path, words, tmp_path, monkeypatch, report):
     for name, text in {"broken": "x = 1\ndef", "leaving": "exit(0)", "vanishing": "import os; os._exit(0)"}.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with RewardProcess(path) as reward, pytest.raises(ConfigError) as caught:
+    with one_reward(path) as reward, pytest.raises(ConfigError) as caught:
         reward.start()
     assert words in str(caught.value)
     report(f"reward function {path!r}: {caught.value}")
@@ -160,26 +166,26 @@ def test_the_names_of_a_steps_marks_are_bounded(tmp_path, monkeypatch):
     lines = "from roll_batching.rl.rewards import Score", "def f(c):", " return Score(reward=1, marks={c.response: 1})"
     (tmp_path / "naming.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
-    with RewardProcess("naming:f") as reward, pytest.raises(DataError, match="has used 101 names of marks"):
+    with one_reward("naming:f") as reward, pytest.raises(DataError, match="has used 101 names of marks"):
         scored(reward, *[completion(str(i)) for i in range(101)])
 
 
 @pytest.mark.parametrize("name", ["forks", "forks_and_waits", "closes_output", "prints_junk"])
 def test_what_does_no_harm(name):
-    with RewardProcess(HERE + name, limit=30) as reward:
+    with one_reward(HERE + name, limit=30) as reward:
         for _ in range(3):
             assert scored(reward, completion(), completion()).rewards.tolist() == [1, 1]
 
 
 def test_standard_input_is_empty():
-    with RewardProcess(HERE + "reads_input", limit=30) as reward:
+    with one_reward(HERE + "reads_input", limit=30) as reward:
         assert scored(reward, completion()).rewards.tolist() == [0]
 
 
 @pytest.mark.bad_input
 def test_a_call_that_takes_too_long_is_an_error_and_is_told_of_before(capfd, monkeypatch, report):
     monkeypatch.setenv("RANK", "3")
-    reward = RewardProcess(HERE + "never", limit=1, notice_after=0.3)
+    reward = one_reward(HERE + "never", limit=1, notice_after=0.3)
     reward.start()
     started = time.monotonic()
     with pytest.raises(DataError) as caught:
@@ -196,7 +202,7 @@ def test_a_call_that_takes_too_long_is_an_error_and_is_told_of_before(capfd, mon
 
 
 def test_what_a_late_function_has_started_ends_with_it():
-    reward = RewardProcess(HERE + "leaves_a_command", limit=2)
+    reward = one_reward(HERE + "leaves_a_command", limit=2)
     with pytest.raises(DataError, match="did not return"):
         scored(reward, completion())
     wait_for(lambda: not [p for p in psutil.process_iter(["cmdline"]) if "1234567" in (p.info["cmdline"] or ())], 5)
@@ -204,8 +210,8 @@ def test_what_a_late_function_has_started_ends_with_it():
 
 def test_it_ends_with_the_process_that_it_works_for(tmp_path):
     code = (
-        "import os, signal; from roll_batching.rl.reward_process import RewardProcess; "
-        f"r = RewardProcess('{HERE}never'); r.start(); open('pid', 'w').write(str(r._process.pid)); "
+        "import os, signal; from tests.rl.test_rewards import one_reward; "
+        f"r = one_reward('{HERE}never'); r.start(); open('pid', 'w').write(str(r._workers[0][0]._process.pid)); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     root = Path(__file__).parents[2]
@@ -215,10 +221,10 @@ def test_it_ends_with_the_process_that_it_works_for(tmp_path):
 
 
 def test_random_numbers_follow_step_and_sample_alone():
-    with RewardProcess(HERE + "draws") as reward:
+    with one_reward(HERE + "draws") as reward:
         first = scored(reward, completion(), completion(), ids=[4, 5], seed=1).rewards.tolist()
         assert scored(reward, completion(), completion(), ids=[5, 4], seed=1).rewards.tolist() == first[::-1]
         other = scored(reward, completion(), ids=[4], seed=2).rewards.tolist()
         assert len({*first, *other}) == 3
-    with RewardProcess(HERE + "draws") as reward:
+    with one_reward(HERE + "draws") as reward:
         assert scored(reward, completion(), ids=[5], seed=1).rewards.tolist() == first[1:]

@@ -34,7 +34,7 @@ def roll_out(job: dict[str, Any]) -> dict[str, Any]:
     from roll_batching.data import CharTokenizer
     from roll_batching.data.texts import Prompt, PromptDataset
     from roll_batching.rl.evaluation import Evaluator
-    from roll_batching.rl.reward_process import RewardProcess
+    from roll_batching.rl.reward_pool import RewardDomain, RewardPool
     from roll_batching.rl.rollout import generate_rollouts, score_rollouts
     from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
 
@@ -47,7 +47,7 @@ def roll_out(job: dict[str, Any]) -> dict[str, Any]:
         max_new_tokens=30, eos_token_id=tokenizer.eos_token_id, seed=7, num_return_sequences=GROUP
     )
     rollouts = generate_rollouts(strategy, prompts, tokenizer, sampling, prompt_length=40)
-    reward = RewardProcess("tests.rl.test_rollout:numbered")
+    reward = RewardPool(RewardDomain(path="tests.rl.test_rollout:numbered"))
     scores = score_rollouts(strategy, rollouts, reward)
     evaluate = Evaluator(
         prompts=PromptDataset(prompts[1:4]),
@@ -84,7 +84,7 @@ def score_slowly(job: dict[str, Any]) -> list[float]:
     from roll_batching.config import JobConfig
     from roll_batching.data import CharTokenizer
     from roll_batching.data.texts import Prompt
-    from roll_batching.rl.reward_process import RewardProcess
+    from roll_batching.rl.reward_pool import RewardDomain, RewardPool
     from roll_batching.rl.rollout import generate_rollouts, score_rollouts, start_reward
     from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
 
@@ -97,7 +97,7 @@ def score_slowly(job: dict[str, Any]) -> list[float]:
     short = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=1))
     dist.all_reduce(torch.ones(1), group=short)  # its connections are made
     strategy.state = dataclasses.replace(strategy.state, layout=dataclasses.replace(strategy.layout, host_group=short))
-    with RewardProcess("tests.rl.reward_functions:slow_on_rank_1", {"seconds": 3}) as reward:
+    with RewardPool(RewardDomain(path="tests.rl.reward_functions:slow_on_rank_1", arguments={"seconds": 3})) as reward:
         start_reward(strategy.layout, reward)
         return score_rollouts(strategy, rollouts, reward).rewards.tolist()
 
