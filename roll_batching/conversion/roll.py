@@ -110,7 +110,6 @@ def _rewards(draft: Draft, data: dict[str, Any]) -> None:
         if not named:
             draft.leave_out(section, "refused", REWARD_WORKERS)
 
-
     if kept:
         data["rewards"] = kept
 
@@ -125,7 +124,9 @@ def _reward(draft: Draft, name: str, worker: dict[str, Any], function: str, diff
         if key == "tag_included":
             here[key] = value
         elif key == "query_filter_config":
-            draft.leave_out(where, "refused", "prompts are not drawn again by their rewards; difficulty_mask leaves them out")
+            draft.leave_out(
+                where, "refused", "prompts are not drawn again by their rewards; difficulty_mask leaves them out"
+            )
         elif key != "worker_cls":
             draft.leave_out(where, "idle", "rewards run in processes of their own, reward_workers of them")
     return here
