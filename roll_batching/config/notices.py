@@ -138,6 +138,10 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
     if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:
         path = ("actor_infer", "generating_args", "num_return_sequences")
         yield path, f"has no effect: num_return_sequences_in_group = {job.group_size} is used"
+    stages = job.actor_train.strategy_args.strategy_config.pipeline_model_parallel_size
+    if job.actor_infer.generating_args.max_tokens_in_cache is not None and stages > 1:
+        path = ("actor_infer", "generating_args", "max_tokens_in_cache")
+        yield path, f"has no effect: with {stages} pipeline stages generation keeps no cache"
     if data.get("export_model") and job.actor_train.model_args.model_name_or_path is None:
         text = "the model starts from an architecture; one that starts from a model directory (pretrain) is written"
         yield ("export_model",), f"has no effect: {text}"

@@ -314,6 +314,13 @@ def _lengths(job: JobKeys) -> Iterator[Problem]:
     if tokens is not None and response is not None and tokens > response:
         path = ("actor_infer", "generating_args", "max_new_tokens")
         yield Problem(path, f"is {tokens}, more than the job's response_length {response}")
+    bound, longest = job.actor_infer.generating_args.max_tokens_in_cache, tokens or response
+    layout = job.actor_train.strategy_args.strategy_config
+    if bound is not None and longest is not None:
+        needed = job.prompt_length + longest + (layout.tensor_model_parallel_size - 1) * layout.sequence_parallel
+        if bound < needed:
+            path = ("actor_infer", "generating_args", "max_tokens_in_cache")
+            yield Problem(path, f"is {bound}, and one row may need {needed}, its prompt and response; raise it")
 
 
 def missing_for_a_run(job: JobKeys) -> list[Problem]:

@@ -100,6 +100,14 @@ class GeneratingArgs(RollGeneratingArgs):
     num_return_sequences: int | None = honoured(
         None, help="Responses per prompt when num_return_sequences_in_group is not given.", ge=1
     )
+    max_tokens_in_cache: int | None = honoured(
+        None,
+        help="Positions that a rank's cache of keys and values may hold: rows sampled together times their longest "
+        "prompt + max_new_tokens. More rows wait for their turn, and sample the same. A position takes 2 x layers x "
+        "key-value heads / tensor parallel size x head_dim numbers of the model's precision. Default: no bound, all "
+        "rows at once; there is no figure to derive it from that is the same on all ranks and in every run.",
+        gt=0,
+    )
 
 
 class WorkerConfig(RoleBatching, RollWorkerKeys):

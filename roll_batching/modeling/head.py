@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
@@ -58,17 +59,29 @@ def defer_head(gpt: Any) -> None:
 
 
 @contextlib.contextmanager
-def head_attached(gpt: Any) -> Iterator[None]:
-    """Inside, a deferred head computes logits again: for generation and losses that ask for logits."""
+def hidden_states_of(gpt: Any) -> Iterator[None]:
+    """Inside, the model hands hidden states on where its output layer is a plain one; `logits_at` takes either."""
     layer = gpt.output_layer if gpt.post_process else None
-    if not isinstance(layer, DeferredHead):
+    if type(layer) is not ColumnParallelLinear or layer.bias is not None:
         yield
         return
-    layer.__class__ = ColumnParallelLinear
+    layer.__class__ = DeferredHead
     try:
         yield
     finally:
-        layer.__class__ = DeferredHead
+        layer.__class__ = ColumnParallelLinear
+
+
+def logits_at(output: torch.Tensor, rows: torch.Tensor, gpt: Any) -> torch.Tensor:
+    """Logits [n, vocabulary / tp] of the positions `rows` [n], which count through a model's output row by row.
+
+    `output` is [b, s, vocabulary / tp], or, of a deferred head, [b, s (/ tp with sequence parallelism), hidden]: then
+    no other logits are computed.
+    """
+    if not is_deferred(gpt):
+        return output.reshape(-1, output.shape[-1])[rows]
+    weight = head_weight(gpt)
+    return F.linear(head_input(output, weight, gpt.config.sequence_parallel)[rows], weight)
 
 
 def is_deferred(gpt: Any) -> bool:

@@ -163,4 +163,5 @@ def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> GenerationSettings:
         top_k=args.top_k,
         greedy=not args.do_sample,
         num_return_sequences=config.group_size,
+        max_tokens_in_cache=args.max_tokens_in_cache,
     )

@@ -1,15 +1,16 @@
 """Sampling from the model with a key-value cache in the attention core.
 
-Prompts are prefilled once each and their cache is repeated for the group. Rows end at their own
-length; finished ones are taken out of the batch. Log-probs of the sampled tokens are recorded, and
-equal those of a packed forward pass to rounding.
+Prompts are prefilled once each and their cache is repeated for the group; the head computes their last
+position alone. Rows end at their own length; finished ones are taken out of the batch. Where the cache is
+bounded, rows are sampled in waves. Log-probs of the sampled tokens are recorded, and equal those of a
+packed forward pass to rounding.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,81 +22,57 @@ from roll_batching.data.table import require_batch
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError, LayoutError
 from roll_batching.modeling.decode import DecodeParams, KeyValueCache
-from roll_batching.modeling.head import gpt_of, head_attached
+from roll_batching.modeling.head import gpt_of, hidden_states_of, logits_at
 from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import BatchingSpec, PlanConstraints, plan_step
+from roll_batching.strategy.sampling import GenerationSettings, Sampler
 from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.state import ModelState
 
 _WIDTH_STEP = 16
 """Visible keys grow in steps of this many positions, so that shapes repeat."""
+Response = tuple[torch.Tensor, torch.Tensor]
+"""A row's tokens and their log-probs, [tokens] each."""
 _COMPACT_BELOW = 0.75
 """Finished rows are taken out when fewer than this share of rows still runs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationSettings:
-    """How responses are sampled."""
-
-    max_new_tokens: int
-    eos_token_id: int
-    stop_token_ids: tuple[int, ...] = ()
-    """Further tokens that end a response."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """Sample among this many likeliest tokens; 0: all."""
-    greedy: bool = False
-    seed: int = 0
-    num_return_sequences: int = 1
-    """Responses per prompt, on consecutive rows."""
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.num_return_sequences < 1 or self.temperature <= 0:
-            raise DataError(
-                f"max_new_tokens={self.max_new_tokens}, num_return_sequences={self.num_return_sequences} and "
-                f"temperature={self.temperature} must be at least 1, at least 1 and above 0"
-            )
-
-
-class _Sampler:
-    """Next tokens and their log-probs from full-vocabulary logits."""
-
-    def __init__(self, settings: GenerationSettings, vocab_size: int, device: torch.device, seed: int) -> None:
-        self.settings, self.vocab_size = settings, vocab_size
-        self.generator = torch.Generator(device=device).manual_seed(seed)
-
-    def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rows, vocabulary] -> tokens [rows], log-probs [rows] of the untruncated distribution."""
-        wide = logits[:, : self.vocab_size]
-        wide = wide if wide.dtype is torch.float64 else wide.float()
-        log_probs = (wide / self.settings.temperature).log_softmax(-1)
-        if self.settings.greedy:
-            tokens = log_probs.argmax(-1)
-        else:
-            kept = self._truncate(log_probs)
-            tokens = torch.multinomial(kept.exp(), 1, generator=self.generator)[:, 0]
-        return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
-
-    def _truncate(self, log_probs: torch.Tensor) -> torch.Tensor:
-        top_k, top_p = self.settings.top_k, self.settings.top_p
-        if top_k and top_k < log_probs.shape[-1]:
-            bound = log_probs.topk(top_k, -1).values[:, -1:]
-            log_probs = log_probs.masked_fill(log_probs < bound, float("-inf"))
-        if top_p < 1.0:
-            ordered, index = log_probs.softmax(-1).sort(-1, descending=True)
-            beyond = ordered.cumsum(-1) - ordered >= top_p
-            log_probs = log_probs.masked_fill(beyond.scatter(1, index, beyond), float("-inf"))
-        return log_probs
-
-
-def check_generation(prompts: SampleBatch, settings: GenerationSettings) -> None:
-    """Raises `DataError` for what are no prompts, or no settings."""
+def check_generation(prompts: SampleBatch, settings: GenerationSettings, layout: ParallelLayout) -> None:
+    """Raises `DataError` for what are no prompts, no settings, or prompts that the cache has no room for."""
     require_batch("generate", prompts, "prompts")
     if len(prompts) and ("input_ids" not in prompts.schema or prompts.schema["input_ids"].kind != "token"):
         raise DataError("prompts need a field input_ids of kind token")
     if not isinstance(settings, GenerationSettings):
         raise DataError(f"settings is a {type(settings).__name__}: pass GenerationSettings")
+    bound = settings.max_tokens_in_cache
+    if bound is not None and len(prompts) and (needed := _room(int(prompts.lengths.max()), settings, layout)) > bound:
+        raise DataError(
+            f"max_tokens_in_cache={bound} has no room for one row: the longest prompt of {int(prompts.lengths.max())} "
+            f"tokens and max_new_tokens={settings.max_new_tokens} need {needed}. Raise it, or lower max_new_tokens"
+        )
+
+
+def _room(longest_prompt: int, settings: GenerationSettings, layout: ParallelLayout) -> int:
+    """Positions of a row in the cache."""
+    return longest_prompt + settings.max_new_tokens + _positions_of_a_step(layout) - 1
+
+
+def _positions_of_a_step(layout: ParallelLayout) -> int:
+    """Sequence parallelism cuts positions into as many parts: a step carries one of each, of which the first counts."""
+    return layout.tp_size if layout.sequence_parallel else 1
+
+
+def _waves(rooms: list[int], bound: int | None, layout: ParallelLayout) -> list[list[int]]:
+    """Rows that are sampled together, those that need most room first; as many waves on ranks that share experts."""
+    order = sorted(range(len(rooms)), key=lambda row: -rooms[row])
+    waves = []
+    while order:
+        count = len(order) if bound is None else bound // rooms[order[0]]
+        waves.append(sorted(order[:count]))
+        order = order[count:]
+    if layout.ep_size > 1:
+        waves += [[] for _ in range(_most(len(waves), layout) - len(waves))]
+    return waves
 
 
 @torch.no_grad()
@@ -117,8 +94,8 @@ def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettin
 
     Without a pipeline a key-value cache makes every token one small step; with one, and with an attention
     backend that does not decode, whole sequences are computed again for every token, which serves checks more than
-    rollouts. Ranks that share experts
-    decode in lockstep until the last of them has ended.
+    rollouts, and `max_tokens_in_cache` bounds nothing. Ranks that share experts decode in lockstep until the last of
+    them has ended.
     """
     layout = model.layout
     if layout.vpp_size > 1 or layout.cp_size > 1:
@@ -127,27 +104,27 @@ def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettin
             f"{layout.cp_size}: roll out with an engine, or in a job without them"
         )
     gpt = gpt_of(model.chunks[0])
-    vocab_size = model.vocab_size or gpt.vocab_size
-    sampler = _Sampler(settings, vocab_size, layout.device, settings.seed * 1_000_003 + layout.dp_rank)
     rows = [row.to(layout.device) for row in prompts.to_lists("input_ids")] if len(prompts) else []
-    idle = not rows
-    if idle and layout.ep_size == 1:
-        return _as_batch([], [], [])
-    if idle:  # the other ranks need this rank's experts
-        rows = [torch.full((1,), settings.eos_token_id, device=layout.device)]
-    copies = 1 if idle else settings.num_return_sequences
-    repeat = torch.arange(len(rows), device=layout.device).repeat_interleave(copies)
-    with head_attached(gpt):
-        cached = layout.pp_size == 1 and model.attention is not None and model.attention.decodes
-        if cached:
-            source: _Cached | _Recomputed = _Cached(model.chunks[0], gpt, rows, repeat, settings.max_new_tokens)
-        else:
-            source = _Recomputed(model, [rows[i] for i in repeat.tolist()])
-        with _decoding(layout.device, quick=cached):
-            tokens, log_probs = _decode(source, len(repeat), sampler, settings, layout, idle=idle)
-    if idle:
-        return _as_batch([], [], [])
-    return _as_batch([rows[i] for i in repeat.tolist()], tokens, log_probs)
+    rows = [row for row in rows for _ in range(settings.num_return_sequences)]
+    sampler = Sampler(
+        settings,
+        model.vocab_size or gpt.vocab_size,
+        max(len(rows), 1),
+        device=layout.device,
+        dtype=model.result_dtype,
+        seed=settings.seed * 1_000_003 + layout.dp_rank,
+    )
+    cached = layout.pp_size == 1 and model.attention is not None and model.attention.decodes
+    bound = settings.max_tokens_in_cache if cached else None
+    waves = _waves([_room(len(row), settings, layout) for row in rows], bound, layout)
+    responses: dict[int, Response] = {}
+    with hidden_states_of(gpt), _decoding(layout.device, quick=cached):
+        for wave in waves:
+            # Without a row of its own a rank computes one, for others that need its experts.
+            here = [rows[i] for i in wave] or [torch.full((1,), settings.eos_token_id, device=layout.device)]
+            found = _decode(_Cached(model, gpt, here, settings) if cached else _Recomputed(model, here), wave, sampler)
+            responses |= zip(wave, found, strict=True)
+    return _as_batch(rows, [responses[i] for i in range(len(rows))])
 
 
 @contextlib.contextmanager
@@ -174,28 +151,29 @@ def _whole(logits: torch.Tensor, gpt: Any) -> torch.Tensor:
 class _Cached:
     """Next-token logits with a key-value cache; the rows may sit at different positions."""
 
-    def __init__(
-        self, chunk: Any, gpt: Any, prompts: list[torch.Tensor], repeat: torch.Tensor, max_new_tokens: int
-    ) -> None:
-        self._chunk, self._gpt = chunk, gpt
-        self._lengths = torch.tensor([len(row) for row in prompts], device=repeat.device)
-        self._prompts, self._repeat = prompts, repeat
-        self._positions = self._lengths[repeat]
-        # Sequence parallelism cuts positions into this many parts: a step carries as many, of which one counts.
-        self._unit = gpt.pg_collection.tp.size() if gpt.config.sequence_parallel else 1
-        self._cache = KeyValueCache(int(self._lengths.max()) + max_new_tokens + self._unit - 1)
+    def __init__(self, model: ModelState, gpt: Any, rows: list[torch.Tensor], settings: GenerationSettings) -> None:
+        self.layout, self._chunk, self._gpt = model.layout, model.chunks[0], gpt
+        self._rows = rows
+        self._lengths = torch.tensor([len(row) for row in rows], device=model.device)
+        self._positions = self._lengths
+        self._unit = _positions_of_a_step(model.layout)
+        self._cache = KeyValueCache(_room(max(map(len, rows)), settings, model.layout))
 
     def first(self) -> torch.Tensor:
-        """Logits after each prompt, [rows, vocabulary]; every prompt is computed once."""
-        padded = torch.nn.utils.rnn.pad_sequence(self._prompts, batch_first=True)
+        """Logits after each prompt, [rows, vocabulary]; rows of one prompt stand together, and it is computed once."""
+        firsts = [i for i, row in enumerate(self._rows) if i == 0 or row is not self._rows[i - 1]]
+        sizes = [end - start for start, end in zip(firsts, [*firsts[1:], len(self._rows)], strict=True)]
+        padded = torch.nn.utils.rnn.pad_sequence([self._rows[i] for i in firsts], batch_first=True)
         padded = F.pad(padded, (0, -padded.shape[1] % self._unit))
         count, width = padded.shape
-        positions = torch.arange(width, device=padded.device)[:, None].expand(width, count)
+        device = padded.device
+        positions = torch.arange(width, device=device)[:, None].expand(width, count)
         params = DecodeParams(qkv_format="sbhd", cache=self._cache, positions=positions)
-        logits = self._chunk(padded, positions.t(), None, packed_seq_params=params)
-        self._cache.select(self._repeat)
-        last = logits[torch.arange(count, device=padded.device), self._lengths - 1]
-        return _whole(last, self._gpt)[self._repeat]
+        output = self._chunk(padded, positions.t(), None, packed_seq_params=params)
+        repeat = torch.arange(count, device=device).repeat_interleave(torch.tensor(sizes, device=device))
+        self._cache.select(repeat)
+        last = torch.arange(count, device=device) * width + self._lengths[torch.tensor(firsts, device=device)] - 1
+        return _whole(logits_at(output, last, self._gpt), self._gpt)[repeat]
 
     def keep(self, rows: torch.Tensor) -> None:
         """Goes on with these rows only."""
@@ -210,9 +188,10 @@ class _Cached:
         repeated = positions.expand(self._unit, -1)
         params = DecodeParams(qkv_format="sbhd", cache=cache, positions=repeated, visible=visible)
         ids = tokens[:, None].expand(-1, self._unit)
-        logits = self._chunk(ids, repeated.t(), None, packed_seq_params=params)[:, 0]
+        output = self._chunk(ids, repeated.t(), None, packed_seq_params=params)
         self._positions = (positions + 1).clamp(max=cache.length - 1)
-        return _whole(logits, self._gpt)
+        counted = torch.arange(len(tokens), device=tokens.device) * self._unit
+        return _whole(logits_at(output, counted, self._gpt), self._gpt)
 
 
 class _Recomputed:
@@ -222,11 +201,11 @@ class _Recomputed:
     """
 
     def __init__(self, model: ModelState, rows: list[torch.Tensor]) -> None:
-        self._model, self._rows = model, rows
+        self.layout, self._model, self._rows = model.layout, model, rows
 
     def first(self) -> torch.Tensor:
         """Logits after each row, [rows, vocabulary]."""
-        model, layout = self._model, self._model.layout
+        model, layout = self._model, self.layout
         lengths = [len(row) for row in self._rows]
         # A replica generates by itself: a plan of one data-parallel rank.
         widths = [-(-n // _WIDTH_STEP) * _WIDTH_STEP for n in lengths]
@@ -241,7 +220,8 @@ class _Recomputed:
             last = torch.from_numpy(pack.layout.cu_seqlens[:-1][: pack.samples] + pack.layout.lengths - 1)
 
             def collect(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-                return _whole(output[0][last.to(output.device)], gpt_of(chunk))
+                gpt = gpt_of(chunk)
+                return _whole(logits_at(output, last.to(output.device), gpt), gpt)
 
             return collect
 
@@ -267,33 +247,28 @@ class _Recomputed:
         return self.first()
 
 
-def _decode(
-    source: _Cached | _Recomputed,
-    count: int,
-    sampler: _Sampler,
-    settings: GenerationSettings,
-    layout: ParallelLayout,
-    *,
-    idle: bool,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Responses with their end token where it came, and the log-probs of their tokens, per row."""
-    device = layout.device
+def _decode(source: _Cached | _Recomputed, wave: list[int], sampler: Sampler) -> list[Response]:
+    """Responses of the rows `wave`, with their end token where it came."""
+    settings, layout, device = sampler.settings, source.layout, source.layout.device
     logits = source.first()
-    kept = torch.float64 if logits.dtype is torch.float64 else torch.float32
+    count, kept = len(logits), torch.float64 if logits.dtype is torch.float64 else torch.float32
+    number = torch.tensor(wave or [0], device=device)
     tokens = torch.zeros(count, settings.max_new_tokens, dtype=torch.int64, device=device)
     log_probs = torch.zeros(count, settings.max_new_tokens, dtype=kept, device=device)
     sizes = torch.zeros(count, dtype=torch.int64, device=device)
     live = torch.arange(count, device=device)
     stops = torch.tensor(sorted({settings.eos_token_id, *settings.stop_token_ids}), device=device)
-    running = torch.full((count,), not idle, dtype=torch.bool, device=device)
+    running = torch.full((count,), bool(wave), dtype=torch.bool, device=device)
     for step in range(settings.max_new_tokens):
-        drawn, drawn_log_probs = sampler(logits)
+        drawn, drawn_log_probs = sampler(logits, number[live], step)
         at = live[running]
         tokens[at, step], log_probs[at, step] = drawn[running], drawn_log_probs[running]
         sizes[at] += 1
         running = running & ~torch.isin(drawn, stops)
         left = int(running.sum())
-        if _none_runs(left, layout) or step + 1 == settings.max_new_tokens:
+        # Where ranks share experts, all go on until the last of them has ended.
+        going_on = _most(left, layout) if layout.ep_size > 1 else left
+        if not going_on or step + 1 == settings.max_new_tokens:
             break
         if left < _COMPACT_BELOW * len(live):
             # A rank that is done keeps a row for as long as others need its experts.
@@ -301,45 +276,40 @@ def _decode(
             source.keep(rows)
             live, drawn, running = live[rows], drawn[rows], running[rows]
         logits = source.following(drawn)
-    ends = sizes.tolist()
-    return (
-        [row[:end] for row, end in zip(tokens, ends, strict=True)],
-        [row[:end] for row, end in zip(log_probs, ends, strict=True)],
-    )
+    ends = sizes.tolist()[: len(wave)]
+    return [(tokens[row, :end], log_probs[row, :end]) for row, end in enumerate(ends)]
 
 
-def _none_runs(left: int, layout: ParallelLayout) -> bool:
-    """Whether generation is over: on this rank or, where ranks share experts, on all of them."""
-    if layout.ep_size == 1:
-        return left == 0
-    most = torch.tensor([left])
+def _most(number: int, layout: ParallelLayout) -> int:
+    """The largest of all ranks' numbers. Collective."""
+    most = torch.tensor([number])
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=layout.host_group)
-    return int(most) == 0
+    return int(most)
 
 
-def _as_batch(prompts: list[torch.Tensor], responses: list[torch.Tensor], log_probs: list[torch.Tensor]) -> SampleBatch:
+def _as_batch(prompts: list[torch.Tensor], responses: list[Response]) -> SampleBatch:
     schema = {
         "input_ids": FieldSpec("token"),
         "response_mask": FieldSpec("token", pad=False),
         "log_probs": FieldSpec("next_token"),
     }
-    lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=torch.int64)
+    lengths = torch.tensor([len(p) + len(r) for p, (r, _) in zip(prompts, responses, strict=True)], dtype=torch.int64)
     if not len(lengths):
         fields = {"input_ids": torch.int64, "response_mask": torch.bool, "log_probs": torch.float32}
         empty = {name: torch.zeros(0, dtype=dtype) for name, dtype in fields.items()}
         return SampleBatch(lengths, lengths, empty, schema)
-    ids = torch.cat([part for pair in zip(prompts, responses, strict=True) for part in pair]).cpu()
+    ids = torch.cat([part for p, (r, _) in zip(prompts, responses, strict=True) for part in (p, r)]).cpu()
     mask = torch.cat(
         [
             torch.cat([torch.zeros(len(p), dtype=torch.bool), torch.ones(len(r), dtype=torch.bool)])
-            for p, r in zip(prompts, responses, strict=True)
+            for p, (r, _) in zip(prompts, responses, strict=True)
         ]
     )
     # Row i of a next_token field speaks of token i + 1: a response's first token is row len(prompt) - 1.
     recorded = torch.cat(
         [
             torch.cat([lp.new_zeros(len(p) - 1), lp, lp.new_zeros(1)]).cpu()
-            for p, lp in zip(prompts, log_probs, strict=True)
+            for p, (_, lp) in zip(prompts, responses, strict=True)
         ]
     )
     return SampleBatch(

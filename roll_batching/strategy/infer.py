@@ -29,9 +29,10 @@ from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, Plan, PlanConstraints, plan_step
 from roll_batching.strategy.checkpoint import load_state, save_state
 from roll_batching.strategy.export import export_model
-from roll_batching.strategy.generation import GenerationSettings, check_generation, generate
+from roll_batching.strategy.generation import check_generation, generate
 from roll_batching.strategy.inputs import SAME_SAMPLES, counts_here, pack_inputs, reduce_counts
 from roll_batching.strategy.outcome import join_outcomes
+from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.state import ModelState
@@ -273,7 +274,7 @@ class MegatronInferStrategy:
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
         """Samples responses to this rank's prompts; see `strategy.generation.generate`."""
         with self._consensus("generate") as facts:
-            check_generation(prompts, settings)
+            check_generation(prompts, settings, self.layout)
             facts.equal("the settings", settings)
             facts.equal_in_part(
                 "the prompts of a replica", content_digest(prompts.ids, prompts.lengths, prompts.fields), SAME_SAMPLES

@@ -29,6 +29,13 @@ from tests.config.jobs import changed
             {"num_return_sequences_in_group": 8, "actor_infer.generating_args.num_return_sequences": 1},
             "actor_infer.generating_args.num_return_sequences",
         ),
+        (
+            {
+                "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size": 2,
+                "actor_infer.generating_args.max_tokens_in_cache": 1 << 20,
+            },
+            "actor_infer.generating_args.max_tokens_in_cache",
+        ),
         ({"reference.training_args": {"learning_rate": 1e-3}}, "reference.training_args.learning_rate"),
         ({"reference.data_args": {"file_name": "x"}}, "reference.data_args.file_name"),
         ({"actor_train.generating_args": {"top_k": 3}}, "actor_train.generating_args.top_k"),

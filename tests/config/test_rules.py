@@ -177,6 +177,10 @@ BROKEN = {
         {"prompt_length": 10, "response_length": 10, "sequence_length": 15},
         {"sequence_length": "less than prompt_length 10 + response_length 10"},
     ),
+    "a cache without room for one row": (
+        {"prompt_length": 10, "response_length": 10, "actor_infer.generating_args": {"max_tokens_in_cache": 19}},
+        {"actor_infer.generating_args.max_tokens_in_cache": "is 19, and one row may need 20"},
+    ),
     "roles that want different environments": (
         {"actor_train.system_envs": {"A": "1"}, "reference.system_envs": {"A": "2"}},
         {"reference.system_envs.A": "share one process"},

@@ -35,7 +35,7 @@ def _prompts(count: int = 7) -> Any:
 
 def greedy_against_recompute(dtype: str) -> tuple[list[list[int]], list[list[int]]]:
     from roll_batching.data import SampleBatch, gather_lengths
-    from roll_batching.modeling.head import gpt_of, head_attached
+    from roll_batching.modeling.head import gpt_of, logits_at
     from roll_batching.packing import PackLayout, packed_params
     from roll_batching.strategy import GenerationSettings
 
@@ -52,9 +52,10 @@ def greedy_against_recompute(dtype: str) -> tuple[list[list[int]], list[list[int
             one = SampleBatch.from_lists({"input_ids": [tokens]}, {"input_ids": "token"})
             mb = strategy.plan(gather_lengths(one), forward=True).micro_batches[0][0]
             params = packed_params(PackLayout.of(mb), 0, torch.device("cpu"))
-            with torch.no_grad(), head_attached(gpt_of(chunk)):
-                logits = chunk(torch.tensor([tokens]), params.positions[None], None, packed_seq_params=params)
-            tokens = [*tokens, int(logits[0, -1, :61].argmax())]
+            with torch.no_grad():
+                output = chunk(torch.tensor([tokens]), params.positions[None], None, packed_seq_params=params)
+                logits = logits_at(output, torch.tensor([len(tokens) - 1]), gpt_of(chunk))
+            tokens = [*tokens, int(logits[0, :61].argmax())]
             if tokens[-1] == 5:
                 break
         expected.append(tokens)
@@ -81,7 +82,7 @@ def recorded_against_packed(payload: tuple[str, float]) -> float:
 
 def sampling_rules(_: None) -> None:
     from roll_batching.strategy import GenerationSettings
-    from roll_batching.strategy.generation import _Sampler
+    from roll_batching.strategy.sampling import Sampler
 
     strategy = _strategy("fp32")
     prompts = _prompts(3)
@@ -112,12 +113,20 @@ def sampling_rules(_: None) -> None:
         assert cut == (row[: ends[0] + 1] if ends else row)
         assert row is whole[2] or len(cut) < len(row)
     # Beyond the vocabulary lies padding. What is left out is never drawn, and log-probs are of the whole distribution.
-    cpu = torch.device("cpu")
-    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1, 99.0]]).log().repeat(300, 1)
+    count, cpu = 4000, torch.device("cpu")
+    shares = torch.tensor([0.5, 0.25, 0.15, 0.1])
+    logits = torch.cat([shares.log(), torch.tensor([99.0])]).repeat(count, 1)
     for limits, kept in (({"top_k": 2}, 2), ({"top_p": 0.8}, 3), ({"top_p": 0.7}, 2), ({"top_k": 9}, 4)):
-        tokens, log_probs = _Sampler(GenerationSettings(max_new_tokens=1, eos_token_id=0, **limits), 4, cpu, 0)(logits)
-        assert set(tokens.tolist()) == set(range(kept))
-        assert torch.allclose(log_probs, logits[0][tokens])
+        limited = GenerationSettings(max_new_tokens=2, eos_token_id=0, **limits)
+        sampler = Sampler(limited, 4, count, device=cpu, dtype=torch.float32, seed=0)
+        drawn = [sampler(logits, torch.arange(count), step) for step in range(2)]
+        for tokens, log_probs in drawn:
+            assert set(tokens.tolist()) == set(range(kept))
+            assert torch.allclose(log_probs, shares.log()[tokens])
+            seen = torch.bincount(tokens, minlength=4) / count
+            assert (seen[:kept] - shares[:kept] / shares[:kept].sum()).abs().max() < 0.03
+        both = [tokens == 0 for tokens, _ in drawn]  # independent from step to step
+        assert abs(float((both[0] & both[1]).float().mean() - both[0].float().mean() * both[1].float().mean())) < 0.02
     empty = strategy.generate(prompts.select([]), GenerationSettings(max_new_tokens=4, eos_token_id=5))
     assert len(empty) == 0
 
@@ -159,6 +168,81 @@ def test_layouts_generate_the_same(name: str) -> None:
         assert ranks[0][0] + ranks[1][0] == alone
     else:
         assert ranks[0][0] == ranks[1][0] == alone
+
+
+def in_waves(payload: tuple[dict[str, Any], bool]) -> tuple[list[list[int]], float, int, int, int]:
+    """Beside a run with all rows at once: (tokens of this rank, their log-probs' gap, positions in the cache at most,
+    rows of logits at most, how often the cache was looked at)."""
+    import roll_batching.strategy.generation as generation
+    from roll_batching.modeling import decode
+    from roll_batching.strategy import GenerationSettings
+
+    strategy = _strategy("fp64", *payload)
+    place, prompts = strategy.layout, _prompts()
+    mine = prompts if place.dp_size == 1 else prompts.select([0, 1, 2, 3, 4, 5] if place.dp_rank == 0 else [6])
+    caches: list[Any] = []
+    logits: list[int] = []
+    whole, cache = generation._whole, decode.KeyValueCache
+
+    class Watched(cache):  # type: ignore[misc, valid-type]
+        def room(self, layer: int, keys: Any) -> Any:
+            found = super().room(layer, keys)
+            caches.append(found[0].shape[0] * self.length)
+            return found
+
+        def select(self, rows: Any) -> None:
+            super().select(rows)
+            caches.append(len(rows) * self.length)
+
+    def counted(part: torch.Tensor, gpt: Any) -> torch.Tensor:
+        logits.append(len(part))
+        return whole(part, gpt)
+
+    generation.KeyValueCache, generation._whole = Watched, counted  # type: ignore[misc]
+    widths: set[int] = set()
+    strategy.chunks[0].register_forward_hook(lambda module, inputs, output: widths.add(output.shape[-1]))
+    runs = []
+    for bound in (None, 120):
+        caches.clear()
+        settings = GenerationSettings(
+            max_new_tokens=16, eos_token_id=5, seed=4, num_return_sequences=3, max_tokens_in_cache=bound
+        )
+        runs.append(strategy.generate(mine, settings))
+    alone, waves = ([row.tolist() for row in out.to_lists("input_ids")] for out in runs)
+    assert alone == waves and len(set(map(tuple, alone))) > len(mine)
+    gap = float((runs[0]["log_probs"] - runs[1]["log_probs"]).abs().max()) if len(mine) else 0.0
+    assert widths <= {32}, "hidden states leave the model, and the head takes the positions that are asked for"
+    return alone, gap, max(caches, default=0), max(logits, default=0), len(caches)
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("name", ["one", "tp2", "tp2 sp", "pp2", "dp2", "ep2"])
+def test_a_bounded_cache_samples_the_same_in_waves(name: str) -> None:
+    layout = {"one": {}, "ep2": {"expert_model_parallel_size": 2}, **LAYOUTS}[name]
+    target, experts = "tests.strategy.test_generation:in_waves", name == "ep2"
+    ranks = run_ranks(1 if name == "one" else 2, target, (layout, experts))
+    for _, gap, cache, logits, times in ranks:
+        assert gap < 1e-10
+        assert cache <= 120 and (times == 0) == (name == "pp2")
+        assert logits <= 7 * 3  # no prompt's inner positions
+    if name in ("tp2", "tp2 sp", "pp2"):
+        assert ranks[0][0] == ranks[1][0]
+
+
+def test_a_cache_without_room_for_one_row_is_refused() -> None:
+    for message in run_ranks(2, "tests.strategy.test_generation:no_room"):
+        assert "max_tokens_in_cache=30" in message and "need 35" in message
+
+
+def no_room(_: None) -> str:
+    from roll_batching.errors import RankError
+    from roll_batching.strategy import GenerationSettings
+
+    strategy = _strategy("fp32")
+    mine = _prompts().select([0] if strategy.layout.dp_rank == 0 else [6])  # one token; nineteen
+    with pytest.raises(RankError) as caught:
+        strategy.generate(mine, GenerationSettings(max_new_tokens=16, eos_token_id=5, max_tokens_in_cache=30))
+    return str(caught.value)
 
 
 def refused(megatron: dict[str, Any]) -> str:

@@ -1,0 +1,92 @@
+"""How responses are sampled: the settings, and from logits to next tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from roll_batching.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """How responses are sampled."""
+
+    max_new_tokens: int
+    eos_token_id: int
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end a response."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """Sample among this many likeliest tokens; 0: all."""
+    greedy: bool = False
+    seed: int = 0
+    num_return_sequences: int = 1
+    """Responses per prompt, on consecutive rows."""
+    max_tokens_in_cache: int | None = None
+    """Positions that the cache of keys and values may hold on a rank, over all rows that are sampled together: rows x
+    (their longest prompt + max_new_tokens). More rows wait for their turn; what they sample does not depend on it.
+    None: all rows at once."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.num_return_sequences < 1 or self.temperature <= 0:
+            raise DataError(
+                f"max_new_tokens={self.max_new_tokens}, num_return_sequences={self.num_return_sequences} and "
+                f"temperature={self.temperature} must be at least 1, at least 1 and above 0"
+            )
+
+
+class Sampler:
+    """Next tokens and their log-probs from full-vocabulary logits.
+
+    Every row has random numbers of its own, so that its tokens do not depend on which rows are sampled beside it.
+    """
+
+    def __init__(
+        self,
+        settings: GenerationSettings,
+        vocab_size: int,
+        rows: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
+        self.settings, self.vocab_size = settings, vocab_size
+        generator = torch.Generator(device=device).manual_seed(seed)
+        shape = 0 if settings.greedy else rows, settings.max_new_tokens
+        self._uniform = torch.rand(shape, generator=generator, device=device, dtype=dtype)
+
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, vocabulary] of these rows -> tokens [n], log-probs [n] of the untruncated distribution."""
+        wide = logits[:, : self.vocab_size]
+        wide = wide if wide.dtype is torch.float64 else wide.float()
+        log_probs = (wide / self.settings.temperature).log_softmax(-1)
+        if self.settings.greedy:
+            tokens = log_probs.argmax(-1)
+        else:
+            tokens = self._drawn(self._truncate(log_probs).exp_(), self._uniform[rows, step].to(log_probs.dtype))
+        return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
+
+    def _drawn(self, weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """Inverse transform sampling: the first token up to which more than `uniform` of all weight lies."""
+        reached = weights.cumsum(-1)
+        total = reached[:, -1]
+        # Below the total, whatever rounding does: above it lies no token, and tokens without weight end there.
+        aim = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+        return torch.searchsorted(reached, aim[:, None], right=True)[:, 0]
+
+    def _truncate(self, log_probs: torch.Tensor) -> torch.Tensor:
+        """With what is not to be sampled at minus infinity; a tensor of its own."""
+        top_k, top_p = self.settings.top_k, self.settings.top_p
+        kept = log_probs.clone()
+        if top_k and top_k < log_probs.shape[-1]:
+            bound = log_probs.topk(top_k, -1).values[:, -1:]
+            kept = kept.masked_fill_(log_probs < bound, float("-inf"))
+        if top_p < 1.0:
+            ordered, index = kept.softmax(-1).sort(-1, descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= top_p
+            kept = kept.masked_fill_(beyond.scatter(1, index, beyond), float("-inf"))
+        return kept
