@@ -61,7 +61,7 @@ def defer_head(gpt: Any) -> None:
 @contextlib.contextmanager
 def hidden_states_of(gpt: Any) -> Iterator[None]:
     """Inside, the model hands hidden states on where its output layer is a plain one; `logits_at` takes either."""
-    layer = gpt.output_layer if gpt.post_process else None
+    layer: Any = gpt.output_layer if gpt.post_process else None
     if type(layer) is not ColumnParallelLinear or layer.bias is not None:
         yield
         return
