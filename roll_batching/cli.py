@@ -1,4 +1,4 @@
-"""The command line: `roll-batching train | sft | dpo | generate | eval | plan | export | convert-config`."""
+"""The command line: `roll-batching train | sft | dpo | generate | eval | plan | rehearse | export | convert-config`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from roll_batching.commands.evaluate import evaluate
 from roll_batching.commands.export import export
 from roll_batching.commands.generate import generate
 from roll_batching.commands.plan import ALGORITHMS_OF_MODES, plan
+from roll_batching.commands.rehearse import rehearse
 from roll_batching.commands.train import dpo, sft, train
 from roll_batching.errors import ConfigError, RollBatchingError
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command(epilog=ALGORITHMS_OF_MODES)(plan)
 app.command()(convert_config)
+app.command()(rehearse)
 app.command()(train)
 app.command()(sft)
 app.command()(dpo)

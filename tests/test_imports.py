@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("losses",),
     ("strategy",),
     ("rl",),
-    ("launch",),
+    ("launch", "rehearsal"),
     ("commands",),
     ("cli",),
 )

@@ -1,0 +1,60 @@
+"""`roll-batching rehearse --config FILE`: one rank of every kind of a job, at real sizes, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from roll_batching.config import load_config
+from roll_batching.errors import ConfigError, RollBatchingError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def rehearse(
+    config: Annotated[Path, typer.Option(help="YAML file of the job.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Settings to change, such as actor_train.use_sequence_packing=false."),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the job. Default: as many as device_mapping names.")
+    ] = None,
+    gpu_memory: Annotated[str, typer.Option(help="Memory of one GPU, such as 80GiB.")] = "80GiB",
+    lengths: Annotated[
+        Path | None,
+        typer.Option(help="CSV, JSONL, npy or Parquet file of the lengths of a step's samples. Default: the longest."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Rehearse a job: memory, FLOPs, collectives and host reads of its ranks, without a GPU and without weights."""
+    size = _bytes(gpu_memory)
+    job = load_config(config, list(overrides or ()))
+    if importlib.util.find_spec("torch") is None:
+        raise RollBatchingError("a rehearsal needs torch and megatron-core: pip install 'roll-batching[megatron]'")
+    from roll_batching.planning.lengths_io import read_lengths
+    from roll_batching.rehearsal.job import rehearse_job
+    from roll_batching.rehearsal.report import lines_of, plain
+
+    given = None if lengths is None else read_lengths(lengths).tolist()
+    found = rehearse_job(job, world_size=world_size, lengths=given)
+    if as_json:
+        typer.echo(json.dumps(plain(found, size)))
+    else:
+        for line in lines_of(found, size):
+            typer.echo(line)
+    if not found.fits(size) or found.reads_inside:
+        raise typer.Exit(1)
+
+
+def _bytes(words: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", words)
+    unit = match and _UNITS.get(match[2].upper())
+    if match is None or unit is None:
+        raise ConfigError(f"--gpu-memory {words!r}: give a size such as 80GiB")
+    return int(float(match[1]) * unit)

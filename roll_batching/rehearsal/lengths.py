@@ -1,0 +1,65 @@
+"""The longest micro-batches that a role's caps allow, and the plans that consist of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from roll_batching.planning import Plan, PlanConstraints
+from roll_batching.planning.arrays import Ints
+
+
+def longest_bin(constraints: PlanConstraints, longest: int) -> list[int]:
+    """Lengths of the samples of a micro-batch with as many tokens as can be, none longer than `longest`."""
+    if constraints.mode == "padded":
+        return [longest] * _rows_of_padded(constraints, longest)
+    if constraints.mode == "packed":
+        whole, rest = divmod(constraints.usable_tokens, _rounded(longest, constraints.sequence_alignment))
+        short = rest // constraints.sequence_alignment * constraints.sequence_alignment
+        lengths = [longest] * whole + ([min(short, longest)] if short else [])
+        return lengths or [longest]
+    return _rectangle(constraints, longest)
+
+
+def _rectangle(constraints: PlanConstraints, longest: int) -> list[int]:
+    """Rows of the longest samples, or one more of shorter ones where that fills the cap better."""
+    align = constraints.rectangle_alignment
+    width = _rounded(longest, align)
+    rows = max(1, constraints.usable_tokens // width)
+    shorter = constraints.usable_tokens // (rows + 1) // align * align
+    if shorter and (rows + 1) * shorter > rows * width:
+        return [min(shorter, longest)] * (rows + 1)
+    return [longest] * rows
+
+
+def _rows_of_padded(constraints: PlanConstraints, longest: int) -> int:
+    if constraints.rows is not None:
+        return constraints.rows
+    width = constraints.padded_length or _rounded(longest, constraints.rectangle_alignment)
+    return max(1, constraints.usable_tokens // width)
+
+
+def _rounded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def fullest_bin(plan: Plan) -> list[int]:
+    """Lengths of the samples of the plan's micro-batch with the most tokens."""
+    every = [mb for rank in plan.micro_batches for mb in rank]
+    return [int(length) for length in max(every, key=lambda mb: mb.tokens).lengths]
+
+
+def same_bins(constraints: PlanConstraints, lengths: Sequence[int], micro_batches: int) -> Plan:
+    """A plan whose micro-batches, on every rank, all hold samples of these `lengths`."""
+    count = constraints.dp_size * micro_batches
+    size = len(lengths)
+    bins = [
+        [
+            list(range((rank * micro_batches + k) * size, (rank * micro_batches + k + 1) * size))
+            for k in range(micro_batches)
+        ]
+        for rank in range(constraints.dp_size)
+    ]
+    every: Ints = np.tile(np.asarray(lengths, dtype=np.int64), count)
+    return Plan.from_bins(bins, every, constraints)

@@ -1,0 +1,63 @@
+"""FLOPs of operators: products of matrices and attention; everything else is not counted.
+
+A product of [m, k] and [k, n] is 2mkn. Attention over p pairs of a query and a key that it sees, with h heads of d
+channels, is 4phd forward (scores, and values weighted by them) and 10phd backward, where the kernel computes the scores
+again: five products instead of two.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+_pairs: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_PAIRS: dict[int, int] = {}
+"""By the storage of a pack's cumulative query lengths: pairs of a query and a key that it sees."""
+
+
+def tell_pairs(cumulative: torch.Tensor, pairs: int) -> None:
+    """A pack whose spans are described by the tensor `cumulative` has so many pairs of query and key."""
+    _PAIRS[cumulative.untyped_storage()._cdata] = pairs
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """What one call of an operator computes."""
+    packet = func._overloadpacket
+    if packet in _COUNTED:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if packet is torch.ops.aten.addmm_:
+        (m, k), n = args[1].shape, args[2].shape[1]
+        return int(2 * m * k * n)
+    name = str(packet)
+    if name == "torch_attn._varlen_attn":
+        query, cumulative = args[0], args[3]
+        return 4 * _pairs_of(cumulative) * query.shape[1] * query.shape[2]
+    if name == "torch_attn._varlen_attn_backward":
+        query, cumulative = args[1], args[6]
+        return 10 * _pairs_of(cumulative) * query.shape[1] * query.shape[2]
+    return 0
+
+
+def _pairs_of(cumulative: torch.Tensor) -> int:
+    return _PAIRS.get(cumulative.untyped_storage()._cdata, 0)
+
+
+_ATEN = torch.ops.aten
+_COUNTED = frozenset(
+    {
+        _ATEN.mm,
+        _ATEN.addmm,
+        _ATEN.bmm,
+        _ATEN.baddbmm,
+        _ATEN._scaled_dot_product_flash_attention,
+        _ATEN._scaled_dot_product_flash_attention_backward,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
+        _ATEN._scaled_dot_product_efficient_attention,
+        _ATEN._scaled_dot_product_efficient_attention_backward,
+    }
+    & set(flop_registry)
+)

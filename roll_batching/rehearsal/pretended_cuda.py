@@ -1,0 +1,228 @@
+"""A CUDA device that holds no values: the code believes in it, tensors on it have shapes alone.
+
+FakeTensorMode knows such tensors, but where there is no GPU torch's C++ side does not: backward passes ask the driver
+for streams, and a CPU build has nothing to ask. So C++ is told that these tensors are on "meta", where it asks for
+nothing, while Python sees "cuda". What C++ then makes on "meta" is put back on the device. Works with every build of
+torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._subclasses.fake_tensor as fake_tensors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE = torch.device("cuda", 0)
+_META = torch.device("meta")
+_CAPABILITY = (9, 0)
+
+
+class _Stream:
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, *args: Any) -> None: ...
+    def wait_event(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, *args: Any) -> _Event:
+        return _Event()
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+def install() -> None:
+    """Answers for an H100 for the rest of the process: rehearsals run in processes of their own.
+
+    Raises `RuntimeError` where CUDA is available: there the device itself could be asked.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "a pretended device is for machines without CUDA: hide the GPUs with CUDA_VISIBLE_DEVICES=''"
+        )
+    _answer_for_cuda()
+    _free_fake_tensors_of_the_driver()
+    _choose_as_on_cuda()
+    _SeenByPython().__enter__()
+
+
+def _answer_for_cuda() -> None:
+    cuda: Any = torch.cuda
+    state = torch.get_rng_state()
+
+    def answer(value: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: value
+
+    for name, value in {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 8,
+        "current_device": 0,
+        "set_device": None,
+        "synchronize": None,
+        "manual_seed": None,
+        "manual_seed_all": None,
+        "empty_cache": None,
+        "get_rng_state": state,
+        "set_rng_state": None,
+        "get_device_capability": _CAPABILITY,
+        "get_device_name": "NVIDIA H100 80GB HBM3 (pretended)",
+        "memory_allocated": 0,
+        "_lazy_init": None,
+        "_lazy_call": None,
+    }.items():
+        setattr(cuda, name, answer(value))
+    cuda.random.get_rng_state, cuda.random.set_rng_state = answer(state), answer(None)
+    cuda.default_generators = [torch.default_generator]
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
+    cuda.stream = cuda.device = lambda *args: contextlib.nullcontext()
+
+
+def _free_fake_tensors_of_the_driver() -> None:
+    """FakeTensorMode must not start CUDA for a device that it is told of."""
+    module: Any = fake_tensors
+    module.init_gpu_context = lambda *args: None
+    mode: Any = FakeTensorMode
+    mode.avoid_device_init = property(lambda self: True)
+    torch._C._ensureCUDADeviceGuardSet = lambda: None
+    kind: Any = FakeTensor
+    kind.is_cuda = property(lambda self: self.fake_device.type == "cuda")
+    kind.is_meta = property(lambda self: self.fake_device.type == "meta")
+
+
+def _choose_as_on_cuda() -> None:
+    """Optimizers of torch go over lists of tensors at once on CUDA, unless tensors are of a class of their own."""
+    import torch.optim.adam as adam
+
+    module, optimizer = adam, torch.optim.Optimizer
+    module._default_to_fused_or_foreach = lambda *args, **kwargs: (False, True)  # type: ignore[assignment]
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, lambda self: None)
+
+
+class SeenByCpp(TorchDispatchMode):
+    """To be entered above a FakeTensorMode: C++ sees "meta" where Python sees the pretended device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            here = args[0].fake_device if isinstance(args[0], FakeTensor) else torch.device("cpu")
+            return _META if here.type == "cuda" else here
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "meta":
+            kwargs = {**kwargs, "device": DEVICE}
+        return func(*args, **kwargs)
+
+
+class _SeenByPython(TorchFunctionMode):
+    """What Python asks C++ about a tensor's device, answered for the pretended one."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if isinstance(device, int) or (device is not None and str(device) == "cuda"):
+            kwargs = {**kwargs, "device": DEVICE}
+        if func is torch.tensor and isinstance(args[0], list | tuple):  # C++ would read the device itself
+            args = (_read(args[0]), *args[1:])
+        if func is torch.Tensor.cuda:
+            func, args = torch.Tensor.to, (args[0], DEVICE)
+        if func is torch.Tensor.to and _on_device(args[0]):
+            args, kwargs = _without_own_device(args, kwargs)
+            if len(args) == 1 and not kwargs:
+                return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs and _on_device(args[0]):
+            return "torch.cuda." + func(*args).rsplit(".", 1)[1]
+        kernel = _KERNELS.get(func)
+        if kernel is not None and _on_device(args[0]):
+            return kernel(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _read(values: Any) -> Any:
+    if isinstance(values, list | tuple):
+        return [_read(value) for value in values]
+    return values.item() if _on_device(values) else values
+
+
+def _on_device(tensor: Any) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
+def _without_own_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`x.to(...)` less the device that x is on: C++, which sees another, would copy."""
+
+    def own(value: Any) -> bool:
+        return isinstance(value, torch.device | str) and torch.device(value).type == "cuda"
+
+    kept = {name: value for name, value in kwargs.items() if not own(value)}
+    if len(kept) < len(kwargs) or any(own(value) for value in args[1:]):
+        kept.pop("non_blocking", None)
+    return (args[0], *(value for value in args[1:] if not own(value))), kept
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The fused kernel of CUDA, which C++ would take apart: it keeps its input, its weight and a number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    out: torch.Tensor = _RMSNorm.apply(x, weight)
+    return out
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernel that scaled_dot_product_attention takes on CUDA: flash attention, or with a mask the efficient one."""
+    ops = torch.ops.aten
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        return ops._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    repeats = query.shape[1] // key.shape[1]
+    if enable_gqa and repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    return ops._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+_KERNELS: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.nn.functional.rms_norm: _rms_norm,
+    torch.nn.functional.scaled_dot_product_attention: _attention,
+}
+"""What C++ chooses by the device, chosen as CUDA would."""

@@ -1,0 +1,70 @@
+"""Rehearsals in processes of their own: what is pretended there stays there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from roll_batching.errors import RollBatchingError
+from roll_batching.lifetime import end_with_parent
+from roll_batching.rehearsal.task import RankReport, RankTask
+
+_PARENT = "ROLL_BATCHING_REHEARSED_BY"
+
+
+class RehearsalError(RollBatchingError, RuntimeError):
+    """A rehearsed job failed, as it would on the cluster; or what it needs cannot be pretended."""
+
+
+def run_tasks(tasks: Sequence[RankTask], processes: int | None = None) -> list[RankReport]:
+    """The report of each task; as many at a time as there are `processes` (default: cores).
+
+    Raises `RehearsalError` with the words of the first that failed.
+    """
+    workers = min(len(tasks), processes or len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
+        return list(pool.map(_run, tasks))
+
+
+def _run(task: RankTask) -> RankReport:
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        _PARENT: str(os.getpid()),
+    }
+    command = [sys.executable, "-m", "roll_batching.rehearsal.process"]
+    done = subprocess.run(command, input=pickle.dumps(task), capture_output=True, env=environment)
+    if done.returncode or not done.stdout:
+        words = done.stderr.decode(errors="replace").strip()
+        raise RehearsalError(f"the rehearsal of rank {task.rank} failed:\n{words[-8000:]}")
+    kind, value = pickle.loads(done.stdout)
+    if kind == "error":
+        raise RehearsalError(f"rank {task.rank} of {task.world_size} failed: {value}")
+    report: RankReport = value
+    return report
+
+
+def _main() -> None:
+    end_with_parent(int(os.environ[_PARENT]))
+    task = pickle.load(sys.stdin.buffer)
+    answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints
+    from roll_batching.rehearsal.rank import rehearse_rank
+
+    try:
+        said: tuple[str, object] = ("report", rehearse_rank(task))
+    except RollBatchingError as error:
+        said = ("error", str(error))
+    with answer:
+        pickle.dump(said, answer)
+    os._exit(0)  # nothing is unwound: process groups that are not there would be waited for
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,98 @@
+"""One rank of a pretended world: builds its part of the model, makes a step's passes, and tells what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from torch.distributed import get_rank
+
+from roll_batching.config import JobConfig
+from roll_batching.rehearsal import pretended_cuda, world
+from roll_batching.rehearsal.memory import kept_bytes, kinds_of, peaks_of
+from roll_batching.rehearsal.passes import Passes, passes_of
+from roll_batching.rehearsal.recorder import Recorder
+from roll_batching.rehearsal.task import RankReport, RankTask
+
+_BEFORE = "first step"
+"""The phase of what comes before the step that is looked at."""
+
+
+def rehearse_rank(task: RankTask) -> RankReport:
+    """Rehearses `task`. Once per process: what is pretended stays."""
+    started = time.perf_counter()
+    if task.device == "cuda":
+        pretended_cuda.install()
+    world.join(task.rank, task.world_size)
+    world.ease_megatron()
+    recorder = Recorder(task.device)
+    job = task.job if task.layers is None else with_layers(task.job, task.layers)
+    with _recording(recorder, task.device):
+        passes = passes_of(job, recorder, task.lengths, task.micro_batches)
+        _name_modules(recorder, passes)
+        with recorder.setting_aside(_BEFORE):
+            passes.steady_state()
+        tokens = passes.run(recorder)
+    return _report(recorder, passes, tokens, time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _recording(recorder: Recorder, device: str) -> Iterator[None]:
+    with world.on_device_without_values(device), recorder, recorder.following_modules():
+        yield
+
+
+def _name_modules(recorder: Recorder, passes: Passes) -> None:
+    chunks = passes.policy.chunks
+    for number, chunk in enumerate(chunks):
+        recorder.name_modules(chunk, f"chunk {number}" if len(chunks) > 1 else "")
+    if passes.reference is not None:
+        for chunk in passes.reference.chunks:
+            recorder.name_modules(chunk, "reference")
+
+
+def _report(recorder: Recorder, passes: Passes, tokens: dict[str, int], seconds: float) -> RankReport:
+    policy = passes.policy
+    kinds = kinds_of(
+        recorder, policy.chunks, policy.optimizer, [] if passes.reference is None else passes.reference.chunks
+    )
+    calls: dict[str, tuple[float, float]] = {}
+    for one in recorder.collectives:
+        if one.phase in (_BEFORE, "build"):
+            continue
+        key = f"{one.phase} / {one.group} ({one.size}) / {one.name}"
+        count, size = calls.get(key, (0, 0))
+        calls[key] = count + 1, size + one.bytes
+    reads = Counter(
+        f"{read.phase}: {read.place}" for read in recorder.host_reads if read.phase not in (_BEFORE, "build")
+    )
+    peaks = peaks_of(recorder.blocks, kinds, recorder.phases)
+    return RankReport(
+        rank=get_rank(),
+        stage=policy.layout.pp_rank,
+        parameters=sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()),
+        kept=kept_bytes(recorder.blocks, kinds),
+        peaks={phase: peak for phase, peak in peaks.items() if phase != _BEFORE},
+        flops={phase: float(count) for phase, count in recorder.flops.items() if phase not in (_BEFORE, "build")},
+        collectives=calls,
+        host_reads=dict(reads),
+        micro_batches=passes.count(),
+        tokens=tokens,
+        seconds=seconds,
+    )
+
+
+def with_layers(job: JobConfig, layers: int) -> JobConfig:
+    """`job` with a model of `layers` layers."""
+
+    def changed(role):  # type: ignore[no-untyped-def]
+        if role is None or role.model_args.architecture is None:
+            return role
+        architecture = role.model_args.architecture.model_copy(update={"num_layers": layers})
+        return role.model_copy(update={"model_args": role.model_args.model_copy(update={"architecture": architecture})})
+
+    return job.model_copy(
+        update={name: changed(getattr(job, name)) for name in ("actor_train", "actor_infer", "reference")}
+    )

@@ -1,0 +1,225 @@
+"""What happens on the device during a rehearsal: storages that come and go, FLOPs, collectives, host reads.
+
+A dispatch mode above FakeTensorMode. It works over real tensors as well, which is how a rehearsal is compared with
+what it rehearses.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from roll_batching.rehearsal.collectives import Collective, described, is_collective
+from roll_batching.rehearsal.operations import flops_of
+
+_aten = torch.ops.aten
+
+
+@dataclass
+class Block:
+    """One storage on the device."""
+
+    size: int
+    """Bytes."""
+    born: int
+    """When it was first seen, in operations."""
+    phase: str
+    owner: str
+    """Qualified name of the module at work, or the autograd node where none is."""
+    words: str
+    """Type and shape of the tensor that it was made for."""
+    freed: int | None = None
+
+
+@dataclass(frozen=True)
+class HostRead:
+    """A device value that Python waited for."""
+
+    phase: str
+    place: str
+    """File, line and function."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records inside; `phase` names what is going on."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self.blocks: list[Block] = []
+        self.collectives: list[Collective] = []
+        self.host_reads: list[HostRead] = []
+        self.flops: dict[str, int] = {}
+        """By phase."""
+        self.clock = -1
+        """The number of the operation at work."""
+        self.phases: list[str] = []
+        """Of every operation."""
+        self.base_phase = "build"
+        self._aside: str | None = None
+        self._known: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._trail: tuple[list[int], list[str]] = [0], [""]
+
+    # ---- where we are
+
+    @property
+    def phase(self) -> str:
+        """The phase; inside a schedule forward and backward are told apart."""
+        if self._aside is not None:
+            return self._aside
+        if self.base_phase == "step" and torch._C._current_graph_task_id() != -1:
+            return "backward"
+        return "forward" if self.base_phase == "step" else self.base_phase
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Inside, what happens belongs to `phase`."""
+        before, self.base_phase = self.base_phase, phase
+        try:
+            yield
+        finally:
+            self.base_phase = before
+
+    @contextlib.contextmanager
+    def setting_aside(self, phase: str) -> Iterator[None]:
+        """Inside, everything belongs to `phase`."""
+        self._aside = phase
+        try:
+            yield
+        finally:
+            self._aside = None
+
+    def name_modules(self, root: torch.nn.Module, prefix: str = "") -> None:
+        """Modules of `root` are called by their names in it, without Megatron's wrappers."""
+        for name, module in root.named_modules():
+            parts = [part for part in name.split(".") if part != "module"]
+            self._names[id(module)] = ".".join(([prefix] if prefix else []) + parts)
+
+    @contextlib.contextmanager
+    def following_modules(self) -> Iterator[None]:
+        """Inside, storages are attributed to the modules at work."""
+        hooks = torch.nn.modules.module
+        handles = [
+            hooks.register_module_forward_pre_hook(self._enter),
+            hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+        self._mark()
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        """From the next autograd node on, nodes belong to the module on top of the stack."""
+        self._trail[0].append(torch.autograd._get_sequence_nr())
+        self._trail[1].append(self._stack[-1] if self._stack else "")
+
+    def _owner(self) -> str:
+        if self._stack:
+            return self._stack[-1]
+        if torch._C._current_graph_task_id() == -1:
+            return ""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return "autograd"
+        number = node._sequence_nr()
+        at = bisect.bisect_right(self._trail[0], number) - 1
+        owner = self._trail[1][at] if number < 1 << 60 else ""
+        return owner or node.name()
+
+    # ---- what happens
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        self.clock += 1
+        self.phases.append(self.phase)
+        if func is _aten._local_scalar_dense.default:
+            self._note_read(args[0])
+            if isinstance(args[0], FakeTensor):
+                return _answer(args[0])
+        elif func is _aten._to_copy.default and self._leaves_device(args[0], kwargs):
+            self._note_read(args[0])
+        elif is_collective(func):
+            self.collectives.append(described(func, args, self.phase))
+        out = func(*args, **kwargs)
+        counted = flops_of(func, args, kwargs, out)
+        if counted:
+            phase = self.phase
+            self.flops[phase] = self.flops.get(phase, 0) + counted
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self._device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        words = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        self._known[key] = len(self.blocks)
+        self.blocks.append(
+            Block(size=storage.nbytes(), born=self.clock, phase=self.phase, owner=self._owner(), words=words)
+        )
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.blocks[self._known.pop(key)].freed = self.clock
+
+    def block_of(self, tensor: torch.Tensor) -> int | None:
+        """The index in `blocks` of a living tensor's storage."""
+        return self._known.get(tensor.untyped_storage()._cdata)
+
+    def _leaves_device(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        target = kwargs.get("device")
+        leaves = tensor.device.type != "cpu" and target is not None and torch.device(target).type == "cpu"
+        return leaves and not kwargs.get("non_blocking", False)
+
+    def _note_read(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == self._device_type:
+            self.host_reads.append(HostRead(self.phase, _place()))
+
+
+def _answer(tensor: torch.Tensor) -> Any:
+    """What a value that nobody has is taken for: 1, true, finite."""
+    if tensor.dtype is torch.bool:
+        return True
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _place() -> str:
+    """The innermost line of Python that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and "/rehearsal/" not in file and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return "unknown"

@@ -1,0 +1,73 @@
+"""What one process rehearses, and what it tells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from roll_batching.config import JobConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTask:
+    """One rank of a pretended world, and the passes that it makes."""
+
+    job: JobConfig
+    rank: int
+    world_size: int
+    layers: int | None = None
+    """Transformer layers of each of the rank's chunks; None: as many as the model has."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    lengths: tuple[int, ...] | None = None
+    """Of the samples of an optimizer step; None: as long as the job allows."""
+    micro_batches: int | None = None
+    """Per rank and pass; None: as many as show all that happens."""
+    timeline: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Bytes on the device of one kind of thing, at some moment."""
+
+    kind: str
+    """weights, gradients, optimizer, reference, inputs or activations."""
+    bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasePeak:
+    """Where memory is highest in a phase."""
+
+    phase: str
+    bytes: float
+    kinds: dict[str, float] = field(default_factory=dict)
+    """By kind of thing."""
+    holders: dict[str, float] = field(default_factory=dict)
+    """Of activations: by module and tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank's passes came to; bytes and FLOPs of that rank."""
+
+    rank: int
+    stage: int
+    parameters: float
+    """Of this rank."""
+    kept: dict[str, float]
+    """Bytes that stay from step to step, by kind."""
+    peaks: dict[str, PhasePeak]
+    """By phase."""
+    flops: dict[str, float]
+    """By phase, of the rehearsed micro-batches."""
+    collectives: dict[str, tuple[float, float]]
+    """By "phase / group / name": calls, and bytes of all calls."""
+    host_reads: dict[str, int]
+    """By "phase: place", how often."""
+    micro_batches: int
+    """Per pass, as rehearsed."""
+    tokens: dict[str, int]
+    """By pass, of the rehearsed micro-batch."""
+    seconds: float
+    timeline: tuple[tuple[str, int, dict[str, int]], ...] = ()
+    """Per operation: phase and bytes by kind."""

@@ -1,0 +1,39 @@
+"""`roll-batching rehearse`, from a file to a verdict."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from roll_batching.cli import main
+
+pytestmark = pytest.mark.rehearse
+
+DEMO = ["rehearse", "--config", "configs/demo_grpo.yaml"]
+
+
+def test_a_job_that_fits_says_so_with_figures_of_every_phase(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*DEMO, "--json"])
+    assert end.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    (stage,) = found["stages"]
+    assert found["fits"] and found["need"] < found["gpu_memory"]
+    assert {"old log-probs", "forward", "backward", "optimizer"} <= set(stage["peaks"])
+    assert stage["kept"]["optimizer"] == 3 * 4 * stage["parameters"], "fp32 weights and two moments"
+    assert not [words for words in stage["host_reads"] if words.startswith(("forward", "backward"))]
+
+
+def test_a_job_that_does_not_fit_exits_with_1(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*DEMO, "--gpu-memory", "1MiB"])
+    assert end.value.code == 1
+    assert "does not fit 0.00 GiB" in capsys.readouterr().out
+
+
+def test_a_size_that_is_none(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*DEMO, "--gpu-memory", "much"])
+    assert end.value.code == 2
+    assert "80GiB" in capsys.readouterr().err
