@@ -105,18 +105,18 @@ def load_on_a_rank(folder: Path, out: Path, tp: int) -> None:
     from roll_batching.config import MegatronConfig, ModelArgs
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.modeling.builder import build_chunks
+    from roll_batching.modeling.kernels import choose_kernels
     from roll_batching.modeling.pretrained import load_pretrained
-    from roll_batching.packing.attention_backend import attention_backend
 
     device = start_processes()
     megatron = MegatronConfig(tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
     layout = make_layout(megatron.parallel_dims(tp), device)
     architecture = ModelArgs(model_name_or_path=str(folder)).architecture
     assert architecture is not None
-    attention = attention_backend("auto", device.type)
+    kernels = choose_kernels(megatron, architecture, device)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
-    options: dict[str, Any] = {"attention": attention, "seed": 0, "initialize": False}
+    options: dict[str, Any] = {"kernels": kernels, "seed": 0, "initialize": False}
     chunks = build_chunks(architecture, megatron, layout, torch.bfloat16, **options)
     dist.barrier()
     started = time.perf_counter()

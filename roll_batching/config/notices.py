@@ -79,11 +79,21 @@ def _for_key(job: JobKeys, path: KeyPath) -> str | None:
             text = _under_an_engine(job, role, path)
             if text is not None:
                 return text
-    if "system_envs" in path[:2] and str(path[-1]).startswith("NVTE_"):
-        return "is set for the workers, but only TransformerEngine reads it; attention_backend chooses our core"
+    if "system_envs" in path[:2] and str(path[-1]).startswith("NVTE_") and not _uses_engine(job):
+        return (
+            "is set for the workers, but only TransformerEngine reads it, which is not used here: "
+            "transformer_impl: transformer_engine in strategy_config takes its layers, attention_backend its attention"
+        )
     field = field_at(path)
     use = use_of(field) if field is not None else None
     return f"has no effect: {use.notice}" if isinstance(use, Noticed) else None
+
+
+def _uses_engine(job: JobKeys) -> bool:
+    return any(
+        "transformer_engine" in (config.transformer_impl, config.attention_backend)
+        for config in (role.strategy_args.strategy_config for role in job.roles.values())
+    )
 
 
 def _under_an_engine(job: JobKeys, role: WorkerConfig, path: KeyPath) -> str | None:

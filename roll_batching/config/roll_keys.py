@@ -93,25 +93,44 @@ class RollMegatronConfig(Settings):
         help="How tokens travel to experts.",
         reason="allgather fails with micro-batches of different lengths",
     )
-    transformer_impl: Literal["local", "transformer_engine"] | None = noticed(
-        None,
-        help="Layer implementation.",
-        notice="layers are built from Megatron's local spec with our attention core",
-    )
     apply_rope_fusion: bool = noticed(
         False,
         help="TransformerEngine's rotary kernel.",
-        notice="our attention core rotates queries and keys itself",
+        notice="it is used under transformer_impl: transformer_engine; our attention cores rotate themselves",
     )
     bias_activation_fusion: bool = noticed(
-        False, help="Fused bias and activation.", notice="bias and activation are computed unfused, on every device"
+        False,
+        help="Fused bias and activation.",
+        notice="activations are fused on CUDA and not on the CPU, whatever this says",
+    )
+    bias_dropout_fusion: bool = noticed(
+        False,
+        help="Fused dropout and residual.",
+        notice="dropout and residual are fused on CUDA and not on the CPU, whatever this says",
+    )
+    masked_softmax_fusion: bool = noticed(
+        False, help="Fused softmax.", notice="no attention here holds the scores that it would mask"
+    )
+    gradient_accumulation_fusion: bool = noticed(
+        False,
+        help="APEX's kernel that adds a weight's gradient to the sum so far.",
+        notice="it is used on CUDA where APEX is installed, and the line that names the fusions says so",
     )
     bf16: bool | None = noticed(None, help="ROLL's precision flag.", notice="precision is model_args.dtype")
     moe_grouped_gemm: bool = noticed(
-        False, help="One kernel for all experts of a rank.", notice="experts are computed one after the other"
+        False,
+        help="One kernel for all experts of a rank.",
+        notice="experts are one kernel under transformer_impl: transformer_engine, else computed one after the other",
     )
     moe_permute_fusion: bool = noticed(
-        False, help="Fused ordering of tokens by expert.", notice="tokens are ordered by experts unfused"
+        False,
+        help="Fused ordering of tokens by expert.",
+        notice="tokens are ordered by experts fused under transformer_impl: transformer_engine, else unfused",
+    )
+    moe_router_fusion: bool = noticed(
+        False,
+        help="Fused routing.",
+        notice="routing is fused under transformer_impl: transformer_engine, else unfused",
     )
     moe_shared_expert_overlap: bool = noticed(
         False,

@@ -213,6 +213,9 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
             if own != theirs:
                 text = f"is {own}, but {theirs} in actor_train; the roles of one job share one parallel layout"
                 yield Problem((name, "strategy_args", "strategy_config", key), f"{text}; leave it out here")
+        if (own := role.strategy_args.strategy_config.transformer_impl) != shared.transformer_impl:
+            text = f"is {own}, but {shared.transformer_impl} in actor_train, whose weights this role takes"
+            yield Problem((name, "strategy_args", "strategy_config", "transformer_impl"), f"{text}; leave it out here")
         if role.device_mapping != job.actor_train.device_mapping:
             text = "differs from actor_train's; the roles of one job run on the same devices; leave it out here"
             yield Problem((name, "device_mapping"), text)

@@ -52,9 +52,14 @@ class MegatronConfig(RollMegatronConfig):
         None, help="full: layers per recomputed unit, or recomputed layers.", ge=1
     )
     recompute_modules: list[str] | None = honoured(None, help="selective: parts of a layer. Default: core_attn.")
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = honoured(
+        "auto",
+        help="Whose layers are built: Megatron's local ones, or TransformerEngine's (CUDA). auto: local.",
+    )
     attention_backend: Annotated[str, RegisteredName(ATTENTION_BACKENDS)] = honoured(
         "auto",
-        help="What attends to packs. (Megatron's key of this name chooses among TransformerEngine's kernels.)",
+        help="What attends to packs. (Megatron's key of this name chooses among TransformerEngine's kernels: "
+        "NVTE_FLASH_ATTN and the like in system_envs do.)",
     )
     calculate_per_token_loss: bool = honoured(
         True, help="Which of Megatron's two loss scalings is used underneath. Results do not depend on it."

@@ -13,10 +13,10 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import router_loss_weights
 from roll_batching.modeling.head import defer_head
+from roll_batching.modeling.kernels import Kernels, engine_attention
 from roll_batching.modeling.requirements import refusals_here
 from roll_batching.modeling.rotary import RotarySettings
 from roll_batching.modeling.spec import packed_block_spec
-from roll_batching.packing.attention_backend import AttentionBackend
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -78,6 +78,7 @@ def transformer_config(
     layout: ParallelLayout,
     dtype: torch.dtype,
     *,
+    kernels: Kernels,
     initialize: bool = True,
 ) -> Any:
     """Megatron's TransformerConfig for this architecture and layout.
@@ -124,11 +125,9 @@ def transformer_config(
         "overlap_p2p_comm": False,
         "deallocate_pipeline_outputs": False,
         "moe_token_dispatcher_type": "alltoall",
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": not on_cpu,  # SiLU and its gate in one kernel, which saves its input alone
-        "apply_rope_fusion": False,
+        "transformer_impl": kernels.layers,
+        "attention_backend": engine_attention(),
+        **kernels.options,
         "cuda_graph_scope": [],
         "calculate_per_token_loss": strategy.calculate_per_token_loss,
         "recompute_granularity": strategy.recompute_granularity,
@@ -149,10 +148,9 @@ def transformer_config(
             "moe_aux_loss_coeff": moe.aux_loss_coeff,
             "moe_z_loss_coeff": moe.z_loss_coeff or None,
             "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",
-            "moe_grouped_gemm": False,
         }
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    # cuda_graph_scope is missing in some supported versions; everything else is in all of them.
+    # cuda_graph_scope and transformer_impl are missing in some supported versions; everything else is in all of them.
     return TransformerConfig(**{name: value for name, value in options.items() if name in known})
 
 
@@ -162,7 +160,7 @@ def build_chunks(
     layout: ParallelLayout,
     dtype: torch.dtype,
     *,
-    attention: AttentionBackend,
+    kernels: Kernels,
     seed: int,
     initialize: bool = True,
 ) -> list[Any]:
@@ -181,7 +179,8 @@ def build_chunks(
         dtype=dtype,
         head_dim=architecture.head_dim,
         experts=architecture.moe is not None,
-        backend=attention,
+        backend=kernels.attention,
+        engine_layers=kernels.layers == "transformer_engine",
     )
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))
@@ -194,13 +193,14 @@ def build_chunks(
     stage_seed = seed + 100 * layout.pp_rank
     torch.manual_seed(stage_seed)
     model_parallel_cuda_manual_seed(stage_seed)
-    config = transformer_config(architecture, strategy, layout, dtype, initialize=initialize)
+    config = transformer_config(architecture, strategy, layout, dtype, kernels=kernels, initialize=initialize)
     if architecture.moe is not None:
         auxiliary, z_loss = router_loss_weights(config, parallel_state.get_tensor_and_context_parallel_group())
         config.moe_aux_loss_coeff /= auxiliary
         config.moe_z_loss_coeff = config.moe_z_loss_coeff and config.moe_z_loss_coeff / z_loss
     layers = architecture.num_layers // stages
-    rotary = rotary_settings(architecture)
+    rotary, attention = rotary_settings(architecture), kernels.attention
+    in_core = rotary if attention.rotates else None
     rotation = {"position_embedding_type": "none"} if attention.rotates else megatron_rotation(rotary)
     chunks = []
     for chunk in range(layout.vpp_size):
@@ -208,7 +208,7 @@ def build_chunks(
         first = (chunk * layout.pp_size + layout.pp_rank) * layers
         gpt = GPTModel(
             config,
-            packed_block_spec(config, layers, rotary if attention.rotates else None, first=first, attention=attention),
+            packed_block_spec(config, layers, in_core, first=first, attention=attention, layers_of=kernels.layers),
             vocab_size=padded_vocabulary(architecture.vocab_size, layout.tp_size),
             max_sequence_length=architecture.max_position_embeddings,
             **rotation,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from roll_batching.packing.attention_backend import AttentionBackend
+from roll_batching.packing.attention_backend import AttentionBackend, AttentionRequirements, installed_versions
+
+ENGINE_LAYERS = AttentionRequirements(
+    devices=("cuda",),
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    libraries=(("transformer-engine", "2.9"), ("transformer-engine-torch", "2.9")),
+)
+"""What TransformerEngine's layers need. Before 2.9 packs trained wrongly through its attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +28,8 @@ class Installed:
     """Of the CUDA device; None on the CPU."""
     router_product: bool
     """Whether Megatron has a product for its routers (before 0.17 it comes from TransformerEngine alone)."""
+    weight_gradient_kernel: bool = False
+    """Whether APEX's kernel is there that adds a weight's gradient to the sum so far."""
 
     @classmethod
     def here(cls, device: torch.device, distributions: Iterable[str] = ()) -> Installed:
@@ -28,23 +37,32 @@ class Installed:
         from megatron.core.transformer.moe import moe_utils
 
         return cls(
-            versions=_versions(distributions),
+            versions=installed_versions(distributions),
             compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
             router_product=hasattr(moe_utils, "te_general_gemm"),
+            weight_gradient_kernel=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         )
 
 
 def refusals_here(
-    *, device: torch.device, dtype: torch.dtype, head_dim: int, experts: bool, backend: AttentionBackend | None
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    experts: bool,
+    backend: AttentionBackend | None,
+    engine_layers: bool,
 ) -> list[str]:
     """`refusals` of what is installed here."""
-    libraries = [] if backend is None else [name for name, _ in backend.requirements.libraries]
+    needs = [ENGINE_LAYERS, *([] if backend is None else [backend.requirements])]
+    libraries = [name for one in needs for name, _ in one.libraries]
     return refusals(
         device=device.type,
         dtype=dtype,
         head_dim=head_dim,
         experts=experts,
         backend=backend,
+        engine_layers=engine_layers,
         installed=Installed.here(device, libraries),
     )
 
@@ -56,6 +74,7 @@ def refusals(
     head_dim: int,
     experts: bool,
     backend: AttentionBackend | None,
+    engine_layers: bool,
     installed: Installed,
 ) -> list[str]:
     """Everything that would fail inside the first forward pass, each with what to install or to set. Pure.
@@ -66,6 +85,7 @@ def refusals(
         head_dim: width of a head.
         experts: whether the model has a mixture of experts.
         backend: what attends; None where a model brings an attention core of its own.
+        engine_layers: whether layers are TransformerEngine's.
         installed: versions and device.
     """
     problems = []
@@ -74,8 +94,20 @@ def refusals(
             "this Megatron-Core computes the router of a mixture of experts with TransformerEngine alone, which is not "
             "installed: install transformer-engine, or megatron-core 0.17 or later"
         )
+    if engine_layers:
+        problems += _engine_refusals(device, dtype, installed)
     if backend is not None:
         problems += _attention_refusals(backend, device, dtype, head_dim, installed)
+    return problems
+
+
+def _engine_refusals(device: str, dtype: torch.dtype, installed: Installed) -> list[str]:
+    name, instead = "TransformerEngine's layers", "set transformer_impl: local, or build packed_layer_spec without them"
+    if device not in ENGINE_LAYERS.devices:
+        return [f"{name} compute on CUDA, not on {device}: {instead}"]
+    problems = [f"{name} need {one}, or {instead}" for one in ENGINE_LAYERS.missing(installed.versions)]
+    if ENGINE_LAYERS.dtypes is not None and dtype not in ENGINE_LAYERS.dtypes:
+        problems.append(f"{name} do not compute in {_word(dtype)}: {instead}")
     return problems
 
 
@@ -86,14 +118,9 @@ def _attention_refusals(
     if device not in needs.devices:
         return [f"{name} runs on {' and '.join(needs.devices)}, not on {device}: choose another attention_backend"]
     problems = []
-    for library, earliest in needs.libraries:
-        found = installed.versions.get(library)
-        if found is None or _major_minor(found) < _major_minor(earliest):
-            here = "is not installed" if found is None else f"is {found} here"
-            problems.append(
-                f"{name} needs {library}, which {here}: install {library} {earliest} or later, or choose another "
-                "attention_backend"
-            )
+    problems += [
+        f"{name} needs {one}, or choose another attention_backend" for one in needs.missing(installed.versions)
+    ]
     if needs.compute_capability is not None and installed.compute_capability is not None:
         if installed.compute_capability < needs.compute_capability:
             least, this = (".".join(map(str, x)) for x in (needs.compute_capability, installed.compute_capability))
@@ -118,18 +145,3 @@ def _attention_refusals(
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _versions(distributions: Iterable[str]) -> dict[str, str]:
-    found = {}
-    for name in distributions:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _major_minor(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)

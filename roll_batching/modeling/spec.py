@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll_batching.errors import LayoutError
+from roll_batching.modeling.kernels import Layers
 from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation, attention_backend
 
@@ -39,6 +44,7 @@ def packed_layer_spec(
     *,
     experts: bool | None = None,
     attention: AttentionBackend | str = "auto",
+    layers_of: Layers = "local",
 ) -> Any:
     """Spec of one transformer layer whose core attention takes packs.
 
@@ -48,14 +54,26 @@ def packed_layer_spec(
             queries and keys are used as the model rotated them.
         experts: whether the layer is a mixture; None: whenever the config has experts.
         attention: a backend, its name or dotted path, or "auto": the default where CUDA is available, or is not.
+        layers_of: "local", Megatron's own layers with torch's norms, or "transformer_engine", Megatron's spec of that
+            name: norms are part of the linear layers behind them, experts one grouped layer if `moe_grouped_gemm`.
 
     Raises:
-        LayoutError: for norms other than RMSNorm and LayerNorm, and for `rotary` with a core that does not rotate.
+        LayoutError: for norms other than RMSNorm and LayerNorm, for `rotary` with a core that does not rotate, and
+            where TransformerEngine cannot be imported.
         ConfigError: for an unknown backend.
     """
     norms: dict[str, type[torch.nn.Module]] = {"RMSNorm": PackedRMSNorm, "LayerNorm": PackedLayerNorm}
     if config.normalization not in norms:
         raise LayoutError(f"normalization {config.normalization!r} is not supported: use one of {', '.join(norms)}")
+    if layers_of == "transformer_engine":
+        require_engine()
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=None if experts is False else config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+        layer.submodules.self_attention.submodules.core_attention = core_attention(config, rotary, attention=attention)
+        return layer
     norm = norms[config.normalization]
     layer = get_gpt_layer_local_spec(
         num_experts=None if experts is False else config.num_moe_experts,
@@ -69,6 +87,15 @@ def packed_layer_spec(
     if config.qk_layernorm:
         submodules.q_layernorm = submodules.k_layernorm = norm
     return layer
+
+
+def require_engine() -> None:
+    """Raises `LayoutError` where Megatron has not found TransformerEngine."""
+    if not HAVE_TE:
+        raise LayoutError(
+            "TransformerEngine cannot be imported (python -c 'import transformer_engine.pytorch' says why): mend that, "
+            "or build local layers"
+        )
 
 
 def core_attention(
@@ -98,14 +125,22 @@ def packed_block_spec(
     *,
     first: int = 0,
     attention: AttentionBackend | str = "auto",
+    layers_of: Layers = "local",
 ) -> Any:
     """Spec of a transformer block of `layers` layers, for one pipeline chunk; `first` is its first layer's index.
 
     With experts, `moe_layer_freq` says which layers of the whole model are mixtures: every so many from index 0 on,
     or those with a 1 in the list.
     """
-    kinds = [packed_layer_spec(config, rotary, experts=mixture, attention=attention) for mixture in (False, True)]
+    kinds = [
+        packed_layer_spec(config, rotary, experts=mixture, attention=attention, layers_of=layers_of)
+        for mixture in (False, True)
+    ]
     specs = [kinds[is_mixture(config.moe_layer_freq, index)] for index in range(first, first + layers)]
+    if layers_of == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=kinds[0].submodules.input_layernorm)
 
 

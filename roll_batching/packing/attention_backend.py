@@ -8,16 +8,17 @@ a cache, and what it needs to run. A configuration names it: `attention_backend:
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from roll_batching.config.attention_backends import ATTENTION_BACKENDS, AUTO, default_entry
+from roll_batching.config.attention_backends import ATTENTION_BACKENDS, AUTO, AttentionEntry, default_entries
 from roll_batching.errors import ConfigError
 from roll_batching.packing.layout import PackLayout
 from roll_batching.registry import load_dotted
@@ -43,6 +44,16 @@ class AttentionRequirements:
     libraries: tuple[tuple[str, str], ...] = ()
     """Distributions that must be installed, each with its earliest version."""
 
+    def missing(self, versions: Mapping[str, str]) -> list[str]:
+        """What of `libraries` is not among installed `versions`, each in words with what to install."""
+        problems = []
+        for library, earliest in self.libraries:
+            found = versions.get(library)
+            if found is None or major_minor(found) < major_minor(earliest):
+                here = "is not installed" if found is None else f"is {found} here"
+                problems.append(f"{library}, which {here}: install {library} {earliest} or later")
+        return problems
+
 
 @runtime_checkable
 class AttentionBackend(Protocol):
@@ -60,6 +71,9 @@ class AttentionBackend(Protocol):
     decodes: bool = False
     """Whether its cores take `modeling.decode.DecodeParams`, with a cache of keys and values. Where not, generation
     computes whole sequences again for every token."""
+    dense_decodes: bool = False
+    """Whether generation may put the dense backend's cores, which have a cache, in the place of its own: they compute
+    causal attention with RoPE. Models that a strategy built only: of others it does not know the rotation."""
 
     @abstractmethod
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
@@ -88,7 +102,8 @@ def attention_backend(choice: AttentionBackend | str, device_type: str) -> Atten
     """The backend that `choice` stands for on a type of device.
 
     Args:
-        choice: a backend, a registered name, `package.module:MyBackend`, or "auto", which follows the device.
+        choice: a backend, a registered name, `package.module:MyBackend`, or "auto", which follows the device and what
+            is installed.
         device_type: "cpu" or "cuda".
 
     Raises:
@@ -96,8 +111,36 @@ def attention_backend(choice: AttentionBackend | str, device_type: str) -> Atten
     """
     if not isinstance(choice, str):
         return _checked(choice, type(choice).__name__)
-    entry = default_entry(device_type) if choice == AUTO else ATTENTION_BACKENDS.get(choice)
+    entry = default_attention(device_type) if choice == AUTO else ATTENTION_BACKENDS.get(choice)
     return _loaded(choice if entry is None else entry.target)
+
+
+@functools.cache
+def default_attention(device_type: str) -> AttentionEntry:
+    """What "auto" stands for on a type of device: the first entry whose libraries are installed."""
+    entries = default_entries(device_type)
+    for entry in entries:
+        needs = _loaded(entry.target).requirements
+        if not needs.missing(installed_versions(name for name, _ in needs.libraries)):
+            return entry
+    return entries[-1]
+
+
+def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
+    """The versions of those distributions that are installed."""
+    found = {}
+    for name in distributions:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def major_minor(version: str) -> tuple[int, int]:
+    """The first two numbers of a version."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 @functools.cache

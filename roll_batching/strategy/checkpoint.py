@@ -32,6 +32,9 @@ from roll_batching.strategy.state import ModelState, TrainingState
 from roll_batching.strategy.weights import gather_parameters
 
 LOADING = "loading a checkpoint"
+EXTRA = "._extra_state"
+"""Ends the names of what TransformerEngine's layers keep for FP8, which is refused: empty, pickled, and in no local
+layer, so that checkpoints without it are those of either kind."""
 _NOT_OF_THE_FUNCTION = ("init_std", "hidden_dropout", "max_position_embeddings", "aux_loss_coeff", "z_loss_coeff")
 """Settings of an architecture that may change between saving and loading."""
 _SHOWN = 6
@@ -118,7 +121,9 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool) -> Model
         if failed is not None:
             raise failed
         for index, chunk in enumerate(model.chunks):
-            gpt_of(chunk).load_state_dict(loaded[f"model{index}"])
+            gpt = gpt_of(chunk)
+            own = {name: value for name, value in gpt.state_dict().items() if name.endswith(EXTRA)}
+            gpt.load_state_dict({**own, **loaded[f"model{index}"]})
         if training is not None and mine is not None:
             restored = _restore_training(training, loaded.get("optimizer", {}), record["optimizer"])
             model = replace(model, training=restored)
@@ -141,7 +146,11 @@ def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool) -> dic
         "chained_optim_avoid_prefix": True,
     }
     state: dict[str, Any] = {
-        f"model{index}": gpt_of(chunk).sharded_state_dict(metadata=dict(metadata))
+        f"model{index}": {
+            name: piece
+            for name, piece in gpt_of(chunk).sharded_state_dict(metadata=dict(metadata)).items()
+            if not name.endswith(EXTRA)
+        }
         for index, chunk in enumerate(model.chunks)
     }
     if optimizer is not None:

@@ -21,6 +21,8 @@ from roll_batching.data import FieldSpec, SampleBatch
 from roll_batching.data.table import require_batch
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError, LayoutError
+from roll_batching.modeling.attention.decoding import dense_decoding
+from roll_batching.modeling.builder import rotary_settings
 from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, hidden_states_of, logits_at
 from roll_batching.packing.batch import PackedBatch, pack_step
@@ -92,10 +94,10 @@ def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettin
     Raises:
         LayoutError: under virtual pipelining or context parallelism.
 
-    Without a pipeline a key-value cache makes every token one small step; with one, and with an attention
-    backend that does not decode, whole sequences are computed again for every token, which serves checks more than
-    rollouts, and `max_tokens_in_cache` bounds nothing. Ranks that share experts decode in lockstep until the last of
-    them has ended.
+    Without a pipeline a key-value cache makes every token one small step: the attention backend's own, or, for one
+    that lets it (TransformerEngine's), the dense backend's. Else whole sequences are computed again for every token,
+    which serves checks more than rollouts, and `max_tokens_in_cache` bounds nothing. Ranks that share experts decode in
+    lockstep until the last of them has ended.
     """
     layout = model.layout
     if layout.vpp_size > 1 or layout.cp_size > 1:
@@ -115,10 +117,14 @@ def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettin
         seed=settings.seed * 1_000_003 + layout.dp_rank,
     )
     cached = layout.pp_size == 1 and model.attention is not None and model.attention.decodes
+    lent: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if layout.pp_size == 1 and not cached and model.architecture is not None:
+        if getattr(model.attention, "dense_decodes", False):  # a backend that is not derived from ours may lack it
+            cached, lent = True, dense_decoding(gpt, rotary_settings(model.architecture))
     bound = settings.max_tokens_in_cache if cached else None
     waves = _waves([_room(len(row), settings, layout) for row in rows], bound, layout)
     responses: dict[int, Response] = {}
-    with hidden_states_of(gpt), _decoding(layout.device, quick=cached):
+    with hidden_states_of(gpt), lent, _decoding(layout.device, quick=cached):
         for wave in waves:
             # Without a row of its own a rank computes one, for others that need its experts.
             here = [rows[i] for i in wave] or [torch.full((1,), settings.eos_token_id, device=layout.device)]

@@ -23,8 +23,8 @@ from roll_batching.losses.metric_kinds import as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost
+from roll_batching.modeling.kernels import choose_kernels, tell
 from roll_batching.modeling.pretrained import load_pretrained
-from roll_batching.packing.attention_backend import attention_backend
 from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, Plan, PlanConstraints, plan_step
 from roll_batching.strategy.checkpoint import load_state, save_state
@@ -125,11 +125,14 @@ class MegatronInferStrategy:
         megatron = config.strategy_args.strategy_config
         with consensus(host_group(), "initialize") as facts:
             # Users' modules, perhaps, which one machine may lack.
-            attention = attention_backend(megatron.attention_backend, device.type)
+            kernels = choose_kernels(megatron, architecture, device)
             batching = config.batching()
             batching.load_algorithms()
             words = repr((config.model_dump(exclude={"data_args"}), self.seed, self.temperature))
             facts.equal("the role's configuration", digest(words), "Start all ranks with the same settings")
+            facts.equal("what the layers compute with", kernels.notice, "Install the same packages on all machines")
+        if device.type == "cuda" and dist.get_rank() == 0:
+            tell(kernels.notice)
         layout = make_layout(megatron.parallel_dims(dist.get_world_size()), device)
         dtype = resolve_dtype(config.model_args.dtype, device)
         pretrained = config.model_args.model_name_or_path
@@ -138,7 +141,7 @@ class MegatronInferStrategy:
             megatron,
             layout,
             dtype,
-            attention=attention,
+            kernels=kernels,
             seed=self.seed,
             initialize=weights and pretrained is None,
         )
@@ -151,7 +154,7 @@ class MegatronInferStrategy:
             cost=model_cost(chunks[0].config, architecture.vocab_size, layout),
             batching=batching,
             settings=StepSettings.of(config),
-            attention=attention,
+            attention=kernels.attention,
             vocab_size=architecture.vocab_size,
             architecture=architecture,
         )

@@ -280,6 +280,10 @@ def _backends(chunks: Sequence[Any]) -> list[AttentionBackend]:
     return list(dict.fromkeys(backend for backend in found if backend is not None))
 
 
+_ENGINE_MODULES = ("megatron.core.extensions.transformer_engine",)
+"""Where Megatron's layers of TransformerEngine stand."""
+
+
 def _installation_problems(state: ModelState) -> list[str]:
     gpt = gpt_of(state.chunks[0])
     config = gpt.config
@@ -290,6 +294,7 @@ def _installation_problems(state: ModelState) -> list[str]:
         head_dim=config.kv_channels,
         experts=config.num_moe_experts is not None,
         backend=state.attention,
+        engine_layers=any(type(module).__module__ in _ENGINE_MODULES for module in gpt.modules()),
     )
     without_engine = importlib.util.find_spec("transformer_engine") is None
     for name in ("moe_router_fusion", "moe_permute_fusion"):

@@ -139,4 +139,24 @@ def test_no_notice_promises_fusions():
         ["actor_train.strategy_args.strategy_config.bias_activation_fusion=true"],
     )
     (notice,) = config.notices
-    assert "computed unfused" in notice.text
+    assert "fused on CUDA and not on the CPU" in notice.text
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("key", ["transformer_impl", "attention_backend"])
+def test_variables_of_transformer_engine_have_a_notice_where_nobody_reads_them(key):
+    changes = ["system_envs.NVTE_FLASH_ATTN=1"]
+    (notice,) = load_config(ROOT / "configs" / "demo_grpo.yaml", changes).notices
+    assert notice.path == "system_envs.NVTE_FLASH_ATTN" and "not used here" in notice.text
+    changes.append(f"actor_train.strategy_args.strategy_config.{key}=transformer_engine")
+    assert not load_config(ROOT / "configs" / "demo_grpo.yaml", changes).notices
+
+
+@pytest.mark.config
+def test_roles_of_one_job_have_the_same_layers():
+    where = "strategy_args.strategy_config.transformer_impl"
+    changes = ["reference={}", f"actor_train.{where}=transformer_engine"]
+    config = load_config(ROOT / "configs" / "demo_grpo.yaml", changes)
+    assert config.reference.strategy_args.strategy_config.transformer_impl == "transformer_engine"
+    with pytest.raises(ConfigFileError, match="is local, but transformer_engine in actor_train, whose weights"):
+        load_config(ROOT / "configs" / "demo_grpo.yaml", [*changes, f"reference.{where}=local"])

@@ -13,7 +13,16 @@ A100: dict[str, Any] = {
     "compute_capability": (8, 0),
     "router_product": True,
 }
-FINE: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "head_dim": 128, "experts": False, "backend": "varlen"}
+FINE: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "experts": False,
+    "backend": "varlen",
+    "engine_layers": False,
+}
+ENGINE = {"versions": {"torch": "2.10.0", "transformer-engine": "2.9.0", "transformer-engine-torch": "2.9.0"}}
+FLASH = {"versions": {"flash-attn": "2.8.3"}}
 SAYS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "bf16": ({}, {}, None),
     "fp16": ({"dtype": "float16"}, {}, None),
@@ -39,6 +48,50 @@ SAYS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
         "install transformer-engine, or megatron-core 0.17 or later",
     ),
     "no experts": ({"device": "cpu", "backend": "dense"}, {"router_product": False}, None),
+    "flash-attn": ({"backend": "flash_attn"}, FLASH, None),
+    "flash-attn in fp16": ({"backend": "flash_attn", "dtype": "float16"}, FLASH, None),
+    "flash-attn in fp32": ({"backend": "flash_attn", "dtype": "float32"}, FLASH, "not in float32"),
+    "no flash-attn": ({"backend": "flash_attn"}, {}, "flash-attn, which is not installed: install flash-attn 2.1"),
+    "an older flash-attn": (
+        {"backend": "flash_attn"},
+        {"versions": {"flash-attn": "2.0.9"}},
+        "flash-attn, which is 2.0.9 here",
+    ),
+    "a head too wide for flash-attn": ({"backend": "flash_attn", "head_dim": 512}, FLASH, "up to 256 channels"),
+    "flash-attn on an older GPU": (
+        {"backend": "flash_attn"},
+        FLASH | {"compute_capability": (7, 5)},
+        "later, this GPU",
+    ),
+    "flash-attn on the CPU": ({"backend": "flash_attn", "device": "cpu"}, FLASH, "flash_attn runs on cuda, not on cpu"),
+    "TransformerEngine": ({"backend": "transformer_engine", "engine_layers": True}, ENGINE, None),
+    "local attention in its layers": ({"engine_layers": True}, ENGINE, None),
+    "its attention in local layers": ({"backend": "transformer_engine"}, ENGINE, None),
+    "its layers in fp64": (
+        {"backend": None, "engine_layers": True, "dtype": "float64"},
+        ENGINE,
+        "do not compute in float64: set transformer_impl: local",
+    ),
+    "its layers on the CPU": (
+        {"backend": "dense", "engine_layers": True, "device": "cpu"},
+        ENGINE | {"compute_capability": None},
+        "compute on CUDA, not on cpu: set transformer_impl: local",
+    ),
+    "its attention on packs in fp32": (
+        {"backend": "transformer_engine", "engine_layers": True, "dtype": "float32"},
+        ENGINE,
+        "transformer_engine computes in bfloat16 and float16",
+    ),
+    "its torch part is missing": (
+        {"backend": None, "engine_layers": True},
+        {"versions": {"transformer-engine": "2.9.0"}},
+        "transformer-engine-torch, which is not installed: install transformer-engine-torch 2.9 or later, or set",
+    ),
+    "an older one": (
+        {"backend": "transformer_engine"},
+        {"versions": {"transformer-engine": "2.8.0"}},
+        "transformer-engine, which is 2.8.0 here",
+    ),
     "the wrong device": ({"device": "cpu"}, {}, "varlen runs on cuda, not on cpu"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,11 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("backend", "name"),
-    [("MaskedSoftmax", "masked softmax"), ("RotatedByTheModel", "masked softmax behind rotation")],
+    [
+        ("MaskedSoftmax", "masked softmax"),
+        ("RotatedByTheModel", "masked softmax behind rotation"),
+        ("FlashOnTheCpu", "flash_attn on the CPU"),
+    ],
 )
 def test_a_core_from_outside_equals_the_reference(
     backend: str, name: str, layout: str, references: Path, report: Any
@@ -93,25 +98,45 @@ def references():
         yield Path(folder)
 
 
-def generate_without_cache(_: None) -> tuple[list[list[int]], list[list[int]]]:
-    """Greedy responses by the cache of our core, and by a backend that has none."""
-    from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
+def generate_without_cache(_: None) -> tuple[list[list[list[int]]], list[str], bool]:
+    """Greedy responses by the cache of our core, by a backend that has none, and by one that borrows ours.
+
+    And what computed the last, and whether the model was as before afterwards.
+    """
+    from roll_batching.data import gather_lengths
+    from roll_batching.modeling.head import gpt_of
+    from roll_batching.strategy import GenerationSettings, MegatronInferStrategy, generation
     from tests.support.models import fill, random_batch, worker_config
 
+    recompute, recomputations = generation._Recomputed, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal recomputations
+        recomputations += 1
+        return recompute(*arguments)
+
+    generation._Recomputed = counted
     prompts = random_batch(2, 5, 9)
     found = []
-    for backend in ("auto", OWN + "MaskedSoftmax"):
+    for backend in ("auto", OWN + "MaskedSoftmax", OWN + "DecodedDensely"):
         strategy = MegatronInferStrategy(worker_config("packed", CAP, megatron={"attention_backend": backend}))
         strategy.initialize()
         fill(strategy.chunks, 61)
         out = strategy.generate(prompts, GenerationSettings(max_new_tokens=6, eos_token_id=5, greedy=True))
         found.append([row.tolist() for row in out.to_lists("input_ids")])
-    return found[0], found[1]
+    gpt = gpt_of(strategy.chunks[0])
+    kinds = [type(layer.self_attention.core_attention).__name__ for layer in gpt.decoder.layers]
+    rows = strategy.compute_log_probs(out, strategy.plan(gather_lengths(out), forward=True)).to_lists("log_probs")
+    drawn = out.to_lists("log_probs")
+    gap = max(float((a - b)[b != 0].abs().max()) for a, b in zip(rows, drawn, strict=True) if bool((b != 0).any()))
+    return found, [*kinds, gpt.position_embedding_type, str(recomputations)], gap < 1e-4
 
 
 def test_a_core_without_a_cache_generates_the_same_tokens() -> None:
-    cached, recomputed = run_ranks(1, HERE + "generate_without_cache")[0]
-    assert cached == recomputed
+    (cached, recomputed, borrowed), after, agree = run_ranks(1, HERE + "generate_without_cache")[0]
+    assert cached == recomputed == borrowed
+    assert after == ["_MaskedSoftmax", "_MaskedSoftmax", "rope", "1"]  # one of three computed sequences again
+    assert agree
 
 
 def generate_with_shared_experts(backend: str) -> list[list[int]]:
@@ -206,7 +231,10 @@ def test_models_of_the_callers_attend_as_they_were_built() -> None:
 @pytest.mark.parametrize(
     ("choice", "says"),
     [
-        ("flash", "'flash' is unknown; choose one of auto, dense, varlen, or write your own as package.module:name"),
+        (
+            "flash",
+            "'flash' is unknown; choose one of auto, varlen, flash_attn, transformer_engine, dense, or write",
+        ),
         ("", "'' is unknown"),
         (OWN + "Nothing", "has no 'Nothing'"),
         ("tests.support.nowhere:Nothing", "cannot import"),
@@ -221,10 +249,27 @@ def test_what_is_no_backend_is_refused(choice: str, says: str) -> None:
         attention_backend(choice, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("installed", "name"),
+    [
+        ({"torch": "2.13.0", "flash-attn": "2.8.3", "transformer-engine": "2.20.2"}, "varlen"),
+        ({"torch": "2.9.1", "flash-attn": "2.8.3"}, "flash_attn"),
+        ({"torch": "2.9.1", "flash-attn": "1.0.9"}, "dense"),
+        ({"torch": "2.9.1"}, "dense"),
+    ],
+)
+def test_auto_on_cuda_is_the_first_that_is_installed(
+    installed: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("roll_batching.packing.attention_backend")
+    monkeypatch.setattr(module, "installed_versions", lambda names: {n: installed[n] for n in names if n in installed})
+    assert module.default_attention.__wrapped__("cuda").name == name
+    assert module.default_attention.__wrapped__("cpu").name == "dense"
+
+
 def test_auto_follows_the_device() -> None:
     from roll_batching.packing import attention_backend
 
     assert attention_backend("auto", "cpu") is attention_backend("dense", "cpu")
-    assert attention_backend("auto", "cuda") is attention_backend("varlen", "cuda")
     with pytest.raises(Exception, match="no attention backend is the default on tpu"):
         attention_backend("auto", "tpu")

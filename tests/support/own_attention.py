@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
 
+from roll_batching.modeling.attention.flash import FlashBackend, FlashCore
 from roll_batching.packing import AttentionBackend, AttentionRequirements, PackLayout
 from roll_batching.packing.collectives import gather_keys
 
@@ -51,6 +53,58 @@ class RotatedByTheModel(MaskedSoftmax):
 
     name = "masked softmax behind rotation"
     rotates = False
+
+
+class DecodedDensely(RotatedByTheModel):
+    """And without a cache of its own, as TransformerEngine's: generation may attend with the dense cores instead."""
+
+    dense_decodes = True
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    **others: Any,
+) -> Any:
+    """What flash-attn 2.1 and later say that this function computes, sequence by sequence, on any device."""
+    assert not others and dropout_p == 0.0 and cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32
+    assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    outs = []
+    for queries, keys, values in zip(
+        q.split(cu_seqlens_q.diff().tolist()),
+        k.split(cu_seqlens_k.diff().tolist()),
+        v.split(cu_seqlens_k.diff().tolist()),
+        strict=True,
+    ):
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
+        hidden = torch.ones(len(queries), len(keys), dtype=torch.bool).triu(1 + len(keys) - len(queries))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden & causal, -torch.inf).softmax(-1), values))
+    return torch.cat(outs)
+
+
+class _FlashOnTheCpu(FlashCore):
+    def kernel(self, *arguments: Any) -> torch.Tensor:
+        sys.modules["flash_attn"] = sys.modules[__name__]
+        return super().kernel(*arguments)
+
+
+class FlashOnTheCpu(FlashBackend):
+    """The backend of flash-attn with a stand-in for its function: what the function is called with is put to proof."""
+
+    name = "flash_attn on the CPU"
+    requirements = AttentionRequirements()
+
+    def build_core(self, rotation: Any, **arguments: Any) -> torch.nn.Module:
+        return _FlashOnTheCpu(rotation=rotation, **arguments)
 
 
 class OnlyHalf(MaskedSoftmax):

@@ -40,8 +40,12 @@ class VarlenCore(PackedCore):
 
     def attend(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, metadata: VarlenSpans) -> torch.Tensor:
         """See `PackedCore.attend`."""
-        out = _varlen_attention(query, keys, metadata, self.scale)
+        out = self.kernel(query, keys, metadata)
         return out.reshape(out.shape[0], -1)
+
+    def kernel(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, spans: VarlenSpans) -> torch.Tensor:
+        """Causal attention of every span, aligned to its last key; [rows, heads, dim] as the queries."""
+        return _varlen_attention(query, keys, spans, self.scale)
 
 
 class VarlenBackend(AttentionBackend):

@@ -1,0 +1,35 @@
+"""Generation with a cache for models whose own attention keeps none: dense cores over the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from roll_batching.modeling.attention.dense import DenseCore
+from roll_batching.modeling.rotary import PackRotation, RotarySettings
+
+
+@contextlib.contextmanager
+def dense_decoding(gpt: Any, rotary: RotarySettings) -> Iterator[None]:
+    """Inside, every layer of a GPTModel attends with a dense core, which rotates by `rotary` in the model's place.
+
+    Attention has no parameters: nothing but the modules changes, and they come back at the end.
+    """
+    attentions = [layer.self_attention for layer in gpt.decoder.layers]
+    before = [attention.core_attention for attention in attentions], gpt.position_embedding_type
+    rotation = PackRotation(rotary, gpt.config.kv_channels)
+    for attention in attentions:
+        attention.core_attention = DenseCore(
+            gpt.config,
+            layer_number=attention.layer_number,
+            pg_collection=attention.pg_collection,
+            rotation=rotation,
+        )
+    gpt.position_embedding_type = "none"  # read at each forward
+    try:
+        yield
+    finally:
+        cores, gpt.position_embedding_type = before
+        for attention, core in zip(attentions, cores, strict=True):
+            attention.core_attention = core

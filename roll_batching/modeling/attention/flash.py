@@ -1,0 +1,55 @@
+"""The backend for CUDA where torch has no variable-length attention: that of the package flash-attn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from roll_batching.modeling.attention.varlen import VarlenBackend, VarlenCore, VarlenSpans
+from roll_batching.packing.attention_backend import AttentionRequirements, Rotation
+from roll_batching.packing.collectives import GatheredKeys, OwnKeys
+
+
+class FlashCore(VarlenCore):
+    """Attends to all spans in one call of `flash_attn_varlen_func`."""
+
+    def kernel(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, spans: VarlenSpans) -> torch.Tensor:
+        """See `VarlenCore.kernel`."""
+        from flash_attn import flash_attn_varlen_func
+
+        key, value = keys.take(spans.key_rows)
+        out: torch.Tensor = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            spans.cu_queries,
+            spans.cu_keys,
+            spans.max_queries,
+            spans.max_keys,
+            softmax_scale=self.scale,
+            causal=True,
+        )
+        return out
+
+
+class FlashBackend(VarlenBackend):
+    """flash-attn's `flash_attn_varlen_func`.
+
+    Its limits are those that its README names and `csrc/flash_attn/flash_api.cpp` checks. Before 2.1 it aligned the
+    causal mask to the first key, not to the last, which is another mask where a rank holds part of the queries.
+    """
+
+    name = "flash_attn"
+    requirements = AttentionRequirements(
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        largest_head=256,
+        head_multiple=8,
+        compute_capability=(8, 0),
+        libraries=(("flash-attn", "2.1"),),
+    )
+
+    def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
+        """See `AttentionBackend.build_core`."""
+        return FlashCore(rotation=rotation, **arguments)

@@ -1,0 +1,74 @@
+"""TransformerEngine without a GPU: it imports and builds; its kernels do not run.
+
+Its modules ask whether there is CUDA and of which kind; here they are told of an H100. What is built lies on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+
+def _installed() -> bool:
+    try:
+        return bool(importlib.metadata.version("transformer-engine-torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+needs_engine = pytest.mark.skipif(
+    not _installed(),
+    reason="TransformerEngine is not installed: scripts/te_environment.sh makes an environment that has it",
+)
+
+
+@contextlib.contextmanager
+def as_if_on_an_h100() -> Iterator[None]:
+    """Inside, TransformerEngine's modules are made, and what refuses them on the CPU is silent."""
+    import torch
+
+    from roll_batching.modeling import builder
+    from roll_batching.strategy import infer, parts
+
+    properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, name="H100")
+    with contextlib.ExitStack() as stack:
+        for owner, name, answer in (
+            (infer, "start_processes", torch.device("cpu")),  # they have started
+            (torch.cuda, "is_available", True),
+            (torch.cuda, "get_device_capability", (9, 0)),
+            (torch.cuda, "get_device_properties", properties),
+            (builder, "refusals_here", []),
+            (parts, "refusals_here", []),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, lambda *args, answer=answer, **kwargs: answer))
+        yield
+
+
+def role(directory: str, megatron: dict[str, Any], **settings: Any) -> Any:
+    """A training role for the model in `directory`, of bf16."""
+    from tests.support.models import worker_config
+
+    config = worker_config("packed", 64, megatron=megatron, **settings)
+    dumped = config.model_dump(exclude={"model_args"}, exclude_unset=True)
+    model = {"model_name_or_path": directory, "dtype": "bf16"}
+    return type(config).model_validate(dumped | {"model_args": model})
+
+
+def strategy_of(directory: str, megatron: dict[str, Any], **settings: Any) -> Any:
+    """A training strategy with TransformerEngine's layers, or with local ones, and the weights of `directory`."""
+    from roll_batching.distributed.parallel_layout import start_processes
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.experts import let_experts_run
+
+    let_experts_run()
+    start_processes()  # the CPU: before anybody is told otherwise
+    strategy = MegatronTrainStrategy(role(directory, megatron, **settings))
+    with as_if_on_an_h100():
+        strategy.initialize()
+    return strategy
