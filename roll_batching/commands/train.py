@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +15,15 @@ import typer
 
 from roll_batching.config import JobConfig, Notice, load_config
 from roll_batching.config.job_keys import Task
-from roll_batching.errors import RollBatchingError
+from roll_batching.errors import ConfigError, RollBatchingError
+
+
+class Launcher(StrEnum):
+    """What starts the ranks."""
+
+    local = "local"
+    ray = "ray"
+
 
 ConfigOption = Annotated[Path, typer.Option(help="YAML or TOML file of the job.")]
 Overrides = Annotated[
@@ -20,29 +31,72 @@ Overrides = Annotated[
     typer.Argument(help="Settings to change, such as actor_train.use_sequence_packing=false."),
 ]
 Processes = Annotated[int | None, typer.Option(min=1, help="Processes to start, whatever device_mapping names.")]
+LauncherOption = Annotated[
+    Launcher, typer.Option(help="What starts the ranks: this command, on this machine; or Ray, as its actors.")
+]
+Address = Annotated[
+    str,
+    typer.Option(
+        envvar="RAY_ADDRESS",
+        help="With --launcher ray: `auto` (the Ray that runs here), `local` (one of its own) or HOST:PORT.",
+    ),
+]
+Restarts = Annotated[
+    int, typer.Option(min=0, help="With --launcher ray: starts anew, from the last checkpoint, after lost ranks.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """How the ranks are started."""
+
+    nproc: int | None
+    launcher: Launcher
+    address: str
+    max_restarts: int
 
 
 def train(
     config: ConfigOption,
     overrides: Overrides = None,
     nproc: Processes = None,
+    launcher: LauncherOption = Launcher.local,
+    address: Address = "local",
+    max_restarts: Restarts = 0,
 ) -> None:
     """Train: start one process per device, or be one of them under torchrun."""
-    run_command("train", config, overrides, nproc)
+    start = _Start(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
+    run_command("train", config, overrides, start)
 
 
-def sft(config: ConfigOption, overrides: Overrides = None, nproc: Processes = None) -> None:
+def sft(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    nproc: Processes = None,
+    launcher: LauncherOption = Launcher.local,
+    address: Address = "local",
+    max_restarts: Restarts = 0,
+) -> None:
     """Supervised fine-tuning on texts or conversations: `train` for a file whose task is sft, or that names none."""
-    run_command("sft", config, overrides, nproc, task="sft")
+    start = _Start(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
+    run_command("sft", config, overrides, start, task="sft")
 
 
-def dpo(config: ConfigOption, overrides: Overrides = None, nproc: Processes = None) -> None:
+def dpo(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    nproc: Processes = None,
+    launcher: LauncherOption = Launcher.local,
+    address: Address = "local",
+    max_restarts: Restarts = 0,
+) -> None:
     """Preference training on pairs of answers: `train` for a file whose task is dpo, or that names none."""
-    run_command("dpo", config, overrides, nproc, task="dpo")
+    start = _Start(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
+    run_command("dpo", config, overrides, start, task="dpo")
 
 
 def run_command(
-    command: str, config: Path, overrides: Sequence[str] | None, nproc: int | None, task: Task | None = None
+    command: str, config: Path, overrides: Sequence[str] | None, start: _Start, task: Task | None = None
 ) -> None:
     """Starts the processes of the job that `config` describes with `command`, or is one of them."""
     from roll_batching.launch.environment import check_world, rank_place
@@ -51,8 +105,15 @@ def run_command(
     job = load_config(config, changes, task=task)
     job.check_runnable()
     place = rank_place()
+    if start.launcher is Launcher.ray:
+        if place is not None:
+            raise ConfigError("--launcher ray starts the ranks itself, and RANK is set in the environment: unset it")
+        _run_on_ray(job, start)
+        return
+    if start.max_restarts:
+        raise ConfigError("--max-restarts needs --launcher ray; torchrun has a --max-restarts of its own")
     if place is None:
-        _start(job, [command, "--config", str(config), *changes], nproc)
+        _run_here(job, [command, "--config", str(config), *changes], start.nproc)
         return
     check_world(job, place)
     from roll_batching.launch.worker import run_worker
@@ -64,30 +125,67 @@ def run_command(
     run_worker(job)
 
 
-def _start(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> None:
-    from roll_batching.launch.devices import choose_devices, process_count, visible_devices
+def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> None:
+    from roll_batching.launch.devices import process_count
+    from roll_batching.launch.local import launch
 
     count = process_count(job, nproc)
-    if importlib.util.find_spec("torch") is None:
-        raise RollBatchingError("training needs torch and megatron-core: pip install 'roll-batching[megatron]'")
+    shown = _devices_here(job, count, nproc)
+    with _ready(job) as variables:
+        failure = launch("roll_batching.cli", arguments, count, {**variables, **shown})
+    if failure is not None:
+        raise RollBatchingError(failure)
+
+
+def _run_on_ray(job: JobConfig, start: _Start) -> None:
+    from roll_batching.launch.devices import process_count
+    from roll_batching.launch.on_ray.cluster import LOCAL, check_folder, connected
+
+    count = process_count(job, start.nproc)
+    if start.max_restarts and not job.save_steps:
+        raise ConfigError("--max-restarts goes on from checkpoints, and the job writes none: set save_steps")
+    check_folder(job.output_dir)
+    if start.address == LOCAL:
+        os.environ.update(_devices_here(job, count, start.nproc))
+    with _ready(job) as variables:
+        from roll_batching.launch.on_ray.restarts import run_on_ray
+
+        with connected(start.address, max(count, os.cpu_count() or 1)):
+            failure = run_on_ray(job, count, variables, max_restarts=start.max_restarts)
+    if failure is not None:
+        raise RollBatchingError(failure)
+
+
+def _devices_here(job: JobConfig, count: int, nproc: int | None) -> dict[str, str]:
+    """The variable that shows the job's GPUs, of those of this machine; nothing on a machine without."""
+    from roll_batching.launch.devices import choose_devices, visible_devices
+
+    _require_torch()
     import torch
 
-    from roll_batching.launch.local import launch
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return visible_devices(choose_devices(job.actor_train.device_mapping, count, gpus, forced=nproc is not None))
+
+
+def _require_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise RollBatchingError("training needs torch and megatron-core: pip install 'roll-batching[megatron]'")
+
+
+@contextlib.contextmanager
+def _ready(job: JobConfig) -> Iterator[Mapping[str, str]]:
+    """Inputs checked and the run's folder held; yields the variables for the ranks."""
+    _require_torch()
     from roll_batching.observe.wandb_run import require_wandb
     from roll_batching.rl.folder import folder_of, held
     from roll_batching.rl.inputs import check_inputs
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if job.track_with == "wandb":
         require_wandb()
-    devices = choose_devices(job.actor_train.device_mapping, count, gpus, forced=nproc is not None)
     _show_notices(job.notices)
     _try_reward(job)
     with held(folder_of(job)) as hold:
-        variables = {**job.environment(), **visible_devices(devices), **hold, **check_inputs(job)}
-        failure = launch("roll_batching.cli", arguments, count, variables)
-    if failure is not None:
-        raise RollBatchingError(failure)
+        yield {**job.environment(), **hold, **check_inputs(job)}
 
 
 def _try_reward(job: JobConfig) -> None:

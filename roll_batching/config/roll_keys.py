@@ -277,7 +277,9 @@ class RollWorkerKeys(Settings):
         None, help="Devices per process.", notice="a process drives one device, and engines are not started"
     )
     world_size: int | None = noticed(None, help="Processes of the role.", notice="device_mapping counts the processes")
-    max_concurrency: int | None = noticed(None, help="Ray actor's concurrency.", notice="torchrun workers have none")
+    max_concurrency: int | None = noticed(
+        None, help="Ray actor's concurrency.", notice="a rank does one thing at a time"
+    )
     model_update_frequency: int = refused(
         1,
         help="Steps between weight updates of the engine.",
@@ -306,7 +308,7 @@ class RollJobKeys(Settings):
     num_gpus_per_node: int | None = noticed(
         None, help="Devices per machine.", notice="actor_train.device_mapping counts the processes"
     )
-    num_nodes: int | None = noticed(None, help="Machines.", notice="start one torchrun per machine yourself")
+    num_nodes: int | None = noticed(None, help="Machines.", notice="Ray, or one torchrun per machine, decides")
     rpc_timeout: int | None = noticed(None, help="Ray's timeout.", notice="backend_timeout limits collectives")
     val_batch_size: int | None = noticed(
         None, help="Prompts per evaluation batch.", notice="eval_samples is the number"

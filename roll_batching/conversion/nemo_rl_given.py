@@ -22,7 +22,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("policy.megatron_cfg.moe_router_dtype", "refused", "routers compute in the precision of the model"),
     ("policy.draft", "refused", "draft models are not trained for now"),
     ("logger", "idle", "metrics go to metrics.jsonl and, where it is installed, TensorBoard"),
-    ("cluster", "idle", "one process per device of device_mapping; torchrun starts them on several machines"),
+    ("cluster", "idle", "one process per device of device_mapping; Ray or torchrun starts them on several machines"),
     ("data_plane", "idle", "samples travel between ranks directly"),
     (
         "checkpointing",

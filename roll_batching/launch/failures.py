@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,6 +42,8 @@ class Failure:
     """All ranks failed with this message, which names the ranks it came from."""
     aftermath: bool = False
     """The rank only lost its connection to another."""
+    lost: bool = False
+    """The rank's process, or its machine, is gone."""
 
     @property
     def line(self) -> str:
@@ -63,6 +67,19 @@ def describe(rank: int, error: BaseException) -> Failure:
         agreed=isinstance(error, RankError),
         aftermath=aftermath,
     )
+
+
+def cause(failures: Iterable[Failure]) -> Failure:
+    """The earliest failure, those last that were only a lost connection to another rank."""
+    return min(failures, key=lambda failure: (failure.aftermath, failure.nanoseconds, failure.rank))
+
+
+def told(failure: Failure) -> str:
+    """What a launcher says of the failure that ended a job. Where in the code it was goes to standard error at once."""
+    if failure.frames:
+        words = f"Where rank {failure.rank} failed (most recent call last):\n{failure.frames}"
+        print(words, file=sys.stderr, end="", flush=True)
+    return failure.line
 
 
 def _place(error: SystemExit) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roll_batching.launch.environment import AGENT_STORE, LAUNCHER
-from roll_batching.launch.failures import FOLDER_VARIABLE, Failure, completed, recorded_failures
+from roll_batching.launch.failures import FOLDER_VARIABLE, Failure, cause, completed, recorded_failures, told
 from roll_batching.lifetime import end_session
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -34,7 +34,7 @@ def launch(module: str, arguments: Sequence[str], count: int, variables: Mapping
     with everything that they started.
     """
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="roll-batching-") as folder, _caught_signals() as caught:
+    with tempfile.TemporaryDirectory(prefix="roll-batching-") as folder, caught_signals() as caught:
         store = _store()
         try:
             for rank in range(count):
@@ -49,10 +49,9 @@ def launch(module: str, arguments: Sequence[str], count: int, variables: Mapping
             return f"stopped by {caught[0].name}; all ranks were ended"
         if all(one.done for one in ranks):
             return None
-        cause = _cause(ranks, recorded_failures(folder))
-    if cause.frames:
-        print(f"Where rank {cause.rank} failed (most recent call last):\n{cause.frames}", file=sys.stderr, end="")
-    return cause.line
+        silent = {one.number: one.silent_failure for one in ranks if one.failed}
+        why = cause({**silent, **recorded_failures(folder)}.values())
+    return told(why)
 
 
 def _store():  # type: ignore[no-untyped-def]
@@ -152,15 +151,8 @@ def _wait(ranks: Sequence[_Rank], caught: Sequence[signal.Signals]) -> None:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
-def _cause(ranks: Sequence[_Rank], recorded: Mapping[int, Failure]) -> Failure:
-    """The earliest failure, those last that were only a lost connection to another rank."""
-    silent = {rank.number: rank.silent_failure for rank in ranks if rank.failed}
-    failures = {**silent, **recorded}.values()
-    return min(failures, key=lambda failure: (failure.aftermath, failure.nanoseconds, failure.rank))
-
-
 @contextlib.contextmanager
-def _caught_signals() -> Iterator[list[signal.Signals]]:
+def caught_signals() -> Iterator[list[signal.Signals]]:
     """The list of signals that came and were to stop the job. Those that are ignored stay so, as under nohup."""
     caught: list[signal.Signals] = []
     before = {number: signal.getsignal(number) for number in _SIGNALS}

@@ -26,23 +26,26 @@ def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None
         place = rank_place()
         assert place is not None, "a worker has a rank"
         rank = place.rank
-        _tie(place)
-        if job is None:
-            job, _store = _default_job(), _met(config, place)
-        job(config)
-        _leave()
+        if place.has_keeper:
+            end_with_parent(place.launcher or os.getppid())
+        do_job(config, place, job)
     except BaseException as error:
         _end(rank, error)
     record_completion(rank)
 
 
-def _tie(place: RankPlace) -> None:
-    """Binds this process to whoever started it, and what it forks to this process."""
+def do_job(config: JobConfig, place: RankPlace, job: Callable[[JobConfig], None] | None = None) -> None:
+    """Does the part of `place` in the job: returns when it is done, and raises what it failed with.
+
+    What this process forks is bound to it, and a signal ends it at once without a word: who sent it speaks.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # ends at once and says nothing: who sent it speaks
-    if place.has_keeper:
-        end_with_parent(place.launcher or os.getppid())
+        signal.signal(number, signal.SIG_DFL)
     forks_die_with_us()
+    if job is None:
+        job, _store = _default_job(), _met(config, place)
+    job(config)
+    _leave()
 
 
 def _met(config: JobConfig, place: RankPlace) -> object:
@@ -52,8 +55,7 @@ def _met(config: JobConfig, place: RankPlace) -> object:
 
 
 def _default_job() -> Callable[[JobConfig], None]:
-    # Megatron says several times per process that it does without these; on a CPU it always does.
-    warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
+    hide_missing_apex()
     from roll_batching.rl.job import run_job
 
     return run_job
@@ -64,6 +66,11 @@ def _leave() -> None:
         from roll_batching.distributed.parallel_layout import leave_processes
 
         leave_processes()
+
+
+def hide_missing_apex() -> None:
+    """Megatron says several times per process that it does without these; on a CPU it always does."""
+    warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
 
 
 def _end(rank: int, error: BaseException) -> NoReturn:

@@ -63,6 +63,12 @@ def held(folder: Path) -> Iterator[dict[str, str]]:
         os.close(lock)
 
 
+def mark_of(folder: Path) -> tuple[str, str]:
+    """A file that whoever holds `folder` has written there, and what it reads: tells whether others see this folder."""
+    mark = folder.resolve() / _LOCK
+    return str(mark), mark.read_text(encoding="utf-8", errors="replace")
+
+
 class _Children:
     """Closes a lock's file in forked processes: one that outlives its parent would hold the lock on."""
 

@@ -1,0 +1,28 @@
+"""Where ranks go under Ray."""
+
+from __future__ import annotations
+
+import pytest
+
+from roll_batching.launch.on_ray.placement import Seat, bundle_size, seats
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "roomiest", "size"), [(1, 8, 1), (2, 8, 2), (8, 8, 8), (8, 4, 4), (6, 4, 3), (4, 1, 1), (2, 0, 1)]
+)
+def test_a_tensor_parallel_group_lies_on_one_machine_where_it_fits(tp_size, roomiest, size):
+    assert bundle_size(tp_size, roomiest) == size
+
+
+def test_ranks_fill_one_machine_after_the_other_whatever_the_order_of_the_bundles():
+    found = seats(["b", "a", "b", "a"], 2)
+    assert [seat.rank for seat in found] == list(range(8))
+    assert [seat.node for seat in found] == ["b"] * 4 + ["a"] * 4
+    assert [seat.bundle for seat in found] == [0, 0, 2, 2, 1, 1, 3, 3]
+    assert [seat.local_rank for seat in found] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_machines_may_hold_different_numbers_of_ranks():
+    found = seats(["a", "b", "a"], 1)
+    assert found[2] == Seat(rank=2, node="b", bundle=1, local_rank=0, local_size=1)
+    assert [seat.local_size for seat in found] == [2, 2, 1]
