@@ -161,6 +161,12 @@ class JobKeys(ObjectiveKeys, RewardKeys, RollJobKeys):
         help="Responses per prompt: the group. Default: generating_args.num_return_sequences, else 1.",
         ge=1,
     )
+    batch_balance: bool = honoured(
+        False,
+        help="ROLL's order: the samples of a whole RL step are placed on data-parallel ranks (Karmarkar-Karp, equal "
+        "counts), each rank draws its share of a mini-batch among its own, and micro-batches are balanced inside the "
+        "rank. Default: mini-batches are drawn over all ranks, and each plan places its samples.",
+    )
     prompt_length: int = honoured(
         1024, help="Longest prompt in tokens; a longer one is an error that names its line.", ge=1
     )

@@ -87,6 +87,30 @@ def mini_batches(
     return MiniBatches(tuple(np.split(order, cuts)), size)
 
 
+def mini_batches_by_rank(home_rank: ArrayLike, ranks: int, size: int, *, seed: int, epoch: int = 0) -> MiniBatches:
+    """Mini-batches in which each rank's samples are drawn among its own, ROLL's way.
+
+    Args:
+        home_rank: int `[count]`: the rank that each sample stays on, from 0.
+        ranks: how many there are.
+        size: samples per mini-batch, over all ranks; a multiple of the ranks, which have equal shares. A rank whose
+            samples run short has fewer in the last mini-batch.
+        seed, epoch: as of `mini_batches`.
+
+    Raises:
+        DataError: as `mini_batches`, and for a size that the ranks cannot share.
+    """
+    home = np.asarray(home_rank, dtype=np.int64)
+    order = np.concatenate(list(mini_batches(home.size, size, seed=seed, epoch=epoch)))
+    if size % ranks:
+        raise DataError(f"Mini-batches of {size} samples cannot be shared by {ranks} ranks alike.")
+    place = np.empty(home.size, dtype=np.int64)
+    for rank in range(ranks):
+        own = order[home[order] == rank]
+        place[own] = np.arange(own.size) // (size // ranks)
+    return MiniBatches(tuple(order[place[order] == number] for number in range(int(place.max()) + 1)), size)
+
+
 def _grouped(group_ids: np.ndarray, count: int, size: int, random: np.random.Generator) -> tuple[np.ndarray, list[int]]:
     """The samples in the order drawn, groups side by side, and where one mini-batch ends and the next begins."""
     if group_ids.shape != (count,):

@@ -69,6 +69,7 @@ class Grpo:
         self.settings = UpdateSettings(
             mini_batch_size=config.mini_batch_size(layout.dp_size),
             epochs=config.ppo_epochs,
+            batch_balance=config.batch_balance,
         )
         self.comparison = ModeComparison(config.actor_train, layout, sequence_length=config.sequence_length or 1)
         self.evaluator = self._evaluator()

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from roll_batching.data import FieldSpec, LengthTable, SampleBatch, collect, distribute, gather_lengths
-from roll_batching.data.membership import mini_batches
+from roll_batching.data.membership import mini_batches, mini_batches_by_rank
 from roll_batching.losses import loss_spec
-from roll_batching.planning import Plan
+from roll_batching.planning import Plan, batch_balance
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy, StepResult
 
 
@@ -29,6 +29,8 @@ class UpdateSettings:
     """Sequences of one optimizer step, over all data-parallel ranks."""
     epochs: int = 1
     """Passes over the samples."""
+    batch_balance: bool = False
+    """Place the samples of the whole step on ranks first, and draw each rank's share of a mini-batch among its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,21 @@ class _MiniBatch:
     """All samples of the optimizer step, on all ranks."""
     plan: Plan
     """Of those that are computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Samples:
+    """The samples of a step, on all ranks, by id."""
+
+    table: LengthTable
+    working: np.ndarray
+    """bool [n]: which have a gradient."""
+    homes: np.ndarray | None
+    """int64 [n]: the rank that each stays on; None where every plan places its samples itself."""
+
+    def forward_plan(self, strategy: MegatronInferStrategy) -> Plan:
+        """All samples in one pass without gradient."""
+        return strategy.plan(self.table, forward=True, home_rank=self.homes)
 
 
 def train_on_rollouts(
@@ -73,17 +90,23 @@ def train_on_rollouts(
     working = np.ones(len(table), dtype=bool)
     if idle is not None:
         working = ~np.isin(table.ids, gather_lengths(idle).ids)
-    first_epoch = list(_epoch(strategy, table, working, settings, seed=seed, epoch=0))
+    homes = None
+    if settings.batch_balance:
+        homes = batch_balance(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
+    samples = _Samples(table=table, working=working, homes=homes)
+    first_epoch = list(_epoch(strategy, samples, settings, seed=seed, epoch=0))
     if strategy.batching.logprob_plan != "none":
-        home = _with_old_log_probs(strategy, home, table, [m.plan for m in first_epoch], masks)
+        shared = [batch.plan for batch in first_epoch]  # so that the first ratio is exactly 1
+        plans = [samples.forward_plan(strategy)] if strategy.batching.logprob_plan == "own" else shared
+        home = with_log_probs(strategy, home, plans, "old_log_probs", masks)
     if reference is not None:
-        home = with_log_probs(reference, home, [reference.plan(table, forward=True)], "ref_log_probs", masks)
+        home = with_log_probs(reference, home, [samples.forward_plan(reference)], "ref_log_probs", masks)
     if finish is not None:
         home = finish(home)
     if spec.prepare is not None:
         home = spec.prepare(home, strategy.layout, seed)
     for epoch in range(settings.epochs):
-        batches = _epoch(strategy, table, working, settings, seed=seed, epoch=epoch) if epoch else first_epoch
+        batches = _epoch(strategy, samples, settings, seed=seed, epoch=epoch) if epoch else first_epoch
         for batch in batches:
             counts = None
             if idle is not None:
@@ -94,33 +117,20 @@ def train_on_rollouts(
 
 
 def _epoch(
-    strategy: MegatronTrainStrategy,
-    table: LengthTable,
-    working: np.ndarray,
-    settings: UpdateSettings,
-    *,
-    seed: int,
-    epoch: int,
+    strategy: MegatronTrainStrategy, samples: _Samples, settings: UpdateSettings, *, seed: int, epoch: int
 ) -> Iterator[_MiniBatch]:
     """The mini-batches of a pass over the samples, planned."""
-    for members in mini_batches(len(table), settings.mini_batch_size, seed=seed, epoch=epoch):
-        computed = members[working[members]]
+    table, homes = samples.table, samples.homes
+    if homes is None:
+        batches = mini_batches(len(table), settings.mini_batch_size, seed=seed, epoch=epoch)
+    else:
+        batches = mini_batches_by_rank(homes, strategy.layout.dp_size, settings.mini_batch_size, seed=seed, epoch=epoch)
+    for members in batches:
+        computed = members[samples.working[members]]
         if not computed.size:
             computed = members[:1]  # an optimizer step needs a backward pass, if only with a gradient of 0
-        yield _MiniBatch(members=table.select(members), plan=strategy.plan(table.select(computed)))
-
-
-def _with_old_log_probs(
-    strategy: MegatronTrainStrategy,
-    home: SampleBatch,
-    table: LengthTable,
-    plans: Sequence[Plan],
-    masks: Sequence[str],
-) -> SampleBatch:
-    """`logprob_plan: train` shares the plans of the first epoch, so that the first ratio is exactly 1."""
-    if strategy.batching.logprob_plan == "own":
-        plans = [strategy.plan(table, forward=True)]
-    return with_log_probs(strategy, home, plans, "old_log_probs", masks)
+        plan = strategy.plan(table.select(computed), home_rank=None if homes is None else homes[computed])
+        yield _MiniBatch(members=table.select(members), plan=plan)
 
 
 def with_log_probs(

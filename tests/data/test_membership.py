@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from roll_batching.data import mini_batches, rank_slice
+from roll_batching.data.membership import mini_batches_by_rank
 from roll_batching.errors import DataError
 
 
@@ -92,3 +93,14 @@ def test_every_pair_shares_a_mini_batch_equally_often():
     deviation = np.sqrt(expected * (1 - expected) / draws)
     assert np.abs(pairs - expected).max() < 5 * deviation
     assert (np.diag(together) == draws).all()
+
+
+def test_ranks_draw_their_shares_of_a_mini_batch_among_their_own_samples():
+    home = np.array([0, 0, 1, 2, 1, 0, 2, 2, 1, 0, 1])
+    drawn = mini_batches_by_rank(home, 3, 6, seed=4)
+    assert sorted(np.concatenate(list(drawn)).tolist()) == list(range(11))
+    assert [np.bincount(home[batch], minlength=3).tolist() for batch in drawn] == [[2, 2, 2], [2, 2, 1]]
+    assert all((a == b).all() for a, b in zip(drawn, mini_batches_by_rank(home, 3, 6, seed=4), strict=True))
+    assert len({tuple(np.concatenate(list(mini_batches_by_rank(home, 3, 6, seed=s)))) for s in range(4)}) == 4
+    with pytest.raises(DataError, match="cannot be shared by 3 ranks"):
+        mini_batches_by_rank(home, 3, 8, seed=4)

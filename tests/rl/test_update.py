@@ -57,13 +57,19 @@ def train(payload):
             strategy,
             home,
             PolicyLoss(),
-            UpdateSettings(mini_batch_size=8, epochs=payload.get("epochs", 1)),
+            UpdateSettings(
+                mini_batch_size=8, epochs=payload.get("epochs", 1), batch_balance=payload.get("balance", False)
+            ),
             seed=5,
             idle=home.select(np.flatnonzero(left_out)) if payload["skip"] else None,
         )
     )
     return {
         "forwards": forwards,
+        "ranks": [
+            [sorted(int(u.plan.ids[i]) for pack in packs for i in pack.samples) for packs in u.plan.micro_batches]
+            for u in updates
+        ],
         "members": [sorted(u.plan.ids.tolist()) for u in updates],
         "loss": [u.result.loss for u in updates],
         "grad_norm": [u.result.grad_norm for u in updates],
@@ -196,6 +202,15 @@ def test_a_second_epoch_has_other_members_and_the_same_old_log_probs(tmp_path):
     got = run(tmp_path, 2, epochs=2)
     assert got["members"][0] != got["members"][2]
     assert sorted(sum(got["members"][2:], [])) == list(range(SAMPLES))
+
+
+def test_batch_balance_keeps_samples_on_their_ranks(tmp_path):
+    """Equal counts on the ranks of the whole step; a rank's share of every mini-batch is drawn among its own."""
+    got = run(tmp_path, 2, epochs=2, balance=True, logprob_plan="own")
+    assert [[len(rank) for rank in update] for update in got["ranks"]] == [[4, 4], [2, 2]] * 2
+    first, second = (sorted(a + b) for a, b in zip(*got["ranks"][:2], strict=True))
+    assert [sorted(a + b) for a, b in zip(*got["ranks"][2:], strict=True)] == [first, second]
+    assert sorted(first + second) == list(range(SAMPLES)) and got["ranks"][0] != got["ranks"][2]
 
 
 @pytest.mark.parametrize("plan", ["train", "own", "none"])
