@@ -18,7 +18,7 @@ from roll_batching.config import ConfigFileError, config_from_dict, load_config
 from roll_batching.errors import ConfigError
 from roll_batching.observe import wandb_run
 from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.reward_process import reward_of
+from roll_batching.rl.reward_pool import reward_of
 from tests.huggingface import tiny
 from tests.streams.jobs import rows, run, settings, write_data
 from tests.support.ranks import run_ranks
