@@ -12,7 +12,7 @@ from roll_batching.config.model import ArchitectureConfig
 from roll_batching.config.objective_rules import objective_problems, whitens
 from roll_batching.config.pretrained import missing_model, model_problems, window_problems
 from roll_batching.config.rewards import reward_problems
-from roll_batching.config.strategy import MEGATRON_STRATEGIES, MegatronConfig
+from roll_batching.config.strategy import MEGATRON_STRATEGIES, OPTIMIZER_DTYPES, MegatronConfig
 from roll_batching.config.supervised import missing_for_supervised, supervised, supervised_problems
 from roll_batching.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
@@ -80,11 +80,24 @@ def _layout(name: str, role: WorkerConfig) -> Iterator[Problem]:
     if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
         text = "needs use_distributed_optimizer: true and overlap_grad_reduce: true"
         yield Problem((*path, "overlap_param_gather"), text)
+    yield from _precision_of_the_optimizer(path, layout)
     yield from _recompute(path, layout)
     if role.device_mapping is not None and len(role.device_mapping) % layout.model_size:
         yield Problem((name, "device_mapping"), layout.misfit(len(role.device_mapping)))
     if role.model_args.architecture is not None:
         yield from _model_fits(name, role.model_args.architecture, layout)
+
+
+def _precision_of_the_optimizer(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:
+    if layout.use_precision_aware_optimizer and not layout.use_distributed_optimizer:
+        yield Problem((*path, "use_precision_aware_optimizer"), "needs use_distributed_optimizer: true")
+    for key in OPTIMIZER_DTYPES:
+        if (dtype := getattr(layout, key)) != "fp32" and not layout.use_precision_aware_optimizer:
+            text = f"is {dtype}; only the optimizer of use_precision_aware_optimizer: true keeps anything but fp32"
+            yield Problem((*path, key), f"{text}; set that, or leave this out")
+    if layout.main_grads_dtype != "fp32" and layout.grad_reduce_in_fp32:
+        text = "is true, and main_grads_dtype bf16: gradients are summed in one precision; leave one of them out"
+        yield Problem((*path, "grad_reduce_in_fp32"), text)
 
 
 def _recompute(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:

@@ -17,6 +17,11 @@ MEGATRON_STRATEGIES = ("megatron_train", "megatron_infer")
 ENGINE_STRATEGIES = ("vllm", "sglang", "hf_infer")
 FSDP_STRATEGIES = ("fsdp2_train", "fsdp2_infer", "deepspeed_train", "deepspeed_infer")
 
+OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Keys of the precisions of an optimizer's state, as Megatron's OptimizerConfig has them."""
+_DTYPES = frozenset(OPTIMIZER_DTYPES)
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
+
 
 class MegatronConfig(RollMegatronConfig):
     """`strategy_config` of the Megatron strategies. Keys left out are taken from actor_train's."""
@@ -41,6 +46,28 @@ class MegatronConfig(RollMegatronConfig):
     overlap_param_gather: bool = honoured(
         False,
         help="Gather parameters while the forward runs; needs use_distributed_optimizer and overlap_grad_reduce.",
+    )
+    grad_reduce_in_fp32: bool | None = honoured(
+        None,
+        help="Sum the gradients of a bf16 model in fp32, over micro-batches and data-parallel ranks; false: in bf16. "
+        "Default: true, false where main_grads_dtype is bf16.",
+    )
+    use_precision_aware_optimizer: bool = honoured(
+        False,
+        help="TransformerEngine's Adam, whose state has the precisions below (CUDA). Needs use_distributed_optimizer; "
+        "its state is not saved.",
+    )
+    main_grads_dtype: Literal["fp32", "bf16"] = honoured(
+        "fp32", help="Gradients that the precision-aware optimizer reads; bf16 needs grad_reduce_in_fp32: false."
+    )
+    main_params_dtype: Literal["fp32", "fp16"] = honoured(
+        "fp32", help="The precision-aware optimizer's copy of the parameters."
+    )
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = honoured(
+        "fp32", help="The precision-aware optimizer's first moments."
+    )
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = honoured(
+        "fp32", help="The precision-aware optimizer's second moments."
     )
     recompute_granularity: Literal["full", "selective"] | None = honoured(
         None, help="Recompute activations in backward: whole layers, or parts of them."
@@ -110,11 +137,16 @@ class MegatronConfig(RollMegatronConfig):
     @model_validator(mode="before")
     @classmethod
     def _spellings(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        # NeMo-RL and Megatron in Python write precisions as torch does.
+        words: dict[str, Any] = {
+            key: _PRECISIONS.get(str(data[key]).removeprefix("torch."), data[key]) for key in _DTYPES & data.keys()
+        }
         # Megatron's command line and ROLL write recompute_modules as one comma-separated text.
-        if isinstance(data, dict) and isinstance(data.get("recompute_modules"), str):
-            names = [name.strip() for name in data["recompute_modules"].split(",") if name.strip()]
-            return {**data, "recompute_modules": names}
-        return data
+        if isinstance(data.get("recompute_modules"), str):
+            words["recompute_modules"] = [name.strip() for name in data["recompute_modules"].split(",") if name.strip()]
+        return {**data, **words}
 
 
 class StrategyArgs(Settings):

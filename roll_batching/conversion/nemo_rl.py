@@ -81,7 +81,7 @@ def _layout(given: Given) -> None:
         if megatron and field_at((*_LAYOUT, name)) is not None and value is not None:
             given.move(f"policy.megatron_cfg.{name}", (*_LAYOUT, name))
     if megatron:
-        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        for name in ("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32"):
             given.move(f"policy.megatron_cfg.distributed_data_parallel_config.{name}", (*_LAYOUT, name))
         given.move("policy.megatron_cfg.optimizer.use_distributed_optimizer", (*_LAYOUT, "use_distributed_optimizer"))
         section = "policy.megatron_cfg"
@@ -180,7 +180,8 @@ def _optimizer(given: Given) -> None:
     given.move("policy.max_grad_norm", (*_TRAIN, "max_grad_norm"))
     for name in ("bf16", "fp16", "params_dtype", "sgd_momentum", "use_precision_aware_optimizer"):
         if given.take(f"policy.megatron_cfg.optimizer.{name}") is not None:
-            why = "AdamW keeps fp32 parameters and moments; precision is model_args.dtype"
+            why = "AdamW keeps fp32 parameters and moments here (strategy_config.use_precision_aware_optimizer is "
+            why += "TransformerEngine's); precision is model_args.dtype"
             given.draft.leave_out(f"policy.megatron_cfg.optimizer.{name}", "idle", why)
     scheduler = "policy.megatron_cfg.scheduler"
     given.move(f"{scheduler}.lr_decay_style", (*_TRAIN, "lr_scheduler_type"))

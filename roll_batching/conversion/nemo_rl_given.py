@@ -45,7 +45,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
 _SPEED = frozenset(
     (
         "cuda_graph_impl cuda_graph_modules cuda_graph_warmup_steps data_parallel_sharding_strategy defer_fp32_logits "
-        "empty_unused_memory_level force_reconvert_from_hf fused_linear_logprobs_chunk_size grad_reduce_in_fp32 "
+        "empty_unused_memory_level force_reconvert_from_hf fused_linear_logprobs_chunk_size "
         "gradient_accumulation_fusion moe_enable_deepep moe_flex_dispatcher_backend moe_hybridep_num_sms "
         "moe_per_layer_logging optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
         "pipeline_dtype track_moe_metrics use_custom_fsdp use_fused_linear_logprobs use_gloo_process_groups "

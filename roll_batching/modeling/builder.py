@@ -14,9 +14,10 @@ from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.kernels import Kernels, engine_attention
-from roll_batching.modeling.requirements import refusals_here
+from roll_batching.modeling.requirements import ENGINE_LAYERS, refusals_here
 from roll_batching.modeling.rotary import RotarySettings
 from roll_batching.modeling.spec import packed_block_spec
+from roll_batching.packing.attention_backend import installed_versions
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -233,8 +234,11 @@ def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:
     )
 
     config = chunks[0].config
+    in_fp32 = strategy.grad_reduce_in_fp32
+    if in_fp32 is None:
+        in_fp32 = strategy.main_grads_dtype == "fp32"
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.bf16,
+        grad_reduce_in_fp32=config.bf16 and in_fp32,
         use_distributed_optimizer=strategy.use_distributed_optimizer,
         overlap_grad_reduce=strategy.overlap_grad_reduce,
         overlap_param_gather=strategy.overlap_param_gather,
@@ -252,27 +256,55 @@ def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:
     return wrapped
 
 
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+"""TransformerEngine keeps FP8 as bytes."""
+
+
+def optimizer_config(training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """Megatron's OptimizerConfig for parameters of `dtype`.
+
+    Raises `LayoutError` where the optimizer that is asked for is not there.
+    """
+    from megatron.core.optimizer import OptimizerConfig
+
+    if strategy.use_precision_aware_optimizer:
+        _require_engine_adam(device)
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=training.learning_rate,
+        min_lr=training.min_lr,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_eps=training.adam_epsilon,
+        clip_grad=training.max_grad_norm,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=strategy.use_distributed_optimizer,
+        overlap_param_gather=strategy.overlap_param_gather,
+        use_precision_aware_optimizer=strategy.use_precision_aware_optimizer,
+        main_grads_dtype=_STATE_DTYPES[strategy.main_grads_dtype],
+        main_params_dtype=_STATE_DTYPES[strategy.main_params_dtype],
+        exp_avg_dtype=_STATE_DTYPES[strategy.exp_avg_dtype],
+        exp_avg_sq_dtype=_STATE_DTYPES[strategy.exp_avg_sq_dtype],
+    )
+
+
+def _require_engine_adam(device: torch.device) -> None:
+    name = "use_precision_aware_optimizer is TransformerEngine's Adam, which"
+    if device.type == "cpu":
+        raise LayoutError(f"{name} runs on CUDA, not on cpu: leave it out")
+    libraries = [library for library, _ in ENGINE_LAYERS.libraries]
+    if missing := ENGINE_LAYERS.missing(installed_versions(libraries)):
+        raise LayoutError(f"{name} needs {'; '.join(missing)}, or leave it out")
+
+
 def build_optimizer(chunks: list[Any], training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype) -> Any:
     """Megatron's Adam for the wrapped chunks, with clipping and, if set, its state over the DP ranks."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import get_megatron_optimizer
 
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=training.learning_rate,
-            min_lr=training.min_lr,
-            weight_decay=training.weight_decay,
-            adam_beta1=training.adam_beta1,
-            adam_beta2=training.adam_beta2,
-            adam_eps=training.adam_epsilon,
-            clip_grad=training.max_grad_norm,
-            bf16=dtype is torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=strategy.use_distributed_optimizer,
-            overlap_param_gather=strategy.overlap_param_gather,
-        ),
-        chunks,
-    )
+    device = next(chunks[0].parameters()).device
+    return get_megatron_optimizer(optimizer_config(training, strategy, dtype, device), chunks)
 
 
 _DECAY_STYLES = {

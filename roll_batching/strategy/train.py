@@ -19,7 +19,7 @@ from roll_batching.losses.contract import loss_spec
 from roll_batching.losses.denominators import StepCounts, require_counts
 from roll_batching.losses.metric_kinds import HostMetric, as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
-from roll_batching.modeling.builder import build_optimizer, build_scheduler, wrap_ddp
+from roll_batching.modeling.builder import build_optimizer, build_scheduler, optimizer_config, wrap_ddp
 from roll_batching.planning import CostModel, Plan
 from roll_batching.strategy.infer import MegatronInferStrategy
 from roll_batching.strategy.inputs import counts_here, reduce_counts
@@ -150,6 +150,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
     def _made_ready(self, built: ModelState, config: WorkerConfig) -> ModelState:
         megatron = config.strategy_args.strategy_config
+        with consensus(built.layout.host_group, "initialize"):
+            optimizer_config(config.training_args, megatron, built.dtype, built.device)
         state = replace(built, chunks=wrap_ddp(list(built.chunks), megatron), training=TrainingState())
         check_parts(state)
         _agree_on_phase(state, config.training_args)

@@ -185,6 +185,26 @@ BROKEN = {
         {"actor_train.system_envs": {"A": "1"}, "reference.system_envs": {"A": "2"}},
         {"reference.system_envs.A": "share one process"},
     ),
+    "an optimizer of its own precision that is not distributed": (
+        {f"{LAYOUT}.use_precision_aware_optimizer": True},
+        {f"{LAYOUT}.use_precision_aware_optimizer": "needs use_distributed_optimizer: true"},
+    ),
+    "a precision that no other optimizer keeps": (
+        {f"{LAYOUT}.exp_avg_dtype": "torch.bfloat16", f"{LAYOUT}.main_params_dtype": "fp16"},
+        {
+            f"{LAYOUT}.exp_avg_dtype": "is bf16; only the optimizer of use_precision_aware_optimizer",
+            f"{LAYOUT}.main_params_dtype": "is fp16; only the optimizer of use_precision_aware_optimizer",
+        },
+    ),
+    "gradients in two precisions": (
+        {
+            f"{LAYOUT}.use_distributed_optimizer": True,
+            f"{LAYOUT}.use_precision_aware_optimizer": True,
+            f"{LAYOUT}.main_grads_dtype": "bf16",
+            f"{LAYOUT}.grad_reduce_in_fp32": True,
+        },
+        {f"{LAYOUT}.grad_reduce_in_fp32": "gradients are summed in one precision"},
+    ),
     "a variable that torchrun owns": (
         {"system_envs": {"WORLD_SIZE": "2"}},
         {"system_envs.WORLD_SIZE": "torchrun"},

@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 
 
-def _installed() -> bool:
+def engine_is_installed() -> bool:
+    """Whether the part of TransformerEngine that binds to torch is there."""
     try:
         return bool(importlib.metadata.version("transformer-engine-torch"))
     except importlib.metadata.PackageNotFoundError:
@@ -23,7 +24,7 @@ def _installed() -> bool:
 
 
 needs_engine = pytest.mark.skipif(
-    not _installed(),
+    not engine_is_installed(),
     reason="TransformerEngine is not installed: scripts/te_environment.sh makes an environment that has it",
 )
 

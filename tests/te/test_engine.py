@@ -211,7 +211,19 @@ def what_a_gpu_would_get(_: None) -> dict[str, Any]:
     taken = set(inspect.signature(DotProductAttention.forward).parameters)
     given = core.kept_packed_seq_params - {"cp_group", "local_cp_size"}
     assert given <= {field for field in PackedSeqParams.__dataclass_fields__}
+    from roll_batching.config import TrainingArgs
+    from roll_batching.modeling.builder import optimizer_config
+
+    state = {
+        "main_grads_dtype": "bf16",
+        "main_params_dtype": "fp16",
+        "exp_avg_dtype": "fp8",
+        "exp_avg_sq_dtype": "bf16",
+    }
+    aware = MegatronConfig(use_distributed_optimizer=True, use_precision_aware_optimizer=True, **state)
+    optimizer = optimizer_config(TrainingArgs(), aware, torch.bfloat16, torch.device("cuda"))
     return {
+        "state": [str(getattr(optimizer, name)).removeprefix("torch.") for name in state],
         "on": sorted(name for name, on in options.items() if on),
         "kept": {name: getattr(config, name) for name in options},
         "not taken": sorted(given - taken),
@@ -231,6 +243,7 @@ def test_its_kernels_are_on_where_there_is_a_gpu() -> None:
     ]
     assert all(found["kept"][name] for name in found["on"])  # Megatron's own checks let them pass
     assert found["not taken"] == []
+    assert found["state"] == ["bfloat16", "float16", "uint8", "bfloat16"]
     assert "attention: transformer_engine (it belongs to its layers)" in found["notice"]
     assert (
         "not fused: gradient_accumulation_fusion (APEX's fused_weight_gradient_mlp_cuda is not installed)"
