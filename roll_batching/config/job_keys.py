@@ -12,6 +12,7 @@ from roll_batching.config.fields import Settings, honoured
 from roll_batching.config.objective import ObjectiveKeys
 from roll_batching.config.rewards import RewardKeys
 from roll_batching.config.roll_keys import RollJobKeys
+from roll_batching.config.stream import TrainSection
 from roll_batching.config.worker import Environment, TrainingArgs, WorkerConfig
 
 ROLES = ("actor_train", "actor_infer", "reference")
@@ -179,6 +180,10 @@ class JobKeys(ObjectiveKeys, RewardKeys, RollJobKeys):
     tokenizer: TokenizerConfig = honoured(default_factory=TokenizerConfig, help="How text becomes tokens.")
     warmup: WarmupConfig | None = honoured(None, help="Supervised phase before RL. Default: none.")
 
+    train: TrainSection | None = honoured(
+        None, help="task: sft: batching over a stream, in cosmos-rl's keys. Default: planned mini-batches."
+    )
+
     max_grad_norm: float | None = honoured(None, help="Short form of actor_train.training_args.max_grad_norm.", ge=0)
 
     actor_train: WorkerConfig = honoured(default_factory=WorkerConfig, help="The policy in training.")
@@ -196,6 +201,8 @@ class JobKeys(ObjectiveKeys, RewardKeys, RollJobKeys):
         if not isinstance(data, dict):
             return data
         data = {key: {} if value is None and key in ROLES[:2] else value for key, value in data.items()}
+        if isinstance(data.get("train"), dict) and data["train"].get("train_policy", {}) is None:
+            data["train"] = {key: value for key, value in data["train"].items() if key != "train_policy"}
         return _with_model(data, data.get("pretrain"))
 
     @property
@@ -203,6 +210,12 @@ class JobKeys(ObjectiveKeys, RewardKeys, RollJobKeys):
         """The roles that this job has, by name."""
         present = {name: getattr(self, name) for name in ROLES}
         return {name: role for name, role in present.items() if role is not None}
+
+    @property
+    def stream(self) -> TrainSection | None:
+        """How a stream is batched, where the job has one."""
+        on = self.train is not None and self.train.train_policy.enable_dp_load_balancing
+        return self.train if on else None
 
     @property
     def group_size(self) -> int:

@@ -1,4 +1,4 @@
-"""A job's settings from a YAML file and overrides, or from plain data."""
+"""A job's settings from a YAML or TOML file and overrides, or from plain data."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from roll_batching.config.foreign import framework_of, hint
 from roll_batching.config.job import JobConfig
 from roll_batching.config.job_keys import Task
 from roll_batching.config.plain_data import plain_copy
+from roll_batching.config.toml_source import parse_toml
 from roll_batching.config.validation import check_source
-from roll_batching.config.yaml_source import Source, apply_overrides, read_yaml, resolve_references
+from roll_batching.config.yaml_source import Source, apply_overrides, read_yaml, resolve_references, text_of
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task | None = None) -> JobConfig:
-    """The job that the YAML file at `path` describes, after overrides such as `max_steps=3`.
+    """The job that the file at `path` describes, YAML or (`.toml`) TOML, after overrides such as `max_steps=3`.
 
     `task` is what the job does where the file does not say it; it must say no other.
 
     Raises ConfigFileError (a ConfigError) that names every problem with its key, file and line, and cure. Of a file
     that another framework wrote and that does not load as it is, it says that alone.
     """
-    source = read_yaml(path)
+    toml = Path(path).suffix.lower() == ".toml"
+    source = parse_toml(text_of(path), str(path)) if toml else read_yaml(path)
     framework = framework_of(source.data)
     apply_overrides(source, overrides)
     if task is not None and source.data.setdefault("task", task) != task:

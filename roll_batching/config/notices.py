@@ -13,6 +13,7 @@ from roll_batching.config.key_paths import field_at, given_keys
 from roll_batching.config.losses import LOSSES
 from roll_batching.config.objective_rules import idle_objective_keys
 from roll_batching.config.strategy import ENGINE_STRATEGIES
+from roll_batching.config.stream_rules import idle_stream_keys
 from roll_batching.config.supervised import idle_supervised_keys, supervised
 from roll_batching.config.worker import WorkerConfig
 from roll_batching.config.yaml_source import Source
@@ -135,6 +136,7 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
         yield from _policy(job, data, set(loss.keys))
     yield from idle_objective_keys(job, data)
     yield from idle_supervised_keys(job, data)
+    yield from idle_stream_keys(job, data)
     if job.track_with != "wandb":
         if "track_with" in data:
             yield (
@@ -166,7 +168,7 @@ def _derived(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]
     for name, role in job.roles.items():
         given = data.get(name) or {}
         caps = given.get("sequence_packing_args") or {}
-        if role.use_sequence_packing and PASSES_OF_ROLES[name]:
+        if role.use_sequence_packing and PASSES_OF_ROLES[name] and job.stream is None:
             if not any(caps.get(f"max_packed_sequence_length_{kind}") for kind in ("train", "forward")):
                 cap = role.sequence_packing_args.max_packed_sequence_length_train
                 rows = "per_device_train_batch_size" if name == "actor_train" else "infer_batch_size"

@@ -6,6 +6,7 @@ from typing import Any
 
 from roll_batching.config.job_keys import JobKeys, TokenizerConfig
 from roll_batching.config.objective_rules import reward_norm_of
+from roll_batching.config.stream import TrainSection
 from roll_batching.config.worker import WorkerConfig
 
 
@@ -14,7 +15,10 @@ def resolved(job: JobKeys) -> dict[str, Any]:
     lengths = _lengths(job)
     group = job.num_return_sequences_in_group or job.actor_infer.generating_args.num_return_sequences or 1
     longest = lengths["sequence_length"]
-    train = _own(job.actor_train, longest, job.actor_train.training_args.per_device_train_batch_size)
+    train = job.actor_train
+    if job.stream is not None:
+        train = _streamed(train, job.stream)
+    train = _own(train, longest, train.training_args.per_device_train_batch_size)
     if job.task != "grpo" and "response" not in train.data_args.model_fields_set:
         train = _update(train, "data_args", response="response")
     if job.task != "grpo":
@@ -34,11 +38,21 @@ def resolved(job: JobKeys) -> dict[str, Any]:
     reference = WorkerConfig() if job.reference is None and job.task == "dpo" else job.reference
     if reference is not None:
         found["reference"] = _inherit(_own(reference, longest, reference.infer_batch_size), train)
+    if job.stream is not None and job.stream.max_num_steps is not None:
+        found["max_steps"] = job.stream.max_num_steps
     if job.task != "grpo" and "loss_function" not in job.model_fields_set:
         found["loss_function"] = job.task
     if train.model_args.model_name_or_path is not None:
         found["tokenizer"] = _of_the_model(job.tokenizer, train.model_args.model_name_or_path)
     return found
+
+
+def _streamed(role: WorkerConfig, stream: TrainSection) -> WorkerConfig:
+    """`role` as `stream` says that training is batched."""
+    role = role.model_copy(update=stream.batching_keys)
+    cap = stream.train_policy.load_balanced_max_tokens_for_batch
+    caps = {"max_packed_sequence_length_train": cap, "max_packed_sequence_length_forward": cap}
+    return _update(role, "sequence_packing_args", **caps) if stream.sequence_packing else role
 
 
 def _of_the_model(tokenizer: TokenizerConfig, model: str) -> TokenizerConfig:

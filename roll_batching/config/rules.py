@@ -13,6 +13,7 @@ from roll_batching.config.objective_rules import objective_problems, whitens
 from roll_batching.config.pretrained import missing_model, model_problems, window_problems
 from roll_batching.config.rewards import reward_problems
 from roll_batching.config.strategy import MEGATRON_STRATEGIES, OPTIMIZER_DTYPES, MegatronConfig
+from roll_batching.config.stream_rules import stream_problems
 from roll_batching.config.supervised import missing_for_supervised, supervised, supervised_problems
 from roll_batching.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
@@ -46,6 +47,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     if not supervised(job):
         problems += _objective(job)
     problems += supervised_problems(job)
+    problems += stream_problems(job)
     problems += objective_problems(job)
     problems += reward_problems(job.rewards, job.reward_function)
     problems += _lengths(job)

@@ -9,6 +9,7 @@ from roll_batching.config.diagnostics import Problem
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.losses import ROLLOUT_FIELDS
 from roll_batching.config.objective import ObjectiveKeys
+from roll_batching.config.rewards import RewardKeys
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "grpo": tuple(ROLLOUT_FIELDS),
@@ -24,10 +25,8 @@ _OF_ROLLOUTS = (
     "num_return_sequences_in_group",
     "prompt_length",
     "response_length",
-    "reward_function",
-    "reward_args",
-    "reward_timeout",
     "actor_infer",
+    *RewardKeys.model_fields,
     *(name for name in ObjectiveKeys.model_fields if name not in ("loss_function", "loss_args")),
 )
 _DATA_KEYS = {"sft": ("prompt", "response", "messages"), "dpo": ("prompt", "messages", "chosen", "rejected")}
@@ -47,7 +46,11 @@ def supervised_problems(job: JobKeys) -> Iterator[Problem]:
     if job.warmup is not None:
         text = f"precedes RL, and task: {job.task} has one phase: put its keys into actor_train, or choose task: grpo"
         yield Problem(("warmup",), text)
-    if job.num_train_epochs is not None and job.max_steps != JobKeys.model_fields["max_steps"].default:
+    if (
+        job.stream is None
+        and job.num_train_epochs is not None
+        and job.max_steps != JobKeys.model_fields["max_steps"].default
+    ):
         yield Problem(("num_train_epochs",), "stands in place of max_steps; keep one of the two")
     if job.actor_train.training_args.max_steps > 0:
         text = "is what the schedule spans; the job's length is the top-level max_steps or num_train_epochs"

@@ -32,17 +32,20 @@ class Source:
 
 
 def read_yaml(path: str | Path) -> Source:
-    """Reads the file at `path`.
+    """Reads the file at `path`: YAML.
 
     Raises ConfigFileError: no readable file, no valid YAML, a key written twice, more than `yaml_values` allows.
     """
-    name = str(path)
+    return parse_yaml(text_of(path), str(path))
+
+
+def text_of(path: str | Path) -> str:
+    """The text of the file at `path`. Raises ConfigFileError."""
     try:
-        text = _text_of(Path(path))
+        return _text_of(Path(path))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigFileError([Problem((), reason or "cannot be read", Place(name))]) from None
-    return parse_yaml(text, name)
+        raise ConfigFileError([Problem((), reason or "cannot be read", Place(str(path)))]) from None
 
 
 def _text_of(file: Path) -> str:

@@ -6,6 +6,8 @@ from roll_batching.data.batchers import FixedCountBatcher, StridedBatcher, Token
 from roll_batching.data.encode import encode_documents, encode_prompts
 from roll_batching.data.epochs import DocumentStream, EpochStream, PromptStream, epoch_order
 from roll_batching.data.fields import FieldKind, FieldSpec, Schema
+from roll_batching.data.former import PoolFormer
+from roll_batching.data.load_balanced import LoadBalancedDataset, ShardedIterableDataset, StepBatches
 from roll_batching.data.membership import MiniBatches, mini_batches, rank_slice
 from roll_batching.data.movement import collect, distribute
 from roll_batching.data.rollout_packer import DataCollatorForRollout, rollout_step
@@ -31,7 +33,9 @@ __all__ = [
     "HFTokenizer",
     "LengthAwareStream",
     "LengthTable",
+    "LoadBalancedDataset",
     "MiniBatches",
+    "PoolFormer",
     "Prompt",
     "PromptDataset",
     "PromptStream",
@@ -40,6 +44,8 @@ __all__ = [
     "SampleBatch",
     "Schema",
     "StridedBatcher",
+    "ShardedIterableDataset",
+    "StepBatches",
     "TokenBudgetBatcher",
     "Tokenizer",
     "balance_by_squared_length",

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from roll_batching.data.pool import PoolStrategy, choose, require_strategy
 from roll_batching.errors import DataError
 
 S = TypeVar("S")
-PoolStrategy = Literal["prefer_closest", "prefer_first", "packed"]
 _POOL_STREAM = 3
 
 
@@ -95,8 +95,7 @@ class LengthAwareStream(Iterator[list[FormedBatch[S]]], Generic[S]):
         for name, number in numbers.items():
             if number < 1:
                 raise DataError(f"{name} is at least 1; got {number}.")
-        if strategy not in get_args(PoolStrategy):
-            raise DataError(f"strategy is one of {', '.join(get_args(PoolStrategy))}; got {strategy!r}.")
+        require_strategy(strategy)
         if seed < 0 or not 0 <= rank < size:
             raise DataError(f"seed is not negative and rank is in 0..size-1: {seed=}, {rank=}, {size=}.")
         if rank >= len(samples):
@@ -166,10 +165,7 @@ class LengthAwareStream(Iterator[list[FormedBatch[S]]], Generic[S]):
 
     def _form(self) -> FormedBatch[S]:
         slots = [p.slot for p in self._pool]
-        if self.strategy == "packed":
-            chosen = _in_order(slots, self.max_tokens)
-        else:
-            chosen = _smallest(slots, self.max_tokens, nearest=self.strategy == "prefer_closest")
+        chosen = choose(np.array(slots, dtype=np.int64), self.max_tokens, self.strategy).tolist()
         members = [self._pool[place] for place in chosen]
         taken = set(chosen)
         self._pool = [pooled for place, pooled in enumerate(self._pool) if place not in taken]
@@ -209,28 +205,3 @@ class LengthAwareStream(Iterator[list[FormedBatch[S]]], Generic[S]):
             raise DataError(f"The saved stream position is impossible: epoch {epoch}, cursor {cursor}, {pool=}.")
         members = [self._admit(index) for index in pool]
         self._epoch, self._cursor, self._order, self._pool = epoch, cursor, order, members
-
-
-def _in_order(slots: Sequence[int], cap: int) -> list[int]:
-    """Places of the oldest, and of every later one that still fits when its turn comes."""
-    # One pass is enough: what did not fit once cannot fit into the batch later, which only grows.
-    chosen: list[int] = []
-    total = 0
-    for place, slot in enumerate(slots):
-        if total + slot <= cap:
-            chosen.append(place)
-            total += slot
-    return chosen
-
-
-def _smallest(slots: Sequence[int], cap: int, *, nearest: bool) -> list[int]:
-    """Places of the oldest, and of those that make the rectangle grow least; of equals the nearest in length first."""
-    chosen, rest, longest = [0], list(range(1, len(slots))), slots[0]
-    while rest:
-        best = min(rest, key=lambda i: (max(longest, slots[i]), abs(slots[i] - longest) if nearest else 0, i))
-        longest = max(longest, slots[best])
-        if longest * (len(chosen) + 1) > cap:
-            break
-        chosen.append(best)
-        rest.remove(best)
-    return chosen

@@ -146,7 +146,7 @@ def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:
 def supervised_schedule_of(config: JobConfig, texts: int, texts_per_step: int) -> TrainingArgs:
     """Training arguments of a job whose task is sft or dpo, `max_steps` being the optimizer steps that it will make."""
     steps = config.max_steps
-    if config.num_train_epochs is not None:
+    if config.num_train_epochs is not None and config.stream is None:
         steps = max(1, math.ceil(config.num_train_epochs * texts / texts_per_step))
     return config.actor_train.with_training(max_steps=steps).training_args
 

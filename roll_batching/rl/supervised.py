@@ -14,6 +14,7 @@ from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.rows import merged, update_row
 from roll_batching.rl.run import Run
 from roll_batching.rl.steps import Encoder, PlannedSteps, StepSource
+from roll_batching.rl.stream_steps import StreamedSteps
 from roll_batching.rl.update import Update, with_log_probs
 from roll_batching.rl.validation import Validation
 from roll_batching.strategy import MegatronInferStrategy
@@ -50,7 +51,12 @@ def train_on_texts(run: Run, loss: Any) -> None:
     """The phase of a job whose task is `sft` or `dpo`. Collective."""
     texts = run.inputs.corpus
     assert texts is not None
-    steps = PlannedSteps(texts, _encoder(run), run.strategy, size=run.texts_per_step, seed=run.config.seed)
+    stream, encoder = run.config.stream, _encoder(run)
+    steps: StepSource
+    if stream is not None:
+        steps = StreamedSteps(texts, encoder, run.strategy, stream)
+    else:
+        steps = PlannedSteps(texts, encoder, run.strategy, size=run.texts_per_step, seed=run.config.seed)
     _train(run, _Phase(name=run.config.task, training=run.schedule, loss=loss, steps=steps))
 
 
@@ -68,6 +74,9 @@ def _train(run: Run, phase: _Phase) -> None:
     validation = _validation(run, phase, reference)
     run.begin(phase.name, last, behind)
     for step in range(behind + 1, last + 1):
+        if phase.steps.ended:
+            run.recorder.progress.note(f"the data ended with step {step - 1:,} of {last:,}")
+            return
         started = time.perf_counter()
         evaluated = validation(0) if step == 1 and validation is not None else {}
         update = _step(run, phase, reference)
@@ -79,9 +88,6 @@ def _train(run: Run, phase: _Phase) -> None:
         row["seconds"] = time.perf_counter() - started
         run.recorder.step(step, row, shown=_shown(row))
         run.checkpoints.save_if_due(phase.name, step, step if final else last, phase.steps, reference)
-        if phase.steps.ended:
-            run.recorder.progress.note(f"the data ended with step {step:,} of {last:,}")
-            return
 
 
 def _step(run: Run, phase: _Phase, reference: MegatronInferStrategy | None) -> Update:

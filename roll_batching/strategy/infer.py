@@ -183,16 +183,20 @@ class MegatronInferStrategy:
 
     # ---- planning
 
+    def constraints(self, *, forward: bool = False) -> PlanConstraints:
+        """The rules of this role's plans; `forward`: of passes without gradient."""
+        state = self.state
+        batching = state.batching.infer if forward else state.batching.train
+        return PlanConstraints.of(
+            state.layout, batching, group_size=state.settings.group_size if state.layout.interleaved else None
+        )
+
     def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
         """A plan over the samples of `table`, by this role's settings and the model's cost.
 
         `forward` plans a pass without gradient. Pure: all ranks get the same plan from the same table.
         """
-        state = self.state
-        batching = state.batching.infer if forward else state.batching.train
-        constraints = PlanConstraints.of(
-            state.layout, batching, group_size=state.settings.group_size if state.layout.interleaved else None
-        )
+        state, constraints = self.state, self.constraints(forward=forward)
         return plan_step(
             table.lengths,
             constraints,

@@ -1,0 +1,112 @@
+"""The lengths of all samples of a dataset: measured once, kept in a file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from roll_batching.errors import DataError
+from roll_batching.files import whole_file
+from roll_batching.planning.arrays import Ints
+
+logger = logging.getLogger(__name__)
+
+OnError = Literal["raise", "skip"]
+_LOOKED_AT = 16
+"""Samples whose length is measured again before a file is believed."""
+
+
+class Indexed(Protocol):
+    """A dataset whose samples are asked for by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def length_of(sample: Any, key: str) -> int:
+    """Tokens of a sample: of what stands under `key`, or of the sample itself where it is no mapping.
+
+    Raises DataError where there is nothing to measure.
+    """
+    try:
+        return len(sample[key]) if isinstance(sample, Mapping) else len(sample)
+    except (KeyError, TypeError):
+        known = f"keys {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else type(sample).__name__
+        raise DataError(f"it has no length under {key!r} ({known}): name the key of its tokens (length_key)") from None
+
+
+def identity_of(dataset: Any) -> str | None:
+    """What a dataset says to tell it from others: its `fingerprint`, or `datasets`' own; None where it says nothing."""
+    found = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
+    return found if isinstance(found, str) else None
+
+
+def read_sample(dataset: Indexed, index: int) -> Any:
+    """The sample. Raises DataError naming it, for whatever the dataset raises."""
+    try:
+        return dataset[index]
+    except Exception as error:
+        raise DataError(f"Sample {index} cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def measured(
+    dataset: Indexed, measure: Callable[[Any], int], *, cache: Path | None = None, on_error: OnError = "raise"
+) -> Ints:
+    """int64[n]: the length of every sample; 0 for one that cannot be read, under "skip".
+
+    With `cache`, a file, lengths are read from there where it is of this dataset (its `identity_of` and number of
+    samples; and some samples are measured again), and written there where it is not.
+
+    Raises DataError, naming the sample, for one that cannot be read or has no tokens.
+    """
+    kept = _kept(dataset, measure, cache) if cache is not None else None
+    if kept is not None:
+        return kept
+    lengths = np.zeros(len(dataset), dtype=np.int64)
+    for index in range(len(dataset)):
+        try:
+            lengths[index] = _measure(dataset, measure, index)
+        except DataError as error:
+            if on_error == "raise":
+                raise
+            logger.warning("%s It is left out.", error)
+    if cache is not None:
+        with whole_file(cache) as partial, partial.open("wb") as file:
+            np.savez(file, lengths=lengths, dataset=np.array(identity_of(dataset) or ""))
+    return lengths
+
+
+def _measure(dataset: Indexed, measure: Callable[[Any], int], index: int) -> int:
+    sample = read_sample(dataset, index)
+    try:
+        length = measure(sample)
+    except DataError as error:
+        raise DataError(f"Sample {index}: {error}.") from None
+    if length < 1:
+        raise DataError(f"Sample {index} has no tokens (length {length}).")
+    return length
+
+
+def _kept(dataset: Indexed, measure: Callable[[Any], int], cache: Path) -> Ints | None:
+    """The lengths in the file, where it is there and of this dataset."""
+    if not cache.exists():
+        return None
+    try:
+        with np.load(cache, allow_pickle=False) as file:
+            lengths, dataset_of = file["lengths"], str(file["dataset"])
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("%s cannot be read (%s): lengths are measured again", cache, error)
+        return None
+    if len(lengths) != len(dataset) or dataset_of != (identity_of(dataset) or ""):
+        logger.warning("%s is of another dataset: lengths are measured again", cache)
+        return None
+    for index in np.unique(np.linspace(0, len(lengths) - 1, _LOOKED_AT).astype(np.int64)).tolist():
+        if lengths[index] and _measure(dataset, measure, index) != lengths[index]:
+            logger.warning("%s has another length for sample %d: lengths are measured again", cache, index)
+            return None
+    return np.asarray(lengths, dtype=np.int64)
