@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ class Facts:
         self.everywhere: dict[str, str] = {}
         self.in_part: dict[str, str] = {}
         self.cures: dict[str, str] = {}
+        self.counted = self.total = torch.zeros(0, dtype=torch.float64)
 
     def equal(self, label: str, value: Any, cure: str = "") -> None:
         """`value`, as words, must be the same on all ranks; `cure` says what to do where it is not."""
@@ -54,6 +55,16 @@ class Facts:
     def equal_in_part(self, label: str, value: Any, cure: str = "") -> None:
         """`value`, as words, must be the same on all ranks of this rank's part."""
         self.in_part[label], self.cures[label] = str(value), cure
+
+    def count(self, numbers: torch.Tensor) -> None:
+        """fp64 numbers [n] of this rank's part, to be added up over parts; for `Team.agree` alone."""
+        self.counted = numbers
+
+    def bounds(self) -> list[int]:
+        """Digests of what must be the same everywhere and in this part, each with its negative: their maxima tell."""
+        everywhere = digest(repr(sorted(self.everywhere.items())))
+        here = digest(repr(sorted(self.in_part.items())))
+        return [everywhere, -everywhere, here, -here]
 
 
 @contextlib.contextmanager
@@ -85,7 +96,12 @@ def consensus(
     _wait(group, patience)
     if _all_agree(group, error, facts, part, parts):
         return
-    message = None if error is None else _words(error)
+    raise_as_one(group, what, error, facts, part)
+
+
+def raise_as_one(group: Any, what: str, error: BaseException | None, facts: Facts, part: int) -> NoReturn:
+    """Raises, on all ranks of `group`, one `RankError` of what each has to say. Collective."""
+    message = None if error is None else words_of(error)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (message, part, facts.everywhere, facts.in_part, facts.cures), group=group)
     ranks = dist.get_process_group_ranks(group)
@@ -107,11 +123,20 @@ def exchange(group: Any, what: str, make: Callable[[], T], *, patience: float | 
         error = caught
     _wait(group, patience)
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (None if error is None else _words(error), mine), group=group)
-    said = [message for message, _ in everyone]
-    if any(said):
-        raise RankError(f"{what}: {_errors(dist.get_process_group_ranks(group), said)}") from error
+    dist.all_gather_object(everyone, (None if error is None else words_of(error), mine), group=group)
+    said = {
+        rank: message
+        for rank, (message, _) in zip(dist.get_process_group_ranks(group), everyone, strict=True)
+        if message is not None
+    }
+    if said:
+        raise together(what, said) from error
     return [value for _, value in everyone]
+
+
+def together(what: str, said: Mapping[int, str]) -> RankError:
+    """The error of ranks that failed in `what`, from the words of each."""
+    return RankError(f"{what}: {_errors(sorted(said), [said[rank] for rank in sorted(said)])}")
 
 
 def _wait(group: Any, patience: float | None) -> None:
@@ -122,10 +147,10 @@ def _wait(group: Any, patience: float | None) -> None:
 
 def _all_agree(group: Any, error: BaseException | None, facts: Facts, part: int, parts: int) -> bool:
     """One all-reduce: whether nobody failed, and all facts are alike. Largest and smallest digest tell."""
-    everywhere, here = digest(repr(sorted(facts.everywhere.items()))), digest(repr(sorted(facts.in_part.items())))
     lowest = -(1 << 62)  # below every digest: what a rank says of the parts of others
-    largest = [int(error is not None), everywhere, -everywhere, *[lowest] * (2 * parts)]
-    largest[3 + 2 * part : 5 + 2 * part] = [here, -here]
+    *everywhere, here, against = facts.bounds()
+    largest = [int(error is not None), *everywhere, *[lowest] * (2 * parts)]
+    largest[3 + 2 * part : 5 + 2 * part] = [here, against]
     votes = torch.tensor(largest, dtype=torch.int64, device=group_device(group, torch.device("cpu")))
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
     failed, *bounds = votes.tolist()
@@ -133,7 +158,8 @@ def _all_agree(group: Any, error: BaseException | None, facts: Facts, part: int,
     return not failed and alike
 
 
-def _words(error: BaseException) -> str:
+def words_of(error: BaseException) -> str:
+    """What the other ranks hear of an error."""
     if isinstance(error, SystemExit):
         return f"SystemExit: code called exit({error.code!r}), which would end the job as if it were done"
     return f"{type(error).__name__}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 _host_groups: dict[Any, Any] = {}
 """By the group of all processes: the gloo group over the same ranks."""
+_divisions: dict[tuple[Any, tuple[tuple[int, ...], ...]], Any] = {}
+"""By the group of all processes and how they are divided: the gloo group of this process."""
 
 
 def host_group() -> Any:
@@ -23,6 +26,24 @@ def host_group() -> Any:
         _host_groups.clear()  # of a world that was destroyed
         _host_groups[world] = dist.new_group(backend="gloo", timeout=group_timeout(world))
     return _host_groups[world]
+
+
+def divided_host_group(parts: Iterable[Sequence[int]]) -> Any:
+    """The gloo group of this process's part, where `parts` divide the ranks of all; None for a rank alone in its part.
+
+    All processes call it together, with the same parts.
+    """
+    world, division = dist.group.WORLD, tuple(sorted({tuple(part) for part in parts}))
+    if len(division) == 1:
+        return host_group()
+    if (world, division) not in _divisions:
+        for stale in [key for key in _divisions if key[0] is not world]:
+            del _divisions[stale]  # of a world that was destroyed
+        timeout = group_timeout(world)
+        # No group that its members make by themselves: their names count the groups that a rank is in.
+        made = [dist.new_group(list(part), timeout, "gloo") for part in division if len(part) > 1]
+        _divisions[world, division] = next((group for group in made if dist.get_rank(group) >= 0), None)
+    return _divisions[world, division]
 
 
 def group_timeout(group: Any) -> datetime.timedelta:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed.groups import group_timeout, host_group
+from roll_batching.distributed.team import Team
 from roll_batching.errors import LayoutError
 from roll_batching.planning import ParallelDims
 
@@ -31,7 +32,9 @@ class ParallelLayout(ParallelDims):
     pp_group: Any
     dp_group: Any
     host_group: Any
-    """All ranks, on gloo: for agreement and metrics, whatever the backend of the model."""
+    """All ranks, on gloo: for agreement, whatever the backend of the model."""
+    team: Team
+    """The same ranks, as they talk around a step."""
     device: torch.device
 
     @property
@@ -142,5 +145,6 @@ def describe_layout(
         pp_group=groups.pp,
         dp_group=groups.dp,
         host_group=host_group(),
+        team=Team.of(host_group(), groups.dp, groups.dp.rank()),
         device=device,
     )

@@ -17,13 +17,16 @@ import torch.distributed as dist
 
 from roll_batching.packing.params import PackedParams
 
+# torch 2.13 has new names for them, and warns of the old.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[rows, ...] of every rank of `group`, one rank after the other."""
     whole = x.new_empty(group.size() * len(x), *x.shape[1:])
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    _all_gather(whole, x.contiguous(), group=group)
     return whole
 
 
@@ -39,7 +42,7 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         whole = grads[0].contiguous()
         mine = whole.new_empty(len(whole) // ctx.group.size(), *whole.shape[1:])
-        dist.reduce_scatter_tensor(mine, whole, group=ctx.group)
+        _reduce_scatter(mine, whole, group=ctx.group)
         return mine, None
 
 

@@ -30,7 +30,7 @@ from roll_batching.planning import CostModel, Plan, PlanConstraints, plan_step
 from roll_batching.strategy.checkpoint import load_state, save_state
 from roll_batching.strategy.export import export_model
 from roll_batching.strategy.generation import check_generation, generate
-from roll_batching.strategy.inputs import SAME_SAMPLES, counts_here, pack_inputs, reduce_counts
+from roll_batching.strategy.inputs import SAME_SAMPLES, counts_here, pack_inputs
 from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import run_schedule
@@ -270,12 +270,13 @@ class MegatronInferStrategy:
             spec = loss_spec(loss)
             packs = self._pack_for(facts, local, plan, spec)
             own = counts_here(self.layout, local, plan, spec)
-        counts = reduce_counts(self.layout, own)
+            facts.count(own.vector())
+        counts = own.with_vector(facts.total)
         scaling = Scaling(per_token=True, num_micro_batches=1, dp_size=1)
         runner = LossRunner(loss, spec, counts, self._head(), scaling, train=False)
         with torch.no_grad(), self._evaluating():
             records = self._run(plan, packs, runner.bind, forward_only=True)
-        total, metrics = join_outcomes(self.layout, [r for r in records if r is not None], runner)
+        total, metrics, _ = join_outcomes(self.layout, [r for r in records if r is not None], runner)
         return {"loss": total, **as_numbers(metrics)}
 
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
@@ -367,9 +368,8 @@ class MegatronInferStrategy:
                 chunk.train(mode)
 
     def _consensus(self, what: str) -> contextlib.AbstractContextManager[Facts]:
-        """See `distributed.consensus`, among all ranks, with replicas as parts."""
-        layout = self.layout
-        return consensus(layout.host_group, what, part=layout.dp_rank, parts=layout.dp_size)
+        """See `Team.agree`."""
+        return self.layout.team.agree(what)
 
     def _pack(self, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> list[PackedBatch]:
         packs = pack_inputs(self.state, facts, local, plan, masks)

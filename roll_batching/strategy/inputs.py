@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from roll_batching.data import SampleBatch
 from roll_batching.data.checks import content_digest
 from roll_batching.data.table import require_batch
@@ -78,12 +76,3 @@ def counts_here(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, s
     if plan is not None:
         counted = local.select_ids(plan.ids[plan.rank_samples(layout.dp_rank)])
     return local_counts(counted, spec.masks, spec.sums, used)
-
-
-def reduce_counts(layout: ParallelLayout, counts: StepCounts) -> StepCounts:
-    """Denominators over all ranks. Collective."""
-    vector = counts.vector()
-    if layout.tp_rank or layout.cp_rank or layout.pp_rank:  # one voice per replica
-        vector.zero_()
-    dist.all_reduce(vector, group=layout.host_group)
-    return counts.with_vector(vector)

@@ -22,12 +22,12 @@ from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, optimizer_config, wrap_ddp
 from roll_batching.planning import CostModel, Plan
 from roll_batching.strategy.infer import MegatronInferStrategy
-from roll_batching.strategy.inputs import counts_here, reduce_counts
+from roll_batching.strategy.inputs import counts_here
 from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.parts import adopt_parts, check_parts, optimizer_problems, require_processes
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.state import ModelState, SchedulerUnit, TrainingState
-from roll_batching.strategy.update import free_optimizer_memory, step_optimizer
+from roll_batching.strategy.update import free_optimizer_memory, gradient_square, step_optimizer
 from roll_batching.strategy.weights import gather_parameters
 
 
@@ -187,7 +187,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             facts.equal("the loss", spec.words)
             require_batch("count", local)
             own = counts_here(self.layout, local, None, spec)
-        return reduce_counts(self.layout, own)
+            facts.count(own.vector())
+        return own.with_vector(facts.total)
 
     def _loss(self, loss: Any) -> Any:
         if loss is not None:
@@ -208,10 +209,18 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         Takes what `forward_backward` takes, and raises what it raises, before the optimizer steps.
         """
         started = time.perf_counter()
-        total, metrics = self._accumulate("train_step", local, plan, loss, counts, first=self._zero_gradients)
+        total, metrics, square = self._accumulate(
+            "train_step",
+            local,
+            plan,
+            loss,
+            counts,
+            first=self._zero_gradients,
+            gradient=lambda: gradient_square(self.chunks),
+        )
         training = self._training
         lr = training.optimizer.param_groups[0]["lr"]
-        grad_norm = step_optimizer(training.optimizer, self.chunks, self.layout.host_group)
+        grad_norm = step_optimizer(training.optimizer, self.chunks, square)
         if grad_norm is None:
             skipped = replace(training, skipped_steps=training.skipped_steps + 1)
             self.state = replace(self.state, training=skipped)
@@ -246,7 +255,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             RankError: on all ranks, before the model runs, when samples or plan are wrong on any.
             LossError: on all ranks, when the loss is not finite or breaks its contract; names the samples.
         """
-        total, metrics = self._accumulate("forward_backward", local, plan, loss, counts)
+        total, metrics, _ = self._accumulate("forward_backward", local, plan, loss, counts)
         return total, as_numbers(metrics)
 
     def _zero_gradients(self) -> None:
@@ -265,8 +274,12 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         loss: Any,
         counts: StepCounts | None,
         first: Callable[[], None] | None = None,
-    ) -> tuple[float, dict[str, HostMetric]]:
-        """`forward_backward` under the name `what`; `first` is done when nothing else can fail on this rank."""
+        gradient: Callable[[], torch.Tensor] | None = None,
+    ) -> tuple[float, dict[str, HostMetric], float]:
+        """`forward_backward` under the name `what`: (loss, metrics, what `gradient` gives, over all ranks).
+
+        `first` is done when nothing else can fail on this rank, `gradient` when gradients are whole.
+        """
         with self._consensus(what) as facts:
             loss = self._loss(loss)
             spec = loss_spec(loss)
@@ -274,9 +287,11 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             own = counts if counts is not None else counts_here(self.layout, local, plan, spec)
             require_counts(own, spec)
             facts.equal("counts", "those of the planned samples" if counts is None else counts)
+            if counts is None:
+                facts.count(own.vector())
             if first is not None:
                 first()
-        counts = reduce_counts(self.layout, own) if counts is None else counts
+        counts = own.with_vector(facts.total) if counts is None else counts
         config = self.chunks[0].config
         scaling = Scaling(
             per_token=config.calculate_per_token_loss,
@@ -289,7 +304,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         for chunk in self.chunks:
             chunk.train()
         records = self._run(plan, packs, runner.bind)
-        return join_outcomes(self.layout, [r for r in records if r is not None], runner)
+        return join_outcomes(self.layout, [r for r in records if r is not None], runner, gradient)
 
 
 def _agree_on_phase(state: ModelState, training: TrainingArgs) -> None:

@@ -7,13 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 _LARGEST_SQUARE = torch.finfo(torch.float32).max / 2
 """Megatron adds squares in fp32: below this its norm is finite, whatever the order of its sum."""
 
 
-def step_optimizer(optimizer: Any, chunks: Sequence[Any], group: Any) -> float | None:
+def gradient_square(chunks: Sequence[Any]) -> torch.Tensor:
+    """The sum of squares of the gradients of `chunks`, fp64 on their device; no host read.
+
+    Of gradients that are reduced: behind the schedule's end.
+    """
+    norms = [torch.linalg.vector_norm(gradient, dtype=_at_least_fp32(gradient)) for gradient in _gradients(chunks)]
+    # A stage whose parameters are all frozen has none.
+    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+
+
+def step_optimizer(optimizer: Any, chunks: Sequence[Any], square: float) -> float | None:
     """Steps a Megatron optimizer; the gradient's norm before clipping, or None when the step was skipped. Collective.
 
     Weights and moments are untouched by a skipped step. An optimizer with a loss scale hears of it, as it
@@ -22,13 +31,13 @@ def step_optimizer(optimizer: Any, chunks: Sequence[Any], group: Any) -> float |
     Args:
         optimizer: a Megatron optimizer over the parameters of `chunks`.
         chunks: this stage's model chunks, their gradients reduced.
-        group: a CPU group of all ranks.
+        square: `gradient_square` over all ranks: where Megatron's sum of squares would not be finite, the step is
+            skipped.
     """
-    gradients = [gradient for chunk in chunks for gradient in _gradient_storage(chunk)]
-    if not _norm_is_finite(gradients, group):
+    if not square < _LARGEST_SQUARE:
         if has_loss_scale(optimizer):
             # Its own check lowers the scale. What one rank saw, all ranks and all chained optimizers must see.
-            for gradient in gradients:
+            for gradient in _gradients(chunks):
                 gradient.fill_(float("inf"))
             optimizer.step()
         return None
@@ -57,16 +66,12 @@ def free_optimizer_memory(chunks: Sequence[Any]) -> None:
     gc.collect()  # Megatron's optimizers refer to themselves
 
 
-def _norm_is_finite(gradients: Sequence[torch.Tensor], group: Any) -> bool:
-    norms = [torch.linalg.vector_norm(gradient, dtype=_at_least_fp32(gradient)) for gradient in gradients]
-    # A stage whose parameters are all frozen has none.
-    squares = torch.stack(norms).double().square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
-    dist.all_reduce(squares, group=group)
-    return bool(squares < _LARGEST_SQUARE)
-
-
 def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _gradients(chunks: Sequence[Any]) -> list[torch.Tensor]:
+    return [gradient for chunk in chunks for gradient in _gradient_storage(chunk)]
 
 
 def _gradient_storage(chunk: Any) -> list[torch.Tensor]:
