@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 import types
 from collections.abc import Iterator
@@ -114,12 +115,14 @@ def spans_here(layout: PackLayout, rank: int) -> list[tuple[int, int, int, int]]
 
 
 def run(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
-    """Both backends that need no TransformerEngine, on sizes of real models; on a CPU the dense one alone."""
+    """The backends whose cores are ours, on sizes of real models; on a CPU the dense one alone."""
     tokens = 200 if dry else 4000
     shapes = [(16, 8, 128), (8, 8, 64), (12, 2, 96), (8, 1, 192), (8, 4, 256), (14, 2, 64)]
     kinds = [("dense", torch.float32, shapes[:2]), ("dense", torch.bfloat16, shapes[:3])]
     if device.type == "cuda":
-        kinds = [("varlen", torch.bfloat16, shapes), ("varlen", torch.float16, shapes[:1]), *kinds]
+        variable = ["varlen", *(["flash_attn"] if importlib.util.find_spec("flash_attn") else [])]
+        for name in variable:
+            kinds = [(name, torch.bfloat16, shapes), (name, torch.float16, shapes[:1]), *kinds]
     for name, dtype, some in kinds:
         for heads, groups, dim in some[:2] if dry else some:
             for cp in (1, 2):

@@ -6,6 +6,7 @@ reference that shares no code with this package.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -59,9 +60,10 @@ def paired(batch: SampleBatch) -> tuple[SampleBatch, torch.Tensor]:
     return batch.with_fields(extra, dict.fromkeys(extra, "sample")), pair
 
 
-def observe(mode: str, dtype: str, backend: str, architecture: dict[str, Any]) -> dict[str, Any]:
+def observe(mode: str, dtype: str, backend: str, architecture: dict[str, Any], layers: str = "local") -> dict[str, Any]:
     """Everything that is compared, of one mode in one precision, on whatever device this process has."""
-    config = worker_config(mode, CAP, architecture=architecture, megatron={"attention_backend": backend}, dtype=dtype)
+    megatron = {"attention_backend": backend, "transformer_impl": layers}
+    config = worker_config(mode, CAP, architecture=architecture, megatron=megatron, dtype=dtype)
     strategy = MegatronTrainStrategy(config, seed=1, temperature=TEMPERATURE)
     strategy.initialize()
     found: dict[str, Any] = {"device": strategy.device.type}
@@ -133,10 +135,14 @@ def run(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
     cases = [(mode, "fp32", "dense") for mode in MODES]
     if device.type == "cuda":
         cases += [(mode, "bf16", "varlen") for mode in MODES] + [("packed", "bf16", "dense")]
+        cases += [("packed", "bf16", "flash_attn")] if importlib.util.find_spec("flash_attn") else []
     for mode, dtype, backend in cases[-1:] if dry else cases:
         found = observe(mode, dtype, backend, ARCHITECTURE)
         assert found["device"] == device.type
         yield judge(f"{mode}, {dtype}, {backend}", found, dense, LIMITS[dtype])
+    if device.type == "cuda" and importlib.util.find_spec("transformer_engine"):
+        found = observe("packed", "bf16", "auto", ARCHITECTURE, "transformer_engine")
+        yield judge("packed, bf16, layers and attention of TransformerEngine", found, dense, LIMITS["bf16"])
     # In bf16 a token whose experts are nearly even goes to another one, which is no rounding any more.
     found = observe("packed", "fp32", "dense", EXPERTS)
     yield judge("packed, fp32, dense, mixture of experts", found, experts, LIMITS["fp32"])

@@ -106,7 +106,7 @@ class RollMegatronConfig(Settings):
     bias_dropout_fusion: bool = noticed(
         False,
         help="Fused dropout and residual.",
-        notice="dropout and residual are fused on CUDA and not on the CPU, whatever this says",
+        notice="no linear layer before a residual has a bias; dropout is added to it unfused",
     )
     masked_softmax_fusion: bool = noticed(
         False, help="Fused softmax.", notice="no attention here holds the scores that it would mask"

@@ -110,7 +110,7 @@ def fusions(*, device: str, layers: Layers, rotates: bool, experts: bool, instal
     with_layers = "" if layers == "transformer_engine" else "it comes with transformer_impl: transformer_engine"
     found = {
         "bias_activation_fusion": "",
-        "bias_dropout_fusion": "",
+        "bias_dropout_fusion": "no linear layer before a residual has a bias",
         "masked_softmax_fusion": "no attention here holds the scores that it would mask",
         "gradient_accumulation_fusion": ""
         if installed.weight_gradient_kernel

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-ALWAYS = {"bias_activation_fusion", "bias_dropout_fusion"}
+ALWAYS = {"bias_activation_fusion"}
 ENGINE = {"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "cpu": ({"device": "cpu"}, {"versions": ENGINE, "weight_gradient_kernel": True}, set()),

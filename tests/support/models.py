@@ -105,7 +105,10 @@ def random_batch(seed: int, count: int, longest: int, vocab_size: int = 61) -> S
 
 
 def global_name(gpt: Any, name: str) -> str:
-    """A parameter's name in the whole model: layers numbered over all stages, the tied head as the embedding."""
+    """A parameter's name in the whole model: layers numbered over all stages, the tied head as the embedding.
+
+    Norms have the names of local layers also where they are part of TransformerEngine's linear layers.
+    """
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(gpt.decoder.layers[int(parts[2])].layer_number - 1)
@@ -116,6 +119,8 @@ def global_name(gpt: Any, name: str) -> str:
         mine = gpt.config.num_moe_experts // gpt.config.expert_model_parallel_size
         parts[at] = str(int(parts[at]) + mine * parallel_state.get_expert_model_parallel_rank())
     name = ".".join(parts)
+    for fused, own in (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "pre_mlp_layernorm")):
+        name = name.replace(f"{fused}.layer_norm_weight", f"{own}.weight")
     if gpt.share_embeddings_and_output_weights and name == "output_layer.weight":
         return "embedding.word_embeddings.weight"
     return name
