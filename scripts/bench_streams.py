@@ -2,7 +2,7 @@
 
     python scripts/bench_streams.py                       # every figure, a table each
     python scripts/bench_streams.py --only balance        # one of them
-    python scripts/bench_streams.py --check --trl PATH    # exit 0 exactly when every limit holds
+    python scripts/bench_streams.py --check --trl PATH --cosmos_rl PATH    # exit 0 exactly when every limit holds
 
 Other projects' own classes are called in this process, from a checkout's path. Times are CPU times.
 """
@@ -16,10 +16,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout that is not installed will do
 
 from _streams_balance import balance  # noqa: E402
+from _streams_formation import formation  # noqa: E402
+from _streams_resume import resume  # noqa: E402
 
-FIGURES = {"balance": balance}
+FIGURES = {"balance": balance, "formation": formation, "resume": resume}
 """By name, a function of the peers' checkouts that returns its `Table`."""
-PEERS = ("trl",)
+PEERS = ("trl", "cosmos_rl")
 
 
 def main() -> None:

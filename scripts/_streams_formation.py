@@ -1,0 +1,107 @@
+"""How fast and how full micro-batches are formed from a pool, beside cosmos-rl's own class where it is given.
+
+TRL's lengths, seed 0, one rank, a pool of 128, a cap of 32,768 tokens; tokenising aside. Times are CPU times.
+"""
+
+from __future__ import annotations
+
+import time
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _planner_peers import functions_of
+from _streams_balance import trl_lengths
+from _streams_table import Table
+from torch.utils.data import IterableDataset
+
+from roll_batching.data import LoadBalancedDataset, PoolFormer
+
+POOL, CAP = 128, 32_768
+SAMPLES, SAMPLES_OF_PEERS = 400_000, 3_000
+FASTEST = 200_000
+FILE = "cosmos_rl/dispatcher/data/load_balanced_dataset.py"
+STRATEGIES = ("prefer_closest", "prefer_first", "packed")
+
+
+class _Texts:
+    """Samples whose tokens take no time: ranges of the right lengths."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self._lengths = lengths.tolist()
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": _Tokens(self._lengths[index])}
+
+
+class _Tokens(list[int]):
+    """As many tokens as it says."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def formation(peers: dict[str, Path]) -> Table:
+    """Samples per second, fill and padding."""
+    table = Table(
+        f"Micro-batches from a pool of {POOL}, at most {CAP:,} tokens: by lengths alone, and whole samples through the "
+        "datasets",
+        ["strategy", "who", "samples/s", "samples per micro-batch", "fill", "padding"],
+    )
+    lengths = np.array(trl_lengths(SAMPLES), dtype=np.int64)
+    few = lengths[:SAMPLES_OF_PEERS]
+    for strategy in STRATEGIES:
+        former = PoolFormer(lengths, max_tokens=CAP, strategy=strategy, pool_size=POOL, infinite=False)
+        formed, seconds = _timed(_formed(former))
+        speed = len(lengths) / seconds
+        sizes = [lengths[batch] for batch in formed]
+        table.add(strategy, "by lengths", f"{speed:,.0f}", *_figures(sizes, strategy))
+        table.require(speed >= FASTEST, f"{strategy}: {speed:,.0f} samples/s, at least {FASTEST:,}")
+        options: dict[str, Any] = {"pool_size": POOL, "max_tokens_for_batch": CAP, "infinite_loop": False}
+        options |= {"seq_packing_enabled": True} if strategy == "packed" else {"batching_strategy": strategy}
+        ours = LoadBalancedDataset(_Texts(few), lengths=few, **options)
+        whole = [("dataset", ours)]
+        if "cosmos_rl" in peers:
+            whole.append(("cosmos-rl", _cosmos(peers["cosmos_rl"]).LoadBalancedDataset(_Texts(few), **options)))
+        speeds, fills = {}, {}
+        for who, dataset in whole:
+            steps, seconds = _timed(iter(dataset))
+            sizes = [np.array([len(sample["input_ids"]) for sample in batch]) for step in steps for batch in step]
+            speeds[who], fills[who] = len(few) / seconds, _figures(sizes, strategy)
+            table.add(strategy, who, f"{speeds[who]:,.0f}", *fills[who])
+        if "cosmos-rl" in speeds:
+            ratio = speeds["dataset"] / speeds["cosmos-rl"]
+            table.require(ratio >= 1, f"{strategy}: the dataset is {ratio:.0f} times as fast as cosmos-rl's")
+    return table
+
+
+def _figures(sizes: list[np.ndarray], strategy: str) -> tuple[str, str, str]:
+    real = np.array([batch.sum() for batch in sizes])
+    computed = real if strategy == "packed" else np.array([len(batch) * batch.max() for batch in sizes])
+    full = computed[:-1].mean() / CAP  # the last holds what is left
+    return f"{np.mean([len(b) for b in sizes]):.1f}", f"{full:.1%}", f"{1 - real.sum() / computed.sum():.1%}"
+
+
+def _formed(former: PoolFormer) -> Iterator[np.ndarray]:
+    while (batch := former.next_batch()).size:
+        yield batch
+
+
+def _timed(steps: Iterable[Any]) -> tuple[list[Any], float]:
+    started = time.process_time()
+    return list(steps), time.process_time() - started
+
+
+def _cosmos(path: Path) -> types.SimpleNamespace:
+    given = {"torch": torch, "IterableDataset": IterableDataset, "deque": deque}
+    return functions_of(path / FILE, {"LoadBalancedDataset", "ShardedIterableDataset", "get_sample_length"}, given)
