@@ -2,7 +2,7 @@
 
 What must hold: fine-tuning takes the held-out loss from above 2 nats per token to below 0.1; of held-out pairs at least
 95% are told apart after preference training, whose loss starts at log 2. On data from which nothing can be learnt the
-held-out loss stays above 1, and no more than 65% of the pairs are told apart. Held-out texts are no training texts.
+held-out loss stays above 0.8, and no more than 65% of the pairs are told apart. Held-out texts are no training texts.
 Each run takes at most five minutes.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = tuple((task, control) for task in ("sft", "dpo") for control in (False, True))
-START, LEARNT, UNLEARNT = 2.0, 0.1, 1.0
+START, LEARNT, UNLEARNT = 2.0, 0.1, 0.8
 TOLD_APART, BY_CHANCE = 0.95, 0.65
 SECONDS = 5 * 60.0
 
@@ -76,7 +76,9 @@ def judge(task: str, control: bool) -> bool:
     }
     if task == "sft":
         checks[f"starts above {START}"] = before > START
-        checks["ends above 1" if control else f"ends below {LEARNT}"] = after > UNLEARNT if control else after < LEARNT
+        checks[f"ends above {UNLEARNT}" if control else f"ends below {LEARNT}"] = (
+            after > UNLEARNT if control else after < LEARNT
+        )
         figures = f"held-out loss {before:.3f} -> {after:.3f}"
     else:
         share = last["eval_reward_accuracy"]
