@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator
 
@@ -14,7 +14,7 @@ from roll_batching.planning import BatchingSpec
 from roll_batching.planning.batching_spec import Mode, Objective, Oversize, load_algorithm
 from roll_batching.planning.registry import ALGORITHMS
 
-LogprobPlan = Literal["train", "own", "none"]
+LogprobPlan = Literal["train", "own", "rollout", "none"]
 
 PASSES_OF_ROLES: dict[str, tuple[Pass, ...]] = {
     "actor_train": ("train", "infer"),
@@ -33,14 +33,15 @@ class BatchingConfig:
     infer: BatchingSpec
     """Passes without one: log-probs with their own plan, evaluation, the reference."""
     logprob_plan: LogprobPlan = "train"
-    """Plan of the old log-probs: training's ("train"), their own ("own"), or no such pass ("none")."""
+    """Old log-probs: by training's plans ("train"), by their own ("own"), the sampler's ("rollout"), or none."""
 
     def __post_init__(self) -> None:
         for name in ("train", "infer"):
             if not isinstance(getattr(self, name), BatchingSpec):
                 raise ConfigError(f"{name} is a {type(getattr(self, name)).__name__}: give a BatchingSpec")
-        if self.logprob_plan not in ("train", "own", "none"):
-            raise ConfigError(f"logprob_plan {self.logprob_plan!r} is unknown; choose train, own or none")
+        if self.logprob_plan not in get_args(LogprobPlan):
+            known = ", ".join(get_args(LogprobPlan))
+            raise ConfigError(f"logprob_plan {self.logprob_plan!r} is unknown; choose one of {known}")
 
     def load_algorithms(self) -> None:
         """Imports what forms the micro-batches, a user's module perhaps. Raises `PlanError` where that fails."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from roll_batching.config.async_keys import AsyncKeys
 from roll_batching.config.diagnostics import ConfigFileError, Problem
 from roll_batching.config.fields import Settings, honoured
 from roll_batching.config.objective import ObjectiveKeys
@@ -84,7 +85,7 @@ class WarmupConfig(Settings):
         return self.training_args.model_copy(update={"max_steps": steps})
 
 
-class JobKeys(ObjectiveKeys, RewardKeys, RollJobKeys):
+class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
     """What a file says of a job."""
 
     task: Task = honoured(

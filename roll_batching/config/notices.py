@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from roll_batching.config.async_keys import idle_async_keys
 from roll_batching.config.batching import PASSES_OF_ROLES
 from roll_batching.config.diagnostics import KeyPath, Notice, dotted
 from roll_batching.config.fields import Honoured, Noticed, Pass, Roles, use_of
@@ -145,6 +146,7 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
             )
         if data.get("tracker_kwargs"):
             yield ("tracker_kwargs",), "has no effect: track_with is not wandb"
+    yield from idle_async_keys(job, data)
     sampling = data.get("actor_infer") or {}
     number = (sampling.get("generating_args") or {}).get("num_return_sequences")
     if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:

@@ -195,6 +195,8 @@ def _idle_loss_args(job: JobKeys, read: set[str]) -> Iterator[tuple[tuple[str, .
     for name in ("engine_correction", "engine_ratio_min"):
         if name in job.loss_args and job.loss_args.get("engine_ratio_cap") is None:
             yield ("loss_args", name), "has no effect: engine_ratio_cap is not given"
+    if job.loss_args.get("engine_ratio_cap") is not None and job.actor_train.logprob_plan == "rollout":
+        yield ("loss_args", "engine_ratio_cap"), "has no effect: logprob_plan rollout has no other numbers to correct"
 
 
 def _arguments(loss: Loss) -> Arguments:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from roll_batching.config.async_rules import logprob_plan_of
 from roll_batching.config.job_keys import JobKeys, TokenizerConfig
 from roll_batching.config.objective_rules import reward_norm_of
 from roll_batching.config.stream import TrainSection
@@ -25,6 +26,7 @@ def resolved(job: JobKeys) -> dict[str, Any]:
         train = train.model_copy(update={"logprob_plan": "none"})  # of no older policy
     if job.max_grad_norm is not None and "max_grad_norm" not in train.training_args.model_fields_set:
         train = _update(train, "training_args", max_grad_norm=job.max_grad_norm)
+    train = train.model_copy(update={"logprob_plan": logprob_plan_of(job)})
     infer = _inherit(_own(job.actor_infer, longest, job.actor_infer.infer_batch_size), train)
     tokens = infer.generating_args.max_new_tokens or lengths["response_length"]
     infer = _update(infer, "generating_args", max_new_tokens=tokens, num_return_sequences=group)

@@ -347,9 +347,6 @@ class RollJobKeys(Settings):
     error_max_len_clip: bool = refused(False, help="Clip overlong errors.", reason="not supported")
     difficulty_loss_weight: bool = refused(False, help="Weight by difficulty.", reason="not supported")
     length_loss_weight: bool = refused(False, help="Weight by length.", reason="not supported")
-    async_generation_ratio: float = refused(
-        0, help="Rollouts ahead of training.", reason="rollouts are synchronous; use 0"
-    )
     critic: dict[str, Any] | None = refused(None, help="Role of the critic.", reason=CRITIC)
     critic_warmup: int = refused(0, help="Steps that train only the critic.", reason=CRITIC)
     teacher: dict[str, Any] | None = refused(None, help="Role of a teacher.", reason=DISTILLATION)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS
+from roll_batching.config.async_rules import async_problems
 from roll_batching.config.diagnostics import Problem
 from roll_batching.config.fields import Pass
 from roll_batching.config.job_keys import JobKeys
@@ -50,6 +51,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += stream_problems(job)
     problems += objective_problems(job)
     problems += reward_problems(job.rewards, job.reward_function)
+    problems += async_problems(job)
     problems += _lengths(job)
     return problems
 
@@ -231,7 +233,8 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
         if (own := role.strategy_args.strategy_config.transformer_impl) != shared.transformer_impl:
             text = f"is {own}, but {shared.transformer_impl} in actor_train, whose weights this role takes"
             yield Problem((name, "strategy_args", "strategy_config", "transformer_impl"), f"{text}; leave it out here")
-        if role.device_mapping != job.actor_train.device_mapping:
+        apart = name == "actor_infer" and job.asynchronous  # the sampler's device
+        if role.device_mapping != job.actor_train.device_mapping and not apart:
             text = "differs from actor_train's; the roles of one job run on the same devices; leave it out here"
             yield Problem((name, "device_mapping"), text)
     ours, theirs_args = job.actor_infer.model_args, job.actor_train.model_args

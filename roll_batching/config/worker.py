@@ -125,7 +125,7 @@ class WorkerConfig(RoleBatching, RollWorkerKeys):
         help="Devices of the job: as many processes start as it names. A list, `list(range(0,8))` or "
         "`0-7`. On a machine "
         "without GPUs it only counts processes. Read from actor_train; other Megatron roles must name "
-        "the same.",
+        "the same, but for actor_infer under async_generation_ratio: the sampler's device (default: that of rank 0).",
     )
     system_envs: Environment = honoured(
         default_factory=dict, help="Environment variables, set before the workers import anything."
@@ -136,7 +136,8 @@ class WorkerConfig(RoleBatching, RollWorkerKeys):
         roles=TRAINED,
         help="Old log-probs: on training's plans, so that the first ratio is exactly 1 (train); with "
         "the caps for passes "
-        "without gradient (own); or not computed, for one optimizer step per rollout (none).",
+        "without gradient (own); those that the rollouts were drawn with (rollout, the default under "
+        "async_generation_ratio without loss_args.engine_ratio_cap); or none, for one optimizer step per rollout.",
     )
     apply_loss_scale: bool = honoured(
         True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from roll_batching.distributed import consensus, digest
 from roll_batching.losses import mask_overlong
 from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.advantages import outside_difficulty, shuffled, zero_groups
+from roll_batching.rl.ahead import RolloutsAhead
 from roll_batching.rl.comparison import ModeComparison
 from roll_batching.rl.evaluation import Evaluator
 from roll_batching.rl.from_config import Advantages
@@ -25,6 +27,7 @@ from roll_batching.rl.rollout import Rollouts, StepScores, generate_rollouts, sc
 from roll_batching.rl.rows import comparison_row, merged, score_row, update_row
 from roll_batching.rl.run import Run
 from roll_batching.rl.running import Together
+from roll_batching.rl.seeds import step_seed
 from roll_batching.rl.update import Update, UpdateSettings, train_on_rollouts
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
 
@@ -63,6 +66,7 @@ class Grpo:
         assert inputs.prompts is not None and inputs.reward is not None
         self.reward = inputs.reward
         self.stream = PromptStream(inputs.prompts, config.rollout_batch_size, seed=config.seed)
+        self.ahead = RolloutsAhead(run, self.stream) if config.asynchronous else None
         self.progress = Together(self.stream, **objective.advantages.carried())
         self._columns: Row = {}
         self._said: list[dict[str, Any]] = []
@@ -77,11 +81,19 @@ class Grpo:
 
     def run(self) -> None:
         """All steps. The first row holds the evaluation before any update, the last the one after all."""
-        config, strategy, recorder = self.config, self.strategy, self.shared.recorder
-        checkpoints = self.shared.checkpoints
-        strategy.start_phase(self.shared.schedule)
+        config, checkpoints = self.config, self.shared.checkpoints
+        self.strategy.start_phase(self.shared.schedule)
         behind = checkpoints.restore(PHASE, self.progress, self.reference)
         self.shared.begin(PHASE, config.max_steps, behind)
+        with contextlib.ExitStack() as until_the_end:
+            if self.ahead is not None:
+                until_the_end.callback(self.ahead.close)
+                self.ahead.begin(behind)
+            self._run(behind)
+
+    def _run(self, behind: int) -> None:
+        config, strategy, recorder = self.config, self.strategy, self.shared.recorder
+        checkpoints = self.shared.checkpoints
         for step in range(behind + 1, config.max_steps + 1):
             started = time.perf_counter()
             before = self._evaluate(0) if step == 1 else {}
@@ -89,6 +101,8 @@ class Grpo:
             scored = self._roll_out(step)
             training = time.perf_counter()
             updates = list(self._train(scored, step))
+            if self.ahead is not None:
+                self._columns |= self.ahead.trained(step)
             done = time.perf_counter()
             due = step == config.max_steps or (config.eval_steps and step % config.eval_steps == 0)
             evaluated = before or (self._evaluate(step) if due else {})
@@ -140,20 +154,15 @@ class Grpo:
         return {"eval_updates": updates, **found.figures}
 
     def _told(self, kind: str, version: int, said: Sequence[Row]) -> None:
-        """Keeps lines for the recorder; `version` counts the RL steps that made the weights."""
+        """Keeps lines for the recorder; `version`, where a line has none, counts the RL steps that made the weights."""
         self._said += [{"kind": kind, "version": version, **line} for line in said]
 
     def _roll_out(self, step: int) -> _Scored:
         config = self.config
-        prompts, sampling = next(self.stream), replace(self.shared.sampling, seed=step_seed(config.seed, step))
-        found_before = {}
-        if self.objective.advantages.greedy:
-            _, answers = self._scored(prompts, replace(sampling, greedy=True, num_return_sequences=1))
-            found_before["baselines"] = answers.rewards
-        rollouts, scores = self._scored(prompts, sampling)
+        batch, scores, found_before = self._rollouts(step)
         self._told("train", step - 1, scores.said)
         advantages = self._advantages(scores, step, found_before)
-        home = _with_scores(rollouts, scores, advantages)
+        home = _with_scores(batch, scores, advantages)
         here = home.ids.numpy()  # ids are places among the step's samples
         idle = np.zeros(len(here), dtype=bool)
         if config.drop_zero_advantage_groups:
@@ -172,6 +181,21 @@ class Grpo:
             idle |= masked
         leaves_out = config.drop_zero_advantage_groups or masks
         return _Scored(home=home, idle=home.select(np.flatnonzero(idle)) if leaves_out else None, scores=scores)
+
+    def _rollouts(self, step: int) -> tuple[SampleBatch, StepScores, dict[str, np.ndarray]]:
+        """This rank's responses, all scores, and what the advantages ask for beside them."""
+        if self.ahead is not None:
+            drawn = self.ahead.take(step)
+            self._columns = drawn.columns
+            return drawn.batch, drawn.scores, {}
+        self._columns = {}
+        prompts, sampling = next(self.stream), replace(self.shared.sampling, seed=step_seed(self.config.seed, step))
+        found_before = {}
+        if self.objective.advantages.greedy:
+            _, answers = self._scored(prompts, replace(sampling, greedy=True, num_return_sequences=1))
+            found_before["baselines"] = answers.rewards
+        rollouts, scores = self._scored(prompts, sampling)
+        return rollouts.batch, scores, found_before
 
     def _scored(self, prompts: Sequence[Prompt], sampling: GenerationSettings) -> tuple[Rollouts, StepScores]:
         rollouts = generate_rollouts(
@@ -206,13 +230,14 @@ class Grpo:
     def _finish(self, home: SampleBatch) -> SampleBatch:
         of_tokens = self.objective.advantages.of_tokens
         assert of_tokens is not None
-        home, self._columns = of_tokens(home, self.strategy.layout)
+        home, columns = of_tokens(home, self.strategy.layout)
+        self._columns |= columns
         return home
 
 
-def _with_scores(rollouts: Rollouts, scores: StepScores, advantages: np.ndarray) -> SampleBatch:
+def _with_scores(batch: SampleBatch, scores: StepScores, advantages: np.ndarray) -> SampleBatch:
     """This rank's samples with what a loss may read of how they were drawn and judged."""
-    batch, here = rollouts.batch, rollouts.batch.ids.numpy()
+    here = batch.ids.numpy()
     fields = {
         "advantages": torch.from_numpy(advantages[here]).float(),
         "rewards": torch.from_numpy(scores.rewards[here]).float(),
@@ -221,8 +246,3 @@ def _with_scores(rollouts: Rollouts, scores: StepScores, advantages: np.ndarray)
     sample, next_token = FieldSpec("sample"), FieldSpec("next_token")
     kinds = {"advantages": sample, "rewards": sample, "rollout_log_probs": next_token}
     return batch.without("log_probs").with_fields(fields, kinds)
-
-
-def step_seed(seed: int, step: int) -> int:
-    """A seed of its own for each step, 32 bits wide."""
-    return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])

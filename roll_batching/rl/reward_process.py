@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,12 +17,9 @@ from typing import Any
 import numpy as np
 
 from roll_batching.errors import ConfigError, DataError
+from roll_batching.rl.child_process import how_it_ended, start_child
 from roll_batching.rl.rewards import Completion
 
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from roll_batching.rl.reward_child import serve; serve(*map(int, sys.argv[2:]))"
-)
 _SECONDS_BETWEEN_LOOKS = 0.05
 _SECONDS_TO_START = 60.0
 """What starting and importing may take at least, however short calls have to be."""
@@ -68,13 +64,8 @@ class RewardProcess:
         """
         if self._process is not None:
             return
-        ours, theirs = multiprocessing.Pipe()
-        # Handed down as it is, since the package need not be installed for an interpreter that starts anew.
-        numbers = (theirs.fileno(), os.getpid(), self.limits.memory or 0)
-        command = [sys.executable, "-u", "-c", _CHILD, json.dumps(sys.path), *map(str, numbers)]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0)
-        theirs.close()
-        self.connection, self._calls = ours, 0
+        self._process, self.connection = start_child("roll_batching.rl.reward_child", self.limits.memory or 0)
+        self._calls = 0
         try:
             self._send((self.path, self.arguments), "the import of its module", self.limits.start)
             while (answer := self.answer(wait=_SECONDS_BETWEEN_LOOKS)) is None:
@@ -166,7 +157,7 @@ class RewardProcess:
         self.close()
         if code is None:
             return "it has closed or misused the connection of its process: leave file descriptors above 2 alone"
-        how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
+        how = how_it_ended(code)
         return f"its process ended {how}; its output is above"
 
     def _tell(self, seconds: float) -> None:

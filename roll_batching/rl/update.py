@@ -95,7 +95,10 @@ def train_on_rollouts(
         homes = batch_balance(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
     samples = _Samples(table=table, working=working, homes=homes)
     first_epoch = list(_epoch(strategy, samples, settings, seed=seed, epoch=0))
-    if strategy.batching.logprob_plan != "none":
+    if strategy.batching.logprob_plan == "rollout":
+        drawn_with = home["rollout_log_probs"]
+        home = home.with_fields({"old_log_probs": drawn_with}, {"old_log_probs": FieldSpec("next_token")})
+    elif strategy.batching.logprob_plan != "none":
         shared = [batch.plan for batch in first_epoch]  # so that the first ratio is exactly 1
         plans = [samples.forward_plan(strategy)] if strategy.batching.logprob_plan == "own" else shared
         home = with_log_probs(strategy, home, plans, "old_log_probs", masks)

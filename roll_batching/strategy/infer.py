@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -293,17 +294,17 @@ class MegatronInferStrategy:
 
     # ---- checkpoints
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, optimizer: bool = True) -> None:
         """Writes weights, and with an optimizer its state, schedule position and skipped steps, to the folder `path`.
 
         Collective; `path` is on a file system that all ranks see. It appears when it is whole and not before; a
-        checkpoint that was there is replaced. Any parallel layout can load it.
+        checkpoint that was there is replaced. Any parallel layout can load it. `optimizer=False`: weights alone.
 
         Raises:
             RankError: on all ranks: `path` holds something else, the optimizer keeps its state in a way that is
                 not saved (named), psutil is missing, or a rank could not write.
         """
-        save_state(self.state, path)
+        save_state(self.state if optimizer else replace(self.state, training=None), path)
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> None:
         """Takes over what `save` wrote, in this or another parallel layout. Collective.

@@ -1,0 +1,55 @@
+"""Rollouts ahead of training, in a process of their own: how far, how old, and what when that process fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from roll_batching.config.fields import Settings, honoured
+
+
+class AsyncKeys(Settings):
+    """The keys of asynchronous rollouts."""
+
+    async_generation_ratio: float = honoured(
+        0,
+        help="Rollouts ahead of training, in parts of rollout_batch_size: a process of its own, the sampler, draws and "
+        "scores them while the model trains. 0: one after the other, on the model in training.",
+        ge=0,
+    )
+    max_staleness: int | None = honoured(
+        None,
+        help="async_generation_ratio: RL steps that the weights which drew a sample may be behind; an older sample is "
+        "dropped, counted and drawn again. Default: async_generation_ratio, rounded up, which never drops any.",
+        ge=0,
+    )
+    sampler_restarts: int = honoured(
+        2,
+        help="async_generation_ratio: how often a sampler that was killed or stalls is started again, with what it was "
+        "asked for; after that, and with 0 at once, the job ends.",
+        ge=0,
+    )
+    rollout_timeout: float = honoured(
+        1800.0,
+        help="async_generation_ratio: seconds that training waits for rollouts without hearing of the sampler before "
+        "it takes it for stalled.",
+        gt=0,
+    )
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether rollouts run ahead of training."""
+        return self.async_generation_ratio > 0
+
+    @property
+    def staleness_bound(self) -> int:
+        """RL steps that a sample's weights may be behind."""
+        return math.ceil(self.async_generation_ratio) if self.max_staleness is None else self.max_staleness
+
+
+def idle_async_keys(job: AsyncKeys, given: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Paths of the `given` keys that synchronous rollouts do not read."""
+    for key in ("max_staleness", "sampler_restarts", "rollout_timeout"):
+        if key in given and not job.asynchronous:
+            yield (key,), "has no effect: async_generation_ratio is 0"
