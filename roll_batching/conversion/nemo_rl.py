@@ -269,7 +269,7 @@ def _algorithm(given: Given) -> None:
         if not others:
             given.draft.put(("norm_mean_type",), "group", "grpo.normalize_rewards")
     given.off("grpo.use_dynamic_sampling", why="prompts are not sampled again; drop_zero_advantage_groups is near")
-    given.off("grpo.async_grpo", why="rollouts are synchronous")
+    given.off("grpo.async_grpo", why="here async_generation_ratio draws rollouts ahead of training: set it")
     given.off("grpo.reward_scaling", "grpo.reward_shaping", "reward_penalties", why=REWARDS)
     for name in ("dynamic_sampling_max_gen_batches", "batch_multiplier"):
         if given.take(f"grpo.{name}") is not None:

@@ -9,6 +9,7 @@ import numpy as np
 from roll_batching.errors import LossError
 from roll_batching.losses.metric_kinds import HostMetric, as_numbers, join_parts
 from roll_batching.observe.metrics_file import Row
+from roll_batching.planning import Plan
 from roll_batching.rl.rollout import StepScores
 from roll_batching.rl.update import Update
 
@@ -38,9 +39,17 @@ def _figures(update: Update) -> dict[str, HostMetric]:
         "tokens_per_second": HostMetric("mean", (report.real_tokens, result.seconds)),
         "padding_share": HostMetric("mean", (padding, report.computed_tokens)),
         "imbalance": HostMetric("mean", (report.imbalance, 1)),
+        "row_imbalance": HostMetric("mean", (_row_imbalance(update.plan), 1)),
+        "tokens_per_row": HostMetric("mean", (report.computed_tokens, len(update.plan.tokens))),
         "micro_batches": HostMetric("sum", (report.num_micro_batches,)),
         "fillers": HostMetric("sum", (report.fillers,)),
     }
+
+
+def _row_imbalance(plan: Plan) -> float:
+    """(largest - smallest) / mean cost among the ranks at an index, on average over the micro-batches."""
+    costs = plan.costs.reshape(plan.constraints.dp_size, plan.num_micro_batches)
+    return float(np.mean((costs.max(axis=0) - costs.min(axis=0)) / np.maximum(costs.mean(axis=0), 1)))
 
 
 def comparison_row(tokens: Iterable[Mapping[str, int]]) -> Row:

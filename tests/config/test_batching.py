@@ -119,7 +119,7 @@ def test_a_layout_of_a_world():
 
 def test_logprob_plan_is_checked():
     one = BatchingSpec(max_tokens=8)
-    with pytest.raises(ConfigError, match="choose train, own or none"):
+    with pytest.raises(ConfigError, match="choose one of train, own, rollout, none"):
         BatchingConfig(train=one, infer=one, logprob_plan="both")
 
 

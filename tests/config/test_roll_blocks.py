@@ -113,7 +113,6 @@ OBSTACLES = {
         "mix them in the file",
     ),
     "`freeze_module_prefix`": (["actor_train.model_args.freeze_module_prefix=vision"], "all parameters are trained"),
-    "`async_generation_ratio`": (["async_generation_ratio=1"], "rollouts are synchronous"),
     "`stop_strings`": (["actor_infer.generating_args.stop_strings=[x]"], "end token"),
     "`adv_estimator: gae`": (["adv_estimator=gae"], "it needs a critic"),
     "`lora_rank`": (["actor_train.model_args.lora_rank=8"], "LoRA is not supported"),

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +26,11 @@ from roll_batching.data import (
 from roll_batching.data.rollout_queue import END
 from roll_batching.errors import DataError, PlanError
 from roll_batching.planning import PlanConstraints
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.streams
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-trl.md"
 
 
 def sample(number=0, length=4, version=0, **changes):
@@ -128,6 +132,32 @@ def test_what_a_queue_cannot_do_is_said():
     items = multiprocessing.get_context("fork").Queue()
     with pytest.raises(DataError, match="one process must read: num_workers=0"):
         list(DataLoader(RolloutQueueDataset(items, lambda: 0), batch_size=None, num_workers=1))
+
+
+# ---- the page
+
+
+def test_the_code_of_the_page_for_people_from_trl_runs(capsys):
+    first, second = (part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:])
+    space = {}
+    exec(first, space)  # noqa: S102
+    printed = capsys.readouterr().out
+    assert printed.count("torch.Size([2, ") == 2 and "'dropped_samples': 0" in printed
+    assert run_ranks(1, "tests.data.test_rollouts:train_as_the_page_says", second)[0] == (8, 36)
+
+
+def train_as_the_page_says(code):
+    """On a rank: the second program of the page, with both rows of a micro-batch on it."""
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.models import worker_config
+
+    strategy = MegatronTrainStrategy(worker_config("packed", 64))
+    strategy.initialize()
+    lengths = [5, 9, 3, 7, 6, 4, 8, 2]
+    rows = list(TokenBudgetBatcher([sample(i, n) for i, n in enumerate(lengths)], 1, 16))
+    space = {"micro_batches": rows, "strategy": strategy}
+    exec(code.replace("dp_size=2", "dp_size=1"), space)  # noqa: S102
+    return len(space["batch"]), space["result"].joined_metrics["entropy"].values[1]
 
 
 # ---- tensors
