@@ -252,7 +252,7 @@ def test_what_does_not_go_with_rollouts_ahead_is_refused(changes, words):
 def test_keys_without_effect_get_a_notice():
     file = Path(__file__).resolve().parents[2] / "configs" / "demo_grpo.yaml"
     notices = load_config(file, ["max_staleness=2", "rollout_timeout=5"]).notices
-    assert [notice.key for notice in notices] == ["max_staleness", "rollout_timeout"]
+    assert [notice.path for notice in notices] == ["max_staleness", "rollout_timeout"]
     cap = load_config(
         file.with_name("grpo_async_demo.yaml"), ["loss_args.engine_ratio_cap=2", "actor_train.logprob_plan=rollout"]
     )
