@@ -35,5 +35,9 @@ class CheckpointError(RollBatchingError, ValueError):
     """A checkpoint that cannot be written, found, or read into the model at hand."""
 
 
+class DeviceMemoryError(RollBatchingError, RuntimeError):
+    """A device ran out of memory: what it was computing, and what to lower."""
+
+
 class RankError(RollBatchingError, RuntimeError):
     """An error seen by at least one rank and raised, with the same message, on all of them."""

@@ -56,8 +56,8 @@ def steps(result: dict[str, Any]) -> list[str]:
         f"{load['samples']} samples a step, at most {load['longest']:,} tokens each, micro-batches of at most "
         f"{load['cap']:,} tokens; {shape['num_layers']} layers of width {shape['hidden_size']:,}, vocabulary "
         f"{shape['vocab_size']:,}, {result['modes'][0]['dtype']}, AdamW with fp32 copies, no recomputation. "
-        f"{load['steps']} steps timed after {load['warm_up']}. The formula of MFU stands at the top of "
-        "`scripts/bench_step.py`. Losses differ between modes by at most "
+        f"{load['steps']} steps timed after {load['warm_up']}. The formula of MFU stands in "
+        "`roll_batching/modeling/cost.py`. Losses differ between modes by at most "
         f"{result['largest_relative_loss_difference']:.1e} of themselves.",
         "",
         *table(head, rows),

@@ -136,6 +136,8 @@ class LossRunner:
         """
         try:
             return call()
+        except torch.OutOfMemoryError:  # as where the model runs out of memory: nothing more can be computed here
+            raise
         except Exception as error:  # whatever it is, the step's end makes it everybody's
             if self.breach is None:
                 self.breach = error if isinstance(error, LossError) else self._failure(error, pack)

@@ -1,12 +1,32 @@
-"""What a sequence costs a model: the planner's cost, read from Megatron's own config."""
+"""What a sequence costs a model: the planner's cost, read from Megatron's own config; and what a device could do.
+
+Model FLOPs of a sequence of L tokens, forward and backward: 6 N L + 6 layers x heads x head width x L^2. N are the
+parameters that multiply: those of the layers (of a mixture, the experts that a token passes) and the head, not the
+input embedding; the second part is causal attention. Padding, fillers and recomputation count nothing. Divided by the
+time, the ranks and a device's rate this is MFU, the share of its arithmetic that was of use (PaLM, arXiv 2204.02311).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.modeling.spec import is_mixture
-from roll_batching.planning import FlopsCost
+from roll_batching.planning import CostModel, FlopsCost, Plan
+
+DENSE_BF16 = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+}
+"""FLOP per second in 16 bits, without sparsity, by the datasheets; the first name that a device's own contains."""
 
 
 def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCost:
@@ -30,3 +50,20 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         tp_size=layout.tp_size,
         cp_size=layout.cp_size,
     )
+
+
+def plan_flops(plan: Plan, cost: CostModel, layout: ParallelLayout) -> float | None:
+    """Model FLOPs of a plan's real tokens, forward and backward, of all ranks; None for a cost of another kind."""
+    if not isinstance(cost, FlopsCost):
+        return None
+    lengths = plan.used[plan.samples].astype(float)
+    of_one_rank = cost.linear * lengths.sum() + cost.quadratic * (lengths * lengths).sum()
+    return float(of_one_rank) * layout.tp_size * layout.cp_size
+
+
+def device_rate(device: torch.device, dtype: torch.dtype) -> float | None:
+    """What `device` computes per second in `dtype` by its datasheet, in FLOP; None for a device that is not known."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((rate for chip, rate in DENSE_BF16.items() if chip in name), None)

@@ -42,6 +42,9 @@ class _Event:
     def query(self) -> bool:
         return True
 
+    def elapsed_time(self, end: _Event) -> float:
+        return 0.0
+
 
 def install() -> None:
     """Answers for an H100 for the rest of the process: rehearsals run in processes of their own.
@@ -84,6 +87,7 @@ def _answer_for_cuda() -> None:
         "_lazy_call": None,
     }.items():
         setattr(cuda, name, answer(value))
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = answer(0)
     cuda.random.get_rng_state, cuda.random.set_rng_state = answer(state), answer(None)
     cuda.default_generators = [torch.default_generator]
     cuda.Stream, cuda.Event = _Stream, _Event

@@ -30,7 +30,7 @@ def update_row(updates: Sequence[Update]) -> Row:
 def _figures(update: Update) -> dict[str, HostMetric]:
     result, report = update.result, update.plan.report
     padding = report.computed_tokens - report.real_tokens
-    return {
+    found = {
         "loss": HostMetric("mean", (result.loss, 1)),
         "grad_norm": HostMetric("mean", (result.grad_norm, 1)),
         "tokens": HostMetric("sum", (report.real_tokens,)),
@@ -43,7 +43,13 @@ def _figures(update: Update) -> dict[str, HostMetric]:
         "tokens_per_row": HostMetric("mean", (report.computed_tokens, len(update.plan.tokens))),
         "micro_batches": HostMetric("sum", (report.num_micro_batches,)),
         "fillers": HostMetric("sum", (report.fillers,)),
+        **{f"{phase}_seconds": HostMetric("sum", (spent,)) for phase, spent in result.phases.items()},
     }
+    if result.flops is not None:
+        found["flops_per_second"] = HostMetric("mean", (result.flops, result.seconds * result.ranks))
+        if result.device_rate is not None:
+            found["mfu"] = HostMetric("mean", (result.flops, result.seconds * result.ranks * result.device_rate))
+    return found
 
 
 def _row_imbalance(plan: Plan) -> float:

@@ -19,6 +19,7 @@ from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.params import PackedParams
 from roll_batching.planning import Plan
+from roll_batching.strategy.out_of_memory import InFlight
 from roll_batching.strategy.pipeline import PlannedP2P
 
 LossBinder = Callable[[PackedBatch, Any], Callable[..., Any]]
@@ -66,14 +67,18 @@ def run_schedule(
 
     Raises:
         LayoutError: when plan and packs, or plan and schedule, disagree.
+        DeviceMemoryError: on a rank whose device runs out of memory.
     """
     if len(packs) != plan.num_micro_batches:
         raise LayoutError(f"the plan has {plan.num_micro_batches} micro-batches and {len(packs)} were packed")
     config = gpt_of(chunks[0]).config
     pads_matter = config.num_moe_experts is not None and _accepts_padding_mask(gpt_of(chunks[0]))
 
+    flight = InFlight(plan, train=not forward_only)
+
     def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
         pack = next(iterator)
+        number = flight.forward(pack, chunk)
         rows = pack.layout.rectangle_rows if rows_form else 1
         extra = {}
         if pads_matter:
@@ -86,6 +91,7 @@ def run_schedule(
                 packed_seq_params=None if rows_form else pack.params,
                 **extra,
             )
+        flight.watch(output, pack, number)
         _release_after_use(pack.params, output, chunk, chunks, forward_only)
         return output, bind_loss(pack, chunk)
 
@@ -104,7 +110,7 @@ def run_schedule(
     elif pg_collection is not None:
         options["pg_collection"] = pg_collection
     interleaved = layout.vpp_size > 1
-    with _changed(config, changes), padding_uncounted(chunks if pads_matter else []):
+    with flight.named(), _changed(config, changes), padding_uncounted(chunks if pads_matter else []):
         results = get_forward_backward_func(layout.pp_size, layout.vpp_size if interleaved else None)(
             forward_step_func=forward_step,
             data_iterator=[iter(packs) for _ in chunks] if interleaved else iter(packs),

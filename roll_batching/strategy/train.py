@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -9,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 
 from roll_batching.config import BatchingConfig, MegatronConfig, TrainingArgs, WorkerConfig
-from roll_batching.data import SampleBatch
+from roll_batching.data import LengthTable, SampleBatch
 from roll_batching.data.table import require_batch
 from roll_batching.distributed import consensus, host_group
 from roll_batching.errors import LayoutError, LossError
@@ -20,9 +22,12 @@ from roll_batching.losses.denominators import StepCounts, require_counts
 from roll_batching.losses.metric_kinds import HostMetric, as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, optimizer_config, wrap_ddp
+from roll_batching.modeling.cost import device_rate, plan_flops
 from roll_batching.planning import CostModel, Plan
+from roll_batching.strategy.clock import Phase, StepClock
 from roll_batching.strategy.infer import MegatronInferStrategy
 from roll_batching.strategy.inputs import counts_here
+from roll_batching.strategy.out_of_memory import named_in_update
 from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.parts import adopt_parts, check_parts, optimizer_problems, require_processes
 from roll_batching.strategy.settings import StepSettings
@@ -49,6 +54,15 @@ class StepResult:
     """Duration of the step on this rank, from packing to the updated weights; the device has finished them by then."""
     tokens: int
     """Real tokens of all ranks."""
+    phases: dict[Phase, float]
+    """Where this rank's time went, in seconds: see `strategy.clock.PHASES`."""
+    flops: float | None
+    """What the real tokens of all ranks ask of the model, forward and backward, by `modeling.cost`; None for a cost
+    that counts something else."""
+    ranks: int
+    """That shared the work."""
+    device_rate: float | None
+    """FLOP per second of a rank's device by its datasheet; None for one that is not known."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -60,9 +74,30 @@ class StepResult:
         """Real tokens of all ranks per second."""
         return self.tokens / self.seconds
 
+    @property
+    def flops_per_second(self) -> float | None:
+        """What a rank computed of `flops`, per second."""
+        return None if self.flops is None else self.flops / self.seconds / self.ranks
+
+    @property
+    def mfu(self) -> float | None:
+        """`flops_per_second` as a share of what the device can compute; see `modeling.cost`."""
+        rate = self.flops_per_second
+        return None if rate is None or self.device_rate is None else rate / self.device_rate
+
 
 class MegatronTrainStrategy(MegatronInferStrategy):
     """Training steps over planned micro-batches; subclass it and define `token_loss` for your own loss."""
+
+    def __init__(self, config: WorkerConfig | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
+        super().__init__(config, seed=seed, temperature=temperature)
+        self._step_clock: StepClock | None = None
+
+    @property
+    def _clock(self) -> StepClock:
+        if self._step_clock is None:
+            self._step_clock = StepClock(self.device)
+        return self._step_clock
 
     @property
     def _training(self) -> TrainingState:
@@ -190,6 +225,11 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             facts.count(own.vector())
         return own.with_vector(facts.total)
 
+    def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
+        """As the inference strategy has it; planning a training pass is part of the next step's time."""
+        with contextlib.nullcontext() if forward else self._clock.phase("plan", on_host=True):
+            return super().plan(table, forward=forward, group_ids=group_ids, home_rank=home_rank)
+
     def _loss(self, loss: Any) -> Any:
         if loss is not None:
             return loss
@@ -216,16 +256,17 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             loss,
             counts,
             first=self._zero_gradients,
-            gradient=lambda: gradient_square(self.chunks),
+            gradient=self._clock.timed("optimizer", lambda: gradient_square(self.chunks)),
         )
         training = self._training
         lr = training.optimizer.param_groups[0]["lr"]
-        grad_norm = step_optimizer(training.optimizer, self.chunks, square)
-        if grad_norm is None:
-            skipped = replace(training, skipped_steps=training.skipped_steps + 1)
-            self.state = replace(self.state, training=skipped)
-        elif training.scheduler is not None:
-            training.scheduler.step(1 if training.scheduler_unit == "steps" else len(plan.lengths))
+        with self._clock.phase("optimizer"), named_in_update():
+            grad_norm = step_optimizer(training.optimizer, self.chunks, square)
+            if grad_norm is None:
+                skipped = replace(training, skipped_steps=training.skipped_steps + 1)
+                self.state = replace(self.state, training=skipped)
+            elif training.scheduler is not None:
+                training.scheduler.step(1 if training.scheduler_unit == "steps" else len(plan.lengths))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the optimizer's kernels belong to the step that the clock measures
         return StepResult(
@@ -236,6 +277,10 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             skipped=grad_norm is None,
             seconds=time.perf_counter() - started,
             tokens=plan.report.real_tokens,
+            phases=self._clock.read(),
+            flops=plan_flops(plan, self.cost, self.layout),
+            ranks=dist.get_world_size(),
+            device_rate=device_rate(self.device, self.dtype),
         )
 
     def forward_backward(
@@ -256,6 +301,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             LossError: on all ranks, when the loss is not finite or breaks its contract; names the samples.
         """
         total, metrics, _ = self._accumulate("forward_backward", local, plan, loss, counts)
+        self._clock.forget()
         return total, as_numbers(metrics)
 
     def _zero_gradients(self) -> None:
@@ -280,7 +326,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
         `first` is done when nothing else can fail on this rank, `gradient` when gradients are whole.
         """
-        with self._consensus(what) as facts:
+        clock = self._clock
+        with clock.phase("pack", on_host=True), self._consensus(what) as facts:
             loss = self._loss(loss)
             spec = loss_spec(loss)
             packs = self._pack_for(facts, local, plan, spec)
@@ -303,8 +350,10 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         runner = LossRunner(loss, spec, counts, self._head(), scaling, train=True)
         for chunk in self.chunks:
             chunk.train()
-        records = self._run(plan, packs, runner.bind)
-        return join_outcomes(self.layout, [r for r in records if r is not None], runner, gradient)
+        with clock.phase("forward_backward"), clock.timing("wait", config, "finalize_model_grads_func"):
+            records = self._run(plan, packs, lambda *given: clock.timed("loss", runner.bind(*given)))
+        with clock.phase("wait"):
+            return join_outcomes(self.layout, [r for r in records if r is not None], runner, gradient)
 
 
 def _agree_on_phase(state: ModelState, training: TrainingArgs) -> None:

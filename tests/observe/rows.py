@@ -5,6 +5,11 @@ from __future__ import annotations
 import math
 import random
 
+PHASES = {f"{name}_seconds" for name in ("plan", "pack", "forward_backward", "loss", "wait", "optimizer")}
+TIMES = PHASES | {"seconds", "train_seconds", "rollout_seconds", "update_seconds"}
+TIMES |= {"tokens_per_second", "flops_per_second"}
+"""Columns that no two runs have alike."""
+
 
 def rl_rows(steps: int, seed: int = 0) -> list[dict]:
     rng = random.Random(seed)

@@ -8,6 +8,7 @@ import yaml
 from roll_batching.config import JobConfig
 from roll_batching.observe.metrics_file import read_metrics
 from roll_batching.rl.from_config import loss_of
+from tests.observe.rows import PHASES
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -62,6 +63,11 @@ def test_the_figures_of_a_row_agree_with_each_other(folder):
         assert row["computed_tokens"] == row["tokens_packed"] > row["tokens"]
         assert row["padding_share"] == pytest.approx(1 - row["tokens"] / row["computed_tokens"])
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["train_seconds"])
+        spent = {name: row[name] for name in PHASES}
+        assert all(seconds > 0 for seconds in spent.values()), spent
+        within = sum(spent.values()) - spent["plan_seconds"]
+        assert 0.9 * row["train_seconds"] < within < row["train_seconds"]
+        assert row["flops_per_second"] > 6 * 43 * 32 * row["tokens"] / 2 / row["train_seconds"] and "mfu" not in row
         longest = row["length_max_over_mean"] * row["tokens"] / samples
         assert longest == pytest.approx(prompt + row["response_length_max"])
         assert row["tokens_padded"] == pytest.approx(samples * longest)

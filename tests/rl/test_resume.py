@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from roll_batching.observe.metrics_file import read_metrics
+from tests.observe.rows import TIMES
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
 HERE = "tests.rl.test_resume:"
-TIMES = {"seconds", "train_seconds", "rollout_seconds", "update_seconds", "tokens_per_second"}
 
 
 # ---- on ranks

@@ -20,6 +20,7 @@ from roll_batching.observe import wandb_run
 from roll_batching.observe.metrics_file import read_metrics
 from roll_batching.rl.reward_pool import reward_of
 from tests.huggingface import tiny
+from tests.observe.rows import TIMES
 from tests.streams.jobs import rows, run, settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.streams
 ROOT = Path(__file__).parents[2]
 RUN = "tests.streams.jobs:run"
 HERE = "tests.streams.test_jobs:"
-TIMES = {"seconds", "train_seconds", "tokens_per_second"}
 
 
 @pytest.fixture
