@@ -134,7 +134,9 @@ def calls_of_a_step(megatron: dict[str, Any]) -> tuple[list[str], float]:
     placed = distribute(local, plan)
     names = {place.host_group: "all", place.team.replica: "replica", place.team.peers: "peers"}
     calls: list[str] = []
-    for name in [name for name in dir(dist) if name.startswith(("all_", "reduce", "broad", "gather", "scatter", "barr"))]:
+    for name in [
+        name for name in dir(dist) if name.startswith(("all_", "reduce", "broad", "gather", "scatter", "barr"))
+    ]:
         setattr(dist, name, _counted(getattr(dist, name), names, calls))
     run = strategy._run
 
