@@ -39,5 +39,9 @@ class DeviceMemoryError(RollBatchingError, RuntimeError):
     """A device ran out of memory: what it was computing, and what to lower."""
 
 
+class EngineError(RollBatchingError, RuntimeError):
+    """A rollout engine that cannot be reached, refuses a request, or answers what is no answer."""
+
+
 class RankError(RollBatchingError, RuntimeError):
     """An error seen by at least one rank and raised, with the same message, on all of them."""

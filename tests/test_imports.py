@@ -22,6 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("modeling",),
     ("losses",),
     ("strategy",),
+    ("engines",),
     ("rl",),
     ("launch", "rehearsal"),
     ("commands",),

@@ -8,6 +8,7 @@ from typing import Any
 from roll_batching.config.async_keys import idle_async_keys
 from roll_batching.config.batching import PASSES_OF_ROLES
 from roll_batching.config.diagnostics import KeyPath, Notice, dotted
+from roll_batching.config.engine_rules import uses_engine
 from roll_batching.config.fields import Honoured, Noticed, Pass, Roles, use_of
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.key_paths import field_at, given_keys
@@ -20,6 +21,8 @@ from roll_batching.config.worker import WorkerConfig
 from roll_batching.config.yaml_source import Source
 from roll_batching.planning.batching_spec import Mode
 
+_OF_HF = ("weights_folder", "gap_warning")
+"""Keys of engine_args that an engine in the job's own processes reads."""
 _DECODED = "rollouts are decoded, not batched by a plan; old log-probs follow actor_train's batching"
 _NAMES: dict[Pass, str] = {"train": "training passes", "infer": "passes without gradient"}
 
@@ -99,13 +102,22 @@ def _uses_engine(job: JobKeys) -> bool:
 
 
 def _under_an_engine(job: JobKeys, role: WorkerConfig, path: KeyPath) -> str | None:
-    engine = role.strategy_args.strategy_name
-    if path[1:] == ("strategy_args", "strategy_name"):
-        return f"{engine} is not started: rollouts run on the Megatron model itself, with its current weights"
+    engine, asked = role.strategy_args.strategy_name, uses_engine(job)
+    if path[1:] == ("strategy_args", "strategy_name") and not asked:
+        cure = "with pretrain, transformers" if engine == "hf_infer" else "with engine_args.urls, servers that run"
+        return (
+            f"{engine} is not started: rollouts run on the Megatron model itself, with its current weights; {cure} "
+            "would answer"
+        )
     if path[1:3] == ("strategy_args", "strategy_config"):
-        return f"has no effect: a setting of {engine}, which is not started"
+        return f"has no effect: a setting of {engine}, which is not started here"
+    if path[1] == "engine_args" and (not asked or (engine == "hf_infer" and path[2] not in _OF_HF)):
+        return f"has no effect: {engine} asks no server"
+    if path[1:] == ("generating_args", "max_tokens_in_cache") and asked:
+        return "has no effect: it bounds the Megatron model's cache; the engine has a limit of its own"
     if path[1:] == ("device_mapping",) and role.device_mapping != job.actor_train.device_mapping:
-        return "has no effect: rollouts run on actor_train's devices"
+        where = "where the engine's servers do" if engine != "hf_infer" and asked else "on actor_train's devices"
+        return f"has no effect: rollouts run {where}"
     return None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.config.async_rules import async_problems
 from roll_batching.config.diagnostics import Problem
+from roll_batching.config.engine_rules import engine_problems
 from roll_batching.config.fields import Pass
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.model import ArchitectureConfig
@@ -52,6 +53,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += objective_problems(job)
     problems += reward_problems(job.rewards, job.reward_function)
     problems += async_problems(job)
+    problems += engine_problems(job)
     problems += _lengths(job)
     return problems
 

@@ -154,9 +154,8 @@ class StrategyArgs(Settings):
 
     strategy_name: Literal["megatron_train", "megatron_infer", "vllm", "sglang", "hf_infer"] = honoured(
         "megatron_train",
-        help="megatron_train, megatron_infer, or for actor_infer an engine's name (vllm, sglang, "
-        "hf_infer), which is "
-        "accepted with a notice: rollouts run on the Megatron model itself.",
+        help="megatron_train, megatron_infer, or for actor_infer an engine that samples rollouts: sglang or vllm "
+        "(engine_args.urls; without them rollouts run on the Megatron model itself, with a notice), hf_infer.",
     )
     strategy_config: MegatronConfig = honoured(
         default_factory=MegatronConfig,

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, field_validator, model_validator
 
 from roll_batching.config.batching import BatchingConfig, LogprobPlan, RoleBatching
 from roll_batching.config.devices import parse_devices
+from roll_batching.config.engines import EngineArgs
 from roll_batching.config.fields import Roles, honoured
 from roll_batching.config.model import ModelArgs
 from roll_batching.config.roll_keys import RollDataArgs, RollGeneratingArgs, RollTrainingArgs, RollWorkerKeys
@@ -119,6 +120,7 @@ class WorkerConfig(RoleBatching, RollWorkerKeys):
     )
     data_args: DataArgs = honoured(default_factory=DataArgs, help="The data.", roles=PROMPTED)
     generating_args: GeneratingArgs = honoured(default_factory=GeneratingArgs, help="Sampling.", roles=SAMPLED)
+    engine_args: EngineArgs = honoured(default_factory=EngineArgs, help="Engine of the rollouts.", roles=SAMPLED)
     strategy_args: StrategyArgs = honoured(default_factory=StrategyArgs, help="The strategy.")
     device_mapping: tuple[int, ...] | None = honoured(
         None,

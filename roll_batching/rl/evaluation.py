@@ -9,6 +9,7 @@ import numpy as np
 
 from roll_batching.data.texts import PromptDataset
 from roll_batching.data.tokenizers import Tokenizer
+from roll_batching.rl.engine_sampler import EngineSampler
 from roll_batching.rl.reward_pool import RewardPool
 from roll_batching.rl.rollout import generate_rollouts, score_rollouts
 from roll_batching.rl.rows import means_of_domains
@@ -41,6 +42,8 @@ class Evaluator:
     samples: int
     prompt_length: int
     seed: int
+    engine: EngineSampler | None = None
+    """What samples; None: the strategy's model."""
     shown: int = 0
     """Answers whose texts are told; -1: all."""
 
@@ -54,7 +57,9 @@ class Evaluator:
         prompts = [self.prompts[i % len(self.prompts)] for i in range(self.samples)]
         seed = int(np.random.SeedSequence([_STREAM, self.seed, number]).generate_state(1)[0])
         settings = replace(self.settings, num_return_sequences=1, seed=seed)
-        rollouts = generate_rollouts(strategy, prompts, self.tokenizer, settings, prompt_length=self.prompt_length)
+        rollouts = generate_rollouts(
+            strategy, prompts, self.tokenizer, settings, prompt_length=self.prompt_length, engine=self.engine
+        )
         scores = score_rollouts(strategy, rollouts, self.reward, shown=self.shown)
         figures = {
             "eval_reward": float(scores.rewards.mean()),

@@ -21,6 +21,7 @@ from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.advantages import outside_difficulty, shuffled, zero_groups
 from roll_batching.rl.ahead import RolloutsAhead
 from roll_batching.rl.comparison import ModeComparison
+from roll_batching.rl.engine_sampler import EngineSampler
 from roll_batching.rl.evaluation import Evaluator
 from roll_batching.rl.from_config import Advantages
 from roll_batching.rl.rollout import Rollouts, StepScores, generate_rollouts, score_rollouts
@@ -60,7 +61,8 @@ class _Scored:
 class Grpo:
     """The RL phase of a run."""
 
-    def __init__(self, run: Run, objective: Objective) -> None:
+    def __init__(self, run: Run, objective: Objective, engine: EngineSampler | None = None) -> None:
+        self.engine = engine
         self.shared, self.config, self.strategy, self.objective = run, run.config, run.strategy, objective
         inputs, config, layout = run.inputs, run.config, run.strategy.layout
         assert inputs.prompts is not None and inputs.reward is not None
@@ -131,6 +133,7 @@ class Grpo:
             samples=config.eval_samples,
             prompt_length=config.prompt_length,
             seed=config.seed,
+            engine=self.engine,
             shown=config.rollout_samples,
         )
 
@@ -149,6 +152,8 @@ class Grpo:
         """Held-out figures after `updates` RL steps; nothing without held-out prompts."""
         if self.evaluator is None:
             return {}
+        if self.engine is not None:
+            self.engine.update(updates)
         found = self.evaluator(self.strategy, number=updates)
         self._told("eval", updates, found.said)
         return {"eval_updates": updates, **found.figures}
@@ -189,6 +194,8 @@ class Grpo:
             self._columns = drawn.columns
             return drawn.batch, drawn.scores, {}
         self._columns = {}
+        if self.engine is not None:
+            self.engine.update(step - 1)
         prompts, sampling = next(self.stream), replace(self.shared.sampling, seed=step_seed(self.config.seed, step))
         found_before = {}
         if self.objective.advantages.greedy:
@@ -199,7 +206,12 @@ class Grpo:
 
     def _scored(self, prompts: Sequence[Prompt], sampling: GenerationSettings) -> tuple[Rollouts, StepScores]:
         rollouts = generate_rollouts(
-            self.strategy, prompts, self.shared.inputs.tokenizer, sampling, prompt_length=self.config.prompt_length
+            self.strategy,
+            prompts,
+            self.shared.inputs.tokenizer,
+            sampling,
+            prompt_length=self.config.prompt_length,
+            engine=self.engine,
         )
         return rollouts, score_rollouts(self.strategy, rollouts, self.reward, shown=self.config.rollout_samples)
 
@@ -224,14 +236,15 @@ class Grpo:
             seed=step_seed(self.config.seed, step),
             idle=scored.idle,
             reference=self.reference,
-            finish=None if self.objective.advantages.of_tokens is None else self._finish,
+            finish=None if self.objective.advantages.of_tokens is None and self.engine is None else self._finish,
         )
 
     def _finish(self, home: SampleBatch) -> SampleBatch:
-        of_tokens = self.objective.advantages.of_tokens
-        assert of_tokens is not None
-        home, columns = of_tokens(home, self.strategy.layout)
-        self._columns |= columns
+        if self.engine is not None:
+            self._columns |= self.engine.figures(home)
+        if self.objective.advantages.of_tokens is not None:
+            home, columns = self.objective.advantages.of_tokens(home, self.strategy.layout)
+            self._columns |= columns
         return home
 
 

@@ -10,6 +10,7 @@ from roll_batching.config.supervised import supervised
 from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import start_processes
 from roll_batching.observe.wandb_run import require_wandb
+from roll_batching.rl.engine_sampler import engine_sampler
 from roll_batching.rl.export import export_at_the_end
 from roll_batching.rl.from_config import Advantages, advantages_of, loss_of
 from roll_batching.rl.grpo import Grpo, Objective
@@ -42,7 +43,8 @@ def run_job(config: JobConfig) -> None:
             if supervised(config):
                 train_on_texts(run, loss)
             if objective is not None:
-                Grpo(run, objective).run()
+                with engine_sampler(config, run.strategy) as engine:
+                    Grpo(run, objective, engine).run()
             model = export_at_the_end(config, run.strategy)
         finally:
             run.recorder.close()

@@ -19,6 +19,7 @@ from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
 from roll_batching.planning import batch_balance
+from roll_batching.rl.engine_sampler import EngineSampler
 from roll_batching.rl.reward_pool import RewardPool
 from roll_batching.rl.rewards import Completion, Scored
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
@@ -55,11 +56,13 @@ def generate_rollouts(
     settings: GenerationSettings,
     *,
     prompt_length: int,
+    engine: EngineSampler | None = None,
 ) -> Rollouts:
     """Sample `settings.num_return_sequences` responses to each prompt. Collective.
 
     `prompts` are all prompts of the step, the same on every rank; Karmarkar-Karp gives each data-parallel rank
-    as many of them, of about the same cost. `settings.seed` is the step's own.
+    as many of them, of about the same cost. `settings.seed` is the step's own. `engine` samples where there is one,
+    else the strategy's model.
     """
     layout = strategy.layout
     encoded = encode_prompts(prompts, tokenizer, max_length=prompt_length)
@@ -67,7 +70,7 @@ def generate_rollouts(
     mine = np.flatnonzero(homes == layout.dp_rank)
     group = settings.num_return_sequences
     numbers = (torch.from_numpy(mine)[:, None] * group + torch.arange(group)).flatten()
-    batch = strategy.generate(encoded.select(mine), settings).with_ids(numbers)
+    batch = (engine or strategy).generate(encoded.select(mine), settings).with_ids(numbers)
     records = [prompts[i] for i in np.repeat(mine, group).tolist()]
     return Rollouts(
         batch=batch,

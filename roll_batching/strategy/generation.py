@@ -130,7 +130,7 @@ def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettin
             here = [rows[i] for i in wave] or [torch.full((1,), settings.eos_token_id, device=layout.device)]
             found = _decode(_Cached(model, gpt, here, settings) if cached else _Recomputed(model, here), wave, sampler)
             responses |= zip(wave, found, strict=True)
-    return _as_batch(rows, [responses[i] for i in range(len(rows))])
+    return as_batch(rows, [responses[i] for i in range(len(rows))])
 
 
 @contextlib.contextmanager
@@ -293,7 +293,8 @@ def _most(number: int, layout: ParallelLayout) -> int:
     return int(most)
 
 
-def _as_batch(prompts: list[torch.Tensor], responses: list[Response]) -> SampleBatch:
+def as_batch(prompts: list[torch.Tensor], responses: list[Response]) -> SampleBatch:
+    """Prompts and the responses to them, with the fields that `generate` returns."""
     schema = {
         "input_ids": FieldSpec("token"),
         "response_mask": FieldSpec("token", pad=False),

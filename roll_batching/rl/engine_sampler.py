@@ -1,0 +1,178 @@
+"""Rollouts by an engine: the model goes to it as a directory, prompts as token ids; token ids come back."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from roll_batching.config import JobConfig
+from roll_batching.config.engine_rules import uses_engine
+from roll_batching.config.engines import ENGINES
+from roll_batching.data import SampleBatch
+from roll_batching.distributed import consensus, exchange
+from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.engines.protocol import Answer, Engine, Question
+from roll_batching.observe.metrics_file import Row
+from roll_batching.rl.folder import folder_of
+from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
+from roll_batching.strategy.generation import as_batch
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = "engine_weights"
+"""Folder of the model directories that engines read, in the run's folder where the job names none."""
+_VERSION = re.compile(r"\d{6,}")
+_LONGEST_ROUND = 24 * 3600.0
+"""Seconds that ranks may be apart while engines answer: each request has a limit of its own."""
+
+
+class EngineSampler:
+    """Samples responses through the engine that `actor_infer` names. One rank of each replica asks it. Collective."""
+
+    def __init__(self, config: JobConfig, strategy: MegatronInferStrategy) -> None:
+        role, layout = config.actor_infer, strategy.layout
+        self.strategy, self.layout = strategy, layout
+        self.gap_warning = role.engine_args.gap_warning
+        self._own_model = role.strategy_args.strategy_name == "hf_infer"
+        folder = role.engine_args.weights_folder
+        self._folder = folder_of(config) / WEIGHTS if folder is None else Path(folder) / config.exp_name
+        make = ENGINES.load(role.strategy_args.strategy_name)
+        self.engine: Engine = make(role.engine_args, layout.device)
+        self._replica = _replica_group(layout)
+        self._version: int | None = None
+        self._transfer_seconds = 0.0
+
+    def update(self, version: int) -> None:
+        """The engine answers with the strategy's weights from now on, which are those of `version`; once per version.
+
+        Raises RankError, the same on all ranks, where the model cannot be written or no replica takes it.
+        """
+        if version == self._version:
+            return
+        started = time.perf_counter()
+        path = self._folder / f"{version:06d}"
+        self.strategy.export(path, replaces=lambda path: True)  # of a run that was interrupted
+
+        def load() -> tuple[str, ...]:
+            if self.layout.reports if self._own_model else dist.get_rank() == 0:
+                self.engine.update_weights(path.resolve(), version)
+            return self.engine.live
+
+        live = exchange(self.layout.host_group, "sending weights to the engine", load, patience=_LONGEST_ROUND)
+        self.engine.use(live[0], version)
+        self._forget(all_but=path)
+        self._version = version
+        self._transfer_seconds += time.perf_counter() - started
+
+    def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
+        """Responses to this replica's prompts, as `MegatronInferStrategy.generate` gives them.
+
+        The ids of `prompts` and the settings' seed seed the draws, for engines that take a seed per request.
+        """
+        rows = [row for row in prompts.to_lists("input_ids") for _ in range(settings.num_return_sequences)]
+        answers: list[Answer] = []
+        with consensus(self.layout.host_group, "rollouts", patience=_LONGEST_ROUND):
+            if self.layout.reports and rows:
+                answers = self.engine.generate(_questions(prompts, settings), settings)
+        if self._replica is not None:
+            box: list[Any] = [answers]
+            group, source = self._replica
+            dist.broadcast_object_list(box, src=source, group=group)
+            answers = box[0]
+        found = [(torch.tensor(one.tokens), torch.tensor(one.log_probs, dtype=torch.float32)) for one in answers]
+        return as_batch([row.cpu() for row in rows], found)
+
+    def figures(self, home: SampleBatch) -> Row:
+        """Of the rollouts `home`, which have the trainer's log-probs of before the update, and of what led to them.
+
+        `engine_gap_mean` and `engine_gap_max` are of |engine - trainer| log-prob per response token, `engine_kl` the
+        mean of engine - trainer, which is the divergence of the trainer's policy from the engine's. Collective.
+        """
+        if "old_log_probs" not in home.schema:
+            gap = torch.zeros(0)
+        else:
+            ours, theirs = home["old_log_probs"].double(), home["rollout_log_probs"].double()
+            mask = home["response_mask"].bool()
+            rows = torch.cat([mask[1:], mask.new_zeros(min(1, len(mask)))])  # a prompt follows a sample's last row
+            gap = (theirs - ours)[rows & (ours != 0)].cpu()  # samples that no plan held read 0
+        mine = (len(gap), float(gap.sum()), float(gap.abs().sum()), float(gap.abs().max()) if len(gap) else 0.0)
+        own = self.engine.figures()
+        parts = exchange(self.layout.host_group, "figures of the engine", lambda: (mine, own, self.layout.reports))
+        parts = [part for part in parts if part[2]]
+        row: Row = {"weights_seconds": self._transfer_seconds}
+        self._transfer_seconds = 0.0
+        for name in own:
+            join = min if name == "engine_replicas" else sum
+            row[name] = join(figures[name] for _, figures, _ in parts)  # type: ignore[operator]
+        tokens = sum(one[0] for one, _, _ in parts)
+        if tokens:
+            row["engine_kl"] = sum(one[1] for one, _, _ in parts) / tokens
+            row["engine_gap_mean"] = sum(one[2] for one, _, _ in parts) / tokens
+            row["engine_gap_max"] = max(one[3] for one, _, _ in parts)
+            if row["engine_gap_mean"] > self.gap_warning and dist.get_rank() == 0:
+                logger.warning(
+                    "the engine's log-probs differ from the trainer's by %.4f per token in the mean (%.4f at most), "
+                    "above actor_infer.engine_args.gap_warning = %g: see docs/rollout-engines.md",
+                    row["engine_gap_mean"],
+                    row["engine_gap_max"],
+                    self.gap_warning,
+                )
+        return row
+
+    def close(self) -> None:
+        """The model directories are no longer needed."""
+        self._forget()
+        if dist.get_rank() == 0:
+            with suppress(OSError):  # something else lies there
+                self._folder.rmdir()
+
+    def _forget(self, all_but: Path | None = None) -> None:
+        """Removes model directories of earlier versions."""
+        if dist.get_rank() == 0 and self._folder.is_dir():
+            for older in self._folder.iterdir():
+                if older != all_but and _VERSION.fullmatch(older.name):
+                    shutil.rmtree(older, ignore_errors=True)
+
+
+@contextmanager
+def engine_sampler(config: JobConfig, strategy: MegatronInferStrategy) -> Iterator[EngineSampler | None]:
+    """The sampler of the engine that `config` names, for the block; None where the strategy's model samples itself."""
+    if not uses_engine(config):
+        yield None
+        return
+    sampler = EngineSampler(config, strategy)
+    yield sampler
+    sampler.close()
+
+
+def _questions(prompts: SampleBatch, settings: GenerationSettings) -> list[Question]:
+    group = settings.num_return_sequences
+    return [
+        Question(tokens=row.tolist(), seed=_seed(settings.seed, number * group + member), group=number)
+        for number, row in zip(prompts.ids.tolist(), prompts.to_lists("input_ids"), strict=True)
+        for member in range(group)
+    ]
+
+
+def _seed(step: int, response: int) -> int:
+    return int(np.random.SeedSequence([step, response]).generate_state(1)[0]) >> 1  # 31 bits
+
+
+def _replica_group(layout: ParallelLayout) -> tuple[Any, int] | None:
+    """This replica's ranks on gloo, and the one that speaks for it; None where every rank is a replica."""
+    places = exchange(layout.host_group, "the replicas", lambda: (layout.dp_rank, layout.reports))
+    if len(places) == layout.dp_size:
+        return None
+    members = [[rank for rank, (dp, _) in enumerate(places) if dp == one] for one in range(layout.dp_size)]
+    group, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")
+    return group, next(rank for rank in members[layout.dp_rank] if places[rank][1])

@@ -1,0 +1,119 @@
+"""Whole jobs whose rollouts come from an engine: real ranks, a real server, weights by way of model directories."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from roll_batching.config import ConfigFileError, config_from_dict
+from roll_batching.observe.metrics_file import read_metrics
+from tests.engines.test_replicas import order, seen, start
+from tests.huggingface import tiny
+from tests.huggingface.test_job import job
+from tests.rl.jobs import write_data
+from tests.support.ranks import run_ranks
+
+pytest.importorskip("aiohttp")
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_data(tmp_path)
+    tiny.write_model(tmp_path / "model", "qwen3")
+    tiny.write_tokenizer(tmp_path / "model")
+    return tmp_path
+
+
+def rows_of(folder, name):
+    run = folder / "runs" / name
+    return [row for row in read_metrics(run / "metrics.jsonl") if row["phase"] == "rl"]
+
+
+GREEDY = {
+    "warmup": None,
+    "max_steps": 3,
+    "adv_estimator": "reinforce",
+    "num_return_sequences_in_group": 1,
+    "rollout_samples": -1,
+    "actor_infer__generating_args": {"do_sample": False},
+}
+
+
+def test_an_engine_answers_as_the_model_in_training_does(folder, report):
+    """Greedy, on two ranks, while a server dies: each step's answers are those of Megatron's own sampling."""
+    run_ranks(2, "tests.rl.jobs:run", job(folder, exp_name="own", **GREEDY))
+    server, urls = start(folder / "model", "--replicas", "2")
+    try:
+        order(urls[1], "500", 2)
+        engine = {"strategy_args": {"strategy_name": "sglang"}, "engine_args": {"urls": urls}}
+        engine["generating_args"] = {"do_sample": False}
+        run_ranks(2, "tests.rl.jobs:run", job(folder, exp_name="engine", **{**GREEDY, "actor_infer": engine}))
+        told = [seen(url) for url in urls]
+    finally:
+        server.kill()
+        server.wait()
+    ours, theirs = rows_of(folder, "own"), rows_of(folder, "engine")
+    assert [row["reward"] for row in theirs] == [row["reward"] for row in ours]
+    assert [row["eval_reward"] for row in theirs if "eval_reward" in row] == [
+        row["eval_reward"] for row in ours if "eval_reward" in row
+    ]
+    said = [
+        [json.loads(line)["response"] for line in (folder / "runs" / name / "rollouts.jsonl").read_text().splitlines()]
+        for name in ("own", "engine")
+    ]
+    assert said[0] == said[1] and len(said[0]) == 3 * 4 + 2 * 5
+    assert all(0 < row["engine_gap_mean"] < 1e-5 and row["engine_gap_max"] < 1e-4 for row in theirs)
+    assert theirs[0]["grad_norm"] > 0 and theirs[0]["engine_failed_attempts"] == 2
+    assert [one["updates"] for one in told] == [4, 4] and {one["version"] for one in told} == {"3"}, "0, 1, 2, and eval"
+    assert sum(one["requests"] for one in told) == 3 * 4 + 2 * 5 + 2
+    assert not (folder / "runs" / "engine" / "engine_weights").exists()
+    report(f"mismatch of log-probs: {theirs[-1]['engine_gap_mean']:.1e} in the mean")
+
+
+def test_transformers_under_tensor_parallelism(folder):
+    """One replica of two ranks: one asks, both get the answers; their log-probs go into the loss."""
+    changes = {
+        "warmup": None,
+        "loss_args": {"engine_ratio_cap": 2.0},
+        "actor_infer": {"strategy_args": {"strategy_name": "hf_infer"}, "engine_args": {"gap_warning": 1e-9}},
+        "actor_train__strategy_args__strategy_config": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    }
+    run_ranks(2, "tests.rl.jobs:run", job(folder, **changes))
+    rows = rows_of(folder, "tiny")
+    assert all(row["engine_ratio"] == pytest.approx(1, abs=1e-4) for row in rows)
+    assert all(abs(row["engine_kl"]) <= row["engine_gap_mean"] < 1e-5 for row in rows)
+    assert rows[1]["engine_gap_mean"] < 1e-5, "the second step's weights have reached it"
+
+
+@pytest.mark.bad_input
+def test_what_an_engine_needs(folder, report):
+    wrong = {"urls": ["localhost:8000", "localhost:8000"]}
+    with pytest.raises(ConfigFileError) as caught:
+        config_from_dict(job(folder, actor_infer={"strategy_args": {"strategy_name": "vllm"}, "engine_args": wrong}))
+    assert [problem.message.split(";")[0] for problem in caught.value.problems] == [
+        "has 'localhost:8000'",
+        "names a server twice",
+    ]
+    own = job(folder, actor_infer={"strategy_args": {"strategy_name": "megatron_infer"}, "engine_args": wrong})
+    with pytest.raises(ConfigFileError, match="is read by sglang and vllm"):
+        config_from_dict(own)
+    report(str(caught.value))
+
+
+@pytest.mark.config
+def test_an_engine_without_servers_is_named(folder):
+    quiet = {"strategy_args": {"strategy_name": "vllm"}, "engine_args": {"urls": ["http://localhost:8000"]}}
+    assert config_from_dict(job(folder, actor_infer=quiet)).notices == ()
+    loud = config_from_dict(job(folder, actor_infer={"strategy_args": {"strategy_name": "vllm"}}))
+    (notice,) = loud.notices
+    assert "vllm is not started: rollouts run on the Megatron model itself" in notice.text
+    with_servers = {**quiet, "device_mapping": [3], "generating_args": {"max_tokens_in_cache": 1000}}
+    with_servers["strategy_args"] = {"strategy_name": "vllm", "strategy_config": {"block_size": 16}}
+    said = {notice.path: notice.text for notice in config_from_dict(job(folder, actor_infer=with_servers)).notices}
+    assert set(said) == {
+        "actor_infer.device_mapping",
+        "actor_infer.generating_args.max_tokens_in_cache",
+        "actor_infer.strategy_args.strategy_config.block_size",
+    }
