@@ -1,4 +1,4 @@
-"""Servers that speak as SGLang and vLLM document it, over a small transformers model on the CPU; tests and demo ask them.
+"""Servers that speak as SGLang and vLLM document it, over a small transformers model on the CPU, for tests and demo.
 
     python -m tests.engines.server MODEL_DIRECTORY --kind sglang --replicas 2 --port 30000
 
