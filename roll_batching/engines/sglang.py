@@ -1,5 +1,6 @@
-"""SGLang's native API (docs.sglang.io: "SGLang Native APIs", "SGLang for RL Systems"; `srt/managers/io_struct.py`).
+"""SGLang's native API.
 
+Published as "SGLang Native APIs" and "SGLang for RL Systems" (docs.sglang.io), and in `srt/managers/io_struct.py`.
 Log-probs of sampled tokens are of the softmax at the request's temperature, before top-k and top-p, unless the server
 was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
 """

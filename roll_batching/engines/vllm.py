@@ -1,8 +1,9 @@
-"""vLLM's OpenAI server with its development endpoints, VLLM_SERVER_DEV_MODE=1 (docs.vllm.ai: "OpenAI-Compatible
-Server", "Layerwise reloading"; `entrypoints/openai/completion/protocol.py`, `entrypoints/serve/dev`).
+"""vLLM's OpenAI server, and what it has for development: pausing, loading weights.
 
-Log-probs are of the softmax before temperature unless the server was started with `--logprobs-mode
-processed_logprobs`, which also counts top-k and top-p. At temperature 1 without either, both are the same.
+Published as "OpenAI-Compatible Server" and "Layerwise reloading" (docs.vllm.ai), and in
+`entrypoints/openai/completion/protocol.py` and `entrypoints/serve/dev`; the latter needs VLLM_SERVER_DEV_MODE=1. Log-probs are of the softmax before temperature
+unless the server was started with `--logprobs-mode processed_logprobs`, which also counts top-k and top-p. At
+temperature 1 without either, both are the same.
 """
 
 from __future__ import annotations
