@@ -1,9 +1,9 @@
 """vLLM's OpenAI server, and what it has for development: pausing, loading weights.
 
 Published as "OpenAI-Compatible Server" and "Layerwise reloading" (docs.vllm.ai), and in
-`entrypoints/openai/completion/protocol.py` and `entrypoints/serve/dev`; the latter needs VLLM_SERVER_DEV_MODE=1. Log-probs are of the softmax before temperature
-unless the server was started with `--logprobs-mode processed_logprobs`, which also counts top-k and top-p. At
-temperature 1 without either, both are the same.
+`entrypoints/openai/completion/protocol.py` and `entrypoints/serve/dev`; the latter needs VLLM_SERVER_DEV_MODE=1.
+Log-probs are of the softmax before temperature unless the server was started with `--logprobs-mode
+processed_logprobs`, which also counts top-k and top-p. At temperature 1 without either, both are the same.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_the_reference_takes_the_layout_of_actor_train():
 
 
 OBSTACLES = {
-    "`rewards`": (["rewards={}"], "reward_function instead"),
+    "`rewards`": (["rewards={judge: {worker_cls: LLMJudgeRewardWorker}}"], "worker_cls: unknown key"),
     "`reference`": (
         ["reference.strategy_args.strategy_config.tensor_model_parallel_size=2"],
         "reference.strategy_args.strategy_config",
