@@ -30,3 +30,6 @@ def engine_problems(job: JobKeys) -> Iterator[Problem]:
             yield Problem(path, f"has {url!r}; write http://host:port")
     if len(set(urls)) < len(urls):
         yield Problem(path, "names a server twice")
+    if job.asynchronous and uses_engine(job):
+        text = "needs rollouts that wait for training: those ahead of it come from a process with the Megatron model"
+        yield Problem(("async_generation_ratio",), f"{text}; set it to 0, or leave the engine out")

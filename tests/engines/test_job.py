@@ -100,6 +100,9 @@ def test_what_an_engine_needs(folder, report):
     with pytest.raises(ConfigFileError, match="is read by sglang and vllm"):
         config_from_dict(own)
     report(str(caught.value))
+    ahead = {"actor_infer": {"strategy_args": {"strategy_name": "hf_infer"}}, "async_generation_ratio": 1}
+    with pytest.raises(ConfigFileError, match="async_generation_ratio: needs rollouts that wait for training"):
+        config_from_dict(job(folder, **ahead))
 
 
 @pytest.mark.config
