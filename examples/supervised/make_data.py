@@ -4,8 +4,8 @@
 
 Four files of JSON lines: texts (`prompt`, `response`) to learn from and others to measure with, and pairs (`prompt`,
 `chosen`: the letters sorted, `rejected`: the same letters, two of them out of place) likewise. The number of letters
-follows a clipped lognormal. With `--control` nothing can be learnt: responses belong to other prompts, and a coin decides
-which of a pair's answers is the chosen one; the held-out files stay as they are.
+follows a clipped lognormal. With `--control` nothing can be learnt: responses belong to other prompts, and a coin
+decides which of a pair's answers is the chosen one; the held-out files stay as they are.
 """
 
 from __future__ import annotations

@@ -353,3 +353,4 @@ def _checkpoints(given: Given) -> None:
         given.draft.put(("save_steps",), period, "checkpointing.save_period")
         text = "the latest are kept; there, the best"
         given.move("checkpointing.keep_top_k", ("save_total_limit",), meaning=text)
+        given.move("policy.megatron_cfg.checkpoint.async_save", ("async_save",))

@@ -13,7 +13,7 @@ ENGINE = "engines are not started: rollouts run on the Megatron model itself"
 _REASONS: tuple[tuple[str, str, str], ...] = (
     ("policy.generation", "idle", ENGINE),
     ("policy.dtensor_cfg", "idle", "training runs on Megatron-Core, whose settings are strategy_config"),
-    ("policy.megatron_cfg.checkpoint", "idle", "checkpoints are written by save_steps, synchronously"),
+    ("policy.megatron_cfg.checkpoint", "idle", "checkpoints are written by save_steps and async_save"),
     ("policy.megatron_cfg.env_vars", "idle", "system_envs sets variables; these speak to what is not used here"),
     ("policy.generation_batch_size", "idle", ENGINE),
     ("policy.megatron_cfg.peft", "refused", "LoRA is not supported for now"),

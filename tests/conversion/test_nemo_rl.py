@@ -45,6 +45,13 @@ cluster: {gpus_per_node: 8, num_nodes: 1}
 logger: {wandb_enabled: false, log_dir: logs}
 reward_penalties: {penalize_unwanted_tokens: false}
 """
+SAVING = """
+defaults: base.yaml
+checkpointing: {enabled: ENABLED, checkpoint_dir: results, save_period: 10, keep_top_k: 3}
+policy:
+  dtensor_cfg: {_override_: true, enabled: false}
+  megatron_cfg: {enabled: true, checkpoint: {async_save: true, ckpt_assume_constant_structure: true}}
+"""
 CHILD = """
 defaults: base.yaml
 policy:
@@ -85,6 +92,13 @@ def test_a_file_inherits_and_its_numbers_are_computed(tmp_path):
 
 
 @pytest.mark.config
+@pytest.mark.parametrize("enabled", [True, False])
+def test_checkpoints_are_written_as_there(tmp_path, enabled):
+    settings = converted(tmp_path, SAVING.replace("ENABLED", str(enabled).lower())).settings
+    found = {key: settings[key] for key in ("save_steps", "save_total_limit", "async_save") if key in settings}
+    assert found == ({"save_steps": 10, "save_total_limit": 3, "async_save": True} if enabled else {})
+
+
 def test_dtensors_layout_and_what_is_not_done_here(tmp_path):
     child = "defaults: base.yaml\ngrpo: {async_grpo: {enabled: true}}\nloss_fn: {force_on_policy_ratio: true}\n"
     done = converted(tmp_path, child)

@@ -96,7 +96,7 @@ def job_that_ends_early(payload: dict[str, Any]) -> None:
     "case",
     [
         {"layout": Layout(dp=2).megatron() | {"use_distributed_optimizer": True}},
-        {"layout": Layout(tp=2).megatron(), "dtype": "bf16"},
+        pytest.param({"layout": Layout(tp=2).megatron(), "dtype": "bf16"}, marks=pytest.mark.slow),
     ],
     ids=["distributed optimizer", "tp, bf16"],
 )
@@ -112,7 +112,7 @@ def supervised(folder: Path, **changes: Any) -> dict[str, Any]:
     return job
 
 
-@pytest.mark.parametrize("end", ["killed", "fails", "full"])
+@pytest.mark.parametrize("end", ["killed", pytest.param("fails", marks=pytest.mark.slow), "full"])
 def test_a_run_that_ends_meanwhile_leaves_the_last_whole_checkpoint(tmp_path, end):
     write_data(tmp_path)
     places = tmp_path / "runs" / "tiny" / "checkpoints"

@@ -72,8 +72,8 @@ PACKED = "Lower sequence_packing_args.max_packed_sequence_length_train, now 64; 
     [
         ("model", Layout(dp=2), "in the forward pass of micro-batch 2 of "),
         ("backward", Layout(pp=2), "in the backward pass of micro-batch 2 of "),
-        ("loss", Layout(pp=2), "in the forward pass of micro-batch 2 of "),
-        ("optimizer", Layout(tp=2), "in the optimizer's step: "),
+        pytest.param("loss", Layout(pp=2), "in the forward pass of micro-batch 2 of ", marks=pytest.mark.slow),
+        pytest.param("optimizer", Layout(tp=2), "in the optimizer's step: ", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_rank_was_at_and_what_to_lower(where: str, layout: Layout, words: str, report: Any) -> None:
