@@ -10,11 +10,11 @@ from roll_batching.config.diagnostics import Problem
 from roll_batching.config.engine_rules import engine_problems
 from roll_batching.config.fields import Pass
 from roll_batching.config.job_keys import JobKeys
-from roll_batching.config.model import ArchitectureConfig
+from roll_batching.config.layout_rules import layout_problems, model_fits
 from roll_batching.config.objective_rules import objective_problems, whitens
 from roll_batching.config.pretrained import missing_model, model_problems, window_problems
 from roll_batching.config.rewards import reward_problems
-from roll_batching.config.strategy import MEGATRON_STRATEGIES, OPTIMIZER_DTYPES, MegatronConfig
+from roll_batching.config.strategy import MEGATRON_STRATEGIES
 from roll_batching.config.stream_rules import stream_problems
 from roll_batching.config.supervised import missing_for_supervised, supervised, supervised_problems
 from roll_batching.config.worker import WorkerConfig
@@ -38,12 +38,12 @@ def broken_rules(job: JobKeys) -> list[Problem]:
         problems += _strategy_name(name, role)
         if role.strategy_args.runs_on_megatron or name != "actor_infer":
             problems += _batching(name, role)
-    problems += _layout("actor_train", job.actor_train)
+    problems += layout_problems("actor_train", job.actor_train)
     problems += model_problems(job)
     problems += window_problems(job)
     own = job.reference.model_args.architecture if job.reference is not None else None
     if own is not None and own != job.actor_train.model_args.architecture:
-        problems += _model_fits("reference", own, job.actor_train.strategy_args.strategy_config)
+        problems += model_fits("reference", own, job.actor_train.strategy_args.strategy_config)
     problems += _roles(job)
     problems += _environment(job)
     if not supervised(job):
@@ -68,87 +68,6 @@ def _strategy_name(name: str, role: WorkerConfig) -> Iterator[Problem]:
     if role.use_sequence_packing and not role.strategy_args.runs_on_megatron:
         text = f"packing works only under {' and '.join(MEGATRON_STRATEGIES)}, not under {given}; set it to false"
         yield Problem((name, "use_sequence_packing"), text)
-
-
-def _layout(name: str, role: WorkerConfig) -> Iterator[Problem]:
-    layout = role.strategy_args.strategy_config
-    path = (name, "strategy_args", "strategy_config")
-    pp = layout.pipeline_model_parallel_size
-    if layout.vpp_size > 1 and pp == 1:
-        text = f"{layout.vpp_size} chunks per stage need pipeline_model_parallel_size of at least 2, which is 1"
-        yield Problem((*path, "virtual_pipeline_model_parallel_size"), text)
-    group = layout.microbatch_group_size_per_vp_stage
-    if group is not None and layout.vpp_size == 1:
-        text = "is read only with virtual_pipeline_model_parallel_size above 1; leave it out"
-        yield Problem((*path, "microbatch_group_size_per_vp_stage"), text)
-    elif isinstance(group, int) and group < pp:
-        yield Problem((*path, "microbatch_group_size_per_vp_stage"), f"is {group}; it must be at least PP = {pp}")
-    if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
-        text = "needs use_distributed_optimizer: true and overlap_grad_reduce: true"
-        yield Problem((*path, "overlap_param_gather"), text)
-    yield from _precision_of_the_optimizer(path, layout)
-    yield from _recompute(path, layout)
-    if role.device_mapping is not None and len(role.device_mapping) % layout.model_size:
-        yield Problem((name, "device_mapping"), layout.misfit(len(role.device_mapping)))
-    if role.model_args.architecture is not None:
-        yield from _model_fits(name, role.model_args.architecture, layout)
-
-
-def _precision_of_the_optimizer(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:
-    if layout.use_precision_aware_optimizer and not layout.use_distributed_optimizer:
-        yield Problem((*path, "use_precision_aware_optimizer"), "needs use_distributed_optimizer: true")
-    for key in OPTIMIZER_DTYPES:
-        if (dtype := getattr(layout, key)) != "fp32" and not layout.use_precision_aware_optimizer:
-            text = f"is {dtype}; only the optimizer of use_precision_aware_optimizer: true keeps anything but fp32"
-            yield Problem((*path, key), f"{text}; set that, or leave this out")
-    if layout.main_grads_dtype != "fp32" and layout.grad_reduce_in_fp32:
-        text = "is true, and main_grads_dtype bf16: gradients are summed in one precision; leave one of them out"
-        yield Problem((*path, "grad_reduce_in_fp32"), text)
-
-
-def _recompute(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:
-    for key, needed in (
-        ("recompute_method", "full"),
-        ("recompute_num_layers", "full"),
-        ("recompute_modules", "selective"),
-    ):
-        if getattr(layout, key) is not None and layout.recompute_granularity != needed:
-            yield Problem((*path, key), f"is read only with recompute_granularity: {needed}; leave it out")
-
-
-def _model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> Iterator[Problem]:
-    path = (name, "model_args", "architecture")
-    tp, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size * layout.vpp_size
-    if model.num_layers % stages:
-        text = (
-            f"{model.num_layers} layers do not divide into PP x VPP = {stages} equal parts; use a multiple of {stages}"
-        )
-        yield Problem((*path, "num_layers"), text)
-    if model.num_attention_heads % tp:
-        text = f"{model.num_attention_heads} heads do not divide among TP = {tp} ranks; use a multiple of {tp}"
-        yield Problem((*path, "num_attention_heads"), text)
-    if model.kv_heads % tp:
-        text = f"{model.kv_heads} query groups do not divide among TP = {tp} ranks; use a multiple of {tp}"
-        yield Problem((*path, "num_query_groups"), text)
-    if model.num_attention_heads % model.kv_heads:
-        text = f"{model.num_attention_heads} heads do not divide among {model.kv_heads} query groups"
-        yield Problem((*path, "num_query_groups"), text)
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        text = f"{model.hidden_size} does not divide among {model.num_attention_heads} heads; set kv_channels"
-        yield Problem((*path, "hidden_size"), text)
-    if model.ffn_width % tp:
-        yield Problem((*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks")
-    experts = layout.expert_model_parallel_size
-    where = (name, "strategy_args", "strategy_config", "expert_model_parallel_size")
-    if experts > 1 and model.moe is None:
-        yield Problem(where, f"is {experts}, but the model has no mixture of experts (architecture.moe); use 1")
-    elif model.moe is not None and model.moe.num_experts % experts:
-        yield Problem(where, f"{model.moe.num_experts} experts do not divide among EP = {experts} ranks")
-    if model.moe is not None and tp > 1 and not layout.sequence_parallel:
-        where = (name, "strategy_args", "strategy_config", "sequence_parallel")
-        yield Problem(where, "is false; Megatron trains experts with tensor parallelism only with it; set it to true")
-    if model.moe is not None and model.moe.router_topk > model.moe.num_experts:
-        yield Problem((*path, "moe", "router_topk"), f"is more than the {model.moe.num_experts} experts")
 
 
 def _batching(name: str, role: WorkerConfig) -> Iterator[Problem]:
