@@ -7,13 +7,11 @@ again: five products instead of two.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-_pairs: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _PAIRS: dict[int, int] = {}
 """By the storage of a pack's cumulative query lengths: pairs of a query and a key that it sees."""
 
@@ -39,6 +37,20 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         query, cumulative = args[1], args[6]
         return 10 * _pairs_of(cumulative) * query.shape[1] * query.shape[2]
     return 0
+
+
+def workspace_of(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that a kernel allocates for itself, which fake tensors do not show.
+
+    Flash attention's backward (`mha_varlen_bwd` in PyTorch's `flash_attn/flash_api.cpp`): an fp32 sum of the queries'
+    gradients, a number per row, and with fewer key heads than query heads, gradients of keys and values per query head.
+    """
+    if str(func._overloadpacket) != "torch_attn._varlen_attn_backward":
+        return 0
+    query, key, cumulative = args[1], args[2], args[6]
+    rows, heads, dim = len(query) + 128 * len(cumulative), query.shape[1], query.shape[2]
+    expanded = 0 if key.shape[1] == heads else 2 * len(key) * heads * dim * key.element_size()
+    return 4 * rows * heads * (dim + 1) + expanded
 
 
 def _pairs_of(cumulative: torch.Tensor) -> int:

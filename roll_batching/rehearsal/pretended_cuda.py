@@ -9,7 +9,11 @@ torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,6 +62,7 @@ def install() -> None:
     _answer_for_cuda()
     _free_fake_tensors_of_the_driver()
     _choose_as_on_cuda()
+    _have_kernels()
     _SeenByPython().__enter__()
 
 
@@ -72,7 +77,7 @@ def _answer_for_cuda() -> None:
         "is_available": True,
         "is_initialized": True,
         "device_count": 8,
-        "current_device": 0,
+        "current_device": DEVICE,
         "set_device": None,
         "synchronize": None,
         "manual_seed": None,
@@ -118,6 +123,47 @@ def _choose_as_on_cuda() -> None:
             setattr(optimizer, name, lambda self: None)
 
 
+def _have_kernels() -> None:
+    """What one kernel computes on CUDA allocates nothing in between: ours of Triton, and what Megatron compiles."""
+    import megatron.core.fusions.fused_bias_swiglu as swiglu
+
+    from roll_batching.losses import vocab_parallel
+    from roll_batching.modeling import rotary
+
+    functional: Any = torch.nn.functional
+    for name, kernel in (("rms_norm", _rms_norm), ("scaled_dot_product_attention", _attention)):
+        setattr(functional, name, _on_cuda(kernel, getattr(functional, name)))
+    with _triton():
+        vocab_parallel._tile_kernels()
+        rotary._kernel()
+    module: Any = swiglu
+    module.swiglu = lambda y: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
+    module.bias_swiglu = lambda y, bias: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
+    module.weighted_swiglu = lambda y, weights: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
+    module.swiglu_back = lambda g, y: torch.empty_like(y)
+    module.bias_swiglu_back = lambda g, y, bias: torch.empty_like(y)
+    module.weighted_swiglu_back = lambda g, y, weights: (torch.empty_like(y), torch.empty_like(weights))
+
+
+@contextlib.contextmanager
+def _triton() -> Iterator[None]:
+    """Inside, Triton can be imported where it is not installed: its kernels are written down, and never run."""
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    names = ("triton", "triton.language")
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
+    package: Any = sys.modules["triton"]
+    package.jit, package.language = lambda function: function, sys.modules["triton.language"]
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
 class SeenByCpp(TorchDispatchMode):
     """To be entered above a FakeTensorMode: C++ sees "meta" where Python sees the pretended device."""
 
@@ -152,9 +198,6 @@ class _SeenByPython(TorchFunctionMode):
                 return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs and _on_device(args[0]):
             return "torch.cuda." + func(*args).rsplit(".", 1)[1]
-        kernel = _KERNELS.get(func)
-        if kernel is not None and _on_device(args[0]):
-            return kernel(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -178,6 +221,15 @@ def _without_own_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if len(kept) < len(kwargs) or any(own(value) for value in args[1:]):
         kept.pop("non_blocking", None)
     return (args[0], *(value for value in args[1:] if not own(value))), kept
+
+
+def _on_cuda(kernel: Callable[..., torch.Tensor], otherwise: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """`kernel` for tensors on the device. No function mode: backward passes, which compute again, run without them."""
+
+    def chosen(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return (kernel if _on_device(x) else otherwise)(x, *args, **kwargs)
+
+    return chosen
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -223,10 +275,3 @@ def _attention(
     return ops._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
-
-
-_KERNELS: dict[Any, Callable[..., torch.Tensor]] = {
-    torch.nn.functional.rms_norm: _rms_norm,
-    torch.nn.functional.scaled_dot_product_attention: _attention,
-}
-"""What C++ chooses by the device, chosen as CUDA would."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from roll_batching.rehearsal.collectives import Collective, described, is_collective
-from roll_batching.rehearsal.operations import flops_of
+from roll_batching.rehearsal.operations import flops_of, workspace_of
 
 _aten = torch.ops.aten
 
@@ -169,6 +169,11 @@ class Recorder(TorchDispatchMode):
         if counted:
             phase = self.phase
             self.flops[phase] = self.flops.get(phase, 0) + counted
+        workspace = workspace_of(func, args)
+        if workspace:
+            block = Block(size=workspace, born=self.clock, phase=self.phase, owner=self._owner(), words="workspace")
+            block.freed = self.clock
+            self.blocks.append(block)
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
