@@ -22,7 +22,7 @@ def hollow(value: Any, device: torch.device) -> Any:
 def _hollow(value: Any, device: torch.device, made: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if id(value) not in made:
-            made[id(value)] = torch.empty_like(value, device=device)
+            made[id(value)] = torch.empty(value.shape, dtype=value.dtype, device=device)
         return made[id(value)]
     if isinstance(value, dict):
         return {key: _hollow(item, device, made) for key, item in value.items()}

@@ -10,26 +10,29 @@ from roll_batching.planning import Plan, PlanConstraints
 from roll_batching.planning.arrays import Ints
 
 
-def longest_bin(constraints: PlanConstraints, longest: int) -> list[int]:
-    """Lengths of the samples of a micro-batch with as many tokens as can be, none longer than `longest`."""
+def longest_bin(constraints: PlanConstraints, longest: int, unit: int = 1) -> list[int]:
+    """Lengths of the samples of a micro-batch with as many tokens as can be, none longer than `longest`.
+
+    `unit`: samples that stay together, such as the two of a pair.
+    """
     if constraints.mode == "padded":
         return [longest] * _rows_of_padded(constraints, longest)
     if constraints.mode == "packed":
-        whole, rest = divmod(constraints.usable_tokens, _rounded(longest, constraints.sequence_alignment))
-        short = rest // constraints.sequence_alignment * constraints.sequence_alignment
-        lengths = [longest] * whole + ([min(short, longest)] if short else [])
-        return lengths or [longest]
-    return _rectangle(constraints, longest)
+        align = constraints.sequence_alignment
+        whole, rest = divmod(constraints.usable_tokens, unit * _rounded(longest, align))
+        short = min(rest // unit // align * align, longest)
+        return [longest] * (unit * whole) + [short] * (unit if short else 0)
+    return _rectangle(constraints, longest, unit)
 
 
-def _rectangle(constraints: PlanConstraints, longest: int) -> list[int]:
-    """Rows of the longest samples, or one more of shorter ones where that fills the cap better."""
+def _rectangle(constraints: PlanConstraints, longest: int, unit: int) -> list[int]:
+    """Rows of the longest samples, or some more of shorter ones where that fills the cap better."""
     align = constraints.rectangle_alignment
     width = _rounded(longest, align)
-    rows = max(1, constraints.usable_tokens // width)
-    shorter = constraints.usable_tokens // (rows + 1) // align * align
-    if shorter and (rows + 1) * shorter > rows * width:
-        return [min(shorter, longest)] * (rows + 1)
+    rows = max(1, constraints.usable_tokens // width // unit) * unit
+    shorter = constraints.usable_tokens // (rows + unit) // align * align
+    if shorter and (rows + unit) * shorter > rows * width:
+        return [min(shorter, longest)] * (rows + unit)
     return [longest] * rows
 
 

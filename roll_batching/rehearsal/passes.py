@@ -7,12 +7,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from roll_batching.config import JobConfig
+from roll_batching.config import JobConfig, WorkerConfig
 from roll_batching.config.objective_rules import wants_reference
+from roll_batching.config.supervised import supervised
 from roll_batching.data import SampleBatch
 from roll_batching.distributed import Facts
 from roll_batching.losses import SFTLoss, loss_spec
@@ -23,25 +25,27 @@ from roll_batching.rehearsal.hollow import hollow
 from roll_batching.rehearsal.lengths import fullest_bin, longest_bin, same_bins
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.samples import samples_of
-from roll_batching.rl.from_config import loss_of, schedule_of
+from roll_batching.rl.from_config import loss_of, schedule_of, supervised_schedule_of
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.inputs import pack_inputs
 
 _CPU = torch.device("cpu")
 
 
-class _Hollow(MegatronInferStrategy):
+class _Rehearsed(MegatronInferStrategy):
     """Packs on the host, with values, and runs over what has none."""
 
     recorder: Recorder
+    with_values = False
+    """For what a rehearsal is compared with: the same passes for real."""
 
     def _pack(self, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> list[PackedBatch]:
         state = self.state
         on_host = dataclasses.replace(state, layout=dataclasses.replace(state.layout, device=_CPU))
         with _disable_current_modes():
-            packs = pack_inputs(on_host, facts, local, plan, masks)
+            packs = list(pack_inputs(on_host, facts, local, plan, masks))
         with self.recorder.during("inputs"):
-            return [hollow(pack, state.device) for pack in packs]
+            return packs if self.with_values else [hollow(pack, state.device) for pack in packs]
 
     def _run(self, plan: Plan, packs: list[PackedBatch], bind: Any, **options: Any) -> list[Any]:
         inside = contextlib.nullcontext() if options.get("forward_only") else self.recorder.during("step")
@@ -49,7 +53,7 @@ class _Hollow(MegatronInferStrategy):
             return super()._run(plan, packs, bind, **options)
 
 
-class Policy(_Hollow, MegatronTrainStrategy):
+class Policy(_Rehearsed, MegatronTrainStrategy):
     """The model in training."""
 
     def watch_gradients(self) -> None:
@@ -64,7 +68,7 @@ class Policy(_Hollow, MegatronTrainStrategy):
         config.finalize_model_grads_func = finalized
 
 
-class Reference(_Hollow):
+class Reference(_Rehearsed):
     """The frozen one."""
 
 
@@ -80,20 +84,26 @@ class Passes:
     """Of the samples of an optimizer step; None: as long as the job allows."""
     micro_batches: int | None
 
+    @property
+    def unit(self) -> int:
+        """Samples that stay together."""
+        return 2 if self.job.task == "dpo" else 1
+
     def plan(self, strategy: MegatronInferStrategy, batching: BatchingSpec, count: int) -> Plan:
         """`count` micro-batches per rank, all of them the fullest that the batching allows."""
         constraints = _constraints(strategy, batching)
         if self.lengths is None:
-            lengths = longest_bin(constraints, longest_sample(self.job))
+            lengths = longest_bin(constraints, longest_sample(self.job), self.unit)
         else:
-            lengths = fullest_bin(_planned(strategy, batching, self.lengths))
+            group_ids = np.arange(len(self.lengths)) // self.unit if self.unit > 1 else None
+            lengths = fullest_bin(plan_step(list(self.lengths), constraints, cost=strategy.cost, group_ids=group_ids))
         return same_bins(constraints, lengths, count)
 
     def small_plan(self) -> Plan:
         """As few tokens as a step can have."""
         layout = self.policy.layout
         constraints = _constraints(self.policy, self.policy.batching.train)
-        rows = constraints.rows if constraints.mode == "padded" and constraints.rows else 1
+        rows = constraints.rows if constraints.mode == "padded" and constraints.rows else self.unit
         return same_bins(constraints, [2] * rows, layout.pp_size)
 
     def count(self) -> int:
@@ -112,18 +122,19 @@ class Passes:
     def run(self, recorder: Recorder) -> dict[str, int]:
         """All passes of a step. Returns the tokens of their micro-batches, by pass."""
         tokens, policy = {}, self.policy
-        if self.job.max_steps and policy.batching.logprob_plan != "none":
+        if reinforced(self.job) and policy.batching.logprob_plan != "none":
             own = policy.batching.logprob_plan == "own"
             tokens["old log-probs"] = self._log_probs(recorder, policy, own=own, name="old log-probs")
         if self.reference is not None:
-            tokens["reference"] = self._log_probs(recorder, self.reference, own=True, name="reference")
+            own = reinforced(self.job)
+            tokens["reference"] = self._log_probs(recorder, self.reference, own=own, name="reference")
         plan = self.plan(policy, policy.batching.train, self.count())
         tokens["training"] = int(plan.tokens[0])
         with recorder.during("optimizer"):
             self._step(plan)
         return tokens
 
-    def _log_probs(self, recorder: Recorder, strategy: _Hollow, *, own: bool, name: str) -> int:
+    def _log_probs(self, recorder: Recorder, strategy: _Rehearsed, *, own: bool, name: str) -> int:
         batching = strategy.batching.infer if own else strategy.batching.train
         plan = self.plan(strategy, batching, self.count())
         with recorder.during(name):
@@ -145,18 +156,20 @@ def passes_of(
     recorder: Recorder,
     lengths: tuple[int, ...] | None = None,
     micro_batches: int | None = None,
+    *,
+    with_values: bool = False,
 ) -> Passes:
-    """The models of a job, built without weights, and its passes. Under the fake mode."""
-    worker = job.actor_train.model_copy(update={"training_args": schedule_of(job, job.dp_size(dist.get_world_size()))})
-    policy = Policy(worker, seed=job.seed, temperature=job.actor_infer.generating_args.temperature)
-    policy.recorder = recorder
-    policy.initialize(weights=False)
+    """The models of a job and its passes; `with_values` for real, else without weights, where tensors have none."""
+    temperature = job.actor_infer.generating_args.temperature if reinforced(job) else 1.0
+    policy = Policy(_scheduled(job), seed=job.seed, temperature=temperature)
+    policy.recorder, policy.with_values = recorder, with_values
+    policy.initialize(weights=with_values)
     policy.watch_gradients()
     reference = None
     if job.max_steps and job.reference is not None and wants_reference(job):
         reference = Reference(job.reference, seed=job.seed, temperature=policy.temperature)
-        reference.recorder = recorder
-        reference.initialize(weights=False)
+        reference.recorder, reference.with_values = recorder, with_values
+        reference.initialize(weights=with_values)
     return Passes(
         job=job,
         policy=policy,
@@ -165,6 +178,20 @@ def passes_of(
         lengths=lengths,
         micro_batches=micro_batches,
     )
+
+
+def _scheduled(job: JobConfig) -> WorkerConfig:
+    """The trained role, whose schedule has a length; how many steps it has does not matter here."""
+    dp_size = job.dp_size(dist.get_world_size())
+    args = schedule_of(job, dp_size) if reinforced(job) else supervised_schedule_of(job, 1, 1)
+    if args.max_steps < 1:
+        args = job.actor_train.with_training(max_steps=1).training_args
+    return job.actor_train.model_copy(update={"training_args": args})
+
+
+def reinforced(job: JobConfig) -> bool:
+    """Whether the job's main phase samples answers."""
+    return bool(job.max_steps) and not supervised(job)
 
 
 def longest_sample(job: JobConfig) -> int:
@@ -181,7 +208,3 @@ def _constraints(strategy: MegatronInferStrategy, batching: BatchingSpec) -> Pla
     state = strategy.state
     group = state.settings.group_size if state.layout.interleaved else None
     return PlanConstraints.of(state.layout, batching, group_size=group)
-
-
-def _planned(strategy: MegatronInferStrategy, batching: BatchingSpec, lengths: Sequence[int]) -> Plan:
-    return plan_step(list(lengths), _constraints(strategy, batching), cost=strategy.cost)

@@ -188,8 +188,6 @@ class _SeenByPython(TorchFunctionMode):
         device = kwargs.get("device")
         if isinstance(device, int) or (device is not None and str(device) == "cuda"):
             kwargs = {**kwargs, "device": DEVICE}
-        if func is torch.tensor and isinstance(args[0], list | tuple):  # C++ would read the device itself
-            args = (_read(args[0]), *args[1:])
         if func is torch.Tensor.cuda:
             func, args = torch.Tensor.to, (args[0], DEVICE)
         if func is torch.Tensor.to and _on_device(args[0]):
@@ -199,12 +197,6 @@ class _SeenByPython(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs and _on_device(args[0]):
             return "torch.cuda." + func(*args).rsplit(".", 1)[1]
         return func(*args, **kwargs)
-
-
-def _read(values: Any) -> Any:
-    if isinstance(values, list | tuple):
-        return [_read(value) for value in values]
-    return values.item() if _on_device(values) else values
 
 
 def _on_device(tensor: Any) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
 
 from torch.distributed import get_rank
 
@@ -22,26 +20,26 @@ _BEFORE = "first step"
 
 def rehearse_rank(task: RankTask) -> RankReport:
     """Rehearses `task`. Once per process: what is pretended stays."""
-    started = time.perf_counter()
     if task.device == "cuda":
         pretended_cuda.install()
-    world.join(task.rank, task.world_size)
+    world.join(task.rank, task.world_size, task.device)
     world.ease_megatron()
+    with world.on_device_without_values(task.device):
+        return observe(task)
+
+
+def observe(task: RankTask, *, with_values: bool = False) -> RankReport:
+    """Makes the passes and tells what happened; `with_values` for real, as one rank of a world that is there."""
+    started = time.perf_counter()
     recorder = Recorder(task.device)
     job = task.job if task.layers is None else with_layers(task.job, task.layers)
-    with _recording(recorder, task.device):
-        passes = passes_of(job, recorder, task.lengths, task.micro_batches)
+    with recorder, recorder.following_modules():
+        passes = passes_of(job, recorder, task.lengths, task.micro_batches, with_values=with_values)
         _name_modules(recorder, passes)
         with recorder.setting_aside(_BEFORE):
             passes.steady_state()
         tokens = passes.run(recorder)
     return _report(recorder, passes, tokens, time.perf_counter() - started)
-
-
-@contextlib.contextmanager
-def _recording(recorder: Recorder, device: str) -> Iterator[None]:
-    with world.on_device_without_values(device), recorder, recorder.following_modules():
-        yield
 
 
 def _name_modules(recorder: Recorder, passes: Passes) -> None:

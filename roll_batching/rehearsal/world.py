@@ -18,18 +18,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from roll_batching.data import SampleBatch
 from roll_batching.distributed import groups, parallel_layout
 from roll_batching.rehearsal import pretended_cuda
 
 
-def join(rank: int, world_size: int) -> None:
+def join(rank: int, world_size: int, device: str) -> None:
     """This process becomes `rank` of a world of `world_size` that is not there."""
     os.environ["LOCAL_RANK"] = "0"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    parallel_layout.group_timeout = lambda group: datetime.timedelta(minutes=30)  # nobody is waited for
+    groups.group_timeout = parallel_layout.group_timeout = lambda group: datetime.timedelta(minutes=30)  # nobody is waited for
     _without_gloo()
-    # What ranks agree on this one decides alone: others would only say the same.
-    groups._host_groups[dist.group.WORLD] = None
+    if device == "cpu":  # where the host's own tensors have no values, ranks cannot agree on them
+        groups._host_groups[dist.group.WORLD] = None
     # An operator that fake tensors do not know: it writes what it is given.
     library = torch.library.Library("c10d", "IMPL")
     for name in ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_coalesced_"):
@@ -52,7 +53,9 @@ def _without_gloo() -> None:
     make = distributed.new_group
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return make(ranks, timeout, None if backend == "gloo" else backend, *args, **kwargs)
+        if backend == "gloo":
+            backend, kwargs = None, {"group_desc": "HOST", **kwargs}
+        return make(ranks, timeout, backend, *args, **kwargs)
 
     def all_gather_object(gathered: list[Any], mine: Any, group: Any = None) -> None:
         gathered[:] = [mine] * len(gathered)
@@ -73,6 +76,41 @@ def ease_megatron() -> None:
     module._set_cuda_rng_state = lambda *args, **kwargs: None
     module.CudaRNGStatesTracker.fork = lambda self, *args, **kwargs: contextlib.nullcontext()
     torch.nn.Module._apply = _apply  # type: ignore[assignment]
+    _read_through_python()
+    _samples_are_the_hosts()
+
+
+def _samples_are_the_hosts() -> None:
+    """Lengths and offsets of samples are numbers on the host, whatever device is pretended."""
+    kind: Any = SampleBatch
+    check = kind.__post_init__
+
+    def checked(self: SampleBatch) -> None:
+        with _disable_current_modes():
+            check(self)
+
+    kind.__post_init__ = checked
+
+
+def _read_through_python() -> None:
+    """What C++ would read of a tensor itself goes through `item`, which a recorder sees and answers."""
+    tensor, fake = torch.tensor, FakeTensor
+
+    def read(values: Any) -> Any:
+        if isinstance(values, list | tuple):
+            return [read(value) for value in values]
+        return values.item() if isinstance(values, FakeTensor) and values.numel() == 1 else values
+
+    def listed(shape: tuple[int, ...], value: Any) -> Any:
+        return [listed(shape[1:], value) for _ in range(shape[0])] if shape else value
+
+    def tolist(self: FakeTensor) -> Any:
+        """One read, however many values."""
+        return listed(tuple(self.shape), self.reshape(-1)[0].item() if self.numel() else None)
+
+    module: Any = torch
+    module.tensor = lambda data, *args, **kwargs: tensor(read(data), *args, **kwargs)
+    fake.tolist = tolist  # type: ignore[method-assign]
 
 
 def _apply(module: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:

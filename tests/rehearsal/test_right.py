@@ -1,0 +1,105 @@
+"""A rehearsal says what happens: small jobs against the same step for real on CPUs, and against formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from roll_batching.rehearsal.scaling import at_layers
+from roll_batching.rehearsal.task import RankReport, RankTask
+from tests.rehearsal.jobs import DYNAMIC, PADDED, job_of, task_of
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.rehearse
+
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+FULL = {"recompute_granularity": "full"}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2_VPP2 = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+
+JOBS: dict[str, tuple[dict[str, Any], int]] = {
+    "packed": (job_of(), 1),
+    "dynamic, selective recompute": (job_of(batching=DYNAMIC, megatron=SELECTIVE), 1),
+    "padded, full recompute": (job_of(batching=PADDED, megatron=FULL), 1),
+    "TP2": (job_of(megatron=TP2), 2),
+    "PP2 x VPP2": (job_of(megatron=PP2_VPP2), 2),
+    "CP2, padded": (job_of(batching=PADDED, megatron=CP2), 2),
+    "distributed optimizer, full recompute": (job_of(megatron=SHARDED | FULL), 2),
+}
+"""And the processes of each."""
+PHASES = ("old log-probs", "forward", "backward", "optimizer")
+
+
+def rehearsed(task: RankTask) -> RankReport:
+    (report,) = run_ranks(1, "tests.rehearsal.jobs:rehearsed", task)
+    assert isinstance(report, RankReport)
+    return report
+
+
+def of_the_model(report: RankReport) -> dict[str, tuple[float, float]]:
+    """Its collectives, but for those in which ranks agree on the host: on the CPU there are no values to agree on."""
+    return {key: calls for key, calls in report.collectives.items() if "GROUP" in key}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_memory_flops_and_collectives_are_those_of_the_real_step(name, report):
+    job, world = JOBS[name]
+    real = run_ranks(world, "tests.rehearsal.jobs:for_real", task_of(job, world))
+    for rank in {0, world - 1}:
+        found, truth = rehearsed(task_of(job, world, rank)), real[rank]
+        worst = max(abs(found.peaks[phase].bytes / truth.peaks[phase].bytes - 1) for phase in PHASES)
+        report(f"{name}, rank {rank}: peaks of memory within {worst:.2%} of what was counted for real")
+        assert worst < 0.03
+        assert found.kept == truth.kept
+        assert of_the_model(found) == of_the_model(truth) != {}
+        assert found.flops == truth.flops
+
+
+def test_flops_are_those_of_the_formula():
+    """2 FLOPs per weight and token forward and twice that backward, where the head is computed once more; attention 4
+    per pair of tokens and channel of a query head forward, 10 backward."""
+    lengths = [150, 200, 162]
+    task = task_of(job_of(train={"model_args": _model("bf16")}), 1, device="cuda", lengths=tuple(lengths))
+    found = rehearsed(task)
+    hidden, heads, groups, ffn, vocab, layers = 128, 4, 2, 320, 512, 4
+    head_dim, tokens = hidden // heads, sum(lengths)
+    layer = hidden * (heads + 2 * groups) * head_dim + heads * head_dim * hidden + 3 * hidden * ffn
+    head = vocab * hidden * (tokens - len(lengths))  # a sample's last token predicts nothing
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    attention = layers * pairs * heads * head_dim
+    forward = 2 * (layers * layer * tokens + head) + 4 * attention
+    backward = 4 * (layers * layer * tokens + head) + 2 * head + 10 * attention
+    assert found.tokens["training"] == tokens
+    assert found.flops["forward"] == found.micro_batches * forward
+    assert found.flops["backward"] == found.micro_batches * backward
+
+
+def _model(dtype: str) -> dict[str, Any]:
+    return job_of()["actor_train"]["model_args"] | {"dtype": dtype}
+
+
+def test_a_deep_model_follows_from_two_shallow_ones(report):
+    job = job_of(megatron=TP2 | SHARDED | FULL, train={"model_args": _model("bf16")})
+    two, three, nine = (rehearsed(task_of(job, 4, device="cuda", layers=layers)) for layers in (2, 3, 9))
+    followed = at_layers(two, three, (2, 3, 9))
+    assert followed.kept == pytest.approx(nine.kept, rel=1e-3)
+    for phase, peak in nine.peaks.items():
+        if phase == "build":  # highest with the embedding or with the layers, by their number
+            continue
+        assert followed.peaks[phase].bytes == pytest.approx(peak.bytes, rel=5e-3), phase
+    assert followed.flops == pytest.approx(nine.flops)
+    assert {k: v for k, v in followed.collectives.items() if "TENSOR" in k} == {
+        k: pytest.approx(v) for k, v in nine.collectives.items() if "TENSOR" in k
+    }
+
+
+def test_earlier_micro_batches_leave_nothing():
+    job = job_of(train={"model_args": _model("bf16")})
+    few, many = (rehearsed(task_of(job, 1, device="cuda", micro_batches=count)) for count in (2, 6))
+    packs = many.peaks["backward"].kinds["inputs"] - few.peaks["backward"].kinds["inputs"]
+    assert many.peaks["backward"].bytes - few.peaks["backward"].bytes == pytest.approx(
+        packs, abs=8192
+    )  # and some numbers
