@@ -67,6 +67,10 @@ def _of_the_model(tokenizer: TokenizerConfig, model: str) -> TokenizerConfig:
 
 def _lengths(job: JobKeys) -> dict[str, int | None]:
     response, whole = job.response_length, job.sequence_length
+    if job.task != "grpo" and whole is not None:
+        # One key says how long texts are; what is left of a run's model asks for prompts and answers (`generate`).
+        asked = job.prompt_length if "prompt_length" in job.model_fields_set else whole
+        return {"prompt_length": asked, "response_length": response or whole, "sequence_length": whole}
     if response is None and whole is not None:
         response = max(1, whole - job.prompt_length)
     if response is None:

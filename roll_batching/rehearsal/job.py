@@ -92,6 +92,9 @@ def rehearse_job(
         ConfigFileError: where the model's shape is not known, or the layout does not fit.
         RehearsalError: what a rank raised.
     """
+    if job.task == "dpo":
+        text = "makes pairs of answers, which a rehearsal cannot for now; rehearse it as task=sft"
+        raise job.error(Problem(("task",), text))
     world, megatron, architecture = _shape(job, world_size)
     dims = megatron.parallel_dims(world)
     tasks, kinds = [], stages_of(dims)
