@@ -53,11 +53,11 @@ use_environment() {
     fi
     python=$folder/bin/python
     usable "$python" || { say "${folder#"$root"/} is broken or too old: delete it and run again"; exit 1; }
-    # What was installed, and from what. "megatron,dev" holds all that "megatron" needs.
+    # What was installed, and from what. "megatron,dev" holds all other extras.
     wanted=$({ cat "$root/pyproject.toml" "$root/constraints.txt"; echo "$root"; } | cksum)
     stamp=$folder/installed
     if [ -f "$stamp" ] && [ "$(tail -n 1 "$stamp")" = "$wanted" ]; then
-        case ",$(head -n 1 "$stamp")," in *",$extras,"*) return ;; esac
+        case ",$(head -n 1 "$stamp")," in *",$extras,"* | *,dev,*) return ;; esac
     fi
     say "installing roll-batching[$extras] into ${folder#"$root"/} (torch is large: minutes on a first run)"
     rm -f "$stamp"

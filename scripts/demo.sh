@@ -6,18 +6,20 @@
 #   ./scripts/demo.sh --control shuffled       advantages shuffled among samples: nothing may be learned
 #   ./scripts/demo.sh --seed 2 --resume        go on with that run from its last checkpoint
 #   ./scripts/demo.sh --name mine max_steps=5  a name for the run; name.path=value changes any setting
+#   ./scripts/demo.sh --launcher ray           its ranks as actors of a Ray that lives as long as the run
 #   ./scripts/demo.sh --no-install             in the current interpreter, as it is
 #   PYTHON=python3.12 ./scripts/demo.sh        another interpreter, in .venv-3.12
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"
 
-seed=1 control=none name= overrides=()
+seed=1 control=none name= launcher=local overrides=()
 while [ $# -gt 0 ]; do
     case $1 in
         --seed) seed=${2:?--seed needs a number}; shift 2 ;;
         --control) control=${2:?--control needs a word: shuffled}; shift 2 ;;
         --name) name=${2:?--name needs a word}; shift 2 ;;
+        --launcher) launcher=${2:?--launcher needs a word: local or ray}; shift 2 ;;
         --resume) overrides+=(resume_from_checkpoint=true); shift ;;
         --no-install) INSTALL=no; shift ;;
         -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
@@ -29,7 +31,9 @@ if [ -z "$name" ]; then
     name=demo-seed$seed
     [ "$control" = none ] || name=$name-$control
 fi
-use_environment megatron
+extras=megatron
+[ "$launcher" = local ] || extras=megatron,ray
+use_environment "$extras"
 
 data=data/ledger/seed$seed
 version=$(cksum <examples/ledger/make_data.py)
@@ -42,7 +46,7 @@ fi
 # Megatron says on every import that it does without these; on a CPU it always does.
 export PYTHONWARNINGS=${PYTHONWARNINGS:-"ignore:Transformer Engine and Apex,ignore:Apex is not installed,ignore:MimoModelConfig is experimental"}
 say "training: runs/$name"
-exec "$python" -m roll_batching.cli train --config configs/demo_grpo.yaml \
+exec "$python" -m roll_batching.cli train --config configs/demo_grpo.yaml --launcher "$launcher" \
     exp_name="$name" seed="$seed" control="$control" \
     actor_train.data_args.file_name="$data/prompts.jsonl" \
     actor_train.data_args.eval_file_name="$data/heldout.jsonl" \

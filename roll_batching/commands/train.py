@@ -139,12 +139,13 @@ def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> No
 
 def _run_on_ray(job: JobConfig, start: _Start) -> None:
     from roll_batching.launch.devices import process_count
-    from roll_batching.launch.on_ray.cluster import LOCAL, check_folder, connected
+    from roll_batching.launch.on_ray.cluster import LOCAL, check_address, check_folder, connected
 
     count = process_count(job, start.nproc)
     if start.max_restarts and not job.save_steps:
         raise ConfigError("--max-restarts goes on from checkpoints, and the job writes none: set save_steps")
     check_folder(job.output_dir)
+    check_address(start.address)
     if start.address == LOCAL:
         os.environ.update(_devices_here(job, count, start.nproc))
     with _ready(job) as variables:

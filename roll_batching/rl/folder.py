@@ -64,7 +64,10 @@ def held(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def mark_of(folder: Path) -> tuple[str, str]:
-    """A file that whoever holds `folder` has written there, and what it reads: tells whether others see this folder."""
+    """A file that whoever holds `folder` has written there, and its text: tells whether others see this folder.
+
+    Whoever holds it later, together with the first, adds to the text.
+    """
     mark = folder.resolve() / _LOCK
     return str(mark), mark.read_text(encoding="utf-8", errors="replace")
 

@@ -14,18 +14,14 @@ from tests.launch.commands import ROOT, wait_for
 
 
 @contextlib.contextmanager
-def cluster(*cpus: int) -> Iterator[Any]:
-    """A cluster of one machine per number, each with so many CPUs of Ray's count; the first is its head."""
+def cluster(*cpus: int, gpus: int = 0) -> Iterator[Any]:
+    """A cluster of one machine per number, each with so many CPUs, and so many GPUs, of Ray's count."""
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
-        from ray.cluster_utils import Cluster
-
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], "include_dashboard": False})
+        made = _started([{"num_cpus": number, "num_gpus": gpus} for number in cpus])
         try:
-            for more in cpus[1:]:
-                made.add_node(num_cpus=more)
             yield made
         finally:
             made.shutdown()
@@ -33,6 +29,25 @@ def cluster(*cpus: int) -> Iterator[Any]:
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _started(machines: list[dict[str, int]], tries: int = 4) -> Any:
+    """Ray gives each of its processes half a minute to start, which a busy machine may not have."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster()
+    try:
+        for number, machine in enumerate(machines):
+            made.add_node(**machine, **({} if number else {"include_dashboard": False}))
+    except Exception:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any("ray" in word for word in process.cmdline()[:2]):
+                    process.kill()
+        if tries == 1:
+            raise
+        return _started(machines, tries - 1)
+    return made
 
 
 def ranks() -> list[psutil.Process]:

@@ -14,13 +14,20 @@ import pytest
 
 from roll_batching.observe.metrics_file import read_metrics
 from tests.launch.clusters import cluster, on_ray, ranks
-from tests.launch.commands import done, kill, processes, started, wait_for, write_job
+from tests.launch.commands import ROOT, done, kill, processes, started, train, trained, wait_for, write_job
 from tests.rl.test_resume import TIMES
 
 pytestmark = pytest.mark.cluster
 
 SMALL = {"reward_function": "tests.rl.jobs:length", "eval_samples": 0}
 LONG = {"max_steps": 0, "warmup__training_args__max_steps": 100_000, "logging_steps": 10_000}
+SAVING = {
+    "max_steps": 0,
+    "warmup__training_args__max_steps": 300,
+    "logging_steps": 100,
+    "save_steps": 100,
+    "save_total_limit": 1,
+}
 LIMIT = 30
 """Seconds within which a job has ended after whatever happened to it."""
 
@@ -83,6 +90,44 @@ def test_two_machines_of_ray_give_the_bits_of_two_machines_of_torchrun(two_machi
 
 
 @pytest.mark.slow
+def test_tensor_parallel_groups_lie_on_one_machine_and_change_no_bit(tmp_path):
+    ours, theirs = tmp_path / "ray", tmp_path / "here"
+    ours.mkdir(), theirs.mkdir()
+    layout = {"actor_train__strategy_args__strategy_config__tensor_model_parallel_size": 2}
+    with cluster(2, 2) as made:
+        job = write_job(ours, **SMALL, **layout)
+        code, said = done(ours, *on_ray(job, ranks=4, address=made.address), timeout=600)
+    assert code == 0, said
+    assert re.search(r"placed by Ray: ranks 0-1 on .*, ranks 2-3 on ", said)
+    code, said = done(theirs, *train(write_job(theirs, **SMALL, **layout), ranks=4), timeout=600)
+    assert code == 0, said
+    assert rows(ours) == rows(theirs)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_machine_see_all_of_its_gpus_and_drive_one_each(tmp_path):
+    """GPUs that only Ray believes in: who gets which is decided before anybody looks at them."""
+    names = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
+    text = f"""
+import os
+with open("{tmp_path}/seen", "a") as seen:
+    print(*[os.environ.get(name) for name in {names}], file=seen)
+def reward(completion):
+    return 1.0
+"""
+    (tmp_path / "looking.py").write_text(text)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    job = write_job(tmp_path, max_steps=1, warmup=None, eval_samples=0, reward_function="looking:reward")
+    with cluster(4, gpus=2) as made:
+        code, said = done(tmp_path, *on_ray(job, address=made.address), timeout=400, PYTHONPATH=path)
+    assert code == 0, said
+    seen = {tuple(line.split()) for line in (tmp_path / "seen").read_text().splitlines()}
+    devices = {shown for *_, shown in seen - {("None", "None", "None")}}
+    assert devices in ({"0,1"}, {"1,0"})
+    assert {line[:2] for line in seen} >= {("0", "0"), ("1", "1")}
+
+
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job(two_machines, tmp_path, report):
     with started(tmp_path, *on_ray(write_job(tmp_path, **LONG), address=two_machines.address)) as driver:
         wait_for(lambda: steps_done(tmp_path) > 5, 300)
@@ -112,8 +157,79 @@ def test_a_rank_that_raises_is_heard_with_its_traceback(two_machines, tmp_path):
     text = "def loss_of(**_):\n    raise RuntimeError('out of ideas')\n"
     (tmp_path / "broken.py").write_text(text)
     job = write_job(tmp_path, **SMALL, loss_function="broken:loss_of")
-    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
     code, said = done(tmp_path, *on_ray(job, address=two_machines.address), PYTHONPATH=path)
     assert code == 1
     assert "out of ideas" in said.splitlines()[-1], said
     assert not ranks()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The rows of the job that saves, when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    code, said = trained(folder, **SAVING)
+    assert code == 0, said
+    return rows(folder)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_anew_from_the_last_checkpoint(two_machines, undisturbed, tmp_path, report):
+    job = write_job(tmp_path, **SAVING)
+    with started(tmp_path, *on_ray(job, address=two_machines.address, restarts=2)) as driver:
+        wait_for(lambda: steps_done(tmp_path) > 120, 300)
+        os.kill(ranks()[0].pid, signal.SIGKILL)
+        wait_for(lambda: "restart 1 of 2, from " in (tmp_path / "said").read_text(), LIMIT)
+        assert driver.wait(timeout=400) == 0, (tmp_path / "said").read_text()
+    assert re.search(r"restart 1 of 2, from .*checkpoints/warmup-000100\n", (tmp_path / "said").read_text())
+    assert rows(tmp_path) == undisturbed
+    report("a killed rank, started anew from its last checkpoint: the rows of a job that nothing happened to")
+
+
+@pytest.mark.slow
+def test_a_killed_machine_is_replaced_by_another(undisturbed, tmp_path, report):
+    job = write_job(tmp_path, **SAVING)
+    with cluster(1, 1, 1) as three:
+        with started(tmp_path, *on_ray(job, address=three.address, restarts=1)) as driver:
+            wait_for(lambda: steps_done(tmp_path) > 120, 300)
+            began, parents = time.monotonic(), {rank.ppid() for rank in ranks()}
+            raylets = {node.all_processes["raylet"][0].process.pid: node for node in three.worker_nodes}
+            three.remove_node(raylets[(parents & raylets.keys()).pop()], allow_graceful=False)
+            wait_for(lambda: "restart 1 of 1, from " in (tmp_path / "said").read_text(), LIMIT)
+            seconds = time.monotonic() - began
+            assert driver.wait(timeout=400) == 0, (tmp_path / "said").read_text()
+    assert rows(tmp_path) == undisturbed
+    report(f"a killed machine: missed after {seconds:.1f} s, the job went on elsewhere to the same rows")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_earlier_run_is_not_gone_on_from(two_machines, tmp_path):
+    """A rank that is lost before this run has saved anything starts the job where it began."""
+    small = SAVING | {"warmup__training_args__max_steps": 100}
+    code, said = trained(tmp_path, **small)
+    assert code == 0, said
+    job = write_job(tmp_path, **SAVING | {"save_steps": 250})
+    with started(tmp_path, *on_ray(job, address=two_machines.address, restarts=1)) as driver:
+        wait_for(lambda: len(ranks()) == 2, 300)
+        os.kill(ranks()[0].pid, signal.SIGKILL)
+        assert driver.wait(timeout=400) == 0, (tmp_path / "said").read_text()
+    assert "restart 1 of 1, where it started" in (tmp_path / "said").read_text()
+    assert len(rows(tmp_path)) == 300
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-restarts", "1"], "--max-restarts needs --launcher ray"),
+        (["--launcher", "ray", "--max-restarts", "1"], "the job writes none: set save_steps"),
+        (["--launcher", "ray", "--address", "ray://head:10001"], "is Ray's client, which cannot run a job"),
+        (["--launcher", "ray", "--address", "127.0.0.1:1"], "there is no Ray at --address 127.0.0.1:1 ("),
+        (["--launcher", "ray", "--address", "head"], "--address head: use auto, local or HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_started_says_so(options, words, tmp_path, report):
+    code, said = done(tmp_path, *train(write_job(tmp_path, **SMALL)), *options)
+    assert code == 2, said
+    assert words in said.splitlines()[-1], said
+    report(said.splitlines()[-1])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +17,9 @@ from roll_batching.launch.on_ray.placement import Seat, bundle_size, seats
 
 LOCAL = "local"
 """The address that means: a Ray of this machine's, started for the job and ended with it."""
+AUTO = "auto"
+"""The address of the Ray that runs on this machine."""
+_SECONDS_TO_CONNECT = 10.0
 _SECONDS_BEFORE_NOTICE = 10.0
 _SECONDS_FOR_LAST_LINES = 1.0
 """How long Ray takes at most to bring a rank's last lines to the driver."""
@@ -34,21 +39,37 @@ class Machine:
         return int(min(self.cpus, self.gpus) if on_gpus else self.cpus)
 
 
+def check_address(address: str) -> None:
+    """Raises ConfigError when no Ray can be at `address`, for which Ray itself would try for minutes.
+
+    RollBatchingError where Ray is not installed.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise RollBatchingError("--launcher ray needs Ray: pip install 'roll-batching[ray]'")
+    if address in (LOCAL, AUTO):
+        return
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"--address {address} is Ray's client, which cannot run a job: start the command on a machine of the "
+            f"cluster with --address {AUTO}, or submit it with `ray job submit`"
+        )
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_SECONDS_TO_CONNECT).close()
+    except ValueError:
+        raise ConfigError(f"--address {address}: use {AUTO}, {LOCAL} or HOST:PORT") from None
+    except OSError as error:
+        raise _nobody(address, str(error)) from None
+
+
 @contextlib.contextmanager
 def connected(address: str, cpus: int) -> Iterator[None]:
     """Joins the Ray at `address`, or starts one with room for `cpus` ranks where it is `local`; leaves it at the end.
 
     Raises ConfigError where there is none, RollBatchingError where it cannot be joined.
     """
-    try:
-        import ray
-    except ImportError:
-        raise RollBatchingError("--launcher ray needs Ray: pip install 'roll-batching[ray]'") from None
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"--address {address} is Ray's client, which cannot run a job: start the command on a machine of the "
-            "cluster with --address auto, or submit it with `ray job submit`"
-        )
+    import ray
+
     if not sys.stdout.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     options: dict[str, Any] = {"address": address, "logging_level": "error"}
@@ -58,17 +79,20 @@ def connected(address: str, cpus: int) -> Iterator[None]:
     try:
         ray.init(**options)
     except ConnectionError as error:
-        raise ConfigError(
-            f"there is no Ray at --address {address} ({_first_line(error)}): start one with `ray start --head`, or "
-            f"use --address {LOCAL}"
-        ) from None
-    except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise RollBatchingError(f"the Ray at --address {address} cannot be joined: {error}") from error
+        raise _nobody(address, _first_line(error)) from None
+    except Exception as error:  # Ray raises plain ones, as for processes that did not start within its 30 s
+        what = "a Ray of its own cannot be started" if address == LOCAL else f"the Ray at {address} cannot be joined"
+        raise RollBatchingError(f"{what} (--address {address}): {error}") from error
     try:
         yield
         time.sleep(_SECONDS_FOR_LAST_LINES)
     finally:
         ray.shutdown()
+
+
+def _nobody(address: str, why: str) -> ConfigError:
+    cure = f"start one with `ray start --head`, or use --address {LOCAL}"
+    return ConfigError(f"there is no Ray at --address {address} ({why}): {cure}")
 
 
 def check_folder(output_dir: str) -> None:

@@ -62,9 +62,9 @@ class Rank:
         return int(self._store.port)
 
     def sees(self, file: str, text: str) -> bool:
-        """Whether `file`, written by the command, reads the same here."""
+        """Whether `file` begins here with `text`, as it does for the command; ranks add lines of their own."""
         path = Path(file)
-        return path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text
+        return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(text)
 
     def run(self, config: JobConfig, variables: Mapping[str, str]) -> Failure | None:
         """Does this rank's part of the job; None when it is done, else why it failed."""
