@@ -169,6 +169,11 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
         "counts), each rank draws its share of a mini-batch among its own, and micro-batches are balanced inside the "
         "rank. Default: mini-batches are drawn over all ranks, and each plan places its samples.",
     )
+    is_offload_states: bool = honoured(
+        False,
+        help="States wait on the host while they are not used: gradients and optimizer of the policy while it samples, "
+        "the reference's weights except for its log-probs.",
+    )
     prompt_length: int = honoured(
         1024, help="Longest prompt in tokens; a longer one is an error that names its line.", ge=1
     )

@@ -333,9 +333,6 @@ class RollJobKeys(Settings):
         help="Send the engine every prompt as often as it is answered.",
         notice="the responses to a prompt are sampled together; which way does not change them",
     )
-    is_offload_states: bool = noticed(
-        False, help="Move states to the host between roles.", notice="roles share one model, nothing is moved"
-    )
     enable_reference: bool = noticed(
         False, help="Build the reference.", notice="the reference is built when use_kl_loss is true"
     )

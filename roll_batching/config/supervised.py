@@ -21,6 +21,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 _OF_ROLLOUTS = (
     "rollout_batch_size",
     "batch_balance",
+    "is_offload_states",
     "rollout_samples",
     "num_return_sequences_in_group",
     "prompt_length",

@@ -169,7 +169,8 @@ class JobCheckpoints:
                     with consensus(self._group, "the job's checkpoints"):
                         if dist.get_rank() == 0:
                             (folder / "reference").mkdir()
-                    writings.append(write_state(reference.state, folder / "reference", aside=aside))
+                    with reference.loaded("parameters"):
+                        writings.append(write_state(reference.state, folder / "reference", aside=aside))
                 with consensus(self._group, "the job's checkpoints"):
                     self._write_own(folder, phase, step, stream)
             self._pending = draft, writings

@@ -25,12 +25,13 @@ from roll_batching.rl.engine_sampler import EngineSampler
 from roll_batching.rl.evaluation import Evaluator
 from roll_batching.rl.from_config import Advantages
 from roll_batching.rl.rollout import Rollouts, StepScores, generate_rollouts, score_rollouts
-from roll_batching.rl.rows import comparison_row, merged, score_row, update_row
+from roll_batching.rl.rows import comparison_row, merged, offload_row, score_row, update_row
 from roll_batching.rl.run import Run
 from roll_batching.rl.running import Together
 from roll_batching.rl.seeds import step_seed
 from roll_batching.rl.update import Update, UpdateSettings, train_on_rollouts
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
+from roll_batching.strategy.offload import Moved
 
 PHASE = "rl"
 """Its name in rows and checkpoints."""
@@ -86,6 +87,8 @@ class Grpo:
         config, checkpoints = self.config, self.shared.checkpoints
         self.strategy.start_phase(self.shared.schedule)
         behind = checkpoints.restore(PHASE, self.progress, self.reference)
+        if self.reference is not None and config.is_offload_states:
+            self.reference.offload_states("parameters")
         self.shared.begin(PHASE, config.max_steps, behind)
         with contextlib.ExitStack() as until_the_end:
             if self.ahead is not None:
@@ -97,17 +100,21 @@ class Grpo:
         config, strategy, recorder = self.config, self.strategy, self.shared.recorder
         checkpoints = self.shared.checkpoints
         for step in range(behind + 1, config.max_steps + 1):
-            started = time.perf_counter()
-            before = self._evaluate(0) if step == 1 else {}
-            rolling = time.perf_counter()
-            scored = self._roll_out(step)
+            started, moved = time.perf_counter(), self._moved
+            with self._sampling():
+                before = self._evaluate(0) if step == 1 else {}
+                rolling = time.perf_counter()
+                scored = self._roll_out(step)
             training = time.perf_counter()
             updates = list(self._train(scored, step))
             if self.ahead is not None:
                 self._columns |= self.ahead.trained(step)
             done = time.perf_counter()
             due = step == config.max_steps or (config.eval_steps and step % config.eval_steps == 0)
-            evaluated = before or (self._evaluate(step) if due else {})
+            evaluated = before
+            if due and not before:
+                with self._sampling():
+                    evaluated = self._evaluate(step)
             compared = comparison_row(self.comparison.tokens(update.plan.lengths) for update in updates)
             times = {
                 "skipped_steps": strategy.skipped_steps,
@@ -115,11 +122,24 @@ class Grpo:
                 "update_seconds": done - training,
                 "seconds": time.perf_counter() - started,
             }
-            row = merged(update_row(updates), score_row(scored.scores), self._columns, compared, evaluated, times)
+            offloads = offload_row(moved, self._moved) if config.is_offload_states else {}
+            figures = (self._columns, compared, evaluated, times, offloads)
+            row = merged(update_row(updates), score_row(scored.scores), *figures)
             shown = {"reward": row["reward"], "length": row["response_length_mean"]}
             recorder.step(step, row, shown=shown | {"held-out": row.get("eval_reward")}, said=self._said)
             self._said = []
             checkpoints.save_if_due(PHASE, step, config.max_steps, self.progress, self.reference)
+
+    def _sampling(self) -> contextlib.AbstractContextManager[None]:
+        """The policy answers prompts: what only training needs makes room."""
+        if not self.config.is_offload_states:
+            return contextlib.nullcontext()
+        return self.strategy.offloaded("gradients", "optimizer")
+
+    @property
+    def _moved(self) -> Moved:
+        """What moving states took so far."""
+        return self.strategy.moved + (Moved() if self.reference is None else self.reference.moved)
 
     def _evaluator(self) -> Evaluator | None:
         inputs, config = self.shared.inputs, self.config

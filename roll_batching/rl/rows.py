@@ -12,6 +12,7 @@ from roll_batching.observe.metrics_file import Row
 from roll_batching.planning import Plan
 from roll_batching.rl.rollout import StepScores
 from roll_batching.rl.update import Update
+from roll_batching.strategy.offload import Moved
 
 _PLACE = ("step", "phase")
 """Columns that say which row it is."""
@@ -97,3 +98,8 @@ def merged(*parts: Row) -> Row:
             )
         row |= part
     return row
+
+
+def offload_row(before: Moved, after: Moved) -> Row:
+    """A row's figures of states that went to the host and back, on the rank that reports, both ways together."""
+    return {"offload_bytes": after.bytes - before.bytes, "offload_seconds": after.seconds - before.seconds}

@@ -103,7 +103,8 @@ def train_on_rollouts(
         plans = [samples.forward_plan(strategy)] if strategy.batching.logprob_plan == "own" else shared
         home = with_log_probs(strategy, home, plans, "old_log_probs", masks)
     if reference is not None:
-        home = with_log_probs(reference, home, [samples.forward_plan(reference)], "ref_log_probs", masks)
+        with reference.loaded("parameters"):
+            home = with_log_probs(reference, home, [samples.forward_plan(reference)], "ref_log_probs", masks)
     if finish is not None:
         home = finish(home)
     if spec.prepare is not None:

@@ -32,6 +32,7 @@ from roll_batching.strategy.checkpoint import load_state, save_state
 from roll_batching.strategy.export import export_model
 from roll_batching.strategy.generation import check_generation, generate
 from roll_batching.strategy.inputs import SAME_SAMPLES, counts_here, pack_inputs
+from roll_batching.strategy.offload import KINDS, MovableStates
 from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import run_schedule
@@ -42,7 +43,7 @@ from roll_batching.strategy.weights import check_same_parameters, copy_parameter
 logger = logging.getLogger(__name__)
 
 
-class MegatronInferStrategy:
+class MegatronInferStrategy(MovableStates):
     """Forward passes of one Megatron model over planned micro-batches.
 
     Built from a role's settings; `initialize` builds the model. Every method is called by all ranks
@@ -174,6 +175,7 @@ class MegatronInferStrategy:
 
     def gather_parameters(self) -> None:
         """Makes parameters whole on every rank: before you read those of `chunks` yourself. Collective."""
+        self._host.require(["parameters"], "gather_parameters")
         gather_parameters(self.chunks)
 
     def copy_weights_from(self, other: MegatronInferStrategy) -> None:
@@ -304,6 +306,7 @@ class MegatronInferStrategy:
             RankError: on all ranks: `path` holds something else, the optimizer keeps its state in a way that is
                 not saved (named), psutil is missing, or a rank could not write.
         """
+        self._host.require(KINDS if optimizer else KINDS[:1], "save")
         save_state(self.state if optimizer else replace(self.state, training=None), path)
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> None:
@@ -316,8 +319,8 @@ class MegatronInferStrategy:
             RankError: on all ranks, before anything is changed: there is no such checkpoint, it belongs to a model of
                 another shape or architecture (both named), or holds no optimizer.
         """
-        state = self.state
-        self.state = load_state(state, path, optimizer=optimizer and state.training is not None)
+        self._host.require(KINDS if optimizer else KINDS[:1], "load")
+        self.state = load_state(self.state, path, optimizer=optimizer and self.state.training is not None)
 
     def export(self, path: str | Path, *, replaces: Callable[[Path], bool] = lambda path: False) -> None:
         """Writes the model as a Hugging Face directory, like the one of `model_args.model_name_or_path`. Collective.
@@ -369,7 +372,8 @@ class MegatronInferStrategy:
                 chunk.train(mode)
 
     def _consensus(self, what: str) -> contextlib.AbstractContextManager[Facts]:
-        """See `Team.agree`."""
+        """See `Team.agree`; for what computes with the weights."""
+        self._host.require(["parameters"], what)
         return self.layout.team.agree(what)
 
     def _pack(self, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> list[PackedBatch]:
@@ -386,12 +390,11 @@ class MegatronInferStrategy:
         return packs
 
     def _notice_fillers(self, plan: Plan) -> None:
-        placed = len(plan.samples)
-        if placed < self.layout.dp_size and dist.get_rank() == 0 and not self._noticed_fillers:
+        if len(plan.samples) < self.layout.dp_size and dist.get_rank() == 0 and not self._noticed_fillers:
             self._noticed_fillers = True
             logger.warning(
                 "a step has %d samples for %d data-parallel ranks: the others compute filler micro-batches, which "
                 "change nothing in the result. Use larger mini-batches or fewer ranks (said once)",
-                placed,
+                len(plan.samples),
                 self.layout.dp_size,
             )

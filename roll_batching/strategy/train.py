@@ -27,6 +27,7 @@ from roll_batching.planning import CostModel, Plan
 from roll_batching.strategy.clock import Phase, StepClock
 from roll_batching.strategy.infer import MegatronInferStrategy
 from roll_batching.strategy.inputs import counts_here
+from roll_batching.strategy.offload import KINDS
 from roll_batching.strategy.out_of_memory import named_in_update
 from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.parts import adopt_parts, check_parts, optimizer_problems, require_processes
@@ -198,6 +199,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
         Raises `LossError` for a schedule that decays without knowing its length.
         """
+        self._host.require(KINDS, "start_phase")
         _agree_on_phase(self.state, training)
         megatron = self._configured().strategy_args.strategy_config
         self.gather_parameters()
@@ -207,6 +209,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
     def copy_weights_from(self, other: MegatronInferStrategy) -> None:
         """As the inference strategy has it; the optimizer goes on from the new weights and keeps its moments."""
+        self._host.require(["optimizer"], "copy_weights_from")
         super().copy_weights_from(other)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()  # its fp32 copies, where it has some
@@ -326,6 +329,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
         `first` is done when nothing else can fail on this rank, `gradient` when gradients are whole.
         """
+        self._host.require(KINDS, what)
         clock = self._clock
         with clock.phase("pack", on_host=True), self._consensus(what) as facts:
             loss = self._loss(loss)
