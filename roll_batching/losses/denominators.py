@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from roll_batching.data import SampleBatch
+from roll_batching.data.ragged import row_indices
 from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossSpec
 from roll_batching.planning import Plan
@@ -74,8 +75,9 @@ def local_counts(
     masks: Sequence[str],
     sums: Sequence[str] = (),
     used_lengths: Mapping[int, int] | None = None,
+    rows: torch.Tensor | None = None,
 ) -> StepCounts:
-    """Counts over the samples of `local` (this data-parallel rank's part of the mini-batch).
+    """Counts over the samples of `local` (this data-parallel rank's part of the mini-batch), or those at `rows`.
 
     `used_lengths` maps ids of truncated samples to the tokens that are kept. A `token` mask counts
     from a sample's second token on, because its first is never predicted; a `next_token` mask counts
@@ -84,32 +86,52 @@ def local_counts(
     used = local.lengths.clone()
     for identity, length in (used_lengths or {}).items():
         used[local.rows_of([identity])] = length
-    sample = torch.repeat_interleave(torch.arange(len(local)), local.lengths)
-    position = torch.arange(local.num_tokens) - local.offsets[:-1][sample]
-    predicts = position < used[sample] - 1
-
-    def shifted(name: str) -> torch.Tensor:
-        # Position i shows token i + 1 of a token field; the position that wraps around predicts nothing.
-        values = local.fields[name].cpu()
-        return values.roll(-1, 0) if local.schema[name].kind == "token" else values
-
+    rows = torch.arange(len(local)) if rows is None else rows
+    begins, used = local.offsets[:-1][rows], used[rows]
     tokens, sequences, totals = {}, {}, {}
-    counted_at, present = predicts, torch.ones(len(local), dtype=torch.bool)
-    for place, name in enumerate(masks):
+    first: torch.Tensor | None = None
+    for name in masks:
         if name not in local.schema or not local.schema[name].per_token:
             raise DataError(f"the loss counts over {name!r}, which is not a token or next_token field of the batch")
-        counted = (shifted(name) != 0) & predicts
-        per_sample = torch.zeros(len(local), dtype=torch.int64).index_add_(0, sample, counted.long())
+        per_sample = _counted(local.fields[name].cpu() != 0, *_predicted(local, name, begins, used))
+        first = per_sample if first is None else first
         tokens[name], sequences[name] = int(per_sample.sum()), int((per_sample > 0).sum())
-        if place == 0:
-            counted_at, present = counted, per_sample > 0
     for name in sums:
         spec = local.schema.get(name)
         if spec is None or spec.kind == "static":
             raise DataError(f"the loss sums {name!r}, which is not a token, next_token or sample field of the batch")
-        values = (shifted(name) if spec.per_token else local.fields[name].cpu()).double()
-        totals[name] = float(values[counted_at if spec.per_token else present].sum())
+        values = local.fields[name].cpu().double()
+        if spec.per_token:
+            if masks:
+                values = torch.where(_as(spec.kind, local, masks[0]), values, 0.0)
+            start, end = _predicted(local, name, begins, used)
+            totals[name] = float(values[row_indices(start, end - start)].sum())
+        else:
+            values = values[rows]
+            totals[name] = float((values if first is None else values[first > 0]).sum())
     return StepCounts(tokens=tokens, sequences=sequences, sums=totals)
+
+
+def _predicted(
+    local: SampleBatch, name: str, begins: torch.Tensor, used: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the values of a field that speak of predictions begin and end, per sample: a token's own, or its next."""
+    shift = int(local.schema[name].kind == "token")
+    return begins + shift, begins + (used - 1).clamp(min=0) + shift
+
+
+def _counted(mask: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """How often `mask` [n] is set from `begins` to before `ends`."""
+    before = torch.zeros(len(mask) + 1, dtype=torch.int32)
+    torch.cumsum(mask, 0, dtype=torch.int32, out=before[1:])
+    return before[ends] - before[begins]
+
+
+def _as(kind: str, local: SampleBatch, mask: str) -> torch.Tensor:
+    """[tokens] bool: a mask at the places of a field of this kind, where a token is spoken of by the place before."""
+    counted = local.fields[mask].cpu() != 0
+    have = local.schema[mask].kind
+    return counted if have == kind else counted.roll(1 if kind == "token" else -1, 0)
 
 
 def truncated_lengths(plan: Plan, dp_rank: int) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """Plan + samples -> packed tensors, PackedSeqParams and context-parallel rows; and back."""
 
 from roll_batching.packing.attention_backend import AttentionBackend, AttentionRequirements, attention_backend
-from roll_batching.packing.batch import PackedBatch, pack_step, unpack_results
+from roll_batching.packing.batch import PackedBatch, StepPacks, pack_step, unpack_results
 from roll_batching.packing.layout import PackLayout
 from roll_batching.packing.params import PackedParams, packed_params
 
@@ -11,6 +11,7 @@ __all__ = [
     "PackLayout",
     "PackedBatch",
     "PackedParams",
+    "StepPacks",
     "attention_backend",
     "pack_step",
     "packed_params",

@@ -93,7 +93,9 @@ class AttentionBackend(Protocol):
     def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> Any:
         """What the cores want of a pack beyond PackedSeqParams, as they find it in `PackedParams.attention`.
 
-        Made once per pack, on the host, and used by every layer; nothing here may wait for the device.
+        Made once per pack, on the host, and used by every layer; nothing here may wait for the device. `device` is
+        where the pack is made, which for CUDA is the host: tensors travel on with the pack, alone or inside
+        dataclasses, dicts, lists and tuples.
         """
         return None
 

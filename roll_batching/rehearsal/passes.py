@@ -27,6 +27,7 @@ from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.samples import samples_of
 from roll_batching.rl.from_config import loss_of, schedule_of, supervised_schedule_of
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
+from roll_batching.strategy.infer import Packs
 from roll_batching.strategy.inputs import pack_inputs
 
 _CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ class _Rehearsed(MegatronInferStrategy):
         with self.recorder.during("inputs"):
             return packs if self.with_values else [hollow(pack, state.device) for pack in packs]
 
-    def _run(self, plan: Plan, packs: list[PackedBatch], bind: Any, **options: Any) -> list[Any]:
+    def _run(self, plan: Plan, packs: Packs, bind: Any, **options: Any) -> list[Any]:
         inside = contextlib.nullcontext() if options.get("forward_only") else self.recorder.during("step")
         with inside:
             return super()._run(plan, packs, bind, **options)

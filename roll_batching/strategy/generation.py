@@ -135,7 +135,18 @@ def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettin
 
 @contextlib.contextmanager
 def _decoding(device: torch.device, *, quick: bool) -> Iterator[None]:
-    if device.type == "cuda" or not quick:
+    if device.type == "cuda":
+        # Products of few rows are cut along the sum, and cuBLAS may add the parts up in bf16. The recorded log-probs
+        # are compared with those of packs, whose products are not cut.
+        products: Any = torch.backends.cuda.matmul
+        before = products.allow_bf16_reduced_precision_reduction
+        products.allow_bf16_reduced_precision_reduction = False
+        try:
+            yield
+        finally:
+            products.allow_bf16_reduced_precision_reduction = before
+        return
+    if not quick:
         yield
         return
     from roll_batching.distributed import cpu_platform

@@ -26,7 +26,7 @@ from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.kernels import choose_kernels, tell
 from roll_batching.modeling.pretrained import load_pretrained
-from roll_batching.packing.batch import PackedBatch, unpack_results
+from roll_batching.packing.batch import PackedBatch, StepPacks, unpack_results
 from roll_batching.planning import CostModel, Plan, PlanConstraints, plan_step
 from roll_batching.strategy.checkpoint import load_state, save_state
 from roll_batching.strategy.export import export_model
@@ -35,12 +35,13 @@ from roll_batching.strategy.inputs import SAME_SAMPLES, counts_here, pack_inputs
 from roll_batching.strategy.offload import KINDS, MovableStates
 from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.sampling import GenerationSettings
-from roll_batching.strategy.schedule import run_schedule
+from roll_batching.strategy.schedule import layouts_of, run_schedule
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.state import ModelState
 from roll_batching.strategy.weights import check_same_parameters, copy_parameters, gather_parameters
 
 logger = logging.getLogger(__name__)
+Packs = Sequence[PackedBatch] | StepPacks
 
 
 class MegatronInferStrategy(MovableStates):
@@ -256,7 +257,8 @@ class MegatronInferStrategy(MovableStates):
         layout = self.layout
         rows = torch.zeros(local.num_tokens, len(wanted), dtype=self.state.result_dtype, device=layout.device)
         if layout.is_last_stage and len(local):
-            rows = unpack_results(local, packs, results).to(rows.dtype)
+            whole = unpack_results(local, plan, layouts_of(packs), results, dp_rank=layout.dp_rank)
+            rows = whole.to(rows.dtype)
         if layout.pp_size > 1:
             last = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
             dist.broadcast(rows, last, group=layout.pp_group)
@@ -342,7 +344,7 @@ class MegatronInferStrategy(MovableStates):
 
     # ---- shared by the strategies
 
-    def _run(self, plan: Plan, packs: list[PackedBatch], bind: Any, **options: Any) -> list[Any]:
+    def _run(self, plan: Plan, packs: Packs, bind: Any, **options: Any) -> list[Any]:
         state = self.state
         return run_schedule(
             plan,
@@ -376,17 +378,18 @@ class MegatronInferStrategy(MovableStates):
         self._host.require(["parameters"], what)
         return self.layout.team.agree(what)
 
-    def _pack(self, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> list[PackedBatch]:
+    def _pack(self, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> Packs:
         packs = pack_inputs(self.state, facts, local, plan, masks)
         self._notice_fillers(plan)
         return packs
 
-    def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> list[PackedBatch]:
+    def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
         """`_pack` for a loss, with its own look at the samples of each micro-batch."""
         facts.equal("the loss", spec.words)
         packs = self._pack(facts, local, plan, spec.masks)
         if spec.check is not None:
-            spec.check(local, [local.rows_of(pack.ids).numpy() for pack in packs if pack.samples])
+            mine = plan.micro_batches[self.layout.dp_rank]
+            spec.check(local, [local.rows_of(plan.ids[mb.samples]).numpy() for mb in mine if not mb.is_filler])
         return packs
 
     def _notice_fillers(self, plan: Plan) -> None:

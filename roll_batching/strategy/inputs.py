@@ -12,7 +12,7 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.losses.contract import LossSpec
 from roll_batching.losses.denominators import StepCounts, local_counts, truncated_lengths
-from roll_batching.packing.batch import PackedBatch, pack_step
+from roll_batching.packing.batch import StepPacks
 from roll_batching.planning import Plan
 from roll_batching.strategy.state import ModelState
 
@@ -21,14 +21,17 @@ SAME_SAMPLES = "Give all tensor-, context- and pipeline-parallel ranks of a data
 
 def pack_inputs(
     state: ModelState, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None
-) -> list[PackedBatch]:
-    """This rank's micro-batches, packed; `facts` hears what other ranks must have as well. Inside a consensus."""
+) -> StepPacks:
+    """This rank's micro-batches; `facts` hears what other ranks must have as well. Inside a consensus.
+
+    What can be wrong with them is found here; they are packed when the schedule asks for them.
+    """
     require_batch("a pass", local)
     layout = state.layout
     _check_plan(plan, layout)
     _check_window(plan, state)
     facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths and constraints")
-    packs = pack_step(
+    packs = StepPacks(
         local,
         plan,
         dp_rank=layout.dp_rank,
@@ -37,6 +40,8 @@ def pack_inputs(
         masks=masks,
         tokens=int(plan.tokens.max()) if state.settings.pipeline_shapes == "shared" else None,
         attention=state.attention,
+        embeds=layout.pp_rank == 0,
+        judges=layout.is_last_stage,
     )
     if layout.tp_size * layout.cp_size * layout.pp_size > 1:
         facts.equal_in_part(
@@ -71,8 +76,7 @@ def _check_window(plan: Plan, state: ModelState) -> None:
 
 def counts_here(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, spec: LossSpec) -> StepCounts:
     """Denominators over this rank's planned samples, or over all of `local` where `plan` is None."""
-    used = truncated_lengths(plan, layout.dp_rank) if plan is not None else None
-    counted = local
-    if plan is not None:
-        counted = local.select_ids(plan.ids[plan.rank_samples(layout.dp_rank)])
-    return local_counts(counted, spec.masks, spec.sums, used)
+    if plan is None:
+        return local_counts(local, spec.masks, spec.sums)
+    rows = local.rows_of(plan.ids[plan.rank_samples(layout.dp_rank)])
+    return local_counts(local, spec.masks, spec.sums, truncated_lengths(plan, layout.dp_rank), rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import padding_uncounted, routed_padding, without_router_losses
 from roll_batching.modeling.head import gpt_of
-from roll_batching.packing.batch import PackedBatch
+from roll_batching.packing.batch import PackedBatch, StepPacks
+from roll_batching.packing.layout import PackLayout
 from roll_batching.packing.params import PackedParams
 from roll_batching.planning import Plan
 from roll_batching.strategy.out_of_memory import InFlight
@@ -26,17 +28,22 @@ LossBinder = Callable[[PackedBatch, Any], Callable[..., Any]]
 
 
 def receive_shape(
-    pack: PackedBatch, layout: ParallelLayout, hidden_size: int, rows_form: bool = False
+    pack: PackLayout, layout: ParallelLayout, hidden_size: int, rows_form: bool = False
 ) -> tuple[int, int, int]:
     """Shape of a stage's input: [tokens / cp (/ tp with sequence parallelism), 1, hidden], or its rows form."""
     split = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
-    rows = pack.layout.rectangle_rows if rows_form else 1
-    return pack.layout.tokens // rows // split, rows, hidden_size
+    rows = pack.rectangle_rows if rows_form else 1
+    return pack.tokens // rows // split, rows, hidden_size
+
+
+def layouts_of(packs: Sequence[PackedBatch] | StepPacks) -> list[PackLayout]:
+    """Of every pack, whether it is made already or not."""
+    return packs.layouts if isinstance(packs, StepPacks) else [pack.layout for pack in packs]
 
 
 def run_schedule(
     plan: Plan,
-    packs: Sequence[PackedBatch],
+    packs: Sequence[PackedBatch] | StepPacks,
     chunks: Sequence[Any],
     bind_loss: LossBinder,
     layout: ParallelLayout,
@@ -71,6 +78,7 @@ def run_schedule(
     """
     if len(packs) != plan.num_micro_batches:
         raise LayoutError(f"the plan has {plan.num_micro_batches} micro-batches and {len(packs)} were packed")
+    pack_layouts = layouts_of(packs)
     config = gpt_of(chunks[0]).config
     pads_matter = config.num_moe_experts is not None and _accepts_padding_mask(gpt_of(chunks[0]))
 
@@ -101,7 +109,7 @@ def run_schedule(
     if layout.pp_size > 1:
         changes["variable_seq_lengths"] = pipeline_shapes != "shared"
         options["pg_collection"] = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        shapes = [receive_shape(pack, layout, config.hidden_size, rows_form) for pack in packs]
+        shapes = [receive_shape(pack, layout, config.hidden_size, rows_form) for pack in pack_layouts]
         if pipeline_shapes == "planned":
             communicator = PlannedP2P(layout.pp_group, config, shapes, layout.vpp_size, plan.group_size or 1)
         else:
@@ -113,10 +121,10 @@ def run_schedule(
     with flight.named(), _changed(config, changes), padding_uncounted(chunks if pads_matter else []):
         results = get_forward_backward_func(layout.pp_size, layout.vpp_size if interleaved else None)(
             forward_step_func=forward_step,
-            data_iterator=[iter(packs) for _ in chunks] if interleaved else iter(packs),
+            data_iterator=list(itertools.tee(packs, len(chunks))) if interleaved else iter(packs),
             model=list(chunks) if interleaved else chunks[0],
             num_microbatches=len(packs),
-            seq_length=max(pack.layout.tokens for pack in packs),
+            seq_length=max(pack.tokens for pack in pack_layouts),
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=collect,

@@ -74,19 +74,22 @@ def test_packs_and_views_show_what_the_batch_holds(case, lengths, mode) -> None:
     data = batch(dtype, pad, lengths)
     plan = plan_step(lengths, PlanConstraints(dp_size=1, max_tokens=16, **mode))
     counts = local_counts(data, ("response_mask",))
-    for pack in pack_step(data, plan, dp_rank=0, device=CPU, masks=("response_mask",)):
+    packs = pack_step(data, plan, dp_rank=0, device=CPU, masks=("response_mask",))
+    for pack in packs:
         view = TokenView(pack, counts)
         assert view.input_ids.dtype == pack.labels.dtype == pack.input_ids.dtype == torch.int64
         assert int((~view["response_mask"]).sum()) == int((~pack.predicts).sum())
+        source = torch.from_numpy(pack.layout.source(data.offsets[data.rows_of(pack.ids)].numpy()))
         for name, shift in (("a", 1), ("b", 0)):
             shown = view.per_token(name)
-            assert same(shown[pack.predicts], data[name][pack.source[pack.predicts] + shift])
+            assert same(shown[pack.predicts], data[name][source[pack.predicts] + shift])
             assert all_pad(shown[~pack.predicts], pad)
         here = view.segment_ids < view.samples
         rows = data.rows_of(pack.ids)
         assert same(view["c"], data["c"][rows])
         assert same(view.per_token("c")[here], data["c"][rows[view.segment_ids[here]]])
-        assert unpack_results(data, [pack], [view["a"]]).dtype == dtype
+    back = unpack_results(data, plan, [pack.layout for pack in packs], [pack.fields["a"] for pack in packs])
+    assert back.dtype == dtype
 
 
 def test_a_rank_without_samples_packs_fields_of_the_same_dtype() -> None:

@@ -143,7 +143,9 @@ def test_results_return_to_their_samples(case) -> None:
         if not len(mine):
             continue
         packs = pack_step(mine, plan, dp_rank=dp_rank, cp_rank=0, device=CPU)
-        flat = unpack_results(mine, packs, [pack.fields["value"] for pack in packs])
+        flat = unpack_results(
+            mine, plan, [pack.layout for pack in packs], [pack.fields["value"] for pack in packs], dp_rank=dp_rank
+        )
         expected = mine["value"].clone()
         expected[mine.offsets[1:] - 1] = 0
         assert torch.equal(flat.double(), expected.double())

@@ -53,7 +53,7 @@ def live_tables(megatron: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
     pack = strategy._pack
 
     def keeping(*args: Any, **options: Any) -> Any:
-        kept.append(pack(*args, **options))  # so that packs outlive the schedule
+        kept.append(list(pack(*args, **options)))  # so that packs outlive the schedule
         return kept[-1]
 
     strategy._pack = keeping
