@@ -233,7 +233,7 @@ def unpacking(batch: Any, plan: Any) -> float:
     packs = pack_step(batch, plan, dp_rank=0, device=torch.device("cpu"))
     results = [torch.zeros(pack.layout.tokens, 1) for pack in packs]
     started = time.perf_counter()
-    unpack_results(batch, packs, results)
+    unpack_results(batch, plan, [pack.layout for pack in packs], results)
     return time.perf_counter() - started
 
 

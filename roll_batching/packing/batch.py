@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,12 @@ class StepPacks:
         self._backend = None if attention is None else attention_backend(attention, device.type)
         on_host = all(x.device.type == "cpu" for x in local.fields.values() if isinstance(x, torch.Tensor))
         self._made_on = torch.device("cpu") if on_host else device
+        self._between: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda make: make
         self._first: PackedBatch | None = self._make(0) if self.layouts else None
+
+    def timed_by(self, between: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """`between` wraps what makes a pack between two passes; what a thread makes beside them costs them nothing."""
+        self._between = between
 
     def __len__(self) -> int:
         return len(self.layouts)
@@ -148,7 +153,7 @@ class StepPacks:
     def __iter__(self) -> Iterator[PackedBatch]:
         static = {name: self._local.fields[name] for name, spec in self._local.schema.items() if spec.kind == "static"}
         move = None if self._made_on == self._device else functools.partial(to_cuda, device=self._device)
-        for pack in ahead(self._take, len(self), move):
+        for pack in ahead(self._take if move else self._between(self._take), len(self), move):
             if self._judges:
                 pack.fields.update(static)  # as they are, wherever they lie
             yield pack

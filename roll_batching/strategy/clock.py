@@ -20,7 +20,7 @@ PHASES: tuple[Phase, ...] = ("plan", "pack", "forward_backward", "loss", "wait",
 """What a step consists of, none of it inside another:
 
 - plan: micro-batches of lengths, on the host (of the plans made since the step before);
-- pack: checks, packing, and what ranks agree on before they begin, on the host;
+- pack: checks, what ranks agree on before they begin, and packing as far as it is waited for, on the host;
 - forward_backward: the model, and the loss's backward;
 - loss: from the model's output to the loss, log-probs among it;
 - wait: from the end of this rank's own passes until gradients are summed over ranks and the step's loss is known to

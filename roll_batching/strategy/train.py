@@ -23,6 +23,7 @@ from roll_batching.losses.metric_kinds import HostMetric, as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, optimizer_config, wrap_ddp
 from roll_batching.modeling.cost import device_rate, plan_flops
+from roll_batching.packing.batch import StepPacks
 from roll_batching.planning import CostModel, Plan
 from roll_batching.strategy.clock import Phase, StepClock
 from roll_batching.strategy.infer import MegatronInferStrategy
@@ -354,6 +355,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         runner = LossRunner(loss, spec, counts, self._head(), scaling, train=True)
         for chunk in self.chunks:
             chunk.train()
+        if isinstance(packs, StepPacks):
+            packs.timed_by(lambda make: clock.timed("pack", make))
         with clock.phase("forward_backward"), clock.timing("wait", config, "finalize_model_grads_func"):
             records = self._run(plan, packs, lambda *given: clock.timed("loss", runner.bind(*given)))
         with clock.phase("wait"):
