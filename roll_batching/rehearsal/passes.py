@@ -27,8 +27,8 @@ from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.samples import samples_of
 from roll_batching.rl.from_config import loss_of, schedule_of, supervised_schedule_of
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
-from roll_batching.strategy.infer import Packs
 from roll_batching.strategy.inputs import pack_inputs
+from roll_batching.strategy.schedule import Packs
 
 _CPU = torch.device("cpu")
 

@@ -27,7 +27,9 @@ def join(rank: int, world_size: int, device: str) -> None:
     """This process becomes `rank` of a world of `world_size` that is not there."""
     os.environ["LOCAL_RANK"] = "0"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    groups.group_timeout = parallel_layout.group_timeout = lambda group: datetime.timedelta(minutes=30)  # nobody is waited for
+    groups.group_timeout = parallel_layout.group_timeout = lambda group: datetime.timedelta(
+        minutes=30
+    )  # nobody is waited for
     _without_gloo()
     if device == "cpu":  # where the host's own tensors have no values, ranks cannot agree on them
         groups._host_groups[dist.group.WORLD] = None

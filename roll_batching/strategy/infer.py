@@ -26,7 +26,7 @@ from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.kernels import choose_kernels, tell
 from roll_batching.modeling.pretrained import load_pretrained
-from roll_batching.packing.batch import PackedBatch, StepPacks, unpack_results
+from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, Plan, PlanConstraints, plan_step
 from roll_batching.strategy.checkpoint import load_state, save_state
 from roll_batching.strategy.export import export_model
@@ -35,13 +35,12 @@ from roll_batching.strategy.inputs import SAME_SAMPLES, counts_here, pack_inputs
 from roll_batching.strategy.offload import KINDS, MovableStates
 from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.sampling import GenerationSettings
-from roll_batching.strategy.schedule import layouts_of, run_schedule
+from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.state import ModelState
 from roll_batching.strategy.weights import check_same_parameters, copy_parameters, gather_parameters
 
 logger = logging.getLogger(__name__)
-Packs = Sequence[PackedBatch] | StepPacks
 
 
 class MegatronInferStrategy(MovableStates):
@@ -244,9 +243,8 @@ class MegatronInferStrategy(MovableStates):
 
         def bind(pack: PackedBatch, chunk: Any) -> Any:
             def collect(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-                log_probs, entropy = head.log_probs(
-                    output, pack, chunk, entropy="entropy" in wanted, idle=not pack.samples
-                )
+                idle = not pack.samples
+                log_probs, entropy = head.log_probs(output, pack, chunk, entropy="entropy" in wanted, idle=idle)
                 parts = {"log_probs": log_probs, "entropy": entropy}
                 return torch.stack([x for name in wanted if (x := parts[name]) is not None], -1)
 
@@ -257,8 +255,7 @@ class MegatronInferStrategy(MovableStates):
         layout = self.layout
         rows = torch.zeros(local.num_tokens, len(wanted), dtype=self.state.result_dtype, device=layout.device)
         if layout.is_last_stage and len(local):
-            whole = unpack_results(local, plan, layouts_of(packs), results, dp_rank=layout.dp_rank)
-            rows = whole.to(rows.dtype)
+            rows = unpack_results(local, plan, layouts_of(packs), results, dp_rank=layout.dp_rank).to(rows.dtype)
         if layout.pp_size > 1:
             last = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
             dist.broadcast(rows, last, group=layout.pp_group)

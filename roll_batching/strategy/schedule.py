@@ -24,6 +24,7 @@ from roll_batching.planning import Plan
 from roll_batching.strategy.out_of_memory import InFlight
 from roll_batching.strategy.pipeline import PlannedP2P
 
+Packs = Sequence[PackedBatch] | StepPacks
 LossBinder = Callable[[PackedBatch, Any], Callable[..., Any]]
 
 
@@ -36,14 +37,14 @@ def receive_shape(
     return pack.tokens // rows // split, rows, hidden_size
 
 
-def layouts_of(packs: Sequence[PackedBatch] | StepPacks) -> list[PackLayout]:
+def layouts_of(packs: Packs) -> list[PackLayout]:
     """Of every pack, whether it is made already or not."""
     return packs.layouts if isinstance(packs, StepPacks) else [pack.layout for pack in packs]
 
 
 def run_schedule(
     plan: Plan,
-    packs: Sequence[PackedBatch] | StepPacks,
+    packs: Packs,
     chunks: Sequence[Any],
     bind_loss: LossBinder,
     layout: ParallelLayout,
