@@ -22,11 +22,10 @@ def resolved(job: JobKeys) -> dict[str, Any]:
     train = _own(train, longest, train.training_args.per_device_train_batch_size)
     if job.task != "grpo" and "response" not in train.data_args.model_fields_set:
         train = _update(train, "data_args", response="response")
-    if job.task != "grpo":
-        train = train.model_copy(update={"logprob_plan": "none"})  # of no older policy
     if job.max_grad_norm is not None and "max_grad_norm" not in train.training_args.model_fields_set:
         train = _update(train, "training_args", max_grad_norm=job.max_grad_norm)
-    train = train.model_copy(update={"logprob_plan": logprob_plan_of(job)})
+    plan = logprob_plan_of(job) if job.task == "grpo" else "none"  # else there is no older policy
+    train = train.model_copy(update={"logprob_plan": plan})
     infer = _inherit(_own(job.actor_infer, longest, job.actor_infer.infer_batch_size), train)
     tokens = infer.generating_args.max_new_tokens or lengths["response_length"]
     infer = _update(infer, "generating_args", max_new_tokens=tokens, num_return_sequences=group)

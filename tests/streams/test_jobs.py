@@ -158,7 +158,7 @@ def test_conversations_on_a_model_directory(folder):
 # ---- going on
 
 
-@pytest.mark.parametrize("task", ["sft", "dpo"])
+@pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
 def test_killed_and_resumed_to_the_bit(folder, task):
     variant = {
         "save_steps": 1,
