@@ -289,12 +289,8 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     )
     tokenizer = job.tokenizer
     if tokenizer.type == "char":
-        vocabulary = tokenizer.vocabulary or tokenizer.vocabulary_file
-        need(
-            vocabulary,
-            ("tokenizer", "vocabulary"),
-            "is missing: give the characters, or vocabulary_file, or type: hf",
-        )
+        text = "is missing: give the characters, or vocabulary_file, or type: hf"
+        need(tokenizer.vocabulary or tokenizer.vocabulary_file, ("tokenizer", "vocabulary"), text)
         need(tokenizer.eos_token, ("tokenizer", "eos_token"), "is missing: the character that ends a response")
     else:
         need(tokenizer.name_or_path, ("tokenizer", "name_or_path"), "is missing: folder or name of the tokenizer")
