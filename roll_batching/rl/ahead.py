@@ -99,7 +99,7 @@ class RolloutsAhead:
     def take(self, step: int) -> Drawn:
         """The rollouts of `step`, waited for; drawn again where their weights are older than `max_staleness`."""
         next(self.stream)  # the position of this step; its prompts were drawn from `_ahead`
-        patience = (self.config.sampler_restarts + 1) * self.config.rollout_timeout + _MARGIN
+        patience = (self.config.sampler_restarts + 1) * (self.config.rollout_timeout + _MARGIN) + _MARGIN
         found: list[Any] = [None]
         with consensus(self.strategy.layout.host_group, "rollouts", patience=patience):
             if self.sampler is not None:
@@ -128,7 +128,8 @@ class RolloutsAhead:
         prompts = self._prompts[rank_slice(len(self._prompts), part, self.parts)]
         # In one part: the seed of a synchronous run.
         seed = step_seed(self.config.seed, step + 1, *([part] if part else []))
-        shown = -(-self.config.rollout_samples // self.parts)
+        shown = self.config.rollout_samples  # of the whole step; -1: all
+        shown = -(-shown // self.parts) if shown > 0 else shown
         request = Request(number=self._made, prompts=prompts, seed=seed, shown=shown)
         self._requests[request.number] = request
         sampler.ask(request)

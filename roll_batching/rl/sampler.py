@@ -28,6 +28,8 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PO
 """Variables that say which rank a process is: the sampler is none."""
 _SECONDS_BEFORE_NOTICE = 30.0
 _SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_TO_START = 300.0
+"""What building the model may take at least, however short `rollout_timeout` is."""
 
 
 class Sampler:
@@ -47,9 +49,16 @@ class Sampler:
         self._answers: dict[int, Answer] = {}
         self._changed = threading.Condition()
         self._heard = time.monotonic()
+        self._started = False
         self._failed: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+
+    @property
+    def limit(self) -> float:
+        """Seconds that it may be silent while it is waited for."""
+        limit = self.config.rollout_timeout
+        return limit if self._started else max(limit, _SECONDS_TO_START)
 
     def start(self) -> None:
         """Starts the process. It builds its model while this one goes on."""
@@ -57,7 +66,7 @@ class Sampler:
         if DEVICE in environment:
             environment |= {"CUDA_VISIBLE_DEVICES": environment[DEVICE], "LOCAL_RANK": "0"}
         self._process, self._connection = start_child("roll_batching.rl.sampler_child", environment=environment)
-        self._heard = time.monotonic()
+        self._heard, self._started = time.monotonic(), False
         threading.Thread(target=self._read, args=(self._connection,), name="sampler", daemon=True).start()
         self._tell(self.config.to_dict())
 
@@ -98,9 +107,9 @@ class Sampler:
             assert self._process is not None
             if (code := self._process.poll()) is not None:
                 self._again(f"the sampler ended {how_it_ended(code)}; its output is above")
-            elif silent > self.config.rollout_timeout:
-                limit = f"rollout_timeout={self.config.rollout_timeout:g}"
-                self._again(f"the sampler was not heard of for {limit} seconds")
+            elif silent > self.limit:
+                what = f"for rollout_timeout={self.limit:g}" if self._started else f"since its start, {self.limit:g}"
+                self._again(f"the sampler was not heard of {what} seconds")
             elif time.monotonic() - began > patience:
                 self._say(f"rank 0 waits for rollouts since {time.monotonic() - began:.0f} s")
                 patience *= 2
@@ -150,7 +159,7 @@ class Sampler:
             while True:
                 message = receive(connection)
                 with self._changed:
-                    self._heard = time.monotonic()
+                    self._heard, self._started = time.monotonic(), True
                     self._take_in(message)
                     self._changed.notify()
 

@@ -63,6 +63,11 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ready:
+    """The model is built and the reward answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Loaded:
     """Weights were taken over: those before them are read no more."""
 
@@ -92,6 +97,7 @@ def serve(descriptor: int, parent: int) -> None:
     connection = Connection(descriptor)
     try:
         sampler = _Sampler(JobConfig.model_validate(receive(connection)))
+        send(connection, Ready())
         inbox = _Inbox(connection)
         while True:
             weights, request = inbox.next()
