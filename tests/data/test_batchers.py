@@ -86,6 +86,11 @@ def test_no_row_is_empty_or_above_the_budget(seed, oversize, window):
     assert all(sum(row) <= 300 or len(row) == 1 for rows in steps for row in rows)
 
 
+def test_every_rank_gets_a_sample_where_rows_are_full_with_one():
+    """A micro-batch is closed at 98% of its room, which 63 of 64 such samples are."""
+    assert list(budget_batcher([10] * 128, 64, 10)) == [[[10]] * 64] * 2
+
+
 def test_an_oversized_sample_after_full_rows():
     """The review: a full row and an oversized successor gave a micro-batch with empty ranks, or with none at all."""
     assert list(budget_batcher([10, 25], 2, 10, oversize="alone")) == [[[25], [10]]]

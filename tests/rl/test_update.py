@@ -35,6 +35,9 @@ def train(payload):
     )
     mine = np.flatnonzero(np.arange(SAMPLES) % strategy.layout.dp_size == strategy.layout.dp_rank)
     home = batch.select(mine[:: payload.get("order", 1)])
+    if "drawn_with" in payload:
+        drawn_with = torch.full((home.num_tokens,), payload["drawn_with"])
+        home = home.with_fields({"rollout_log_probs": drawn_with}, {"rollout_log_probs": "next_token"})
     left_out = np.isin(home.ids.numpy(), payload["overlong"])
     home = mask_overlong(home, torch.from_numpy(left_out))
     left_out |= home["advantages"].numpy() == 0
@@ -221,3 +224,13 @@ def test_old_log_probs_are_computed_under_the_plan_that_was_asked_for(tmp_path, 
 
 def test_without_old_log_probs_every_ratio_is_one(tmp_path):
     assert run(tmp_path, 1, logprob_plan="none")["ratio_max"] == [1.0, 1.0]
+
+
+@pytest.mark.streams
+def test_ratios_are_taken_against_the_policy_that_drew_the_samples(tmp_path):
+    """A sampler that was certain of every token, and one that gave each a tenth."""
+    certain = run(tmp_path, 1, logprob_plan="rollout", drawn_with=0.0)
+    assert certain["forwards"] == [], "no pass for them"
+    assert 0 < certain["ratio_max"][0] < 1, "the largest probability of a token"
+    unsure = run(tmp_path, 1, logprob_plan="rollout", drawn_with=-np.log(10.0))
+    assert unsure["ratio_max"][0] == pytest.approx(10 * certain["ratio_max"][0], rel=1e-5)
