@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from roll_batching.config import load_config
+from roll_batching.config import JobConfig, load_config
 from roll_batching.errors import ConfigError, RollBatchingError
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -30,6 +31,9 @@ def rehearse(
         Path | None,
         typer.Option(help="CSV, JSONL, npy or Parquet file of the lengths of a step's samples. Default: the longest."),
     ] = None,
+    advice: Annotated[
+        bool, typer.Option(help="Look for the largest cap that fits and, where the job does not, for what would.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Rehearse a job: memory, FLOPs, collectives and host reads of its ranks, without a GPU and without weights."""
@@ -38,15 +42,27 @@ def rehearse(
     if importlib.util.find_spec("torch") is None:
         raise RollBatchingError("a rehearsal needs torch and megatron-core: pip install 'roll-batching[megatron]'")
     from roll_batching.planning.lengths_io import read_lengths
-    from roll_batching.rehearsal.job import rehearse_job
-    from roll_batching.rehearsal.report import lines_of, plain
+    from roll_batching.rehearsal.advice import limit_of, ways_that_were_tried
+    from roll_batching.rehearsal.job import Rehearsal, rehearse_job
+    from roll_batching.rehearsal.report import advice_lines, lines_of, plain
 
     given = None if lengths is None else read_lengths(lengths).tolist()
+
+    def again(changed: JobConfig) -> Rehearsal:
+        return rehearse_job(changed, world_size=found.dims.world_size, lengths=given)
+
     found = rehearse_job(job, world_size=world_size, lengths=given)
-    if as_json:
-        typer.echo(json.dumps(plain(found, size)))
-    else:
+    if not as_json:
         for line in lines_of(found, size):
+            typer.echo(line)
+    limit = limit_of(found, size, again) if advice and given is None else None
+    ways = ways_that_were_tried(found, again) if advice and not found.fits(size) else []
+    if as_json:
+        told = {} if limit is None else {"limit": asdict(limit)}
+        tried = [{"change": str(way.change), "need": way.need} for way in ways]
+        typer.echo(json.dumps(plain(found, size) | told | {"ways_out": tried}))
+    elif limit is not None:
+        for line in advice_lines(limit, ways, size):
             typer.echo(line)
     if not found.fits(size) or found.reads_inside:
         raise typer.Exit(1)

@@ -6,8 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from roll_batching.config import JobConfig
 from roll_batching.planning import Plan, PlanConstraints
 from roll_batching.planning.arrays import Ints
+
+
+def longest_sample(job: JobConfig) -> int:
+    """Tokens of the longest sequence that the job admits."""
+    return job.sequence_length or (job.prompt_length + (job.response_length or 0))
 
 
 def longest_bin(constraints: PlanConstraints, longest: int, unit: int = 1) -> list[int]:

@@ -22,7 +22,7 @@ from roll_batching.packing.batch import PackedBatch
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.rehearsal.hollow import hollow
-from roll_batching.rehearsal.lengths import fullest_bin, longest_bin, same_bins
+from roll_batching.rehearsal.lengths import fullest_bin, longest_bin, longest_sample, same_bins
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.samples import samples_of
 from roll_batching.rl.from_config import loss_of, schedule_of, supervised_schedule_of
@@ -193,11 +193,6 @@ def _scheduled(job: JobConfig) -> WorkerConfig:
 def reinforced(job: JobConfig) -> bool:
     """Whether the job's main phase samples answers."""
     return bool(job.max_steps) and not supervised(job)
-
-
-def longest_sample(job: JobConfig) -> int:
-    """Tokens of the longest sequence that the job admits."""
-    return job.sequence_length or (job.prompt_length + (job.response_length or 0))
 
 
 def _local(strategy: MegatronInferStrategy, plan: Plan) -> SampleBatch:

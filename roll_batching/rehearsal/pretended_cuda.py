@@ -95,6 +95,7 @@ def _answer_for_cuda() -> None:
     cuda.nvtx.range_push = cuda.nvtx.range_pop = answer(0)
     cuda.random.get_rng_state, cuda.random.set_rng_state = answer(state), answer(None)
     cuda.default_generators = [torch.default_generator]
+    torch.Generator = lambda device=None: torch.default_generator  # type: ignore[assignment,misc]
     cuda.Stream, cuda.Event = _Stream, _Event
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
     cuda.stream = cuda.device = lambda *args: contextlib.nullcontext()

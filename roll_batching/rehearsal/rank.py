@@ -13,6 +13,7 @@ from roll_batching.rehearsal.memory import kept_bytes, kinds_of, peaks_of
 from roll_batching.rehearsal.passes import Passes, passes_of
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.task import RankReport, RankTask
+from roll_batching.rehearsal.variants import with_value
 
 _BEFORE = "first step"
 """The phase of what comes before the step that is looked at."""
@@ -84,13 +85,7 @@ def _report(recorder: Recorder, passes: Passes, tokens: dict[str, int], seconds:
 
 def with_layers(job: JobConfig, layers: int) -> JobConfig:
     """`job` with a model of `layers` layers."""
-
-    def changed(role):  # type: ignore[no-untyped-def]
-        if role is None or role.model_args.architecture is None:
-            return role
-        architecture = role.model_args.architecture.model_copy(update={"num_layers": layers})
-        return role.model_copy(update={"model_args": role.model_args.model_copy(update={"architecture": architecture})})
-
-    return job.model_copy(
-        update={name: changed(getattr(job, name)) for name in ("actor_train", "actor_infer", "reference")}
-    )
+    for role in ("actor_train", "reference"):
+        if getattr(job, role) is not None:
+            job = with_value(job, f"{role}.model_args.architecture.num_layers", layers)
+    return job

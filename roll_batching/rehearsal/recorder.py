@@ -222,7 +222,7 @@ def _place() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and "/rehearsal/" not in file and not file.startswith("<"):
+        if "/torch/" not in file and "/roll_batching/rehearsal/" not in file and not file.startswith("<"):
             return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
         if frame.f_back is None:
             break

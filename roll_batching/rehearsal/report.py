@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from roll_batching.rehearsal.advice import Limit, WayOut
 from roll_batching.rehearsal.job import Rehearsal, StageReport
 from roll_batching.rehearsal.margins import GIB
 
 KINDS = ("weights", "gradients", "optimizer", "reference", "inputs", "activations")
 _LARGEST = 5
+
+
+def advice_lines(limit: Limit, ways: Sequence[WayOut], gpu_memory: float) -> Iterator[str]:
+    """What to change, line by line."""
+    if limit.fits is None:
+        yield f"no {limit.key} fits: not even one micro-batch of the longest sample"
+    else:
+        beyond = "more was not tried" if limit.too_large is None else f"{limit.too_large:,} does not"
+        yield f"{limit.key}: {limit.fits:,} fits, {beyond}"
+    for way in ways:
+        if way.need is not None:
+            words = "fits" if way.need <= gpu_memory else "does not fit either"
+            yield f"{way.change}: needs {_gib(way.need)} GiB, {words}"
 
 
 def lines_of(found: Rehearsal, gpu_memory: float) -> Iterator[str]:

@@ -15,7 +15,7 @@ DEMO = ["rehearse", "--config", "configs/demo_grpo.yaml"]
 
 def test_a_job_that_fits_says_so_with_figures_of_every_phase(capsys):
     with pytest.raises(SystemExit) as end:
-        main([*DEMO, "--json"])
+        main([*DEMO, "--no-advice", "--json"])
     assert end.value.code == 0
     found = json.loads(capsys.readouterr().out)
     (stage,) = found["stages"]
@@ -27,7 +27,7 @@ def test_a_job_that_fits_says_so_with_figures_of_every_phase(capsys):
 
 def test_a_job_that_does_not_fit_exits_with_1(capsys):
     with pytest.raises(SystemExit) as end:
-        main([*DEMO, "--gpu-memory", "1MiB"])
+        main([*DEMO, "--no-advice", "--gpu-memory", "1MiB"])
     assert end.value.code == 1
     assert "does not fit 0.00 GiB" in capsys.readouterr().out
 

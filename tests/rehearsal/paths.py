@@ -1,0 +1,99 @@
+"""What runs inside a process whose CUDA is pretended: one path of our code each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from roll_batching.config import load_config
+from roll_batching.losses import LossOutput
+from roll_batching.rehearsal.task import RankReport, RankTask
+from tests.rehearsal.jobs import job_of, rehearsed, task_of
+
+BF16 = {"model_args": {**job_of()["actor_train"]["model_args"], "dtype": "bf16"}}
+
+
+def shipped(name: str) -> RankReport:
+    """A configuration as it is shipped, two layers deep."""
+    job = load_config(f"configs/{name}.yaml")
+    return rehearsed(RankTask(job=job, rank=0, world_size=job.world_size or 1, layers=2))
+
+
+def job_on_device(payload: tuple[dict[str, Any], int]) -> RankReport:
+    job, world = payload
+    return rehearsed(task_of(job, world, device="cuda"))
+
+
+class ReadingLoss:
+    """Waits for the device, as a loss must not."""
+
+    needs = frozenset({"log_probs"})
+    masks = ("response_mask",)
+
+    def token_loss(self, tokens: Any) -> LossOutput:
+        loss = -tokens.mean(tokens.log_probs)
+        if loss.item() < 0:
+            loss = loss * 1
+        return LossOutput(loss, {})
+
+
+def head_with_an_index_on_the_host(_: None) -> RankReport:
+    """The head picks its rows by an index that was forgotten on the CPU."""
+    from roll_batching.losses.head import HeadContext
+
+    compute = HeadContext._token_log_probs
+
+    def forgotten(self: Any, source: Any, pack: Any, weight: Any, rows: Any, *args: Any, **options: Any) -> Any:
+        return compute(self, source, pack, weight, torch.zeros(len(rows), dtype=torch.int64), *args, **options)
+
+    HeadContext._token_log_probs = forgotten  # type: ignore[method-assign]
+    return job_on_device((job_of(train=BF16), 1))
+
+
+def _with_policy(job: dict[str, Any], use: Callable[[Any, Any], Any]) -> Any:
+    """What `use` makes of the passes of a job, and the host reads inside its schedules."""
+    from roll_batching.rehearsal import pretended_cuda, world
+    from roll_batching.rehearsal.passes import passes_of
+    from roll_batching.rehearsal.recorder import Recorder
+
+    pretended_cuda.install()
+    world.join(0, 1, "cuda")
+    world.ease_megatron()
+    recorder = Recorder("cuda")
+    with world.on_device_without_values("cuda"), recorder:
+        passes = passes_of(task_of(job, 1).job, recorder)
+        return use(passes, recorder)
+
+
+def evaluation(job: dict[str, Any]) -> list[str]:
+    """Devices of the parameters, after an evaluation of the job's loss."""
+    from roll_batching.rehearsal.passes import _local
+
+    def use(passes: Any, recorder: Any) -> list[str]:
+        policy = passes.policy
+        plan = passes.plan(policy, policy.batching.infer, 2)
+        figures = policy.evaluate(_local(policy, plan), plan, passes.loss)
+        assert "loss" in figures
+        return sorted({str(p.device) for p in policy.chunks[0].parameters()})
+
+    found: list[str] = _with_policy(job, use)
+    return found
+
+
+def parts(_: None) -> dict[str, float]:
+    """The kept bytes of a strategy that took over a model."""
+    from roll_batching.losses import SFTLoss
+    from roll_batching.rehearsal.passes import Policy, _local
+
+    def use(passes: Any, recorder: Any) -> dict[str, float]:
+        policy = passes.policy
+        taken = Policy.from_parts(policy.chunks, policy.optimizer, policy.batching, defer_head=True, vocab_size=512)
+        taken.recorder = recorder
+        plan = passes.plan(taken, taken.batching.train, 2)
+        taken.train_step(_local(taken, plan), plan, SFTLoss())
+        return {read.phase: 1 for read in recorder.host_reads if read.phase in ("forward", "backward")}
+
+    found: dict[str, float] = _with_policy(job_of(train=BF16), use)
+    return found

@@ -1,0 +1,99 @@
+"""Every path to a CUDA device, on a pretended one: nothing on the wrong device, and no host read inside a schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll_batching.config import load_config
+from roll_batching.rehearsal.task import RankReport
+from tests.rehearsal.jobs import DYNAMIC, PACKED, PADDED, job_of
+from tests.support.ranks import RanksFailed, run_ranks
+
+pytestmark = pytest.mark.rehearse
+
+PATHS = "tests.rehearsal.paths"
+CONFIGS = sorted(
+    path.stem
+    for path in Path("configs").glob("*.yaml")
+    if load_config(path).actor_train.model_args.architecture is not None  # else it is in a directory that is not here
+)
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+SUPERVISED = {"task": "sft", "sequence_length": 200}
+PREFERENCES = {"task": "dpo", "sequence_length": 200, "reference": {}, "loss_function": "dpo"}
+FOUR_RANKS = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "context_parallel_size": 2,
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+}
+
+
+def bf16(**keys: Any) -> dict[str, Any]:
+    job = job_of(**keys)
+    job["actor_train"]["model_args"]["dtype"] = "bf16"
+    return job
+
+
+JOBS: dict[str, tuple[dict[str, Any], int]] = {
+    "CP2 x TP2, packed, full recompute": (bf16(megatron=FOUR_RANKS | {"recompute_granularity": "full"}), 8),
+    "CP2, dense": (bf16(megatron={"context_parallel_size": 2, "attention_backend": "dense"}), 2),
+    "dense, dynamic, selective recompute": (
+        bf16(batching=DYNAMIC, megatron=SELECTIVE | {"attention_backend": "dense"}),
+        1,
+    ),
+    "PP4 x VPP2, padded": (
+        bf16(
+            batching=PADDED,
+            architecture={"num_layers": 8},
+            megatron={"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
+        ),
+        4,
+    ),
+    "reference and its divergence": (bf16(use_kl_loss=True, reference=PACKED), 1),
+    "SFT": (bf16(**SUPERVISED), 1),
+    "DPO": (bf16(train={"training_args": {"per_device_train_batch_size": 2}}, **PREFERENCES), 1),
+}
+
+
+def inside(report: RankReport) -> list[str]:
+    return [words for words in report.host_reads if words.startswith(("forward: ", "backward: "))]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_shipped_configuration(name):
+    (report,) = run_ranks(1, f"{PATHS}:shipped", name)
+    assert inside(report) == []
+    assert {"forward", "backward", "optimizer"} <= set(report.peaks)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_jobs(name):
+    (report,) = run_ranks(1, f"{PATHS}:job_on_device", JOBS[name])
+    assert inside(report) == []
+    assert report.flops["backward"] > report.flops["forward"] > 0
+
+
+def test_evaluation():
+    (devices,) = run_ranks(1, f"{PATHS}:evaluation", bf16())
+    assert devices == ["cuda:0"]
+
+
+def test_a_model_that_was_taken_over():
+    (reads,) = run_ranks(1, f"{PATHS}:parts")
+    assert reads == {}
+
+
+def test_a_loss_that_waits_for_the_device_is_seen():
+    job = bf16(loss_function=f"{PATHS}:ReadingLoss")
+    (report,) = run_ranks(1, f"{PATHS}:job_on_device", (job, 1))
+    (read,) = inside(report)
+    assert "paths.py" in read and "token_loss" in read
+
+
+def test_an_index_on_the_wrong_device_is_seen():
+    with pytest.raises(RanksFailed, match="same device|found at least two devices|cpu"):
+        run_ranks(1, f"{PATHS}:head_with_an_index_on_the_host")
