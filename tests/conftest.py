@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deep", action="store_true", help="planning: 100,000 random plans instead of 2,000")
 
 
-LONGEST = ("test_layouts.py", "test_failures.py", "test_equality.py", "test_rubbish.py", "test_local.py")
+LONGEST = ("test_layouts.py", "test_failures.py", "test_equality.py", "test_rubbish.py", "test_local.py", "test_ray.py")
 """Files that are run first: where files run side by side, one that is begun last would run alone."""
 
 

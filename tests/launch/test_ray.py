@@ -233,3 +233,13 @@ def test_what_cannot_be_started_says_so(options, words, tmp_path, report):
     assert code == 2, said
     assert words in said.splitlines()[-1], said
     report(said.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_no_room_is_waited_for_and_said(two_machines, tmp_path, report):
+    job = write_job(tmp_path, **SMALL, actor_train__backend_timeout=0.25)
+    code, said = done(tmp_path, *on_ray(job, ranks=4, address=two_machines.address), timeout=300)
+    lines = [line for line in said.splitlines() if "room for 4 ranks (CPUs: one each)" in line]
+    assert code == 1 and lines[0].startswith("notice: waiting 10 s so far for room"), said
+    assert lines[-1].startswith("error: there was no room for 4 ranks") and "for 0.25 minutes" in lines[-1]
+    report(lines[-1])
