@@ -61,7 +61,7 @@ in some roles, and then get a notice:
 
 LOSSES_NOTE = """The fields of a class of your own, or the keywords of its `__init__`, are the names of its `loss_args`
 (docs/custom-losses.md). What `policy` has keys for, above, cannot be given in `loss_args` as well. A loss that reads
-what rollouts do not have, such as `dpo`, serves your own training loop and not this job.
+what rollouts do not have, such as `dpo`, serves the task that has it (`task: dpo`) and your own training loop.
 """
 
 
