@@ -25,7 +25,7 @@ from roll_batching.rl.engine_sampler import EngineSampler
 from roll_batching.rl.evaluation import Evaluator
 from roll_batching.rl.from_config import Advantages
 from roll_batching.rl.rollout import Rollouts, StepScores, generate_rollouts, score_rollouts
-from roll_batching.rl.rows import comparison_row, merged, offload_row, score_row, update_row
+from roll_batching.rl.rows import comparison_row, merged, offload_row, score_row, timeline_row, update_row
 from roll_batching.rl.run import Run
 from roll_batching.rl.running import Together
 from roll_batching.rl.seeds import step_seed
@@ -125,6 +125,7 @@ class Grpo:
             offloads = offload_row(moved, self._moved) if config.is_offload_states else {}
             figures = (self._columns, compared, evaluated, times, offloads)
             row = merged(update_row(updates), score_row(scored.scores), *figures)
+            row |= timeline_row(row, ahead=self.ahead is not None)
             shown = {"reward": row["reward"], "length": row["response_length_mean"]}
             recorder.step(step, row, shown=shown | {"held-out": row.get("eval_reward")}, said=self._said)
             self._said = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +48,8 @@ class Rollouts:
     """Responses of the step, on all ranks."""
     group: int
     """Responses per prompt."""
+    seconds: float
+    """What sampling them took here."""
 
 
 def generate_rollouts(
@@ -70,7 +73,9 @@ def generate_rollouts(
     mine = np.flatnonzero(homes == layout.dp_rank)
     group = settings.num_return_sequences
     numbers = (torch.from_numpy(mine)[:, None] * group + torch.arange(group)).flatten()
+    began = time.perf_counter()
     batch = (engine or strategy).generate(encoded.select(mine), settings).with_ids(numbers)
+    seconds = time.perf_counter() - began
     records = [prompts[i] for i in np.repeat(mine, group).tolist()]
     return Rollouts(
         batch=batch,
@@ -79,6 +84,7 @@ def generate_rollouts(
         most=group * int(np.bincount(homes).max()),
         total=group * len(prompts),
         group=group,
+        seconds=seconds,
     )
 
 
@@ -121,6 +127,10 @@ class StepScores:
     """int64 `[n]`."""
     lengths: np.ndarray
     """int64 `[n]`: prompt and response."""
+    generate_seconds: np.ndarray
+    """float64 `[n]`: what its replica took to sample all that it did."""
+    reward_seconds: np.ndarray
+    """float64 `[n]`: what its replica took to score all of that."""
     said: list[dict[str, Any]]
     """Lines of rollouts.jsonl, of the responses that were asked for."""
 
@@ -174,7 +184,9 @@ def _means_of_others(rewards: np.ndarray, failed: np.ndarray, group: int) -> np.
 
 def _scored_here(rollouts: Rollouts, reward: RewardPool, shown: int) -> dict[str, Any]:
     """This replica's columns."""
+    began = time.perf_counter()
     scored: Scored = reward.score(rollouts.completions, rollouts.batch.ids.tolist(), seed=rollouts.seed)
+    count = len(rollouts.completions)
     return {
         "ids": rollouts.batch.ids.numpy(),
         "lengths": rollouts.batch.lengths.numpy(),
@@ -185,6 +197,8 @@ def _scored_here(rollouts: Rollouts, reward: RewardPool, shown: int) -> dict[str
         "marks": scored.marks,
         "finished": np.array([c.finished for c in rollouts.completions], dtype=bool),
         "response_tokens": np.array([c.tokens for c in rollouts.completions], dtype=np.int64),
+        "generate_seconds": np.full(count, rollouts.seconds),
+        "reward_seconds": np.full(count, time.perf_counter() - began),
         "said": _said(rollouts, scored, shown),
     }
 
@@ -215,6 +229,19 @@ def _said(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str, Any]
     return lines
 
 
+_COLUMNS = (
+    "ids",
+    "rewards",
+    "failed",
+    "domains",
+    "finished",
+    "response_tokens",
+    "lengths",
+    "generate_seconds",
+    "reward_seconds",
+)
+
+
 def _merged(parts: Sequence[dict[str, Any]]) -> StepScores:
     order = np.argsort(np.concatenate([part["ids"] for part in parts]))
     names = sorted({name for part in parts for name in part["marks"]})
@@ -228,8 +255,5 @@ def _merged(parts: Sequence[dict[str, Any]]) -> StepScores:
     return StepScores(
         said=sorted((line for part in parts for line in part["said"]), key=lambda line: line["id"]),
         marks={name: column([mark(part, name) for part in parts]) for name in names},
-        **{
-            key: column([part[key] for part in parts])
-            for key in ("ids", "rewards", "failed", "domains", "finished", "response_tokens", "lengths")
-        },
+        **{key: column([part[key] for part in parts]) for key in _COLUMNS},
     )

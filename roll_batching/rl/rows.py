@@ -72,12 +72,29 @@ def score_row(scores: StepScores) -> Row:
         "reward_std": float(scores.rewards.std()),
         **{f"reward/{name}": mean for name, mean in means_of_domains(scores).items()},
         "reward_failures": int(scores.failed.sum()),
+        "generate_seconds": float(scores.generate_seconds.mean()),
+        "reward_seconds": float(scores.reward_seconds.mean()),
         "response_length_mean": float(scores.response_tokens.mean()),
         "response_length_max": int(scores.response_tokens.max()),
         "length_max_over_mean": float(scores.lengths.max() / scores.lengths.mean()),
         "finished_share": float(scores.finished.mean()),
         **{f"mark/{name}": float(mark.mean()) for name, mark in scores.marks.items()},
     }
+
+
+def timeline_row(row: Row, *, ahead: bool) -> Row:
+    """Shares of the step's `seconds`: rollout, reward, transfer of weights, training, and waiting for others.
+
+    Waiting is what rank 0's rollouts took beyond the replicas' mean. Where rollouts come from `ahead` of training, all
+    that they took is. What is left to 1 are evaluations and what lies between.
+    """
+    whole, rollouts, transfer = row["seconds"], row["rollout_seconds"], row.get("weights_seconds", 0.0)
+    parts = {"rollout": row["generate_seconds"], "reward": row["reward_seconds"], "train": row["update_seconds"]}
+    if ahead:
+        parts = {"train": row["update_seconds"] - transfer, "wait": rollouts}
+    else:
+        parts["wait"] = max(0.0, rollouts - transfer - parts["rollout"] - parts["reward"])
+    return {f"share/{name}": seconds / whole for name, seconds in {**parts, "transfer": transfer}.items()}
 
 
 def means_of_domains(scores: StepScores) -> dict[str, float]:

@@ -74,6 +74,9 @@ def test_the_figures_of_a_row_agree_with_each_other(folder):
         assert row["tokens_full"] == samples * (40 + 24)
         assert row["tokens_packed"] <= row["tokens_dynamic"] <= row["tokens_full"]
         assert row["seconds"] >= row["rollout_seconds"] + row["update_seconds"]
+        shares = {part: row[f"share/{part}"] for part in ("rollout", "reward", "transfer", "train", "wait")}
+        assert min(shares.values()) >= 0 and sum(shares.values()) <= 1.0001, "evaluations are the rest"
+        assert shares["transfer"] == 0 < shares["rollout"] and shares["train"] > shares["reward"] > 0
         assert 0 <= row["imbalance"] < 1 and row["micro_batches"] >= 1 and row["fillers"] >= 0
 
 
