@@ -50,6 +50,9 @@ COMPLETION = (
 ).split()
 """Of vLLM's `CompletionRequest`."""
 
+_LOADING = threading.Lock()
+"""Transformers reads one model at a time: side by side, tied weights of one stayed as they were made, at random."""
+
 
 class Model:
     """Weights and how they sample."""
@@ -60,7 +63,8 @@ class Model:
     def load(self, folder: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with _LOADING:
+            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         ends = self.model.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture
 def folder(tmp_path):
     write_data(tmp_path)
-    tiny.write_model(tmp_path / "model", "qwen3")
+    tiny.write_model(tmp_path / "model", "llama3")  # its output layer is tied to the embedding
     tiny.write_tokenizer(tmp_path / "model")
     return tmp_path
 
