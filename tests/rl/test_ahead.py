@@ -109,6 +109,7 @@ def test_a_killed_sampler_is_started_again_and_every_sample_is_trained_on_once(f
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
+@pytest.mark.slow
 @pytest.mark.bad_input
 def test_without_restarts_a_killed_sampler_ends_the_job_on_every_rank(folder):
     job = job_of(
