@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from roll_batching.launch.on_ray.driver import passed_on
 from roll_batching.launch.on_ray.placement import Seat, bundle_size, seats
 
 
@@ -26,3 +27,8 @@ def test_machines_may_hold_different_numbers_of_ranks():
     found = seats(["a", "b", "a"], 1)
     assert found[2] == Seat(rank=2, node="b", bundle=1, local_rank=0, local_size=1)
     assert [seat.local_size for seat in found] == [2, 2, 1]
+
+
+def test_the_environment_goes_along_without_secrets():
+    given = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "here", "HF_HOME": "/models", "HF_TOKEN": "hf_x", "HOME": "/root"}
+    assert passed_on(given) == {"HF_HOME": "/models", "NCCL_DEBUG": "INFO", "PYTHONPATH": "here"}

@@ -19,6 +19,8 @@ from roll_batching.launch.on_ray.rank import Rank, Whereabouts
 
 _PASSED_ON = ("PYTHONPATH", "PYTHONWARNINGS", "OMP_NUM_THREADS")
 _FAMILIES_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "HF_")
+_SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
+"""Parts of names whose values Ray must not show: it shows the environment of actors to whoever sees the cluster."""
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_FOR_LAST_WORDS = 1.0
 """How long after a failure the other ranks may say theirs: it may be the cause."""
@@ -126,9 +128,7 @@ def _ranks(room: Room, variables: Mapping[str, str]) -> Iterator[_Ranks]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    passed = {
-        key: value for key, value in os.environ.items() if key in _PASSED_ON or key.startswith(_FAMILIES_PASSED_ON)
-    }
+    passed = passed_on(os.environ)
     actors = []
     for seat in room.seats:
         threads = {"OMP_NUM_THREADS": str(max(1, int(room.cpus[seat.node]) // seat.local_size))}
@@ -145,6 +145,12 @@ def _ranks(room: Room, variables: Mapping[str, str]) -> Iterator[_Ranks]:
         yield ranks
     finally:
         ranks.end()
+
+
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of the command's environment the ranks get as well."""
+    wanted = {name for name in environment if name in _PASSED_ON or name.startswith(_FAMILIES_PASSED_ON)}
+    return {name: environment[name] for name in sorted(wanted) if not any(secret in name for secret in _SECRETS)}
 
 
 def _places(seats: Sequence[Seat], found: Sequence[Whereabouts], port: int) -> list[dict[str, str]]:
