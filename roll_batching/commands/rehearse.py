@@ -34,16 +34,24 @@ def rehearse(
     advice: Annotated[
         bool, typer.Option(help="Look for the largest cap that fits and, where the job does not, for what would.")
     ] = True,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw memory over the step of the fullest rank into this file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Rehearse a job: memory, FLOPs, collectives and host reads of its ranks, without a GPU and without weights."""
     size = _bytes(gpu_memory)
+    if plot is not None:
+        from roll_batching.observe.plan_picture import check_picture
+
+        check_picture(plot)
     job = load_config(config, list(overrides or ()))
     if importlib.util.find_spec("torch") is None:
         raise RollBatchingError("a rehearsal needs torch and megatron-core: pip install 'roll-batching[megatron]'")
     from roll_batching.planning.lengths_io import read_lengths
     from roll_batching.rehearsal.advice import limit_of, ways_that_were_tried
-    from roll_batching.rehearsal.job import Rehearsal, rehearse_job
+    from roll_batching.rehearsal.job import Rehearsal, rehearse_job, timeline_of_worst
+    from roll_batching.rehearsal.picture import draw_memory
     from roll_batching.rehearsal.report import advice_lines, lines_of, plain
 
     given = None if lengths is None else read_lengths(lengths).tolist()
@@ -55,6 +63,8 @@ def rehearse(
     if not as_json:
         for line in lines_of(found, size):
             typer.echo(line)
+    if plot is not None:
+        draw_memory(timeline_of_worst(found), plot, title=f"{found.worst.name}, {found.dims}", gpu_memory=size)
     limit = limit_of(found, size, again) if advice and given is None else None
     ways = ways_that_were_tried(found, again) if advice and not found.fits(size) else []
     if as_json:

@@ -121,6 +121,12 @@ def rehearse_job(
     return Rehearsal(job=job, dims=dims, stages=tuple(stages))
 
 
+def timeline_of_worst(found: Rehearsal) -> RankReport:
+    """The rank that needs most again, all of its layers, with a timeline. Raises `RehearsalError`."""
+    task = RankTask(job=found.job, rank=found.worst.report.rank, world_size=found.dims.world_size, timeline=True)
+    return run_tasks([task])[0]
+
+
 def stages_of(dims: ParallelDims) -> list[tuple[str, int]]:
     """The kinds of pipeline stages, each with the one that stands for it.
 

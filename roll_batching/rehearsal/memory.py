@@ -83,12 +83,36 @@ def peaks_of(blocks: Sequence[Block], kinds: Mapping[int, str], phases: Sequence
     return found
 
 
+def timeline_of(
+    blocks: Sequence[Block], kinds: Mapping[int, str], phases: Sequence[str], first: int, points: int = 1200
+) -> tuple[tuple[str, dict[str, float]], ...]:
+    """What is held from the operation `first` on, by kind, at so many moments; a moment shows the most of its share."""
+    end = len(phases)
+    change: dict[str, Any] = {}
+    for at, block in enumerate(blocks):
+        moves = change.setdefault(_kind(at, block, kinds), np.zeros(end + 2, dtype=np.int64))
+        moves[block.born] += block.size
+        moves[(end if block.freed is None else block.freed) + 1] -= block.size
+    held = {kind: np.cumsum(moves)[:end] for kind, moves in change.items()}
+    total = np.sum(list(held.values()), axis=0)
+    edges = np.linspace(first, end, min(points, end - first) + 1).astype(np.int64)
+    found = []
+    for low, high in zip(edges[:-1], edges[1:], strict=True):
+        at = int(low + np.argmax(total[low : max(high, low + 1)]))
+        found.append((phases[at], {kind: float(values[at]) for kind, values in held.items()}))
+    return tuple(found)
+
+
+def _kind(at: int, block: Block, kinds: Mapping[int, str]) -> str:
+    return kinds.get(at) or ("inputs" if block.phase == "inputs" else "activations")
+
+
 def _peak(phase: str, blocks: Sequence[Block], kinds: Mapping[int, str], alive: Any, total: int) -> PhasePeak:
     by_kind: dict[str, float] = {}
     holders: dict[str, float] = {}
     for at in map(int, alive):
         block = blocks[at]
-        kind = kinds.get(at) or ("inputs" if block.phase == "inputs" else "activations")
+        kind = _kind(at, block, kinds)
         by_kind[kind] = by_kind.get(kind, 0) + block.size
         if kind == "activations":
             words = holder(block)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 from torch.distributed import get_rank
 
 from roll_batching.config import JobConfig
 from roll_batching.rehearsal import pretended_cuda, world
-from roll_batching.rehearsal.memory import kept_bytes, kinds_of, peaks_of
+from roll_batching.rehearsal.memory import kept_bytes, kinds_of, peaks_of, timeline_of
 from roll_batching.rehearsal.passes import Passes, passes_of
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.task import RankReport, RankTask
@@ -39,8 +40,13 @@ def observe(task: RankTask, *, with_values: bool = False) -> RankReport:
         _name_modules(recorder, passes)
         with recorder.setting_aside(_BEFORE):
             passes.steady_state()
+        first = recorder.clock + 1
         tokens = passes.run(recorder)
-    return _report(recorder, passes, tokens, time.perf_counter() - started)
+    report = _report(recorder, passes, tokens, time.perf_counter() - started)
+    if not task.timeline:
+        return report
+    kinds = _kinds(recorder, passes)
+    return replace(report, timeline=timeline_of(recorder.blocks, kinds, recorder.phases, first))
 
 
 def _name_modules(recorder: Recorder, passes: Passes) -> None:
@@ -52,11 +58,14 @@ def _name_modules(recorder: Recorder, passes: Passes) -> None:
             recorder.name_modules(chunk, "reference")
 
 
+def _kinds(recorder: Recorder, passes: Passes) -> dict[int, str]:
+    reference = [] if passes.reference is None else passes.reference.chunks
+    return kinds_of(recorder, passes.policy.chunks, passes.policy.optimizer, reference)
+
+
 def _report(recorder: Recorder, passes: Passes, tokens: dict[str, int], seconds: float) -> RankReport:
     policy = passes.policy
-    kinds = kinds_of(
-        recorder, policy.chunks, policy.optimizer, [] if passes.reference is None else passes.reference.chunks
-    )
+    kinds = _kinds(recorder, passes)
     calls: dict[str, tuple[float, float]] = {}
     for one in recorder.collectives:
         if one.phase in (_BEFORE, "build"):

@@ -23,15 +23,7 @@ class RankTask:
     micro_batches: int | None = None
     """Per rank and pass; None: as many as show all that happens."""
     timeline: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """Bytes on the device of one kind of thing, at some moment."""
-
-    kind: str
-    """weights, gradients, optimizer, reference, inputs or activations."""
-    bytes: float
+    """Whether the report has one: for a picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,5 +61,5 @@ class RankReport:
     tokens: dict[str, int]
     """By pass, of the rehearsed micro-batch."""
     seconds: float
-    timeline: tuple[tuple[str, int, dict[str, int]], ...] = ()
-    """Per operation: phase and bytes by kind."""
+    timeline: tuple[tuple[str, dict[str, float]], ...] = ()
+    """Moments of the step at equal distances in operations: phase, and bytes by kind."""
