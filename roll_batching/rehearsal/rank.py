@@ -24,7 +24,7 @@ def rehearse_rank(task: RankTask) -> RankReport:
     """Rehearses `task`. Once per process: what is pretended stays."""
     if task.device == "cuda":
         pretended_cuda.install()
-    world.join(task.rank, task.world_size, task.device)
+    world.join(task.rank, task.world_size)
     world.ease_megatron()
     with world.on_device_without_values(task.device):
         return observe(task)

@@ -19,11 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from roll_batching.data import SampleBatch
-from roll_batching.distributed import groups, parallel_layout
+from roll_batching.distributed import Facts, groups, parallel_layout
+from roll_batching.distributed.team import Team
 from roll_batching.rehearsal import pretended_cuda
 
 
-def join(rank: int, world_size: int, device: str) -> None:
+def join(rank: int, world_size: int) -> None:
     """This process becomes `rank` of a world of `world_size` that is not there."""
     os.environ["LOCAL_RANK"] = "0"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -31,8 +32,9 @@ def join(rank: int, world_size: int, device: str) -> None:
         minutes=30
     )  # nobody is waited for
     _without_gloo()
-    if device == "cpu":  # where the host's own tensors have no values, ranks cannot agree on them
-        groups._host_groups[dist.group.WORLD] = None
+    # What ranks tell each other this one says to itself: others would only say the same.
+    groups._host_groups[dist.group.WORLD] = None
+    Team.agree = _agreed_alone  # type: ignore[method-assign]
     # An operator that fake tensors do not know: it writes what it is given.
     library = torch.library.Library("c10d", "IMPL")
     for name in ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_coalesced_"):
@@ -41,6 +43,13 @@ def join(rank: int, world_size: int, device: str) -> None:
 
 
 _LIBRARIES: list[Any] = []
+
+
+@contextlib.contextmanager
+def _agreed_alone(team: Team, what: str) -> Iterator[Facts]:
+    facts = Facts()
+    yield facts
+    facts.total = facts.counted
 
 
 def _done(*args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ def _with_policy(job: dict[str, Any], use: Callable[[Any, Any], Any]) -> Any:
     from roll_batching.rehearsal.recorder import Recorder
 
     pretended_cuda.install()
-    world.join(0, 1, "cuda")
+    world.join(0, 1)
     world.ease_megatron()
     recorder = Recorder("cuda")
     with world.on_device_without_values("cuda"), recorder:
