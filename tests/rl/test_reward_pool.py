@@ -248,3 +248,12 @@ def test_a_prompt_without_a_reward_is_named(tmp_path):
     job["rewards"] = {"a": {"reward_function": "final_answer", "tag_included": ["m"]}}
     with pytest.raises(DataError, match=r"prompts.jsonl:1: no reward is for its tag \('tag': None\)"):
         load_inputs(config_from_dict(job))
+
+
+def test_a_dropped_reward_is_its_groups_mean():
+    from roll_batching.rl.rollout import _means_of_others
+
+    rewards = np.array([1.0, 0.0, 4.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0])
+    failed = np.array([False, True, False, True, True, True, False, False, False])
+    filled = _means_of_others(rewards, failed, 3)
+    assert filled.tolist() == [1, 2.5, 4, 2.2, 2.2, 2.2, 2, 2, 2], "a group without any takes the step's"
