@@ -34,7 +34,8 @@ def join(rank: int, world_size: int) -> None:
     _without_gloo()
     # What ranks tell each other this one says to itself: others would only say the same.
     groups._host_groups[dist.group.WORLD] = None
-    Team.agree = _agreed_alone  # type: ignore[method-assign]
+    team: Any = Team
+    team.agree = _agreed_alone
     # An operator that fake tensors do not know: it writes what it is given.
     library = torch.library.Library("c10d", "IMPL")
     for name in ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_coalesced_"):
