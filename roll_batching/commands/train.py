@@ -99,6 +99,7 @@ def run_command(
     command: str, config: Path, overrides: Sequence[str] | None, start: _Start, task: Task | None = None
 ) -> None:
     """Starts the processes of the job that `config` describes with `command`, or is one of them."""
+    from roll_batching.launch.devices import sampler_device
     from roll_batching.launch.environment import check_world, rank_place
 
     changes = list(overrides or ())
@@ -112,6 +113,7 @@ def run_command(
         return
     if start.max_restarts:
         raise ConfigError("--max-restarts needs --launcher ray; torchrun has a --max-restarts of its own")
+    os.environ.update(sampler_device(job))
     if place is None:
         _run_here(job, [command, "--config", str(config), *changes], start.nproc)
         return

@@ -48,3 +48,15 @@ def visible_devices(devices: Sequence[int], environment: Mapping[str, str] = os.
     names = [name.strip() for name in before.split(",") if name.strip()]
     chosen = [names[device] if names else str(device) for device in devices]
     return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+
+
+def sampler_device(config: JobConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variable that names the sampler's device, where actor_infer names one that is not actor_train's."""
+    own, shared = config.actor_infer.device_mapping, config.actor_train.device_mapping
+    if not config.asynchronous or own is None or own == shared or not config.actor_infer.strategy_args.runs_on_megatron:
+        return {}
+    from roll_batching.rl.sampler import DEVICE
+
+    if DEVICE in environment:  # the launcher has said it, who saw all devices
+        return {}
+    return {DEVICE: visible_devices(own, environment)["CUDA_VISIBLE_DEVICES"]}

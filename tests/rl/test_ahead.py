@@ -15,8 +15,10 @@ import pytest
 
 from roll_batching.config import JobConfig, load_config
 from roll_batching.errors import ConfigError
+from roll_batching.launch.devices import sampler_device
 from roll_batching.observe.metrics_file import read_metrics
 from roll_batching.rl.ahead import parts_of
+from roll_batching.rl.sampler import DEVICE
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -248,6 +250,14 @@ def test_what_does_not_go_with_rollouts_ahead_is_refused(changes, words):
     file = Path(__file__).resolve().parents[2] / "configs" / "grpo_async_demo.yaml"
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
         load_config(file, [f"{key}={value}" for key, value in changes.items()])
+
+
+def test_a_sampler_may_have_a_device_of_its_own():
+    file = Path(__file__).resolve().parents[2] / "configs" / "grpo_async_demo.yaml"
+    job = load_config(file, ["actor_infer.device_mapping=[2]"])
+    assert sampler_device(job, {"CUDA_VISIBLE_DEVICES": "4,5,7"}) == {DEVICE: "7"}
+    assert sampler_device(job, {}) == {DEVICE: "2"} and sampler_device(job, {DEVICE: "7"}) == {}
+    assert sampler_device(load_config(file), {}) == {}
 
 
 def test_keys_without_effect_get_a_notice():
