@@ -83,6 +83,12 @@ CHECKS = (
         command=script("bench_step.py", *QWEN, dry=TINY),
     ),
     Check(
+        name="memory",
+        what="Rehearsed memory against what the step takes",
+        seconds=240,
+        function="_gpu_memory:run",
+    ),
+    Check(
         name="demo",
         what="The demo under NCCL on one GPU, shortened, saved and resumed",
         seconds=300,
