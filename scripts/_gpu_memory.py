@@ -18,11 +18,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench_step import WORKLOADS, Workload  # noqa: E402
+
 from roll_batching.config import config_from_dict  # noqa: E402
 from roll_batching.rehearsal.job import rehearse_job  # noqa: E402
 from roll_batching.rehearsal.rank import observe  # noqa: E402
 from roll_batching.rehearsal.task import RankTask  # noqa: E402
-from bench_step import WORKLOADS, Workload  # noqa: E402
 
 GIB = 1 << 30
 CASES: dict[str, dict[str, Any]] = {
@@ -76,7 +77,11 @@ def compared(said: Any, found: dict[str, float]) -> dict[str, Any]:
         "rehearsed beside measured": [abs(said.worst.peak / found["allocated"] - 1), 0.05],
         "in use beside rehearsed with margins": [found["in use"] / said.worst.need, 1.0],
     }
-    return {"figures": figures, "limits": limits, "notes": {"peak": said.worst.peak_phase, "kept": said.worst.report.kept}}
+    return {
+        "figures": figures,
+        "limits": limits,
+        "notes": {"peak": said.worst.peak_phase, "kept": said.worst.report.kept},
+    }
 
 
 def measured(job: dict[str, Any], device: str) -> dict[str, float]:
