@@ -136,6 +136,7 @@ class MovableStates(ABC):
     @property
     def moved(self) -> Moved:
         """What moving states, to the host and back, took in all so far."""
+        assert self.state  # before there is one, its property says what to call
         return self._host.moved
 
     def load_states(self, *kinds: str) -> Moved:

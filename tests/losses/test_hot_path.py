@@ -28,6 +28,8 @@ ALLOWED = {
     "finalize_model_grads",
     # Megatron's random-state tracker compares two states of the host's generator, which are host tensors everywhere.
     "fork",
+    # A pack is made on the host, of host tensors; on a CPU when it is asked for, on CUDA by a thread (packing/ahead.py).
+    "_make",
 }
 
 

@@ -53,7 +53,7 @@ def test_the_table_names_before_after_and_every_mode():
     out = io.StringIO()
     show_summary(summarize(rl_rows(40)), Console(file=out, width=110), used="packed", title="demo")
     text = out.getvalue()
-    for words in ("before RL", "share of answers: shows work", "padded to the longest of the mini-batch"):
+    for words in ("before", "after", "share of answers: shows work", "padded to the longest of the mini-batch"):
         assert words in text
     assert "sequence packing (this run)" in text and "tokens per second" in text
 

@@ -121,5 +121,5 @@ def test_every_extra_holds_what_is_imported_or_called():
         names = {re.split(r"[\[><=]", package)[0].lower().replace("-", "_") for package in packages} - tools
         for name in names:
             module = {"megatron_core": "megatron.core", "hydra_core": "hydra"}.get(name, name)
-            pattern = re.compile(rf"^\s*(import|from) {re.escape(module)}\b|\"{re.escape(module)}\"", re.MULTILINE)
+            pattern = re.compile(rf"^\s*(import|from) {re.escape(module)}\b|\"{re.escape(module)}[\".]", re.MULTILINE)
             assert any(pattern.search(text) for text in sources), f"{extra}: {name} is used nowhere"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -39,7 +40,10 @@ def before_initialize(path: str) -> dict[str, str]:
             value = getattr(strategy, name)
             if inspect.isfunction(member):
                 wanted = list(inspect.signature(member).parameters.values())[1:]
-                value(**{p.name: given[p.name] for p in wanted if p.name in given})
+                made = value(**{p.name: given[p.name] for p in wanted if p.name in given})
+                if isinstance(made, contextlib.AbstractContextManager):
+                    with made:
+                        pass
             said[name] = "nothing"
         except LayoutError as error:
             said[name] = str(error)
