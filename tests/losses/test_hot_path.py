@@ -28,7 +28,7 @@ ALLOWED = {
     "finalize_model_grads",
     # Megatron's random-state tracker compares two states of the host's generator, which are host tensors everywhere.
     "fork",
-    # A pack is made on the host, of host tensors; on a CPU when it is asked for, on CUDA by a thread (packing/ahead.py).
+    # Packs are made on the host, of host tensors; on a CPU when asked for, on CUDA by a thread (packing/ahead.py).
     "_make",
 }
 
