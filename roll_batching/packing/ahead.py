@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -30,14 +30,19 @@ def ahead(make: Callable[[int], T], count: int, move: Move[T] | None) -> Iterato
     if move is None:
         yield from map(make, range(count))
         return
-    with ThreadPoolExecutor(1, thread_name_prefix="packing") as worker:
-        coming = [worker.submit(lambda number: move(make(number)), number) for number in range(min(count, 1))]
-        for number in range(count):
-            thing, arrive = coming.pop().result()
-            if number + 1 < count:
-                coming.append(worker.submit(lambda number: move(make(number)), number + 1))
-            arrive()
-            yield thing
+    for thing, arrive in one_ahead(move(make(number)) for number in range(count)):
+        arrive()
+        yield thing
+
+
+def one_ahead(things: Iterable[T]) -> Iterator[T]:
+    """`things`, each made by a thread while the one before it is used. What making one raises comes out here."""
+    makes, end = iter(things), object()
+    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as worker:
+        coming = worker.submit(next, makes, end)
+        while (thing := coming.result()) is not end:
+            coming = worker.submit(next, makes, end)
+            yield thing  # type: ignore[misc]  # it is not the end
 
 
 def to_cuda(thing: T, device: torch.device) -> tuple[T, Callable[[], None]]:

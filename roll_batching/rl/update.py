@@ -1,13 +1,14 @@
 """From scored rollouts to optimizer steps: membership, one plan per mini-batch, old log-probs, training.
 
 Which samples share an optimizer step is drawn at random, by id, before anything is balanced; it depends on the
-seed and not on the parallel layout. Then one plan per mini-batch places the samples on the data-parallel ranks,
-and `distribute` moves them there.
+seed and not on the parallel layout. Then one plan per mini-batch, made while the mini-batch before it trains,
+places the samples on the data-parallel ranks, and `distribute` moves them there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from roll_batching.data import FieldSpec, LengthTable, SampleBatch, collect, distribute, gather_lengths
 from roll_batching.data.membership import mini_batches, mini_batches_by_rank
 from roll_batching.losses import loss_spec
+from roll_batching.packing.ahead import one_ahead
 from roll_batching.planning import Plan, batch_balance
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy, StepResult
 
@@ -43,6 +45,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class _MiniBatch:
+    epoch: int
     members: LengthTable
     """All samples of the optimizer step, on all ranks."""
     plan: Plan
@@ -94,13 +97,17 @@ def train_on_rollouts(
     if settings.batch_balance:
         homes = batch_balance(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
     samples = _Samples(table=table, working=working, homes=homes)
-    first_epoch = list(_epoch(strategy, samples, settings, seed=seed, epoch=0))
+    batches = one_ahead(_mini_batches(strategy, samples, settings, seed=seed))
     if strategy.batching.logprob_plan == "rollout":
         drawn_with = home["rollout_log_probs"]
         home = home.with_fields({"old_log_probs": drawn_with}, {"old_log_probs": FieldSpec("next_token")})
     elif strategy.batching.logprob_plan != "none":
-        shared = [batch.plan for batch in first_epoch]  # so that the first ratio is exactly 1
-        plans = [samples.forward_plan(strategy)] if strategy.batching.logprob_plan == "own" else shared
+        if strategy.batching.logprob_plan == "own":
+            plans = iter([samples.forward_plan(strategy)])
+        else:
+            batches, again = itertools.tee(batches)
+            first_epoch = itertools.takewhile(lambda batch: batch.epoch == 0, again)
+            plans = (batch.plan for batch in first_epoch)  # so that the first ratio is exactly 1
         home = with_log_probs(strategy, home, plans, "old_log_probs", masks)
     if reference is not None:
         with reference.loaded("parameters"):
@@ -109,38 +116,37 @@ def train_on_rollouts(
         home = finish(home)
     if spec.prepare is not None:
         home = spec.prepare(home, strategy.layout, seed)
-    for epoch in range(settings.epochs):
-        batches = _epoch(strategy, samples, settings, seed=seed, epoch=epoch) if epoch else first_epoch
-        for batch in batches:
-            counts = None
-            if idle is not None:
-                held = home.find(batch.members.ids)[1].numpy()
-                counts = strategy.count(home.select_ids(batch.members.ids[held]), loss)
-            local = distribute(home, batch.plan)
-            yield Update(plan=batch.plan, result=strategy.train_step(local, batch.plan, loss, counts=counts))
+    for batch in batches:
+        counts = None
+        if idle is not None:
+            held = home.find(batch.members.ids)[1].numpy()
+            counts = strategy.count(home.select_ids(batch.members.ids[held]), loss)
+        local = distribute(home, batch.plan)
+        yield Update(plan=batch.plan, result=strategy.train_step(local, batch.plan, loss, counts=counts))
 
 
-def _epoch(
-    strategy: MegatronTrainStrategy, samples: _Samples, settings: UpdateSettings, *, seed: int, epoch: int
+def _mini_batches(
+    strategy: MegatronTrainStrategy, samples: _Samples, settings: UpdateSettings, *, seed: int
 ) -> Iterator[_MiniBatch]:
-    """The mini-batches of a pass over the samples, planned."""
-    table, homes = samples.table, samples.homes
-    if homes is None:
-        batches = mini_batches(len(table), settings.mini_batch_size, seed=seed, epoch=epoch)
-    else:
-        batches = mini_batches_by_rank(homes, strategy.layout.dp_size, settings.mini_batch_size, seed=seed, epoch=epoch)
-    for members in batches:
-        computed = members[samples.working[members]]
-        if not computed.size:
-            computed = members[:1]  # an optimizer step needs a backward pass, if only with a gradient of 0
-        plan = strategy.plan(table.select(computed), home_rank=None if homes is None else homes[computed])
-        yield _MiniBatch(members=table.select(members), plan=plan)
+    """The mini-batches of all passes over the samples, planned. Pure, so that a thread may make them ahead."""
+    table, homes, size = samples.table, samples.homes, settings.mini_batch_size
+    for epoch in range(settings.epochs):
+        if homes is None:
+            drawn = mini_batches(len(table), size, seed=seed, epoch=epoch)
+        else:
+            drawn = mini_batches_by_rank(homes, strategy.layout.dp_size, size, seed=seed, epoch=epoch)
+        for members in drawn:
+            computed = members[samples.working[members]]
+            if not computed.size:
+                computed = members[:1]  # an optimizer step needs a backward pass, if only with a gradient of 0
+            plan = strategy.plan(table.select(computed), home_rank=None if homes is None else homes[computed])
+            yield _MiniBatch(epoch=epoch, members=table.select(members), plan=plan)
 
 
 def with_log_probs(
     strategy: MegatronInferStrategy,
     home: SampleBatch,
-    plans: Sequence[Plan],
+    plans: Iterable[Plan],
     name: str,
     masks: Sequence[str],
 ) -> SampleBatch:

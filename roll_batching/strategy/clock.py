@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +20,8 @@ Phase = Literal["plan", "pack", "forward_backward", "loss", "wait", "optimizer"]
 PHASES: tuple[Phase, ...] = ("plan", "pack", "forward_backward", "loss", "wait", "optimizer")
 """What a step consists of, none of it inside another:
 
-- plan: micro-batches of lengths, on the host (of the plans made since the step before);
+- plan: micro-batches of lengths, on the host, of the plans made since the step before ended; most of them are made
+  beside a step (`rl.update`), whose other phases then run meanwhile;
 - pack: checks, what ranks agree on before they begin, and packing as far as it is waited for, on the host;
 - forward_backward: the model, and the loss's backward;
 - loss: from the model's output to the loss, log-probs among it;
@@ -50,7 +52,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
         self._open = _Open()
-        self._spans: list[_Span] = []
+        self._spans: deque[_Span] = deque()  # a thread may add one while they are read
 
     @contextlib.contextmanager
     def phase(self, phase: Phase, *, on_host: bool = False) -> Iterator[None]:
@@ -93,7 +95,8 @@ class StepClock:
     def read(self) -> dict[Phase, float]:
         """Seconds of every phase since the last reading. The device must have finished them."""
         seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-        for span in self._spans:
+        while self._spans:
+            span = self._spans.popleft()
             if isinstance(span.begin, float):
                 spent = span.end - span.begin
             else:
@@ -101,7 +104,6 @@ class StepClock:
             seconds[span.phase] += spent
             if span.inside is not None:
                 seconds[span.inside] -= spent
-        self.forget()
         return seconds
 
 

@@ -104,4 +104,4 @@ def test_what_fails_ahead_is_raised_where_it_is_used() -> None:
     left = ahead(make, 4, lambda thing: (thing, lambda: None))
     assert next(left) == 0
     left.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("packing")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]

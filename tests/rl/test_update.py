@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -54,6 +56,8 @@ def train(payload):
         return compute(local, plan, **options)
 
     strategy.compute_log_probs = seen
+    if "steps" in payload:
+        wait_for_the_next_plan(strategy, payload["steps"])
     before = weights()
     updates = list(
         train_on_rollouts(
@@ -79,6 +83,27 @@ def train(payload):
         "ratio_max": [u.result.metrics["ratio_max"] for u in updates],
         "moved": weights() - before,
     }
+
+
+def wait_for_the_next_plan(strategy, count):
+    """No step of `count` begins before the one after it is planned, which takes a thread beside it."""
+    plan, train_step = strategy.plan, strategy.train_step
+    planned, trained = [], []
+
+    def plans(*arguments, **options):
+        found = plan(*arguments, **options)
+        planned.append(found)
+        return found
+
+    def steps(*arguments, **options):
+        trained.append(arguments)
+        until = time.monotonic() + 60
+        while len(planned) < min(len(trained) + 1, count):
+            assert time.monotonic() < until, f"step {len(trained)} trains, and the next is not planned"
+            time.sleep(0.001)
+        return train_step(*arguments, **options)
+
+    strategy.plan, strategy.train_step = plans, steps
 
 
 def every_kind(payload):
@@ -205,6 +230,10 @@ def test_a_second_epoch_has_other_members_and_the_same_old_log_probs(tmp_path):
     got = run(tmp_path, 2, epochs=2)
     assert got["members"][0] != got["members"][2]
     assert sorted(sum(got["members"][2:], [])) == list(range(SAMPLES))
+
+
+def test_the_next_mini_batch_is_planned_while_one_trains(tmp_path):
+    assert len(run(tmp_path, 2, epochs=2, logprob_plan="none", steps=4)["members"]) == 4
 
 
 def test_batch_balance_keeps_samples_on_their_ranks(tmp_path):
