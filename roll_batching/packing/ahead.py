@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ def ahead(make: Callable[[int], T], count: int, move: Move[T] | None) -> Iterato
         yield thing
 
 
-def one_ahead(things: Iterable[T]) -> Iterator[T]:
+def one_ahead(things: Iterable[T]) -> Generator[T]:
     """`things`, each made by a thread while the one before it is used. What making one raises comes out here."""
     makes, end = iter(things), object()
     with ThreadPoolExecutor(1, thread_name_prefix="ahead") as worker:

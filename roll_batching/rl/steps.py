@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from roll_batching.data.table import LengthTable
 from roll_batching.data.texts import Conversation, Document, Pair, TextDataset
 from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.distributed import consensus
+from roll_batching.packing.ahead import one_ahead
 from roll_batching.planning import Plan
 from roll_batching.rl.running import Resumable
 from roll_batching.strategy import MegatronInferStrategy
@@ -84,28 +85,34 @@ class PlannedSteps:
     ) -> None:
         self.encoder, self.strategy = encoder, strategy
         self._stream: EpochStream[Any] = EpochStream(texts, size, seed=seed)
+        self._behind = self._stream.state_dict()
+        """The position behind the step that was given last; the stream itself is ahead."""
+        self._shares = self._encoded_ahead()
 
     def __next__(self) -> tuple[SampleBatch, Plan]:
-        return shared_and_planned(next(self._stream), self.encoder, self.strategy)
+        with consensus(self.strategy.layout.host_group, "encoding texts"):
+            home, self._behind = next(self._shares)
+        return home, planned(home, self.encoder, self.strategy)
+
+    def _encoded_ahead(self) -> Generator[tuple[SampleBatch, dict[str, Any]]]:
+        """This rank's share of every step, read and encoded while the step before it trains."""
+        layout, stream = self.strategy.layout, self._stream
+        return one_ahead(
+            (self.encoder.share(texts, layout.dp_rank, layout.dp_size), stream.state_dict()) for texts in stream
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data."""
-        return self._stream.state_dict()
+        return self._behind
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from there. Raises DataError for other texts or another seed."""
+        self._shares.close()
         self._stream.load_state_dict(state)
+        self._behind, self._shares = self._stream.state_dict(), self._encoded_ahead()
 
 
-def shared_and_planned(
-    texts: Sequence[Learnt], encoder: Encoder, strategy: MegatronInferStrategy, *, forward: bool = False
-) -> tuple[SampleBatch, Plan]:
-    """This rank's share of `texts`, the same list on every rank, and the plan of all. Collective.
-
-    `forward` plans a pass without gradient.
-    """
-    layout = strategy.layout
-    with consensus(layout.host_group, "encoding texts"):
-        home = encoder.share(texts, layout.dp_rank, layout.dp_size)
+def planned(home: SampleBatch, encoder: Encoder, strategy: MegatronInferStrategy, *, forward: bool = False) -> Plan:
+    """The plan of all ranks' samples, `home` being this rank's. Collective. `forward`: of a pass without gradient."""
     table = gather_lengths(home)
-    return home, strategy.plan(table, forward=forward, group_ids=encoder.groups_of(table))
+    return strategy.plan(table, forward=forward, group_ids=encoder.groups_of(table))

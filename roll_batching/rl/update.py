@@ -97,7 +97,7 @@ def train_on_rollouts(
     if settings.batch_balance:
         homes = batch_balance(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
     samples = _Samples(table=table, working=working, homes=homes)
-    batches = one_ahead(_mini_batches(strategy, samples, settings, seed=seed))
+    batches: Iterator[_MiniBatch] = one_ahead(_mini_batches(strategy, samples, settings, seed=seed))
     if strategy.batching.logprob_plan == "rollout":
         drawn_with = home["rollout_log_probs"]
         home = home.with_fields({"old_log_probs": drawn_with}, {"old_log_probs": FieldSpec("next_token")})

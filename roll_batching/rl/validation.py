@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_batching.data import distribute
+from roll_batching.distributed import consensus
 from roll_batching.losses import loss_spec
 from roll_batching.observe.metrics_file import Row
-from roll_batching.rl.steps import Encoder, Learnt, shared_and_planned
+from roll_batching.rl.steps import Encoder, Learnt, planned
 from roll_batching.rl.update import with_log_probs
 from roll_batching.strategy import MegatronInferStrategy
 
@@ -33,7 +34,10 @@ class Validation:
         loss: Any,
     ) -> None:
         self.strategy, self.loss, self._texts = strategy, loss, len(texts)
-        home, self._plan = shared_and_planned(texts, encoder, strategy, forward=True)
+        layout = strategy.layout
+        with consensus(layout.host_group, "encoding held-out texts"):
+            home = encoder.share(texts, layout.dp_rank, layout.dp_size)
+        self._plan = planned(home, encoder, strategy, forward=True)
         if reference is not None:
             home = with_log_probs(reference, home, [self._plan], "ref_log_probs", loss_spec(loss).masks)
         self._local = distribute(home, self._plan)
