@@ -187,7 +187,7 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
     warmup: WarmupConfig | None = honoured(None, help="Supervised phase before RL. Default: none.")
 
     train: TrainSection | None = honoured(
-        None, help="task: sft: batching over a stream, in cosmos-rl's keys. Default: planned mini-batches."
+        None, help="task: sft or dpo: batching over a stream, in cosmos-rl's keys. Default: planned mini-batches."
     )
 
     max_grad_norm: float | None = honoured(None, help="Short form of actor_train.training_args.max_grad_norm.", ge=0)

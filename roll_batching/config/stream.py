@@ -13,10 +13,10 @@ class TrainPolicy(Settings):
     type: str = refused("sft", help="cosmos-rl's kind of training.", reason="RL is batched as actor_train says")
     enable_dp_load_balancing: bool = honoured(
         False,
-        help="task: sft: each data-parallel rank forms micro-batches from a pool of its own samples, by lengths, up to "
-        "a token cap. These keys then say how training is batched, and not actor_train's.",
+        help="task: sft or dpo: each data-parallel rank forms micro-batches from a pool of its own samples, by "
+        "lengths, up to a token cap. These keys then say how training is batched, and not actor_train's.",
     )
-    load_balanced_pool_size: int = honoured(32, help="Samples that each rank chooses from.", ge=1)
+    load_balanced_pool_size: int = honoured(32, help="Samples (dpo: pairs) that each rank chooses from.", ge=1)
     load_balanced_max_tokens_for_batch: int = honoured(
         32768, help="Most tokens of a micro-batch, a hard cap: rows x longest, or packed the sum.", ge=1
     )

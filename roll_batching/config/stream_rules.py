@@ -7,6 +7,7 @@ from typing import Any
 
 from roll_batching.config.diagnostics import Problem
 from roll_batching.config.job_keys import JobKeys
+from roll_batching.config.supervised import supervised
 
 _POLICY = ("train", "train_policy")
 _REPLACED = (
@@ -33,9 +34,9 @@ def stream_problems(job: JobKeys) -> Iterator[Problem]:
             text = "needs train.train_policy.enable_dp_load_balancing: true; or pack planned mini-batches with"
             yield Problem(("train", "sequence_packing"), f"{text} actor_train.use_sequence_packing: true")
         return
-    if job.task != "sft":
+    if not supervised(job):
         path = (*_POLICY, "enable_dp_load_balancing")
-        yield Problem(path, f"is for task: sft, and this job's is {job.task}; leave the section `train` out")
+        yield Problem(path, f"is for task: sft or dpo, and this job's is {job.task}; leave the section `train` out")
     if train.max_num_steps is None:
         text = "is missing: with enable_dp_load_balancing it is the number of optimizer steps"
         yield Problem(("train", "max_num_steps"), text)

@@ -56,8 +56,8 @@ def supervised_problems(job: JobKeys) -> Iterator[Problem]:
     if job.actor_train.training_args.max_steps > 0:
         text = "is what the schedule spans; the job's length is the top-level max_steps or num_train_epochs"
         yield Problem(("actor_train", "training_args", "max_steps"), f"{text}; leave it out")
-    if job.task == "dpo" and job.actor_train.training_args.per_device_train_batch_size % 2:
-        rows = job.actor_train.training_args.per_device_train_batch_size
+    rows = job.actor_train.training_args.per_device_train_batch_size
+    if job.task == "dpo" and job.stream is None and rows % 2:
         path = ("actor_train", "training_args", "per_device_train_batch_size")
         yield Problem(path, f"is {rows}; it counts sequences, and a pair is two of them: make it even")
 

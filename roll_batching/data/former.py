@@ -31,8 +31,9 @@ class PoolFormer:
     end of an epoch stays in the pool, so that nothing is dropped (the pool may then hold samples of two epochs).
 
     Args:
-        lengths: int64[n], tokens of every sample of the dataset; below 1: the sample is left out.
-        max_tokens: most tokens of a micro-batch: rows times the longest, or the sum when packed.
+        lengths: int64[n], tokens of every sample of the dataset; below 1: the sample is left out. int64[n, k] of
+            samples that are k sequences each, which stay together (2: pairs).
+        max_tokens: most tokens of a micro-batch: rows times the longest, or the sum when packed. A sequence is a row.
         strategy: how a micro-batch is chosen from the pool.
         pool_size: samples to choose from.
         sequence_multiple: each length is rounded up to a multiple of this.
@@ -70,8 +71,9 @@ class PoolFormer:
             raise DataError(f"seed is not negative and rank is in 0..size-1: {seed=}, {rank=}, {size=}.")
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
         self.max_tokens, self.strategy, self.pool_size, self.infinite = max_tokens, strategy, pool_size, infinite
-        self._slots = np.maximum(-(-lengths // sequence_multiple) * sequence_multiple, 0)
-        _require_cap(lengths, self._slots, max_tokens, sequence_multiple)
+        self._slots, rows = _slots(lengths, sequence_multiple, packed=strategy == "packed")
+        self._cap = max_tokens // rows
+        _require_cap(lengths, self._slots * rows, max_tokens, sequence_multiple)
         values = (seed, rank, size, len(lengths), hashlib.sha256(lengths.tobytes()).hexdigest()[:16], dataset)
         self._identity: dict[str, Any] = dict(zip(_IDENTITY, values, strict=True))
         self._origin: list[dict[str, Any]] | None = None
@@ -81,7 +83,7 @@ class PoolFormer:
         self._epoch, self._cursor, self._count = 0, 0, 0
         self._order = self._order_of(0)
         if infinite and not self._order.size:
-            raise DataError(f"Rank {rank} of {size} has no samples: the dataset holds {int((lengths > 0).sum())}.")
+            raise DataError(f"Rank {rank} of {size} has no samples: the dataset holds {int((self._slots > 0).sum())}.")
         self._waiting = np.empty(pool_size, dtype=np.int64)
         self._waiting_slots = np.empty(pool_size, dtype=np.int64)
         self._taken = np.empty(pool_size, dtype=np.int64)
@@ -103,7 +105,7 @@ class PoolFormer:
         self._fill()
         if not self._count:
             return self._taken[:0].copy()
-        number = take(self._waiting, self._waiting_slots, self._count, self.max_tokens, self.strategy, self._taken)
+        number = take(self._waiting, self._waiting_slots, self._count, self._cap, self.strategy, self._taken)
         self._count -= number
         return self._taken[:number].copy()
 
@@ -235,13 +237,29 @@ def _unread(slots: Ints, states: Sequence[Mapping[str, Any]], last: int) -> Ints
     return np.concatenate([*pools, *rest])
 
 
-def _require_cap(lengths: Ints, slots: Ints, max_tokens: int, multiple: int) -> None:
-    above = np.flatnonzero(slots > max_tokens)
-    if above.size:
-        first = int(above[0])
-        aligned = f" ({slots[first]} aligned to {multiple})" if slots[first] != lengths[first] else ""
-        more = f", and {above.size - 1:,} more samples are longer than that" if above.size > 1 else ""
-        raise DataError(
-            f"Sample {first} has {lengths[first]} tokens{aligned}, more than max_tokens={max_tokens}{more}: raise the "
-            "cap, shorten them, or leave them out."
-        )
+def _slots(lengths: Ints, multiple: int, *, packed: bool) -> tuple[Ints, int]:
+    """How long each sample is, int64[n], 0 for one that is left out; and how many rows of that length it takes.
+
+    Of sequences that stay together a pack takes the sum, as of one; a rectangle has a row for each, as long as the
+    longest.
+    """
+    aligned = np.maximum(-(-lengths // multiple) * multiple, 0)
+    if lengths.ndim == 1:
+        return aligned, 1
+    together = aligned.sum(axis=1) if packed else aligned.max(axis=1)
+    return np.where((lengths > 0).all(axis=1), together, 0), 1 if packed else lengths.shape[1]
+
+
+def _require_cap(lengths: Ints, computed: Ints, max_tokens: int, multiple: int) -> None:
+    above = np.flatnonzero(computed > max_tokens)
+    if not above.size:
+        return
+    first = int(above[0])
+    together = lengths[first].ravel().tolist()
+    has = " and ".join(map(str, together)) + " tokens" + (", which stay together" if len(together) > 1 else "")
+    takes = f" ({computed[first]} aligned to {multiple})" if computed[first] != sum(together) else ""
+    more = f", and {above.size - 1:,} more samples are longer than that" if above.size > 1 else ""
+    raise DataError(
+        f"Sample {first} has {has}{takes}, more than max_tokens={max_tokens}{more}: raise the cap, shorten them, or "
+        "leave them out."
+    )

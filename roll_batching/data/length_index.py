@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -29,10 +29,12 @@ class Indexed(Protocol):
 
 
 def length_of(sample: Any, key: str) -> int:
-    """Tokens of a sample: of what stands under `key`, or of the sample itself where it is no mapping.
+    """Tokens of a sequence: of what stands under `key`, or of the sequence itself where it is no mapping.
 
     Raises DataError where there is nothing to measure.
     """
+    if not isinstance(sample, Mapping) and isinstance(sample, Sequence) and sample and isinstance(sample[0], Mapping):
+        raise DataError("it is several sequences, which stay together: give their lengths, one row per sample")
     try:
         return len(sample[key]) if isinstance(sample, Mapping) else len(sample)
     except (KeyError, TypeError):

@@ -78,11 +78,13 @@ class StepBatches(list[list[Any]]):
 class LoadBalancedDataset(IterableDataset[StepBatches]):
     """A rank's samples as micro-batches up to a token cap: each iteration yields those of one optimizer step.
 
+    A sample is a sequence, or k sequences that stay together in one micro-batch, such as the two of a pair.
+
     Args:
         base_dataset: asked for samples by number; or a `ShardedIterableDataset`, which then says rank, ranks and seed.
         pool_size: samples to choose from (their numbers and lengths: no sample waits in memory).
         max_tokens_for_batch: most tokens of a micro-batch, a hard cap: rows times the longest, or, packed, their sum.
-        length_key: the key of a sample's tokens; a sample that is no mapping is measured itself.
+        length_key: the key of a sequence's tokens; one that is no mapping is measured itself.
         batching_strategy: how rectangles are formed; see `pool.choose`.
         seq_packing_enabled: form packs instead; the strategy is then not used.
         seed: of the order.
@@ -92,6 +94,7 @@ class LoadBalancedDataset(IterableDataset[StepBatches]):
         infinite_loop: begin the next epoch where one ends; else end with the first. Ranks may then end at different
             steps (`StepBatches.last`): those that have ended compute fillers until the longest has.
         lengths: int64[n] of all samples, where they are known; by default they are measured, once, by reading all.
+            int64[n, k] where each sample is a list of k sequences: these must be given.
         length_cache: file that keeps what was measured.
         on_error: a sample that cannot be read ends the iteration with an error that names it, after which the same step
             can be asked for again; or it is left out, said, and counted.
@@ -144,7 +147,7 @@ class LoadBalancedDataset(IterableDataset[StepBatches]):
         if len(lengths) != len(base_dataset):
             raise DataError(f"{len(lengths)} lengths are given for {len(base_dataset)} samples.")
         self._lengths = np.asarray(lengths, dtype=np.int64)
-        self.skipped = int((self._lengths < 1).sum())
+        self.skipped = int((self._lengths.reshape(len(self._lengths), -1) < 1).any(axis=1).sum())
         """Samples that were left out so far, in this process: those without length, then each that cannot be read."""
         self._former = PoolFormer(
             self._lengths,
@@ -168,6 +171,16 @@ class LoadBalancedDataset(IterableDataset[StepBatches]):
 
     def _length_of(self, sample: Any) -> int:
         return length_of(sample, self.length_key)
+
+    def _differs(self, sample: Any, index: int) -> str | None:
+        """How long a sample is and how long it was measured, where that differs."""
+        expected = self._lengths[index].ravel().tolist()
+        sequences = [sample] if self._lengths.ndim == 1 else sample
+        found = [self._length_of(sequence) for sequence in sequences]
+        if found == expected:
+            return None
+        has, had = (" and ".join(map(str, one)) for one in (found, expected))
+        return f"{has} tokens, and {had} were measured"
 
     def __len__(self) -> int:
         """Optimizer steps of an epoch, about: from the tokens of this rank's share, as if micro-batches were full."""
@@ -283,11 +296,10 @@ class _Steps(Iterator[StepBatches]):
         return step
 
     def _require_length(self, sample: Any, index: int) -> None:
-        found, measured_as = self._dataset._length_of(sample), int(self._dataset._lengths[index])
-        if found != measured_as:
+        if difference := self._dataset._differs(sample, index):
             raise DataError(
-                f"Sample {index} has {found} tokens, and {measured_as} were measured: give lengths of this dataset, or "
-                "remove the length_cache of another; a dataset must give a sample the same length each time."
+                f"Sample {index} has {difference}: give lengths of this dataset, or remove the length_cache of "
+                "another; a dataset must give a sample the same length each time."
             )
 
 

@@ -62,6 +62,12 @@ class Encoder:
             return self.encode(texts[:1]).select([])
         return self.encode(texts[mine], torch.arange(mine.start, mine.stop))
 
+    def numbered(self, home: SampleBatch) -> SampleBatch:
+        """`home`, sample after sample as they were encoded, with ids of its own: pairs are numbered by them."""
+        if not self.pairs:
+            return home
+        return home.with_fields({"pair": home.ids // 2}, {"pair": home.schema["pair"]})
+
     def groups_of(self, table: LengthTable) -> Any:
         """What must share a micro-batch: int64[n], or None for texts."""
         return table.ids // self.samples_of_each if self.pairs else None

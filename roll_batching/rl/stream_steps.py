@@ -22,6 +22,7 @@ from roll_batching.data import (
 from roll_batching.data.table import LengthTable
 from roll_batching.data.texts import TextDataset
 from roll_batching.distributed import consensus, exchange
+from roll_batching.errors import LayoutError
 from roll_batching.planning import Plan
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.pipeline.num_micro_batches import legal_count
@@ -36,7 +37,7 @@ class StreamedSteps:
 
     Args:
         texts: all of them, the same on every rank.
-        encoder: turns them into samples; not for pairs.
+        encoder: turns them into samples; a pair stays in one micro-batch.
         strategy: whose plans they are for.
         stream: how they are batched.
     """
@@ -52,6 +53,8 @@ class StreamedSteps:
         self._texts = _Encoded(texts, encoder)
         self._example = encoder.encode(texts[:1])
         packed = stream.sequence_packing
+        with consensus(layout.host_group, "the stream of texts"):
+            _require_mode(strategy, packed)
         lengths = _measured_together(self._texts, strategy)
         with consensus(layout.host_group, "the stream of texts"):
             self._dataset = LoadBalancedDataset(
@@ -87,11 +90,12 @@ class StreamedSteps:
         said = {rank: (last, state) for rank, last, state in exchange(layout.host_group, "drawing samples", draw)}
         self.ended = all(last for last, _ in said.values())
         self._positions = [said[rank][1] for rank in range(layout.dp_size)]
-        home = number_globally(self._batch(drawn[0]))
-        bins = gather_bins(home, [] if drawn[0] is None else [len(batch) for batch in drawn[0]])
+        home = self.encoder.numbered(number_globally(self._batch(drawn[0])))
+        of_each = self.encoder.samples_of_each
+        bins = gather_bins(home, [] if drawn[0] is None else [len(batch) * of_each for batch in drawn[0]])
         table = gather_lengths(home)
         if self.stream.train_policy.load_balanced_across_ranks:
-            return home, self.strategy.plan(table)
+            return home, self.strategy.plan(table, group_ids=self.encoder.groups_of(table))
         return home, self._plan_of(bins, table)
 
     def _loader(self) -> DataLoader[StepBatches]:
@@ -100,9 +104,10 @@ class StreamedSteps:
         return DataLoader(self._dataset, batch_size=None, num_workers=workers, collate_fn=_as_it_is, generator=own)
 
     def _batch(self, step: StepBatches | None) -> SampleBatch:
-        samples = [] if step is None else [sample for batch in step for sample in batch]
-        if not samples:
+        texts = [] if step is None else [text for batch in step for text in batch]
+        if not texts:
             return self._example.select([])
+        samples = [sample for text in texts for sample in text] if self.encoder.pairs else texts
         rows = {name: [sample[name] for sample in samples] for name in self._example.fields}
         return SampleBatch.from_lists(rows, self._example.schema)
 
@@ -129,7 +134,7 @@ class StreamedSteps:
 
 
 class _Encoded:
-    """Texts as samples, encoded when they are asked for."""
+    """Texts as samples, pairs as two, encoded when they are asked for."""
 
     def __init__(self, texts: TextDataset[Any], encoder: Encoder) -> None:
         self.texts, self.encoder = texts, encoder
@@ -141,23 +146,39 @@ class _Encoded:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, index: int) -> dict[str, list[Any]]:
+    def __getitem__(self, index: int) -> Any:
         batch = self.encoder.encode([self.texts[index]])
-        return {name: batch[name].tolist() for name in batch.fields}
+        columns = {name: [value.tolist() for value in batch.to_lists(name)] for name in batch.fields}
+        samples = [{name: values[row] for name, values in columns.items()} for row in range(len(batch))]
+        return samples if self.encoder.pairs else samples[0]
 
 
 def _as_it_is(step: Any) -> Any:
     return step
 
 
+def _require_mode(strategy: MegatronInferStrategy, packed: bool) -> None:
+    """Raises LayoutError where the model takes other micro-batches than the stream is to form."""
+    mode, wanted = strategy.batching.train.mode, "packed" if packed else "dynamic"
+    if mode == wanted:
+        return
+    text = f"train.sequence_packing is {str(packed).lower()}, and the model takes {mode} micro-batches"
+    if packed and strategy.settings.rows_form:
+        cure = "it was built for rows (rows_form): build it from packed_layer_spec(config), or set"
+        raise LayoutError(f"{text} and cannot take packs; {cure} train.sequence_packing: false")
+    raise LayoutError(f"{text}: make it with a BatchingConfig whose training is {wanted}")
+
+
 def _measured_together(texts: _Encoded, strategy: MegatronInferStrategy) -> Ints:
-    """int64[n]: the tokens of every text; each rank encodes its part. Collective."""
+    """int64[n]: the tokens of every text; int64[n, 2] of pairs. Each rank encodes its part. Collective."""
     layout = strategy.layout
-    lengths = np.zeros(len(texts), dtype=np.int64)
+    shape = (len(texts), 2) if texts.encoder.pairs else (len(texts),)
+    lengths = np.zeros(shape, dtype=np.int64)
 
     def measure() -> Ints:
         mine = range(layout.dp_rank, len(texts), layout.dp_size)
-        return np.array([len(texts[index]["input_ids"]) for index in mine], dtype=np.int64)
+        found = [texts.encoder.encode([texts.texts[index]]).lengths.tolist() for index in mine]
+        return np.array(found, dtype=np.int64).reshape(-1, *shape[1:])
 
     parts = exchange(layout.host_group, "measuring texts", lambda: (layout.dp_rank, measure()))
     for rank, part in parts:

@@ -83,6 +83,46 @@ def test_each_sample_comes_once_per_epoch(size):
     assert seen == Counter(range(101))
 
 
+class Pairs(Texts):
+    """Samples of two sequences: sample i's both begin with i, the second has half the tokens of the first."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.lengths = np.stack([self.lengths, (self.lengths + 1) // 2], 1)
+
+    def __getitem__(self, index):
+        self.reads[index] += 1
+        return [{"input_ids": [index] * length} for length in self.lengths[index].tolist()]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_sequences_of_a_sample_stay_together_under_the_cap(packed):
+    pairs = Pairs()
+    steps = list(made(pairs, seq_packing_enabled=packed, infinite_loop=False, sequence_multiple=4))
+    batches = [batch for step in steps for batch in step]
+    for batch in batches:
+        slots = [-(-len(one["input_ids"]) // 4) * 4 for pair in batch for one in pair]
+        assert (sum(slots) if packed else len(slots) * max(slots)) <= 400
+        assert all(len(pair) == 2 for pair in batch)
+    assert max(map(len, batches)) > 3, "and it is used"
+    assert sorted(index for step in steps for batch in step.indices for index in batch) == list(range(101))
+    two = loader(made(pairs, seq_packing_enabled=packed, infinite_loop=False, sequence_multiple=4), 2)
+    assert places(two) == places(steps)
+
+
+@pytest.mark.bad_input
+def test_what_is_wrong_with_several_sequences_is_said():
+    with pytest.raises(DataError, match=r"Sample 0 has 150 and 60 tokens, which stay together \(300 aligned to 1\)"):
+        made(Pairs(count=1), lengths=np.array([[150, 60]]), max_tokens_for_batch=299)
+    with pytest.raises(DataError, match=r"Sample 0 has 150 and 60 tokens, which stay together, more than max_tokens"):
+        made(Pairs(count=1), lengths=np.array([[150, 60]]), max_tokens_for_batch=209, seq_packing_enabled=True)
+    with pytest.raises(DataError, match="Sample 0: it is several sequences, which stay together: give their lengths"):
+        made(Pairs(), lengths=None)
+    pairs = Pairs(count=1)
+    with pytest.raises(DataError, match=r"has .* tokens, and 3 and 3 were measured"):
+        next(iter(made(pairs, lengths=np.array([[3, 3]]))))
+
+
 def test_a_dataset_has_about_so_many_steps():
     for packed, within in ((True, 1.1), (False, 1.6)):
         dataset = made(Texts(2000), infinite_loop=False, seq_packing_enabled=packed, pool_size=64)

@@ -22,9 +22,10 @@ LIKE_SFT = {
 }
 
 
-def streamed(folder, name="tiny", *, steps=5, packed=True, policy=(), **changes):
-    job = settings(folder, exp_name=name, **changes)
+def streamed(folder, name="tiny", *, task="sft", steps=5, packed=True, policy=(), **changes):
+    job = settings(folder, task, exp_name=name, **changes)
     del job["max_steps"], job["actor_train"]["use_sequence_packing"], job["actor_train"]["sequence_packing_args"]
+    del job["actor_train"]["training_args"]["per_device_train_batch_size"]
     job["train"] = {
         "max_num_steps": steps,
         "sequence_packing": packed,
@@ -60,9 +61,10 @@ def run_and_note(jobs):
     return seen
 
 
-def lengths_of(folder):
-    rows = [json.loads(line) for line in (folder / "sft.jsonl").read_text().splitlines()]
-    return sorted(len(row["prompt"] + row["response"]) + 1 for row in rows)
+def lengths_of(folder, task="sft"):
+    rows = [json.loads(line) for line in (folder / f"{task}.jsonl").read_text().splitlines()]
+    answers = ["response"] if task == "sft" else ["chosen", "rejected"]
+    return sorted(len(row["prompt"] + row[answer]) + 1 for row in rows for answer in answers)
 
 
 def test_to_the_end_of_the_data_with_any_number_of_workers(folder):
@@ -91,8 +93,37 @@ def test_to_the_end_of_the_data_with_any_number_of_workers(folder):
     assert spread("across") < spread("one")
 
 
-def test_killed_and_resumed_to_the_bit(folder):
-    variant = {"save_steps": 1, "steps": 6, "actor_train__model_args__architecture__hidden_dropout": 0.1}
+def test_pairs_stay_together_to_the_end_of_the_data(folder):
+    """Two ranks and one epoch: every pair once, in packs and rectangles of whole pairs (the loss refuses others)."""
+    once, rows = {"infinite_loop": False}, {"load_balanced_max_tokens_for_batch": 160}
+    jobs = [
+        streamed(folder, "packs", task="dpo", steps=50, policy=once),
+        streamed(folder, "workers", task="dpo", steps=50, policy=once | {"dataloader_num_workers": 2}),
+        streamed(folder, "rectangles", task="dpo", steps=50, packed=False, policy=once | rows),
+        streamed(folder, "across", task="dpo", steps=50, policy=once | {"load_balanced_across_ranks": True}),
+    ]
+    packs, workers, rectangles, across = run_ranks(2, OWN + "run_and_note", jobs)[0]
+    for seen in (packs, rectangles, across):
+        assert sorted(length for lengths, _, _ in seen for length in lengths) == lengths_of(folder, "dpo")
+        assert 1 < len(seen) < 50
+    assert packs == workers and rows_of(folder, "packs") == rows_of(folder, "workers")
+    assert any(fillers for _, _, fillers in packs) and all(count <= 2 for _, count, _ in packs)
+    first = rows_of(folder, "packs")[0]
+    assert first["loss"] == pytest.approx(0.693147, abs=1e-5), "the reference is the model as training begins"
+
+
+def test_a_pool_of_two_epochs_may_hold_a_pair_twice(folder):
+    """Four pairs and a pool of more: each occurrence is a pair of its own."""
+    write_data(folder, 4)
+    job = streamed(folder, task="dpo", steps=4, policy={"load_balanced_max_tokens_for_batch": 512})
+    (seen,) = run_ranks(1, OWN + "run_and_note", [job])[0]
+    assert max(len(lengths) for lengths, _, _ in seen) > 8, "more than the four pairs in one step"
+
+
+@pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
+def test_killed_and_resumed_to_the_bit(folder, task):
+    variant = {"task": task, "save_steps": 1, "steps": 6}
+    variant["actor_train__model_args__architecture__hidden_dropout"] = 0.1
     run_ranks(2, HERE + "run_until", {"job": streamed(folder, "straight", **variant)})
     job = streamed(folder, "killed", resume_from_checkpoint=True, **variant)
     outcomes = run_ranks(2, HERE + "run_until", {"job": job, "die_after": 3}, check=False, timeout=90, grace=3)
@@ -111,6 +142,46 @@ def test_another_number_of_ranks_is_refused_or_dealt_anew(folder):
     job = streamed(folder, policy=once | {"repartition": True}, **more)
     rest = run_ranks(1, OWN + "run_and_note", [job])[0][0]
     assert sorted(length for lengths, _, _ in first + rest for length in lengths) == lengths_of(folder)
+
+
+def into_a_model_for_rows(packed):
+    """On a rank: what is said when a model that Megatron built for rows is given a stream."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from roll_batching.config import BatchingConfig
+    from roll_batching.config.stream import TrainSection
+    from roll_batching.data.texts import Document, TextDataset
+    from roll_batching.data.tokenizers import CharTokenizer
+    from roll_batching.errors import RankError
+    from roll_batching.planning import BatchingSpec
+    from roll_batching.rl.steps import Encoder
+    from roll_batching.rl.stream_steps import StreamedSteps
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.support.own_model import build
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    spec = BatchingSpec(mode="dynamic", max_tokens=64)
+    batching = BatchingConfig(train=spec, infer=spec, logprob_plan="none")
+    strategy = MegatronTrainStrategy.from_parts(*build("stock"), batching, rows_form=True)
+    texts = TextDataset([Document("ab", "ba"), Document("b", "a"), Document("aa", "bb")])
+    encoder = Encoder(tokenizer=CharTokenizer("ab$", "$"), max_length=16)
+    try:
+        StreamedSteps(texts, encoder, strategy, TrainSection(sequence_packing=packed))
+    except RankError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.bad_input
+def test_a_model_that_cannot_take_packs_is_an_error_on_all_ranks(report):
+    one, other = run_ranks(2, OWN + "into_a_model_for_rows", True)
+    assert one == other
+    for words in ("train.sequence_packing is true", "cannot take packs", "packed_layer_spec(config)", "packing: false"):
+        assert words in one, one
+    assert run_ranks(2, OWN + "into_a_model_for_rows", False) == ["nothing"] * 2
+    report(one)
 
 
 def test_the_documents_file_as_toml(folder):
