@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from roll_batching.data.chat import ChatTemplate
 from roll_batching.data.faults import Faults
 from roll_batching.data.texts import Conversation, Document, Pair, Prompt, Text
 from roll_batching.data.tokenizers import Tokenizer, UnknownCharacterError, encode_many
 from roll_batching.errors import DataError
+from roll_batching.planning.arrays import Ints
 
 AT_ONCE = 1024
 """Texts that are encoded together."""
@@ -32,27 +36,25 @@ class Fit:
     tags: frozenset[str] | None = None
     """The tags that prompts may have; None: any, or none."""
 
-    def check(self, items: Sequence[Text], faults: Faults) -> None:
-        """Notes in `faults` what does not fit, naming file, line, key and cure."""
-        for start in range(0, len(items), AT_ONCE):
-            some = items[start : start + AT_ONCE]
-            single = [one for item in some for one in (item.documents if isinstance(item, Pair) else (item,))]
-            self._check_some(single, faults)
+    def check(self, items: Sequence[Text], faults: Faults) -> Ints:
+        """Notes in `faults` what does not fit, naming file, line, key and cure.
 
-    def _check_some(self, items: Sequence[Text], faults: Faults) -> None:
-        if any(isinstance(item, Conversation) for item in items):
-            for item in items:
-                self._check_one(item, faults)
-            return
+        Returns `token_counts` of `items`; without meaning where there are faults.
+        """
+        counts = [self._check_some(items[start : start + AT_ONCE], faults) for start in range(0, len(items), AT_ONCE)]
+        return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
+
+    def _check_some(self, items: Sequence[Text], faults: Faults) -> Ints:
+        single = _single(items)
         try:
-            prompts = encode_many(self.tokenizer, [item.prompt for item in items])
-            rest = encode_many(self.tokenizer, [item.response for item in items if isinstance(item, Document)])
+            counts = _counted(single, self.tokenizer)
         except Exception:  # one of them at least; which, and why, is seen one by one
-            for item in items:
+            for item in single:
                 self._check_one(item, faults)
-            return
-        for number, item in enumerate(items):
-            self._check_lengths(item, len(prompts[number]), len(rest[number]) + 1 if rest else 0, faults)
+            return np.zeros(len(items), dtype=np.int64)
+        for item, (prompt, rest) in zip(single, counts.tolist(), strict=True):
+            self._check_lengths(item, prompt, rest, faults)
+        return _of_items(counts, items)
 
     def _check_one(self, item: Text, faults: Faults) -> None:
         try:
@@ -83,6 +85,41 @@ class Fit:
     def _shorter(self, item: Text) -> str:
         keys = self.keys if isinstance(item, Document) else self.keys[:1]
         return f"Shorten {' or '.join(map(repr, keys))}, remove the line, or raise {self.setting}."
+
+
+def token_counts(items: Sequence[Text], tokenizer: Tokenizer) -> Ints:
+    """int64[n]: the tokens of each text, end token included; int64[n, 2]: of the two answers of each pair.
+
+    Raises what the tokenizer or a chat template raises, without naming the text.
+    """
+    counts = [
+        _of_items(_counted(_single(some), tokenizer), some)
+        for some in (items[start : start + AT_ONCE] for start in range(0, len(items), AT_ONCE))
+    ]
+    return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
+
+
+def _single(items: Sequence[Text]) -> list[Any]:
+    """Each text, of a pair two."""
+    return [one for item in items for one in (item.documents if isinstance(item, Pair) else (item,))]
+
+
+def _of_items(counts: Ints, items: Sequence[Text]) -> Ints:
+    """From int64[m, 2] of single texts to what `token_counts` gives."""
+    whole = counts.sum(axis=1)
+    return whole.reshape(-1, 2) if isinstance(items[0], Pair) else whole
+
+
+def _counted(items: Sequence[Any], tokenizer: Tokenizer) -> Ints:
+    """int64[n, 2]: tokens of the prompt, and of what follows it; of a conversation all of them, and 0."""
+    if isinstance(items[0], Conversation):
+        template = ChatTemplate(tokenizer)
+        return np.array([(len(template.conversation(item.messages)[0]), 0) for item in items], dtype=np.int64)
+    prompts = [len(tokens) for tokens in encode_many(tokenizer, [item.prompt for item in items])]
+    rest = [0] * len(items)
+    if isinstance(items[0], Document):
+        rest = [len(tokens) + 1 for tokens in encode_many(tokenizer, [item.response for item in items])]
+    return np.array([prompts, rest], dtype=np.int64).T
 
 
 def tokens_of(text: str, tokenizer: Tokenizer, key: str) -> list[int]:

@@ -73,7 +73,8 @@ class PoolFormer:
         self.max_tokens, self.strategy, self.pool_size, self.infinite = max_tokens, strategy, pool_size, infinite
         self._slots, rows = _slots(lengths, sequence_multiple, packed=strategy == "packed")
         self._cap = max_tokens // rows
-        _require_cap(lengths, self._slots * rows, max_tokens, sequence_multiple)
+        aligned = f"aligned to {sequence_multiple}" if rows == 1 else "in rows of one length"
+        _require_cap(lengths, self._slots * rows, max_tokens, aligned)
         values = (seed, rank, size, len(lengths), hashlib.sha256(lengths.tobytes()).hexdigest()[:16], dataset)
         self._identity: dict[str, Any] = dict(zip(_IDENTITY, values, strict=True))
         self._origin: list[dict[str, Any]] | None = None
@@ -250,14 +251,14 @@ def _slots(lengths: Ints, multiple: int, *, packed: bool) -> tuple[Ints, int]:
     return np.where((lengths > 0).all(axis=1), together, 0), 1 if packed else lengths.shape[1]
 
 
-def _require_cap(lengths: Ints, computed: Ints, max_tokens: int, multiple: int) -> None:
+def _require_cap(lengths: Ints, computed: Ints, max_tokens: int, aligned: str) -> None:
     above = np.flatnonzero(computed > max_tokens)
     if not above.size:
         return
     first = int(above[0])
     together = lengths[first].ravel().tolist()
     has = " and ".join(map(str, together)) + " tokens" + (", which stay together" if len(together) > 1 else "")
-    takes = f" ({computed[first]} aligned to {multiple})" if computed[first] != sum(together) else ""
+    takes = f" ({computed[first]} {aligned})" if computed[first] != sum(together) else ""
     more = f", and {above.size - 1:,} more samples are longer than that" if above.size > 1 else ""
     raise DataError(
         f"Sample {first} has {has}{takes}, more than max_tokens={max_tokens}{more}: raise the cap, shorten them, or "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,6 +40,10 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """One more than the largest token."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all that says which tokens texts and chats become."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`."""
@@ -91,6 +98,11 @@ class CharTokenizer:
     def vocab_size(self) -> int:
         """Characters of the vocabulary."""
         return len(self._vocabulary)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the vocabulary and the reserved characters."""
+        return _digest("characters", self._vocabulary, self._reserved)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -180,6 +192,19 @@ class HFTokenizer:
         """Tokens of the vocabulary, added ones included."""
         return len(self.tokenizer)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of its rules (of a tokenizer in Python: its vocabulary), its chat template and its library."""
+        import transformers
+
+        one, rules = self.tokenizer, getattr(self.tokenizer, "backend_tokenizer", None)
+        if rules is None:
+            words: Any = sorted(one.get_vocab().items())
+        else:
+            words = json.loads(rules.to_str()) | {"truncation": None, "padding": None}  # these change with its calls
+        named = (type(one).__name__, transformers.__version__, one.chat_template, self.eos_token_id)
+        return _digest(*named, json.dumps(words, sort_keys=True))
+
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, without special tokens around it."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -188,6 +213,10 @@ class HFTokenizer:
         """The text of `tokens`, special tokens included, spaces as they are."""
         numbers = [int(token) for token in tokens]
         return self.tokenizer.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _digest(*words: Any) -> str:
+    return hashlib.sha256(repr(words).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def encode_many(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:

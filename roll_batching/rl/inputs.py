@@ -1,23 +1,29 @@
 """What a job reads before it starts: texts, tokenizer, reward function.
 
 All texts are read and checked once, by whoever starts the processes (`check_inputs`). The processes compare what they
-read with what was checked, by fingerprint, and check only what differs: under another launcher, everything.
+read with what was checked, by fingerprint, and check only what differs: under another launcher, everything. Texts to
+learn from are tokenised to be checked; how many tokens they have is kept, so that the next start need not.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, Generic
+
+import numpy as np
 
 from roll_batching.config import JobConfig
 from roll_batching.config.supervised import supervised
 from roll_batching.data.chat import ChatTemplate
 from roll_batching.data.faults import Faults
-from roll_batching.data.fit import AT_ONCE, Fit
+from roll_batching.data.fit import AT_ONCE, Fit, token_counts
 from roll_batching.data.jsonl import PathLike, as_files
+from roll_batching.data.kept_counts import FOLDER, KeptCounts
 from roll_batching.data.texts import (
     Conversation,
     Document,
@@ -32,8 +38,13 @@ from roll_batching.data.texts import (
 from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 from roll_batching.errors import ConfigError
 from roll_batching.observe.reading import ReadingProgress
+from roll_batching.planning.arrays import Ints
 from roll_batching.rl.reward_pool import RewardPool, reward_of
 
+logger = logging.getLogger(__name__)
+
+_LOOKED_AT = 16
+"""Texts that are tokenised before kept counts are believed."""
 CHECKED = "ROLL_BATCHING_CHECKED"
 """Variable by which the processes hear which texts were checked: their fingerprint."""
 
@@ -47,6 +58,8 @@ class JobInputs:
     """Documents or conversations of the warm-up; what a job of task sft or dpo (pairs) learns from."""
     validation: TextDataset[Any] | None
     """sft and dpo: what is held out."""
+    token_counts: Ints | None
+    """sft and dpo: of what is learnt from, as `data.fit.token_counts` has them; None where nobody kept them."""
     prompts: PromptDataset | None
     """Training prompts of the RL phase."""
     heldout: PromptDataset | None
@@ -70,6 +83,13 @@ class _Texts(Generic[T]):
     fit: Fit
     template: ChatTemplate | None = None
     """What makes prompts of messages."""
+    kept: KeptCounts | None = None
+    """Their token counts from earlier starts, where they are kept."""
+
+    def known(self, fingerprint: str) -> Ints | None:
+        """Token counts of the texts with this fingerprint, of which an earlier start has seen that all fit."""
+        counts = None if self.kept is None else self.kept.of(fingerprint)
+        return None if counts is None or int(counts.max(initial=0)) > self.fit.max_length else counts
 
     def read(self, faults: Faults, read: Callable[[int], None] = lambda size: None) -> Iterator[T]:
         """The texts, one by one."""
@@ -85,17 +105,32 @@ def check_inputs(job: JobConfig) -> dict[str, str]:
     parts = _parts(job, _tokenizer_that_fits(job))
     given = [part for part in parts if part is not None]
     files = [file for part in given for file in as_files(part.paths) if file.is_file()]
-    faults, digests = Faults(), [None if part is None else Fingerprint() for part in parts]
+    faults = Faults()
     with ReadingProgress("checking the data files", sum(file.stat().st_size for file in files)) as progress:
-        for part, digest in zip(parts, digests, strict=True):
-            if part is not None and digest is not None:
-                texts = part.read(faults, progress.read)
-                while some := list(islice(texts, AT_ONCE)):
-                    part.fit.check(some, faults)
-                    for text in some:
-                        digest.add(text)
+        checked = [None if part is None else _checked(part, faults, progress.read) for part in parts]
     faults.check()
-    return {CHECKED: _joined(None if digest is None else digest.value() for digest in digests)}
+    for part, found in zip(parts, checked, strict=True):
+        fingerprint, counts = found or ("", None)
+        if part is not None and part.kept is not None and counts is not None:
+            part.kept.keep(fingerprint, counts)
+    return {CHECKED: _joined(None if found is None else found[0] for found in checked)}
+
+
+def _checked(part: _Texts[Any], faults: Faults, read: Callable[[int], None]) -> tuple[str, Ints | None]:
+    """Fingerprint of the texts, and their token counts; None where these were known, so that nothing was tokenised."""
+    if part.kept is not None and part.kept.any():
+        digest, unreadable = Fingerprint(), Faults()
+        for text in part.read(unreadable, read):
+            digest.add(text)
+        if not len(unreadable) and part.known(digest.value()) is not None:
+            return digest.value(), None
+    digest, counts = Fingerprint(), []
+    texts = part.read(faults, read)
+    while some := list(islice(texts, AT_ONCE)):
+        counts.append(part.fit.check(some, faults))
+        for text in some:
+            digest.add(text)
+    return digest.value(), np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
 
 
 def load_inputs(job: JobConfig) -> JobInputs:
@@ -111,20 +146,46 @@ def load_inputs(job: JobConfig) -> JobInputs:
     training = None if prompts is None else list(prompts.read(faults))
     evaluation = None if heldout is None else list(heldout.read(faults))
     faults.check()
+    learnt = None if documents is None else TextDataset(documents)
     inputs = JobInputs(
         tokenizer=tokenizer,
-        corpus=None if documents is None else TextDataset(documents),
+        corpus=learnt,
+        token_counts=None if corpus is None or learnt is None else _looked_at(corpus, learnt),
         prompts=None if training is None else PromptDataset(training),
         heldout=None if evaluation is None or supervised(job) else PromptDataset(evaluation),
         validation=TextDataset(evaluation) if evaluation is not None and supervised(job) else None,
         reward=reward_of(job),
     )
-    if inputs.fingerprint != os.environ.get(CHECKED):
-        for one, texts in ((corpus, documents), (prompts, training), (heldout, evaluation)):
-            if one is not None:
-                one.fit.check(texts or (), faults)
-        faults.check()
-    return inputs
+    if inputs.fingerprint == os.environ.get(CHECKED):
+        return inputs
+    counts = None
+    if corpus is not None and learnt is not None and inputs.token_counts is None:
+        counts = corpus.fit.check(learnt, faults)
+    for one, texts in ((prompts, training), (heldout, evaluation)):
+        if one is not None:
+            one.fit.check(texts or (), faults)
+    faults.check()
+    if corpus is None or learnt is None or counts is None or corpus.kept is None:
+        return inputs
+    corpus.kept.keep(learnt.fingerprint, counts)
+    return replace(inputs, token_counts=counts)
+
+
+def _looked_at(part: _Texts[Any], texts: TextDataset[Any]) -> Ints | None:
+    """Token counts of `texts` that are kept; None where there are none, or those of a few texts are others."""
+    counts = part.known(texts.fingerprint)
+    if counts is None:
+        return None
+    some = np.unique(np.linspace(0, len(texts) - 1, _LOOKED_AT).astype(np.int64))
+    try:
+        if np.array_equal(token_counts([texts[place] for place in some.tolist()], part.fit.tokenizer), counts[some]):
+            return counts
+    except Exception:  # whatever the tokenizer raises now: whoever counts all of them says of which text
+        pass
+    if part.kept is not None:
+        part.kept.forget(texts.fingerprint)
+    logger.warning("the kept token counts of %s are others than now: all tokens are counted again", part.paths)
+    return None
 
 
 def _parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any] | None, _Texts[Any] | None, _Texts[Any] | None]:
@@ -213,7 +274,9 @@ def _supervised_parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any]
             (Document, (data.prompt, data.response)) if data.messages is None else (Conversation, (data.messages,))
         )
     fit = Fit(tokenizer=tokenizer, max_length=job.sequence_length or 1, setting="sequence_length", keys=keys)
-    corpus = _Texts(kind=kind, paths=data.file_name, fit=fit, template=template)
+    form = f"{kind.__name__} of messages" if data.messages is not None else kind.__name__
+    kept = KeptCounts(Path(job.output_dir) / FOLDER, tokenizer, form)
+    corpus = _Texts(kind=kind, paths=data.file_name, fit=fit, template=template, kept=kept)
     if data.eval_file_name is None or not job.eval_samples:
         return corpus, None
     return corpus, _Texts(kind=kind, paths=data.eval_file_name, fit=fit, template=template)

@@ -11,6 +11,7 @@ import torch
 from roll_batching.data import SampleBatch, gather_lengths
 from roll_batching.data.encode import encode_documents, encode_pairs
 from roll_batching.data.epochs import EpochStream
+from roll_batching.data.fit import token_counts
 from roll_batching.data.membership import rank_slice
 from roll_batching.data.table import LengthTable
 from roll_batching.data.texts import Conversation, Document, Pair, TextDataset
@@ -18,6 +19,7 @@ from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.distributed import consensus
 from roll_batching.packing.ahead import one_ahead
 from roll_batching.planning import Plan
+from roll_batching.planning.arrays import Ints
 from roll_batching.rl.running import Resumable
 from roll_batching.strategy import MegatronInferStrategy
 
@@ -54,6 +56,15 @@ class Encoder:
         """`texts`, at least one, with ids by `ids` (of pairs: see `encode_pairs`)."""
         encode = encode_pairs if self.pairs else encode_documents
         return encode(texts, self.tokenizer, max_length=self.max_length, ids=ids)
+
+    def count(self, texts: Sequence[Any]) -> Ints:
+        """The tokens of the samples that `encode` makes: int64[n], of pairs int64[n, 2]."""
+        try:
+            return token_counts(texts, self.tokenizer)
+        except Exception:  # which text it was is said by who encodes it alone
+            for text in texts:
+                self.encode([text])
+            raise
 
     def share(self, texts: Sequence[Any], dp_rank: int, dp_size: int) -> SampleBatch:
         """This rank's contiguous share of `texts`, at least one, with ids by place in the list; may be empty."""

@@ -33,17 +33,24 @@ logger = logging.getLogger(__name__)
 
 
 class StreamedSteps:
-    """Steps of a `LoadBalancedDataset` on every data-parallel rank. Building it is collective, and measures all texts.
+    """Steps of a `LoadBalancedDataset` on every data-parallel rank. Building it is collective.
 
     Args:
         texts: all of them, the same on every rank.
         encoder: turns them into samples; a pair stays in one micro-batch.
         strategy: whose plans they are for.
         stream: how they are batched.
+        token_counts: of all texts, where they are known: `data.fit.token_counts`.
     """
 
     def __init__(
-        self, texts: TextDataset[Any], encoder: Encoder, strategy: MegatronInferStrategy, stream: TrainSection
+        self,
+        texts: TextDataset[Any],
+        encoder: Encoder,
+        strategy: MegatronInferStrategy,
+        stream: TrainSection,
+        *,
+        token_counts: Ints | None = None,
     ) -> None:
         self.strategy, self.encoder, self.stream = strategy, encoder, stream
         self.ended = False
@@ -55,7 +62,7 @@ class StreamedSteps:
         packed = stream.sequence_packing
         with consensus(layout.host_group, "the stream of texts"):
             _require_mode(strategy, packed)
-        lengths = _measured_together(self._texts, strategy)
+        lengths = _counted_together(self._texts, token_counts, strategy)
         with consensus(layout.host_group, "the stream of texts"):
             self._dataset = LoadBalancedDataset(
                 self._texts,
@@ -169,18 +176,22 @@ def _require_mode(strategy: MegatronInferStrategy, packed: bool) -> None:
     raise LayoutError(f"{text}: make it with a BatchingConfig whose training is {wanted}")
 
 
-def _measured_together(texts: _Encoded, strategy: MegatronInferStrategy) -> Ints:
-    """int64[n]: the tokens of every text; int64[n, 2] of pairs. Each rank encodes its part. Collective."""
-    layout = strategy.layout
-    shape = (len(texts), 2) if texts.encoder.pairs else (len(texts),)
-    lengths = np.zeros(shape, dtype=np.int64)
+def _counted_together(texts: _Encoded, kept: Ints | None, strategy: MegatronInferStrategy) -> Ints:
+    """int64[n]: the tokens of every text; int64[n, 2] of pairs. Collective.
 
-    def measure() -> Ints:
-        mine = range(layout.dp_rank, len(texts), layout.dp_size)
-        found = [texts.encoder.encode([texts.texts[index]]).lengths.tolist() for index in mine]
-        return np.array(found, dtype=np.int64).reshape(-1, *shape[1:])
+    Each rank says those of its part, which it counts where nobody has kept them.
+    """
+    layout, count = strategy.layout, len(texts)
+    mine = range(layout.dp_rank, count, layout.dp_size)
 
-    parts = exchange(layout.host_group, "measuring texts", lambda: (layout.dp_rank, measure()))
+    def say() -> Ints:
+        if kept is not None:
+            return kept[mine.start :: mine.step]
+        return texts.encoder.count([texts.texts[index] for index in mine])
+
+    parts = exchange(layout.host_group, "counting tokens", lambda: (layout.dp_rank, say()))
+    lengths = np.zeros((count, 2) if texts.encoder.pairs else count, dtype=np.int64)
     for rank, part in parts:
-        lengths[rank :: layout.dp_size] = part
+        if len(part):
+            lengths[rank :: layout.dp_size] = part
     return lengths

@@ -54,7 +54,7 @@ def train_on_texts(run: Run, loss: Any) -> None:
     stream, encoder = run.config.stream, _encoder(run)
     steps: StepSource
     if stream is not None:
-        steps = StreamedSteps(texts, encoder, run.strategy, stream)
+        steps = StreamedSteps(texts, encoder, run.strategy, stream, token_counts=run.inputs.token_counts)
     else:
         steps = PlannedSteps(texts, encoder, run.strategy, size=run.texts_per_step, seed=run.config.seed)
     _train(run, _Phase(name=run.config.task, training=run.schedule, loss=loss, steps=steps))

@@ -112,7 +112,9 @@ def test_sequences_of_a_sample_stay_together_under_the_cap(packed):
 
 @pytest.mark.bad_input
 def test_what_is_wrong_with_several_sequences_is_said():
-    with pytest.raises(DataError, match=r"Sample 0 has 150 and 60 tokens, which stay together \(300 aligned to 1\)"):
+    with pytest.raises(
+        DataError, match=r"Sample 0 has 150 and 60 tokens, which stay together \(300 in rows of one length\)"
+    ):
         made(Pairs(count=1), lengths=np.array([[150, 60]]), max_tokens_for_batch=299)
     with pytest.raises(DataError, match=r"Sample 0 has 150 and 60 tokens, which stay together, more than max_tokens"):
         made(Pairs(count=1), lengths=np.array([[150, 60]]), max_tokens_for_batch=209, seq_packing_enabled=True)

@@ -146,22 +146,19 @@ def test_another_number_of_ranks_is_refused_or_dealt_anew(folder):
 
 def into_a_model_for_rows(packed):
     """On a rank: what is said when a model that Megatron built for rows is given a stream."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
     from roll_batching.config import BatchingConfig
     from roll_batching.config.stream import TrainSection
     from roll_batching.data.texts import Document, TextDataset
     from roll_batching.data.tokenizers import CharTokenizer
+    from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.errors import RankError
-    from roll_batching.planning import BatchingSpec
+    from roll_batching.planning import BatchingSpec, ParallelDims
     from roll_batching.rl.steps import Encoder
     from roll_batching.rl.stream_steps import StreamedSteps
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.own_model import build
 
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel()
+    make_layout(ParallelDims(dp_size=2), start_processes())
     spec = BatchingSpec(mode="dynamic", max_tokens=64)
     batching = BatchingConfig(train=spec, infer=spec, logprob_plan="none")
     strategy = MegatronTrainStrategy.from_parts(*build("stock"), batching, rows_form=True)
@@ -244,7 +241,8 @@ def test_what_the_section_refuses(folder, change, path, words):
 
 
 def test_what_the_stream_replaces_gets_a_notice(folder):
-    job = streamed(folder, actor_train__training_args__per_device_train_batch_size=4)
+    job = streamed(folder)
+    job["actor_train"]["training_args"]["per_device_train_batch_size"] = 4
     job["actor_train"]["use_sequence_packing"] = False
     paths = {notice.path for notice in config_from_dict(job).notices}
     assert paths == {"actor_train.use_sequence_packing", "actor_train.training_args.per_device_train_batch_size"}
