@@ -38,13 +38,15 @@ class HFEngine:
 
     def update_weights(self, folder: Path, version: int) -> None:
         """Reads the model directory `folder`. Raises EngineError."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         self._model = None
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto")
         except Exception as error:
             raise EngineError(f"transformers cannot read {folder}: {type(error).__name__}: {error}") from error
+        # Else what the settings have no word for (repetition_penalty, min_p, ...) would be the directory's.
+        model.generation_config = GenerationConfig()
         self._model, self.version = model.to(self.device).eval(), version
 
     @torch.no_grad()

@@ -57,7 +57,9 @@ def _reward_panel(axes: Axes, rows: Sequence[Row]) -> None:
                 fontsize=9,
                 fontweight="bold",
             )
-    axes.set_ylim(0, 1.02 if max([*_column(rows, "reward")[1], *values, 0]) <= 1 else None)
+    shown = [0, *_column(rows, "reward")[1], *values]
+    if min(shown) >= 0:
+        axes.set_ylim(0, 1.02 if max(shown) <= 1 else None)
     _legend(axes)
 
 

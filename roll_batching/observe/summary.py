@@ -88,12 +88,12 @@ def _evaluated(figures: dict[str, float]) -> list[str]:
 
 
 def _label(name: str) -> str:
-    kind, slash, mark = name.partition("/")
-    mark = mark.replace("_", " ")
-    if not slash:
-        return kind.replace("_", " ")
-    return {
-        "mark": f"share of answers: {mark}",
-        "reward_with": f"reward, {mark}: yes",
-        "reward_without": f"reward, {mark}: no",
-    }[kind]
+    kind, _, of = name.partition("/")
+    words = of.replace("_", " ")
+    known = {
+        "mark": f"share of answers: {words}",
+        "reward_with": f"reward, {words}: yes",
+        "reward_without": f"reward, {words}: no",
+        "reward": f"reward: {of}",  # of a domain
+    }
+    return known[kind] if of and kind in known else name.replace("_", " ")

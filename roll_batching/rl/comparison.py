@@ -26,7 +26,11 @@ class ModeComparison:
         packing = worker.sequence_packing_args
         packed_cap = packing.max_packed_sequence_length_train or cap
         self._full = sequence_length
+        planning = worker.planning_args
+        if planning.oversize == "error":  # it fits in the mode that runs, whose cap may be another
+            planning = planning.model_copy(update={"oversize": "alone"})
         off: dict[str, Any] = {
+            "planning_args": planning,
             "use_sequence_packing": False,
             "use_dynamic_batching": None,
             "use_dynamic_batching_in_train": False,

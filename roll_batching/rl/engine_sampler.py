@@ -93,13 +93,14 @@ class EngineSampler:
         return as_batch([row.cpu() for row in rows], found)
 
     def figures(self, home: SampleBatch) -> Row:
-        """Of the rollouts `home`, which have the trainer's log-probs of before the update, and of what led to them.
+        """Of the rollouts `home`, and of what led to them.
 
-        `engine_gap_mean` and `engine_gap_max` are of |engine - trainer| log-prob per response token, `engine_kl` the
-        mean of engine - trainer, which is the divergence of the trainer's policy from the engine's. Collective.
+        Where old log-probs are the trainer's own (`logprob_plan` train or own), `engine_gap_mean` and `engine_gap_max`
+        are of |engine - trainer| log-prob per response token, `engine_kl` the mean of engine - trainer, which is the
+        divergence of the trainer's policy from the engine's. Collective.
         """
-        if "old_log_probs" not in home.schema:
-            gap = torch.zeros(0)
+        if self.strategy.batching.logprob_plan not in ("train", "own"):
+            gap = torch.zeros(0)  # the trainer's own are not known
         else:
             ours, theirs = home["old_log_probs"].double(), home["rollout_log_probs"].double()
             mask = home["response_mask"].bool()

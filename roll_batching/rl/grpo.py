@@ -218,12 +218,12 @@ class Grpo:
         if self.engine is not None:
             self.engine.update(step - 1)
         prompts, sampling = next(self.stream), replace(self.shared.sampling, seed=step_seed(self.config.seed, step))
-        found_before = {}
-        if self.objective.advantages.greedy:
-            _, answers = self._scored(prompts, replace(sampling, greedy=True, num_return_sequences=1))
-            found_before["baselines"] = answers.rewards
+        if not self.objective.advantages.greedy:
+            rollouts, scores = self._scored(prompts, sampling)
+            return rollouts.batch, scores, {}
+        _, answers = self._scored(prompts, replace(sampling, greedy=True, num_return_sequences=1))
         rollouts, scores = self._scored(prompts, sampling)
-        return rollouts.batch, scores, found_before
+        return rollouts.batch, scores.after(answers), {"baselines": answers.rewards}
 
     def _scored(self, prompts: Sequence[Prompt], sampling: GenerationSettings) -> tuple[Rollouts, StepScores]:
         rollouts = generate_rollouts(

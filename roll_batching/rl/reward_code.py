@@ -17,8 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from roll_batching.lifetime import die_with_parent
 from roll_batching.rl.rewards import Completion, Score
 
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -99,18 +101,24 @@ def _passes(
     """Whether one test passes: the program ends with 0 within its limits and, where asked, prints what it should."""
     reached = secrets.token_hex(16)  # code that leaves early has passed nothing
     program = f"{code}\n{test}\n" + (f"print('\\n{reached}')\n" if expected is None else "")
+    if "\0" in program:  # no Python program, and no word of a command
+        return False
     local = run == "subprocess"
-    words = [sys.executable, "-I", "-c"] if local else list(run)
     with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, ".said"), "w+b") as said:
+        words = [*run, program]
+        if local:  # from a file, which may be longer than a word of a command
+            file = Path(folder, ".program")
+            file.write_text(program, encoding="utf-8", errors="replace")
+            words = [sys.executable, "-I", str(file)]
         process = subprocess.Popen(
-            [*words, program],
+            words,
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env={"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder} if local else None,
-            start_new_session=True,
-            preexec_fn=_limits(seconds, memory) if local else None,
+            process_group=0,
+            preexec_fn=_bound(_limits(seconds, memory) if local else {}),
         )
         try:
             ended = _finished(process, given.encode("utf-8", "replace"), seconds)
@@ -123,21 +131,27 @@ def _passes(
         return lines == _lines(expected) if expected is not None else lines[-1:] == [reached]
 
 
-def _limits(seconds: float, memory: int) -> Callable[[], None]:
-    bounds = {
+def _limits(seconds: float, memory: int) -> dict[int, int]:
+    return {
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_CPU: max(1, round(seconds)),
         resource.RLIMIT_FSIZE: _FILE_SIZE,
         resource.RLIMIT_CORE: 0,
     }
 
-    def set_limits() -> None:
-        for what, limit in bounds.items():
+
+def _bound(limits: Mapping[int, int]) -> Callable[[], None]:
+    """What a process does before it runs code: it ends with this one, and takes on `limits`."""
+    parent = os.getpid()
+
+    def bind() -> None:
+        die_with_parent(parent)
+        for what, limit in limits.items():
             most = resource.getrlimit(what)[1]
             wanted = limit if most < 0 else min(limit, most)
             resource.setrlimit(what, (wanted, wanted))
 
-    return set_limits
+    return bind
 
 
 def _finished(process: subprocess.Popen[bytes], given: bytes, seconds: float) -> bool:
@@ -151,7 +165,7 @@ def _finished(process: subprocess.Popen[bytes], given: bytes, seconds: float) ->
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends it and what it started, except what has left its session."""
+    """Ends it and what it started, except what has left its process group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -134,6 +134,14 @@ class StepScores:
     said: list[dict[str, Any]]
     """Lines of rollouts.jsonl, of the responses that were asked for."""
 
+    def after(self, others: StepScores) -> StepScores:
+        """These scores, with what `others`, which the step had drawn and scored before, took as well in the mean."""
+        return replace(
+            self,
+            generate_seconds=self.generate_seconds + others.generate_seconds.mean(),
+            reward_seconds=self.reward_seconds + others.reward_seconds.mean(),
+        )
+
 
 def start_reward(layout: ParallelLayout, reward: RewardPool) -> None:
     """Starts `reward` on the ranks that score. Collective; raises RankError, the same on all ranks, when one cannot."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -188,3 +189,17 @@ def test_transformers_in_process(model):
     answers = engine.generate(asked, SETTINGS)
     check_log_probs(model[1], asked, answers)
     assert engine.generate(asked, SETTINGS) == answers
+
+
+def test_transformers_draws_as_it_is_asked_whatever_the_model_directory_says(model, tmp_path):
+    from roll_batching.engines.hf import HFEngine
+
+    def answers(folder):
+        engine = HFEngine(torch.device("cpu"))
+        engine.update_weights(folder, 1)
+        return engine.generate(questions(), SETTINGS)
+
+    folder = shutil.copytree(model[0], tmp_path / "model")
+    said = {"repetition_penalty": 50.0, "temperature": 0.1, "top_k": 1, "do_sample": False, "max_length": 3}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    assert answers(folder) == answers(model[0])

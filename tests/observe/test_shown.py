@@ -40,6 +40,14 @@ def test_the_curve_shows_the_mean_of_five_steps_and_the_share_of_padding():
     assert (reward.get_ylim(), padding.get_ylim()) == ((0, 1.02), (-0.02, 1.02))
 
 
+def test_the_curve_shows_rewards_below_0():
+    rows = [{"step": i, "reward": reward, "eval_updates": i, "eval_reward": -0.75} for i, reward in ((1, -1), (2, 1))]
+    axes = Figure().subplots()
+    _reward_panel(axes, rows)
+    low, high = axes.get_ylim()
+    assert low < -1 and high > 1
+
+
 def test_the_figures_are_sums_over_the_rl_rows():
     rows = [{"phase": "warmup", "step": 1, "tokens": 10**9}, *rl_rows(40)]
     figures = summarize(rows)
@@ -72,6 +80,20 @@ def test_the_table_holds_the_figures():
         ["sequence packing (this run)", "80", "25.0%", "0.33 x"],
     ]
     assert "60 real tokens trained on, 1,234 tokens per second" in out.getvalue()
+
+
+def test_the_table_names_domains_and_metrics_of_any_name():
+    out = io.StringIO()
+    rows = [{"phase": "rl", "eval_updates": step, "eval_reward": 0.5, "eval_reward/math_2": step} for step in (0, 1)]
+    rows = [row | {"eval_mark/a/b": 0.5, "eval_margin/of pairs": 0.25} for row in rows]
+    show_summary(summarize(rows), Console(file=out, width=110), used="packed", title="demo")
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "│" in line]
+    assert cells == [
+        ["reward", "0.500", "0.500", "+0.000"],
+        ["reward: math_2", "0.000", "1.000", "+1.000"],
+        ["share of answers: a/b", "0.500", "0.500", "+0.000"],
+        ["margin/of pairs", "0.250", "0.250", "+0.000"],
+    ]
 
 
 def test_a_resumed_phase_tells_the_time_that_its_own_steps_take(monkeypatch):

@@ -17,6 +17,7 @@ from roll_batching.rl.reward_code import check_run, code_tests
 from roll_batching.rl.reward_pool import RewardDomain, RewardPool, reward_of
 from roll_batching.rl.reward_process import RewardLimits
 from roll_batching.rl.rewards import Completion, exact_match
+from tests.launch.commands import wait_for
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -156,6 +157,8 @@ def wrote(code):
         ("import os, signal; os.kill(os.getppid(), 0); os.kill(os.getpid(), 9)", 0),
         ("def", 0),
         ("open('big', 'wb').write(b'x' * (1 << 26))", 0),
+        ("double = lambda x: 2 * x  # \0", 0),
+        (f"double = lambda x: 2 * x  # {'x' * 200_000}", 2 / 3),
     ],
 )
 def test_code_against_tests(code, reward):
@@ -164,12 +167,24 @@ def test_code_against_tests(code, reward):
     assert score.marks == {"has_code": True, "passes_all": reward == 1}
 
 
+def test_code_ends_with_the_process_that_runs_it(tmp_path):
+    code = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    arguments = {"run": "subprocess", "seconds": 300}
+    domain = RewardDomain(path="roll_batching.rl.reward_code:code_tests", arguments=arguments)
+    with RewardPool(domain, limits=RewardLimits(seconds=5)) as pool:
+        with pytest.raises(DataError, match="did not return within 5 s"):
+            pool.score([wrote(code)], [0], seed=0)
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not psutil.pid_exists(pid), 5)
+
+
 def test_code_through_a_command(tmp_path):
     """The hook for containers: what runs is the command, with the program as its last word."""
     (tmp_path / "box").write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/calls"\nexec python "$@"\n')
     (tmp_path / "box").chmod(0o755)
     code = "double = lambda x: 2 * x\nimport sys\ns = sys.stdin.read()\nif s: print(double(int(s)))"
     assert code_tests(wrote(code), run=[str(tmp_path / "box"), "-c"], all_or_nothing=True).reward == 1
+    assert code_tests(wrote("\0"), run=[str(tmp_path / "box"), "-c"]).reward == 0
     assert (tmp_path / "calls").read_text().count("-c double") == 3
     assert code_tests(completion("no code", test_cases=TESTS), run="subprocess").marks["has_code"] is False
 

@@ -7,6 +7,9 @@ The numbers were made once by running ROLL 8eb27cc in float64, padded, on `waves
 from __future__ import annotations
 
 import json
+import os
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -161,6 +164,15 @@ def both_jobs(payload):
         run_job(JobConfig.model_validate(job))
 
 
+def slow_at_first(completion, folder: str) -> float:
+    """The first call on a rank, for one of the greedy answers, takes a second."""
+    called = Path(folder) / f"called-{os.environ['RANK']}"
+    if not called.exists():
+        called.touch()
+        time.sleep(1)
+    return completion.tokens / 10
+
+
 @pytest.mark.parametrize("ranks", [2])
 def test_jobs_learn_from_tokens_and_resume(tmp_path, ranks: int) -> None:
     """The row of step 2 is the same whether step 1 was made by this process or came from a checkpoint."""
@@ -168,7 +180,8 @@ def test_jobs_learn_from_tokens_and_resume(tmp_path, ranks: int) -> None:
     base = {"warmup": None, "eval_samples": 0, "reward_function": "tests.rl.jobs:length", "max_steps": 2}
     whole = settings(tmp_path, **base, **JOBS["kl"], exp_name="whole", save_steps=1)
     rest = whole | {"exp_name": "rest", "resume_from_checkpoint": str(tmp_path / "runs/whole/checkpoints/rl-000001")}
-    greedy = settings(tmp_path, **base | {"max_steps": 1}, **JOBS["remax"], exp_name="greedy")
+    slow = {"reward_function": f"{__name__}:slow_at_first", "reward_args": {"folder": str(tmp_path)}, "max_steps": 1}
+    greedy = settings(tmp_path, **base | slow, **JOBS["remax"], exp_name="greedy")
     run_ranks(ranks, "tests.rl.test_token_rewards:both_jobs", [whole, rest, greedy])
     first, second = read_metrics(tmp_path / "runs/whole/metrics.jsonl")
     (again,) = [row for row in read_metrics(tmp_path / "runs/rest/metrics.jsonl") if row["step"] == 2]
@@ -179,3 +192,4 @@ def test_jobs_learn_from_tokens_and_resume(tmp_path, ranks: int) -> None:
     (row,) = read_metrics(tmp_path / "runs/greedy/metrics.jsonl")
     assert np.isfinite(row["loss"]) and row["grad_norm"] > 0 and 0 <= row["clip_fraction"] <= 1
     assert row["held_back"] == pytest.approx(0.25, abs=0.02)
+    assert row["reward_seconds"] >= 1, "scoring the greedy answers is part of it"
