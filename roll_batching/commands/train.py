@@ -140,10 +140,15 @@ def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> No
 
 
 def _run_on_ray(job: JobConfig, start: _Start) -> None:
-    from roll_batching.launch.devices import process_count
+    from roll_batching.launch.devices import process_count, sampler_device
     from roll_batching.launch.on_ray.cluster import LOCAL, check_address, check_folder, connected
 
     count = process_count(job, start.nproc)
+    if sampler_device(job, {}):
+        raise ConfigError(
+            "actor_infer.device_mapping names a device for the sampler of async_generation_ratio, which --launcher ray "
+            "has no room for: leave it out, and the sampler shares the device of rank 0"
+        )
     if start.max_restarts and not job.save_steps:
         raise ConfigError("--max-restarts goes on from checkpoints, and the job writes none: set save_steps")
     check_folder(job.output_dir)

@@ -41,11 +41,19 @@ def choose_devices(mapping: Sequence[int] | None, count: int, gpus: int, *, forc
 
 
 def visible_devices(devices: Sequence[int], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable that shows exactly `devices` to the workers; they count within what is visible already."""
+    """The variable that shows exactly `devices` to the workers; they count within what is visible already.
+
+    Raises ConfigError for one that is not visible.
+    """
     if not devices:
         return {}
     before = environment.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in before.split(",") if name.strip()]
+    if names and max(devices) >= len(names):
+        raise ConfigError(
+            f"device {max(devices)} is not there: CUDA_VISIBLE_DEVICES={before} shows {len(names)}, numbered from 0; "
+            "name another one in device_mapping, or make it visible"
+        )
     chosen = [names[device] if names else str(device) for device in devices]
     return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 

@@ -99,7 +99,8 @@ class RolloutsAhead:
     def take(self, step: int) -> Drawn:
         """The rollouts of `step`, waited for; drawn again where their weights are older than `max_staleness`."""
         next(self.stream)  # the position of this step; its prompts were drawn from `_ahead`
-        patience = (self.config.sampler_restarts + 1) * (self.config.rollout_timeout + _MARGIN) + _MARGIN
+        answers = self.parts if self.config.max_staleness is None else 2 * self.parts  # those that are dropped, again
+        patience = (self.config.sampler_restarts + 1) * (answers * self.config.rollout_timeout + _MARGIN) + _MARGIN
         found: list[Any] = [None]
         with consensus(self.strategy.layout.host_group, "rollouts", patience=patience):
             if self.sampler is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PO
 """Variables that say which rank a process is: the sampler is none."""
 _SECONDS_BEFORE_NOTICE = 30.0
 _SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_FOR_LAST_WORDS = 5.0
 _SECONDS_TO_START = 300.0
 """What building the model may take at least, however short `rollout_timeout` is."""
 
@@ -53,6 +55,8 @@ class Sampler:
         self._failed: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
 
     @property
     def limit(self) -> float:
@@ -66,9 +70,14 @@ class Sampler:
         if DEVICE in environment:
             environment |= {"CUDA_VISIBLE_DEVICES": environment[DEVICE], "LOCAL_RANK": "0"}
         self._process, self._connection = start_child("roll_batching.rl.sampler_child", environment=environment)
-        self._heard, self._started = time.monotonic(), False
-        threading.Thread(target=self._read, args=(self._connection,), name="sampler", daemon=True).start()
-        self._tell(self.config.to_dict())
+        self._heard, self._started, self._outbox = time.monotonic(), False, queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._read, args=(self._connection,), name="sampler", daemon=True),
+            threading.Thread(target=_write, args=(self._connection, self._outbox), name="to sampler", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._outbox.put(self.config.to_dict())
 
     @property
     def ready(self) -> int:
@@ -80,13 +89,13 @@ class Sampler:
         """From its next request on the sampler draws with `weights`. Folders that are read no more are removed."""
         with self._changed:
             self._weights.append(weights)
-        self._tell(weights)
+        self._outbox.put(weights)
 
     def ask(self, request: Request) -> None:
         """Wants an answer to `request`."""
         with self._changed:
             self._asked[request.number] = request
-        self._tell(request)
+        self._outbox.put(request)
 
     def take(self, numbers: Sequence[int]) -> list[Answer]:
         """The answers to these requests, waited for.
@@ -121,6 +130,9 @@ class Sampler:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._outbox.put(None)
+        for thread in self._threads:  # its end of the connection is closed: nothing keeps them
+            thread.join(_SECONDS_FOR_LAST_WORDS)
         self._connection.close()
         self._process = self._connection = None
 
@@ -138,20 +150,14 @@ class Sampler:
         self.close()
         self.restarts += 1
         with self._changed:
-            wanted, latest = sorted(self._asked), self._weights[-1:]
+            wanted, latest = [self._asked[number] for number in sorted(self._asked)], self._weights[-1:]
         self._say(
             f"{cause}. It is started again ({self.restarts} of {self.config.sampler_restarts}), and asked again for "
-            f"{sum(len(self._asked[number].prompts) for number in wanted)} prompts"
+            f"{sum(len(request.prompts) for request in wanted)} prompts"
         )
         self.start()
-        for message in (*latest, *(self._asked[number] for number in wanted)):
-            self._tell(message)
-
-    def _tell(self, message: object) -> None:
-        assert self._connection is not None
-        # One that has died is found when its answers are waited for.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            send(self._connection, message)
+        for message in (*latest, *wanted):
+            self._outbox.put(message)
 
     def _read(self, connection: Connection) -> None:
         """In a thread of its own: what the process says, until it says no more."""
@@ -174,3 +180,13 @@ class Sampler:
 
     def _say(self, words: str) -> None:
         print(f"notice: {words}", file=sys.stderr, flush=True)
+
+
+def _write(connection: Connection, outbox: queue.SimpleQueue[object]) -> None:
+    """In a thread of its own: says what is put into `outbox`, until None. Whoever asks never waits for it to be read.
+
+    A process that has died is found when its answers are waited for.
+    """
+    with contextlib.suppress(OSError):
+        while (message := outbox.get()) is not None:
+            send(connection, message)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from typing import Any
 import psutil
 import pytest
 
+from roll_batching.commands.train import Launcher, _Start, run_command
 from roll_batching.config import JobConfig, load_config
+from roll_batching.data.texts import Prompt
 from roll_batching.errors import ConfigError
 from roll_batching.launch.devices import sampler_device
 from roll_batching.observe.metrics_file import read_metrics
 from roll_batching.rl.ahead import parts_of
-from roll_batching.rl.sampler import DEVICE
+from roll_batching.rl.sampler import DEVICE, Sampler
+from roll_batching.rl.sampler_child import Request
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -216,6 +220,23 @@ def test_truncated_importance_sampling_weighs_by_the_age_of_samples(folder):
     assert any(abs(row["engine_ratio"] - 1) > 1e-5 for row in rows[1:])
 
 
+def test_nobody_waits_for_a_sampler_that_reads_nothing(folder):
+    sampler = Sampler(JobConfig.model_validate(job_of(folder)))
+    sampler.start()
+    try:
+        os.kill(sampler._process.pid, signal.SIGSTOP)
+        prompts = [Prompt("x" * 1_000_000, "")]
+        asking = threading.Thread(
+            target=lambda: [sampler.ask(Request(number=i, prompts=prompts, seed=0, shown=0)) for i in range(4)],
+            daemon=True,
+        )
+        asking.start()
+        asking.join(20)
+        assert not asking.is_alive(), "it waits until somebody reads"
+    finally:
+        sampler.close()
+
+
 # ---- keys
 
 
@@ -258,6 +279,15 @@ def test_a_sampler_may_have_a_device_of_its_own():
     assert sampler_device(job, {"CUDA_VISIBLE_DEVICES": "4,5,7"}) == {DEVICE: "7"}
     assert sampler_device(job, {}) == {DEVICE: "2"} and sampler_device(job, {DEVICE: "7"}) == {}
     assert sampler_device(load_config(file), {}) == {}
+    with pytest.raises(ConfigError, match="device 2 is not there: CUDA_VISIBLE_DEVICES=4,5 shows 2"):
+        sampler_device(job, {"CUDA_VISIBLE_DEVICES": "4,5"})
+    with pytest.raises(ConfigError, match="which --launcher ray has no room for"):
+        run_command(
+            "train",
+            file,
+            ["actor_infer.device_mapping=[2]"],
+            _Start(nproc=1, launcher=Launcher.ray, address="local", max_restarts=0),
+        )
 
 
 def test_keys_without_effect_get_a_notice():
