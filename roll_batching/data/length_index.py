@@ -33,13 +33,15 @@ def length_of(sample: Any, key: str) -> int:
 
     Raises DataError where there is nothing to measure.
     """
-    if not isinstance(sample, Mapping) and isinstance(sample, Sequence) and sample and isinstance(sample[0], Mapping):
-        raise DataError("it is several sequences, which stay together: give their lengths, one row per sample")
     try:
-        return len(sample[key]) if isinstance(sample, Mapping) else len(sample)
+        if isinstance(sample, Mapping):
+            return len(sample[key])
+        if not (isinstance(sample, Sequence) and sample and isinstance(sample[0], Mapping)):
+            return len(sample)
     except (KeyError, TypeError):
         known = f"keys {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else type(sample).__name__
         raise DataError(f"it has no length under {key!r} ({known}): name the key of its tokens (length_key)") from None
+    raise DataError("it is several sequences, which stay together: give their lengths, one row per sample")
 
 
 def identity_of(dataset: Any) -> str | None:

@@ -174,12 +174,12 @@ class LoadBalancedDataset(IterableDataset[StepBatches]):
 
     def _differs(self, sample: Any, index: int) -> str | None:
         """How long a sample is and how long it was measured, where that differs."""
-        expected = self._lengths[index].ravel().tolist()
-        sequences = [sample] if self._lengths.ndim == 1 else sample
-        found = [self._length_of(sequence) for sequence in sequences]
+        expected = self._lengths[index].tolist()
+        together = isinstance(expected, list)
+        found = [self._length_of(sequence) for sequence in sample] if together else self._length_of(sample)
         if found == expected:
             return None
-        has, had = (" and ".join(map(str, one)) for one in (found, expected))
+        has, had = (" and ".join(map(str, np.atleast_1d(one))) for one in (found, expected))
         return f"{has} tokens, and {had} were measured"
 
     def __len__(self) -> int:
