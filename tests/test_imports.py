@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engines",),
     ("rl",),
     ("launch", "rehearsal"),
-    ("commands",),
+    ("commands", "driver"),
     ("cli",),
 )
 """Rooms from the bottom up: a room imports rooms of lower floors only."""

@@ -130,11 +130,12 @@ def run_command(
 def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> None:
     from roll_batching.launch.devices import process_count
     from roll_batching.launch.local import launch
+    from roll_batching.rl.folder import folder_of
 
     count = process_count(job, nproc)
     shown = _devices_here(job, count, nproc)
     with _ready(job) as variables:
-        failure = launch("roll_batching.cli", arguments, count, {**variables, **shown})
+        failure = launch("roll_batching.cli", arguments, count, {**variables, **shown}, folder_of(job))
     if failure is not None:
         raise RollBatchingError(failure)
 

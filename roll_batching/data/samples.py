@@ -44,6 +44,10 @@ class SampleBatch:
     schema: Schema
     """Name to `FieldSpec`, for exactly the names in `fields`. A plain kind (`"token"`) is accepted."""
 
+    origin: str | None = None
+    """Names what was handed out to the ranks of a replica: batches of one origin hold the same samples, though a
+    pipeline's stages may have been given no more fields than they read. A batch made from this one has none."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", as_index(self.ids, "ids"))
         object.__setattr__(self, "lengths", as_index(self.lengths, "lengths"))

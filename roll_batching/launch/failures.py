@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from roll_batching.errors import RankError, RollBatchingError
+from roll_batching.launch.logs import named
 
 FOLDER_VARIABLE = "ROLL_BATCHING_FAILURES"
 
@@ -42,8 +43,15 @@ class Failure:
     """All ranks failed with this message, which names the ranks it came from."""
     aftermath: bool = False
     """The rank only lost its connection to another."""
+    silent: bool = False
+    """The rank ended without a word; `message` is somebody else's."""
     lost: bool = False
     """The rank's process, or its machine, is gone."""
+
+    @property
+    def shared(self) -> bool:
+        """All ranks say the same, or are about to."""
+        return self.agreed and not self.silent
 
     @property
     def line(self) -> str:
@@ -74,11 +82,16 @@ def cause(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.aftermath, failure.nanoseconds, failure.rank))
 
 
-def told(failure: Failure) -> str:
-    """What a launcher says of the failure that ended a job. Where in the code it was goes to standard error at once."""
-    if failure.frames:
-        words = f"Where rank {failure.rank} failed (most recent call last):\n{failure.frames}"
-        print(words, file=sys.stderr, end="", flush=True)
+def told(failure: Failure, folder: Path | None = None) -> str:
+    """What a launcher says of the failure that ended a job.
+
+    Where in the code it was, and which log in the run's `folder` has more than all ranks say, goes to standard error at
+    once.
+    """
+    words = f"Where rank {failure.rank} failed (most recent call last):\n{failure.frames}" if failure.frames else ""
+    if folder is not None and not failure.shared:
+        words += named(folder, failure.rank)
+    print(words, file=sys.stderr, end="", flush=True)
     return failure.line
 
 

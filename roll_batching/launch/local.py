@@ -15,9 +15,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from roll_batching.launch.environment import AGENT_STORE, LAUNCHER
 from roll_batching.launch.failures import FOLDER_VARIABLE, Failure, cause, completed, recorded_failures, told
+from roll_batching.launch.logs import RESTARTS
 from roll_batching.lifetime import end_session
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -26,21 +28,24 @@ _SECONDS_FOR_LAST_WORDS = 1.0
 """How long after the first failure the other ranks may record theirs: it may be the cause."""
 
 
-def launch(module: str, arguments: Sequence[str], count: int, variables: Mapping[str, str]) -> str | None:
+def launch(
+    module: str, arguments: Sequence[str], count: int, variables: Mapping[str, str], folder: Path | None = None
+) -> str | None:
     """Runs `python -m module arguments...` as `count` ranks and waits for them.
 
-    `variables` are added to the workers' environment, before their interpreters start. Returns None when every
+    `variables` are added to the workers' environment, before their interpreters start; `folder` is the run's, where
+    ranks may keep logs. Returns None when every
     rank said that it has completed the job, else one message with the cause; the others are ended within seconds,
     with everything that they started.
     """
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="roll-batching-") as folder, caught_signals() as caught:
+    with tempfile.TemporaryDirectory(prefix="roll-batching-") as words, caught_signals() as caught:
         store = _store()
         try:
             for rank in range(count):
                 places = _places(rank, count, store.port)
-                environment = {**os.environ, **_threads(count), **variables, **places, FOLDER_VARIABLE: folder}
-                ranks.append(_Rank(rank, folder, _start(module, arguments, environment)))
+                environment = {**os.environ, **_threads(count), **variables, **places, FOLDER_VARIABLE: words}
+                ranks.append(_Rank(rank, words, _start(module, arguments, environment)))
             _wait(ranks, caught)
         finally:
             for one in ranks:
@@ -50,8 +55,8 @@ def launch(module: str, arguments: Sequence[str], count: int, variables: Mapping
         if all(one.done for one in ranks):
             return None
         silent = {one.number: one.silent_failure for one in ranks if one.failed}
-        why = cause({**silent, **recorded_failures(folder)}.values())
-    return told(why)
+        why = cause({**silent, **recorded_failures(words)}.values())
+    return told(why, folder)
 
 
 def _store():  # type: ignore[no-untyped-def]
@@ -71,7 +76,7 @@ def _places(rank: int, count: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         AGENT_STORE: "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        RESTARTS: "0",
         LAUNCHER: str(os.getpid()),
     }
 
@@ -133,7 +138,7 @@ class _Rank:
         else:
             how = f"ended with exit code {self.code} before the job was complete,"
         message = f"rank {self.number} {how} without a message; its output is above"
-        return Failure(rank=self.number, message=message, nanoseconds=self.nanoseconds, agreed=True)
+        return Failure(rank=self.number, message=message, nanoseconds=self.nanoseconds, agreed=True, silent=True)
 
 
 def _wait(ranks: Sequence[_Rank], caught: Sequence[signal.Signals]) -> None:

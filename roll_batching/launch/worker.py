@@ -12,7 +12,9 @@ from typing import NoReturn
 from roll_batching.config import JobConfig
 from roll_batching.launch.environment import RankPlace, rank_place
 from roll_batching.launch.failures import describe, record_completion, record_failure
+from roll_batching.launch.logs import keep_log, named, note
 from roll_batching.lifetime import end_with_parent, forks_die_with_us
+from roll_batching.rl.folder import folder_of
 
 
 def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None) -> None:
@@ -30,7 +32,7 @@ def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None
             end_with_parent(place.launcher or os.getppid())
         do_job(config, place, job)
     except BaseException as error:
-        _end(rank, error)
+        _end(rank, error, config)
     record_completion(rank)
 
 
@@ -43,6 +45,7 @@ def do_job(config: JobConfig, place: RankPlace, job: Callable[[JobConfig], None]
         signal.signal(number, signal.SIG_DFL)
     forks_die_with_us()
     if job is None:
+        keep_log(folder_of(config), place, resumes=bool(config.resume_from_checkpoint))
         job, _store = _default_job(), _met(config, place)
     job(config)
     _leave()
@@ -73,11 +76,13 @@ def hide_missing_apex() -> None:
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
 
 
-def _end(rank: int, error: BaseException) -> NoReturn:
+def _end(rank: int, error: BaseException, config: JobConfig) -> NoReturn:
     failure = describe(rank, error)
     # Under torchrun every rank speaks for itself; of what all say, one does.
     if not record_failure(failure) and (not failure.agreed or rank == 0):
-        print(failure.frames + failure.line, file=sys.stderr)
+        print(failure.frames + named(folder_of(config), rank) + failure.line, file=sys.stderr)
+    else:
+        note(failure.frames + failure.line)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

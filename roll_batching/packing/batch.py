@@ -129,7 +129,8 @@ class StepPacks:
         judges: bool = True,
     ) -> None:
         names = () if masks is None else tuple(masks)
-        _check_fields(local, names)
+        if judges or local.origin is None:
+            _check_fields(local, names)
         self._micro_batches = plan.micro_batches[dp_rank]
         _check_samples(local, plan, self._micro_batches)
         self.layouts = [PackLayout.of(mb, plan.constraints.cp_size, tokens) for mb in self._micro_batches]
@@ -174,10 +175,10 @@ class StepPacks:
         mine = torch.from_numpy(layout.rows(self._cp_rank))
         whole = layout.cp_size == 1
         params = packed_params(layout, self._cp_rank, device, attention=self._backend)
-        spec = local.schema["input_ids"]
         tokens = params.positions
         if self._embeds or self._judges:
-            tokens = _gathered(local.fields["input_ids"], source, real, spec.pad, device).long()
+            pad = local.schema["input_ids"].pad
+            tokens = _gathered(local.fields["input_ids"], source, real, pad, device).long()
         seen = _Seen.nothing(device)
         if self._judges:
             seen = self._seen(layout, sample_rows, source, tokens, mine)

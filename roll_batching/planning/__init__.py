@@ -41,6 +41,7 @@ from roll_batching.planning.plan import MicroBatch, Plan
 from roll_batching.planning.plan_arrays import DroppedSample
 from roll_batching.planning.planner import plan_step
 from roll_batching.planning.report import PlanReport
+from roll_batching.planning.role_planner import RolePlanner
 
 __all__ = [
     "DEFAULT_COST",
@@ -55,6 +56,7 @@ __all__ = [
     "Plan",
     "PlanConstraints",
     "PlanReport",
+    "RolePlanner",
     "batch_balance",
     "fit_cost",
     "karmarkar_karp",

@@ -117,6 +117,10 @@ class Plan(PlanArrays):
             digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
         return digest.hexdigest()[:32]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels: the arrays, not what was made from them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.fingerprint == other.fingerprint
 

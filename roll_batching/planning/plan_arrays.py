@@ -63,6 +63,12 @@ class PlanArrays:
                 array.setflags(write=False)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = [getattr(self, name) for name in (*ARRAYS, "location")]
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @property
     def fillers(self) -> Flags:
         """bool[dp*K]: micro-batches without a sample."""
         empty: Flags = np.diff(self.offsets) == 0

@@ -27,7 +27,7 @@ from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.kernels import choose_kernels, tell
 from roll_batching.modeling.pretrained import load_pretrained
 from roll_batching.packing.batch import PackedBatch, unpack_results
-from roll_batching.planning import CostModel, Plan, PlanConstraints, plan_step
+from roll_batching.planning import CostModel, Plan, PlanConstraints, RolePlanner
 from roll_batching.strategy.checkpoint import load_state, save_state
 from roll_batching.strategy.export import export_model
 from roll_batching.strategy.generation import check_generation, generate
@@ -194,21 +194,17 @@ class MegatronInferStrategy(MovableStates):
             state.layout, batching, group_size=state.settings.group_size if state.layout.interleaved else None
         )
 
+    @property
+    def planner(self) -> RolePlanner:
+        """What plans this role's steps; others can plan with it as well."""
+        return RolePlanner(train=self.constraints(), infer=self.constraints(forward=True), cost=self.state.cost)
+
     def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
         """A plan over the samples of `table`, by this role's settings and the model's cost.
 
         `forward` plans a pass without gradient. Pure: all ranks get the same plan from the same table.
         """
-        state, constraints = self.state, self.constraints(forward=forward)
-        return plan_step(
-            table.lengths,
-            constraints,
-            cost=state.cost,
-            ids=table.ids,
-            group_ids=group_ids,
-            home_rank=home_rank,
-            location=table.location,
-        )
+        return self.planner.plan(table, forward=forward, group_ids=group_ids, home_rank=home_rank)
 
     # ---- forward passes
 
@@ -384,7 +380,7 @@ class MegatronInferStrategy(MovableStates):
         """`_pack` for a loss, with its own look at the samples of each micro-batch."""
         facts.equal("the loss", spec.words)
         packs = self._pack(facts, local, plan, spec.masks)
-        if spec.check is not None:
+        if spec.check is not None and (local.origin is None or self.layout.is_last_stage):
             mine = plan.micro_batches[self.layout.dp_rank]
             spec.check(local, [local.rows_of(plan.ids[mb.samples]).numpy() for mb in mine if not mb.is_filler])
         return packs

@@ -44,9 +44,8 @@ def pack_inputs(
         judges=layout.is_last_stage,
     )
     if layout.tp_size * layout.cp_size * layout.pp_size > 1:
-        facts.equal_in_part(
-            "the batch of a replica", content_digest(local.ids, local.lengths, local.fields), SAME_SAMPLES
-        )
+        content = local.origin or content_digest(local.ids, local.lengths, local.fields)
+        facts.equal_in_part("the batch of a replica", content, SAME_SAMPLES)
     return packs
 
 
@@ -75,8 +74,17 @@ def _check_window(plan: Plan, state: ModelState) -> None:
 
 
 def counts_here(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, spec: LossSpec) -> StepCounts:
-    """Denominators over this rank's planned samples, or over all of `local` where `plan` is None."""
+    """Denominators over this rank's planned samples, or over all of `local` where `plan` is None.
+
+    A stage that was handed less than its replica's last one leaves it to that to count.
+    """
     if plan is None:
         return local_counts(local, spec.masks, spec.sums)
+    if local.origin is not None and not layout.is_last_stage:
+        return StepCounts(
+            tokens=dict.fromkeys(spec.masks, 0),
+            sequences=dict.fromkeys(spec.masks, 0),
+            sums=dict.fromkeys(spec.sums, -0.0),  # below all that its last stage may say, as `Team.agree` compares
+        )
     rows = local.rows_of(plan.ids[plan.rank_samples(layout.dp_rank)])
     return local_counts(local, spec.masks, spec.sums, truncated_lengths(plan, layout.dp_rank), rows)

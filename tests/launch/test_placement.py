@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll_batching.launch.on_ray.driver import passed_on
+from roll_batching.launch.on_ray.actors import passed_on
 from roll_batching.launch.on_ray.placement import Seat, bundle_size, seats
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from roll_batching.config import JobConfig
 from roll_batching.launch.environment import rank_place
 from roll_batching.launch.failures import Failure, describe
+from roll_batching.launch.logs import note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,5 +77,7 @@ class Rank:
             assert place is not None, "a rank has a place"
             do_job(config, place)
         except BaseException as error:  # whatever it was, it must reach the driver
-            return describe(self.number, error)
+            failure = describe(self.number, error)
+            note(failure.frames + failure.line)
+            return failure
         return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from roll_batching.config import JobConfig
 from roll_batching.launch.failures import told
 from roll_batching.launch.local import caught_signals
+from roll_batching.launch.logs import RESTARTS
 from roll_batching.launch.on_ray.driver import attempt
 from roll_batching.launch.worker import hide_missing_apex
 from roll_batching.rl.folder import folder_of, mark_of
@@ -26,13 +27,13 @@ def run_on_ray(job: JobConfig, count: int, variables: Mapping[str, str], *, max_
     before = _latest(folder) if max_restarts else None
     with caught_signals() as caught:
         while True:
-            failure = attempt(job, count, variables, caught, shared)
+            failure = attempt(job, count, {**variables, RESTARTS: str(restarts)}, caught, shared)
             if caught:
                 return f"stopped by {caught[0].name}; all ranks were ended"
             if failure is None:
                 return None
             if not (failure.lost or failure.aftermath) or restarts == max_restarts:
-                return told(failure)
+                return told(failure, folder)
             restarts += 1
             latest, start = _latest(folder), "where it started"
             if latest is not None and latest != before:  # else it is an earlier run's

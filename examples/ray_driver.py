@@ -1,0 +1,101 @@
+"""Your own training loop on Ray: a driver that has the samples, and a policy whose ranks are actors.
+
+    python examples/ray_driver.py                                # the driver; TP 2 x DP 2 = four actors
+    torchrun --nproc-per-node 4 examples/ray_driver.py           # the same steps by ranks that have no driver
+
+Both print the same losses, to the last bit. Needs `pip install 'roll-batching[megatron,ray]'`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from roll_batching.config import WorkerConfig
+from roll_batching.data import SampleBatch
+from roll_batching.losses import PolicyLoss
+
+RANKS, STEPS = 4, 3
+POLICY = WorkerConfig.model_validate(
+    {
+        "model_args": {
+            "architecture": {
+                "vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 64,
+            }
+        },
+        "training_args": {"learning_rate": 1e-2},
+        "strategy_args": {"strategy_config": {"tensor_model_parallel_size": 2}},
+        "use_sequence_packing": True,
+        "sequence_packing_args": {"max_packed_sequence_length_train": 96},
+    }
+)  # fmt: skip
+
+
+def rollouts(step: int) -> SampleBatch:
+    """Stands for your engine: prompts and answers of very different lengths."""
+    g = torch.Generator().manual_seed(step)
+    lengths = torch.empty(20).log_normal_(2.8, 0.9, generator=g).clamp(2, 90).int().tolist()
+    return SampleBatch.from_lists(
+        {
+            "input_ids": [torch.randint(64, (n,), generator=g) for n in lengths],
+            "response_mask": [torch.arange(n) >= n // 3 for n in lengths],
+        },
+        {"input_ids": "token", "response_mask": "token"},
+        ids=1000 * step + torch.randperm(20, generator=g),
+    )
+
+
+def advantages(batch: SampleBatch) -> torch.Tensor:
+    """Stands for your rewards: even tokens are good. One number per token."""
+    good = torch.stack([(tokens % 2 == 0).float().mean() for tokens in batch.to_lists("input_ids")])
+    return torch.repeat_interleave((good - good.mean()) / good.std(), batch.lengths)
+
+
+def drive() -> None:
+    """The loop on Ray."""
+    import ray
+
+    from roll_batching.driver.group import WorkerGroup
+
+    ray.init(num_cpus=RANKS, logging_level="error", object_store_memory=200_000_000)  # or address="auto": yours
+    with WorkerGroup(POLICY, RANKS, seed=5) as policy:
+        for step in range(STEPS):
+            batch = rollouts(step)
+            held = policy.hand_out(batch)  # each replica's samples go into the object store, once
+            held = policy.with_log_probs(held, "old_log_probs", masks=["response_mask"])  # these stay there
+            held = policy.with_fields(held, {"advantages": advantages(batch)}, {"advantages": "token"})
+            result = policy.train_step(held, PolicyLoss())
+            print(f"step {step}: loss {result.loss.hex()}, gradient norm {result.grad_norm.hex()}", flush=True)
+            if step == STEPS - 1:
+                log_probs = policy.compute_log_probs(held)  # in the order of `batch`, wherever samples were
+                assert torch.equal(log_probs.ids, batch.ids)
+                print(f"log-prob of its samples: {log_probs['log_probs'].sum().item().hex()}")
+
+
+def be_a_rank() -> None:
+    """The same without a driver: every rank has the batch, and finds its share by the plan."""
+    from roll_batching.data import LengthTable, collect
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    policy = MegatronTrainStrategy(POLICY, seed=5)
+    policy.initialize()
+    for step in range(STEPS):
+        batch = rollouts(step)
+        plan = policy.plan(LengthTable.of(batch))
+        whole = batch.with_fields({"advantages": advantages(batch)}, {"advantages": "token"})
+        local = plan.shard(whole, policy.layout.dp_rank)
+        old = policy.compute_log_probs(local, plan, ["response_mask"])["log_probs"]
+        local = local.with_fields({"old_log_probs": old}, {"old_log_probs": "next_token"})
+        result = policy.train_step(local, plan, PolicyLoss())
+        if policy.layout.dp_rank == policy.layout.tp_rank == 0:
+            print(f"step {step}: loss {result.loss.hex()}, gradient norm {result.grad_norm.hex()}", flush=True)
+        if step == STEPS - 1:
+            home = batch if policy.layout.dp_rank == 0 else batch.select([])
+            log_probs = collect(policy.compute_log_probs(local, plan), plan, like=home)
+            if policy.layout.dp_rank == policy.layout.tp_rank == 0:
+                print(f"log-prob of its samples: {log_probs['log_probs'].sum().item().hex()}")
+
+
+if __name__ == "__main__":
+    be_a_rank() if "RANK" in os.environ else drive()

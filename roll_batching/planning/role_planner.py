@@ -1,0 +1,59 @@
+"""All that planning the steps of one role takes: the same plan wherever it is made, on a rank or on a driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from roll_batching.planning.arrays import Ints
+from roll_batching.planning.constraints import PlanConstraints
+from roll_batching.planning.cost_model import CostModel
+from roll_batching.planning.partition import batch_balance
+from roll_batching.planning.plan import Plan
+from roll_batching.planning.planner import plan_step
+
+
+class Table(Protocol):
+    """What is known of samples; `data.LengthTable` is one."""
+
+    @property
+    def ids(self) -> Ints:
+        """int64 `[n]`: global ids."""
+        ...
+
+    @property
+    def lengths(self) -> Ints:
+        """int64 `[n]`: tokens per sample."""
+        ...
+
+    @property
+    def location(self) -> Ints:
+        """int64 `[n]`: who holds each sample."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlanner:
+    """Plans by a role's settings and its model's cost. Pure: it can be sent to whoever is to plan."""
+
+    train: PlanConstraints
+    """The rules of passes with a gradient."""
+    infer: PlanConstraints
+    """The rules of passes without."""
+    cost: CostModel
+
+    def plan(self, table: Table, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
+        """A plan over the samples of `table`; `forward` plans a pass without gradient. See `plan_step`."""
+        return plan_step(
+            table.lengths,
+            self.infer if forward else self.train,
+            cost=self.cost,
+            ids=table.ids,
+            group_ids=group_ids,
+            home_rank=home_rank,
+            location=table.location,
+        )
+
+    def balanced_homes(self, table: Table) -> Ints:
+        """A `home_rank` for `plan`, ROLL's way: see `batch_balance`."""
+        return batch_balance(table.lengths, self.train.dp_size, cost=self.cost)

@@ -1,0 +1,106 @@
+"""Samples in columns: cut by replica, joined again, and no more handed to a rank than it reads."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from roll_batching.data import FieldSpec, SampleBatch  # noqa: E402
+from roll_batching.driver.batches import batch_of, columns_of  # noqa: E402
+from roll_batching.driver.columns import cut, join, nbytes, share_of  # noqa: E402
+from roll_batching.driver.handout import Station  # noqa: E402
+from roll_batching.planning import PlanConstraints, plan_step  # noqa: E402
+
+
+def batch() -> SampleBatch:
+    g = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 30, (40,), generator=g)
+    count = int(lengths.sum())
+    return SampleBatch(
+        ids=torch.randperm(40, generator=g) + 7,
+        lengths=lengths,
+        fields={
+            "input_ids": torch.randint(0, 90, (count,), generator=g),
+            "hidden": torch.randn(count, 3, generator=g).bfloat16(),
+            "old": torch.randn(count, generator=g),
+            "reward": torch.randn(40, generator=g),
+            "version": 3,
+        },
+        schema={
+            "input_ids": "token",
+            "hidden": "token",
+            "old": FieldSpec("next_token", -1.0),
+            "reward": "sample",
+            "version": "static",
+        },
+    )
+
+
+def equal(one: SampleBatch, other: SampleBatch) -> None:
+    assert torch.equal(one.ids, other.ids) and torch.equal(one.lengths, other.lengths)
+    assert one.schema == other.schema
+    for name in one.schema:
+        a, b = one[name], other[name]
+        assert (a.dtype is b.dtype and torch.equal(a, b)) if isinstance(a, torch.Tensor) else a == b, name
+
+
+def test_columns_are_the_batch_without_a_copy():
+    whole = batch()
+    again = batch_of(whole.ids.numpy(), whole.lengths.numpy(), columns_of(whole))
+    equal(whole, again)
+    assert again["input_ids"].data_ptr() == whole["input_ids"].data_ptr()
+
+
+def test_a_replica_gets_what_shard_gives_and_parts_join_to_the_batch():
+    whole = batch()
+    plan = plan_step(whole.lengths.numpy(), PlanConstraints(dp_size=3, max_tokens=64), ids=whole.ids.numpy())
+    offsets, parts, size = whole.offsets.numpy(), [], 0
+    for dp_rank in range(3):
+        ids, lengths = share_of(plan, dp_rank)
+        share = cut(columns_of(whole), offsets, whole.rows_of(ids).numpy())
+        equal(batch_of(ids, lengths, share), plan.shard(whole, dp_rank))
+        size += nbytes(share.values())
+        parts.append((share, whole.rows_of(ids).numpy()))
+    assert size == sum(x.nbytes for x in whole.fields.values() if isinstance(x, torch.Tensor)), "each sample once"
+    equal(batch_of(whole.ids.numpy(), whole.lengths.numpy(), join(parts, whole.lengths.numpy())), whole)
+
+
+def test_a_replica_without_samples_gets_empty_columns_and_missing_samples_read_pad():
+    whole = batch()
+    columns, offsets = columns_of(whole), whole.offsets.numpy()
+    none, few = np.zeros(0, dtype=np.int64), np.array([5, 2])
+    assert batch_of(none, none, cut(columns, offsets, none)).num_tokens == 0
+    parts = [(cut(columns, offsets, none), none), (cut(columns, offsets, few), few)]
+    joined = batch_of(whole.ids.numpy(), whole.lengths.numpy(), join(parts, whole.lengths.numpy()))
+    for row, (mine, theirs) in enumerate(zip(joined.to_lists("old"), whole.to_lists("old"), strict=True)):
+        assert torch.equal(mine, theirs if row in few else torch.full_like(theirs, -1.0))
+
+
+def test_stages_of_a_pipeline_read_what_they_need():
+    def station(embeds: bool, judges: bool) -> Station:
+        return Station(dp_rank=0, embeds=embeds, judges=judges, reports=judges)
+
+    tokens, rest = frozenset({"input_ids"}), frozenset({"mask"})
+    assert [station(True, False).reads(names) for names in (tokens, rest)] == [True, False]
+    assert [station(False, False).reads(names) for names in (tokens, rest)] == [False, False]
+    assert [station(False, True).reads(names) for names in (tokens, rest)] == [True, True]
+
+
+def test_a_plan_travels_as_its_arrays():
+    plan = plan_step([3, 4, 5, 6], PlanConstraints(dp_size=2, max_tokens=8))
+    plain = len(pickle.dumps(plan))
+    list(plan.micro_batches[0]), plan.report, plan.fingerprint
+    assert len(pickle.dumps(plan)) == plain
+    again = pickle.loads(pickle.dumps(plan))
+    assert again == plan and again.report == plan.report
+
+
+def test_columns_and_plans_are_read_without_torch():
+    code = "import sys, roll_batching.driver.columns; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
