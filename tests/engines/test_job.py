@@ -87,6 +87,14 @@ def test_transformers_under_tensor_parallelism(folder):
     assert rows[1]["engine_gap_mean"] < 1e-5, "the second step's weights have reached it"
 
 
+def test_a_mismatch_that_is_not_known_is_not_told(folder):
+    """Under `logprob_plan: rollout` the trainer computes no log-probs of its own."""
+    changes = {"actor_infer": {"strategy_args": {"strategy_name": "hf_infer"}}, "actor_train__logprob_plan": "rollout"}
+    run_ranks(1, "tests.rl.jobs:run", job(folder, warmup=None, max_steps=1, **changes))
+    (row,) = rows_of(folder, "tiny")
+    assert row["weights_seconds"] > 0 and not {"engine_gap_mean", "engine_gap_max", "engine_kl"} & row.keys()
+
+
 @pytest.mark.bad_input
 def test_what_an_engine_needs(folder, report):
     wrong = {"urls": ["localhost:8000", "localhost:8000"]}
