@@ -49,7 +49,7 @@ def rehearse(
     if importlib.util.find_spec("torch") is None:
         raise RollBatchingError("a rehearsal needs torch and megatron-core: pip install 'roll-batching[megatron]'")
     from roll_batching.planning.lengths_io import read_lengths
-    from roll_batching.rehearsal.advice import limit_of, ways_that_were_tried
+    from roll_batching.rehearsal.advice import limits_of, lowered, ways_that_were_tried
     from roll_batching.rehearsal.job import Rehearsal, rehearse_job, timeline_of_worst
     from roll_batching.rehearsal.picture import draw_memory
     from roll_batching.rehearsal.report import advice_lines, lines_of, plain
@@ -65,16 +65,20 @@ def rehearse(
             typer.echo(line)
     if plot is not None:
         draw_memory(timeline_of_worst(found), plot, title=f"{found.worst.name}, {found.dims}", gpu_memory=size)
-    limit = limit_of(found, size, again) if advice and given is None else None
-    ways = ways_that_were_tried(found, again) if advice and not found.fits(size) else []
+    limits = limits_of(found, size, again) if advice and given is None else []
+    ways = ways_that_were_tried(found, size, again) if advice and not found.fits(size) else []
     if as_json:
-        told = {} if limit is None else {"limit": asdict(limit)}
-        tried = [{"change": str(way.change), "need": way.need} for way in ways]
-        typer.echo(json.dumps(plain(found, size) | told | {"ways_out": tried}))
-    elif limit is not None:
-        for line in advice_lines(limit, ways, size):
+        change = None if found.fits(size) else lowered(found, limits, size)
+        told = {
+            "limits": [asdict(limit) for limit in limits],
+            "caps_that_fit": None if change is None else change.settings,
+            "ways_out": [{"change": way.change.settings, "need": way.need, "fits": way.need <= size} for way in ways],
+        }
+        typer.echo(json.dumps(plain(found, size) | told))
+    elif advice:
+        for line in advice_lines(found, limits, ways, size):
             typer.echo(line)
-    if not found.fits(size) or found.reads_inside:
+    if not found.fits(size) or found.reads_inside or found.fault is not None:
         raise typer.Exit(1)
 
 

@@ -29,8 +29,9 @@ class KeyValueCache:
         return self._layers[layer]
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keeps (and repeats) the given rows, in their order."""
-        self._layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._layers.items()}
+        """Keeps (and repeats) the given rows, in their order. One layer after the other: never is all of it twice."""
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = keys[rows], values[rows]
 
 
 @dataclass

@@ -1,20 +1,17 @@
-"""How large a training micro-batch may be, and what else would make a job fit."""
+"""How large micro-batches may be, and what else would make a job fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from roll_batching.config import JobConfig
 from roll_batching.errors import RollBatchingError
 from roll_batching.rehearsal.job import Rehearsal
-from roll_batching.rehearsal.lengths import longest_sample
-from roll_batching.rehearsal.variants import Change, cap_of, ways_out
+from roll_batching.rehearsal.variants import Cap, Change, caps_of, ladders
 
 Rehearse = Callable[[JobConfig], Rehearsal]
 _PROBES = 6
-_STEP = 1024
-"""Caps are told to this many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +19,14 @@ class Limit:
     """Between which values of a cap a job stops to fit."""
 
     key: str
+    value: int
+    """As the job has it."""
     fits: int | None
     """The largest that was seen to fit; None: not even that of the longest sample."""
     too_large: int | None
     """The smallest that was seen not to fit; None: none was met."""
+    need: float
+    """Bytes that the phases which it bounds need with `fits`, else with the least value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,53 +34,101 @@ class WayOut:
     """A change, and what the job needs with it."""
 
     change: Change
-    need: float | None
-    """Bytes; None where the changed job cannot run."""
+    need: float
+    """Bytes."""
 
 
-def limit_of(found: Rehearsal, gpu_memory: float, rehearse: Rehearse) -> Limit:
-    """From which cap on the job does not fit, by regula falsi over rehearsals: need grows almost linearly with it."""
-    key, cap = cap_of(found.job)
-    step = 1 if key.startswith("training_args") else _STEP
-    least = 1 if step == 1 else -(-longest_sample(found.job) // step) * step
-    needs = {cap: found.worst.need}
+@dataclass
+class _Search:
+    """Regula falsi over rehearsals: need grows almost linearly with a cap."""
+
+    cap: Cap
+    gpu_memory: float
+    needs: dict[int, float] = field(default_factory=dict)
+    """Bytes, by the cap's value."""
+
+    @property
+    def below(self) -> int | None:
+        """The largest that fits."""
+        return max((value for value, need in self.needs.items() if need <= self.gpu_memory), default=None)
+
+    @property
+    def above(self) -> int | None:
+        """The smallest that does not."""
+        return min((value for value, need in self.needs.items() if need > self.gpu_memory), default=None)
+
+    def guess(self) -> int | None:
+        """What to try; None where the bounds are a step apart, or nothing is left to try."""
+        below, above, step = self.below, self.above, self.cap.step
+        if above is None:
+            assert below is not None
+            return below * 2 if len(self.needs) < _PROBES - 1 else None
+        if below is None:
+            return self.cap.least if above > self.cap.least else None
+        if above - below <= max(step, below // 50):
+            return None
+        share = (self.gpu_memory - self.needs[below]) / (self.needs[above] - self.needs[below])
+        guess = int(below + share * (above - below)) // step * step
+        return guess if below + step <= guess < above else below + step
+
+    def limit(self) -> Limit:
+        """What was found."""
+        at = self.below if self.below is not None else min(self.needs)
+        return Limit(key=self.cap.key, value=self.cap.value, fits=self.below, too_large=self.above, need=self.needs[at])
+
+
+def limits_of(found: Rehearsal, gpu_memory: float, rehearse: Rehearse) -> list[Limit]:
+    """From which values on the caps of phases that do not fit would let them; of a job that fits, that of training.
+
+    A phase's memory follows from its own cap alone, so that all of them are searched at once.
+    """
+    searches = [
+        _Search(cap, gpu_memory, {cap.value: need})
+        for cap in caps_of(found.job, found.dims)
+        if (need := found.need_in(cap.phases)) > gpu_memory
+    ]
+    if found.fits(gpu_memory):
+        training = caps_of(found.job, found.dims)[0]
+        searches = [_Search(training, gpu_memory, {training.value: found.need_in(training.phases)})]
     for _ in range(_PROBES):
-        below = max((one for one, need in needs.items() if need <= gpu_memory), default=None)
-        above = min((one for one, need in needs.items() if need > gpu_memory), default=None)
-        guess = _next(needs, below, above, gpu_memory, least, step)
-        if guess is None or guess in needs:
+        guesses = [(search, guess) for search in searches if (guess := search.guess()) is not None]
+        if not guesses:
             break
-        needs[guess] = rehearse(Change(settings={key: guess}).of(found.job)).worst.need
-    return Limit(
-        key=f"actor_train.{key}",
-        fits=max((one for one, need in needs.items() if need <= gpu_memory), default=None),
-        too_large=min((one for one, need in needs.items() if need > gpu_memory), default=None),
-    )
+        changed = Change(settings={search.cap.key: guess for search, guess in guesses})
+        seen = rehearse(changed.of(found.job))
+        for search, guess in guesses:
+            search.needs[guess] = seen.need_in(search.cap.phases)
+    return [search.limit() for search in searches]
 
 
-def _next(
-    needs: dict[int, float], below: int | None, above: int | None, gpu_memory: float, least: int, step: int
-) -> int | None:
-    """The cap to try; None where the bounds are a step apart, or nothing is left to try."""
-    if above is None:
-        assert below is not None
-        return below * 2 if len(needs) < _PROBES - 1 else None
-    if below is None:
-        return least if above > least else None
-    if above - below <= max(step, below // 50):
+def lowered(found: Rehearsal, limits: Sequence[Limit], gpu_memory: float) -> Change | None:
+    """The largest caps with which a job fits; None where caps alone do not make it fit."""
+    capped = {phase for cap in caps_of(found.job, found.dims) for phase in cap.phases}
+    others = [phase for stage in found.stages for phase in stage.report.peaks if phase not in capped]
+    if not limits or found.need_in(others) > gpu_memory:
         return None
-    share = (gpu_memory - needs[below]) / (needs[above] - needs[below])
-    guess = int(below + share * (above - below)) // step * step
-    return min(max(guess, below + step), above - step)
+    settings = {limit.key: limit.fits for limit in limits}
+    return None if None in settings.values() else Change(settings=settings)
 
 
-def ways_that_were_tried(found: Rehearsal, rehearse: Rehearse) -> list[WayOut]:
-    """What the job would need with each of `ways_out`."""
-    tried = []
-    for change in ways_out(found.job, found.dims.world_size):
-        try:
-            need: float | None = rehearse(change.of(found.job)).worst.need
-        except RollBatchingError:  # a layout that this model does not allow
-            need = None
-        tried.append(WayOut(change=change, need=need))
-    return tried
+def ways_that_were_tried(found: Rehearsal, gpu_memory: float, rehearse: Rehearse) -> list[WayOut]:
+    """What the job would need with each change that saves memory; of each kind until one fits.
+
+    Layouts that the model does not allow are left out. Where none fits, the one that comes nearest is tried with the
+    least caps.
+    """
+    tried: list[WayOut] = []
+    for ladder in ladders(found.job, found.dims.world_size):
+        for change in ladder:
+            try:
+                tried.append(WayOut(change=change, need=rehearse(change.of(found.job)).worst.need))
+            except RollBatchingError:
+                continue
+            if tried[-1].need <= gpu_memory:
+                break
+    nearest = min(tried, key=lambda way: way.need, default=None)
+    if nearest is None or nearest.need <= gpu_memory:
+        return tried
+    least = {cap.key: cap.least for cap in caps_of(found.job, found.dims) if cap.least < cap.value}
+    both = Change(settings={**nearest.change.settings, **least})
+    return [*tried, WayOut(change=both, need=rehearse(both.of(found.job)).worst.need)] if least else tried

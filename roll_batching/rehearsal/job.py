@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from roll_batching.config.diagnostics import Problem
 from roll_batching.planning import ParallelDims
 from roll_batching.rehearsal.margins import Margin, margins_of
 from roll_batching.rehearsal.process import run_tasks
+from roll_batching.rehearsal.rollout import fault_of
 from roll_batching.rehearsal.scaling import at_layers
 from roll_batching.rehearsal.task import RankReport, RankTask
 
@@ -26,7 +27,11 @@ class StageReport:
 
     name: str
     report: RankReport
-    margins: tuple[Margin, ...]
+
+    @property
+    def margins(self) -> tuple[Margin, ...]:
+        """What is needed beside the peak."""
+        return margins_of(self.report, self.peak)
 
     @property
     def peak(self) -> float:
@@ -41,7 +46,12 @@ class StageReport:
     @property
     def need(self) -> float:
         """Bytes with margins."""
-        return self.peak + sum(margin.bytes for margin in self.margins)
+        return self.need_in(self.report.peaks)
+
+    def need_in(self, phases: Collection[str]) -> float:
+        """Bytes that these phases need, with margins; 0 where there are none of them."""
+        peaks = [peak.bytes for name, peak in self.report.peaks.items() if name in phases]
+        return max(peaks) + sum(margin.bytes for margin in margins_of(self.report, max(peaks))) if peaks else 0.0
 
     @property
     def reads_inside(self) -> dict[str, int]:
@@ -63,9 +73,18 @@ class Rehearsal:
         """The stage that needs most."""
         return max(self.stages, key=lambda stage: stage.need)
 
+    def need_in(self, phases: Collection[str]) -> float:
+        """Bytes that these phases need, with margins, on the stage that needs most in them."""
+        return max(stage.need_in(phases) for stage in self.stages)
+
     def fits(self, gpu_memory: float) -> bool:
         """Whether every stage fits a device of so many bytes, margins included."""
         return self.worst.need <= gpu_memory
+
+    @property
+    def fault(self) -> str | None:
+        """What ends the job that no rank's passes show; None where nothing does."""
+        return fault_of(self.job, self.dims)
 
     @property
     def reads_inside(self) -> dict[str, int]:
@@ -92,9 +111,6 @@ def rehearse_job(
         ConfigFileError: where the model's shape is not known, or the layout does not fit.
         RehearsalError: what a rank raised.
     """
-    if job.task == "dpo":
-        text = "makes pairs of answers, which a rehearsal cannot for now; rehearse it as task=sft"
-        raise job.error(Problem(("task",), text))
     world, megatron, architecture = _shape(job, world_size)
     dims = megatron.parallel_dims(world)
     tasks, kinds = [], stages_of(dims)
@@ -117,7 +133,7 @@ def rehearse_job(
     for number, (name, _) in enumerate(kinds):
         found = reports[number * len(layers) : (number + 1) * len(layers)]
         whole = found[0] if len(layers) == 1 else at_layers(found[0], found[1], (layers[0], layers[1], depth))
-        stages.append(StageReport(name=name, report=whole, margins=margins_of(whole)))
+        stages.append(StageReport(name=name, report=whole))
     return Rehearsal(job=job, dims=dims, stages=tuple(stages))
 
 

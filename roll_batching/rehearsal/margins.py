@@ -17,10 +17,10 @@ class Margin:
     reason: str
 
 
-def margins_of(report: RankReport) -> tuple[Margin, ...]:
-    """The margins of one rank."""
+def margins_of(report: RankReport, peak: float) -> tuple[Margin, ...]:
+    """The margins of one rank that holds `peak` bytes at most."""
     groups = {key.split(" / ")[1] for key in report.collectives if not key.split(" / ")[1].endswith("(1)")}
-    passing = max(peak.bytes - sum(report.kept.values()) for peak in report.peaks.values())
+    passing = peak - sum(report.kept.values())
     return (
         Margin(bytes=1.0 * GIB, reason="CUDA's context, loaded kernels, cuBLAS's workspaces"),
         Margin(bytes=0.3 * GIB * len(groups), reason=f"NCCL's buffers, {len(groups)} communicators of 0.3 GiB"),

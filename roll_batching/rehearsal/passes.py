@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,16 @@ from roll_batching.config.supervised import supervised
 from roll_batching.data import SampleBatch
 from roll_batching.distributed import Facts
 from roll_batching.losses import SFTLoss, loss_spec
+from roll_batching.losses.contract import LossSpec
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.rehearsal.hollow import hollow
 from roll_batching.rehearsal.lengths import fullest_bin, longest_bin, longest_sample, same_bins
 from roll_batching.rehearsal.recorder import Recorder
+from roll_batching.rehearsal.rollout import rehearse_rollout, rolls_out
 from roll_batching.rehearsal.samples import samples_of
+from roll_batching.rehearsal.task import LOG_PROBS, REFERENCE
 from roll_batching.rl.from_config import loss_of, schedule_of, supervised_schedule_of
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.inputs import pack_inputs
@@ -48,6 +51,9 @@ class _Rehearsed(MegatronInferStrategy):
         with self.recorder.during("inputs"):
             return packs if self.with_values else [hollow(pack, state.device) for pack in packs]
 
+    def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
+        return super()._pack_for(facts, local, plan, dataclasses.replace(spec, check=_on_host(spec.check)))
+
     def _run(self, plan: Plan, packs: Packs, bind: Any, **options: Any) -> list[Any]:
         inside = contextlib.nullcontext() if options.get("forward_only") else self.recorder.during("step")
         with inside:
@@ -67,6 +73,11 @@ class Policy(_Rehearsed, MegatronTrainStrategy):
                 return finalize(*args, **kwargs)
 
         config.finalize_model_grads_func = finalized
+
+    def roll_out(self, job: JobConfig) -> str:
+        """Answers prompts, piece by piece."""
+        with self._evaluating():
+            return rehearse_rollout(self.state, job, self.recorder)
 
 
 class Reference(_Rehearsed):
@@ -120,24 +131,30 @@ class Passes:
         """A first step, after which the optimizer has its state."""
         self._step(self.small_plan())
 
+    def roll_out(self) -> tuple[str, ...]:
+        """Rollouts, where the model makes them. Returns words about them."""
+        return (self.policy.roll_out(self.job),) if rolls_out(self.job) else ()
+
     def run(self, recorder: Recorder) -> dict[str, int]:
-        """All passes of a step. Returns the tokens of their micro-batches, by pass."""
+        """All planned passes of a step. Returns the tokens of their micro-batches, by pass."""
         tokens, policy = {}, self.policy
         if reinforced(self.job) and policy.batching.logprob_plan != "none":
             own = policy.batching.logprob_plan == "own"
-            tokens["old log-probs"] = self._log_probs(recorder, policy, own=own, name="old log-probs")
-        if self.reference is not None:
-            own = reinforced(self.job)
-            tokens["reference"] = self._log_probs(recorder, self.reference, own=own, name="reference")
+            batching = policy.batching.infer if own else policy.batching.train
+            tokens[LOG_PROBS] = self._log_probs(recorder, policy, self.plan(policy, batching, self.count()), LOG_PROBS)
+        if (reference := self.reference) is not None:
+            if reinforced(self.job):
+                plan = self.plan(reference, reference.batching.infer, self.count())
+            else:
+                plan = self.plan(policy, policy.batching.train, self.count())  # the step's own
+            tokens[REFERENCE] = self._log_probs(recorder, reference, plan, REFERENCE)
         plan = self.plan(policy, policy.batching.train, self.count())
         tokens["training"] = int(plan.tokens[0])
         with recorder.during("optimizer"):
             self._step(plan)
         return tokens
 
-    def _log_probs(self, recorder: Recorder, strategy: _Rehearsed, *, own: bool, name: str) -> int:
-        batching = strategy.batching.infer if own else strategy.batching.train
-        plan = self.plan(strategy, batching, self.count())
+    def _log_probs(self, recorder: Recorder, strategy: _Rehearsed, plan: Plan, name: str) -> int:
         with recorder.during(name):
             strategy.compute_log_probs(_local(strategy, plan), plan, masks=loss_spec(self.loss).masks)
         return int(plan.tokens[0])
@@ -193,6 +210,18 @@ def _scheduled(job: JobConfig) -> WorkerConfig:
 def reinforced(job: JobConfig) -> bool:
     """Whether the job's main phase samples answers."""
     return bool(job.max_steps) and not supervised(job)
+
+
+def _on_host(check: Callable[..., None] | None) -> Callable[..., None] | None:
+    """`check`, which looks at samples: those are the host's, whatever device is pretended."""
+    if check is None:
+        return None
+
+    def checked(*args: Any) -> None:
+        with _disable_current_modes():
+            check(*args)
+
+    return checked
 
 
 def _local(strategy: MegatronInferStrategy, plan: Plan) -> SampleBatch:

@@ -13,7 +13,7 @@ from roll_batching.rehearsal import pretended_cuda, world
 from roll_batching.rehearsal.memory import kept_bytes, kinds_of, peaks_of, timeline_of
 from roll_batching.rehearsal.passes import Passes, passes_of
 from roll_batching.rehearsal.recorder import Recorder
-from roll_batching.rehearsal.task import RankReport, RankTask
+from roll_batching.rehearsal.task import REFERENCE, ROLLOUT, PhasePeak, RankReport, RankTask
 from roll_batching.rehearsal.variants import with_value
 
 _BEFORE = "first step"
@@ -41,8 +41,9 @@ def observe(task: RankTask, *, with_values: bool = False) -> RankReport:
         with recorder.setting_aside(_BEFORE):
             passes.steady_state()
         first = recorder.clock + 1
+        notes = passes.roll_out()
         tokens = passes.run(recorder)
-    report = _report(recorder, passes, tokens, time.perf_counter() - started)
+    report = _report(recorder, passes, tokens, notes, time.perf_counter() - started)
     if not task.timeline:
         return report
     kinds = _kinds(recorder, passes)
@@ -63,7 +64,9 @@ def _kinds(recorder: Recorder, passes: Passes) -> dict[int, str]:
     return kinds_of(recorder, passes.policy.chunks, passes.policy.optimizer, reference)
 
 
-def _report(recorder: Recorder, passes: Passes, tokens: dict[str, int], seconds: float) -> RankReport:
+def _report(
+    recorder: Recorder, passes: Passes, tokens: dict[str, int], notes: tuple[str, ...], seconds: float
+) -> RankReport:
     policy = passes.policy
     kinds = _kinds(recorder, passes)
     calls: dict[str, tuple[float, float]] = {}
@@ -82,14 +85,28 @@ def _report(recorder: Recorder, passes: Passes, tokens: dict[str, int], seconds:
         stage=policy.layout.pp_rank,
         parameters=sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()),
         kept=kept_bytes(recorder.blocks, kinds),
-        peaks={phase: peak for phase, peak in peaks.items() if phase != _BEFORE},
+        peaks={
+            phase: _offloaded(peak) if passes.job.is_offload_states else peak
+            for phase, peak in peaks.items()
+            if phase != _BEFORE
+        },
         flops={phase: float(count) for phase, count in recorder.flops.items() if phase not in (_BEFORE, "build")},
         collectives=calls,
         host_reads=dict(reads),
         micro_batches=passes.count(),
         tokens=tokens,
+        notes=notes,
         seconds=seconds,
     )
+
+
+def _offloaded(peak: PhasePeak) -> PhasePeak:
+    """Without what lies on the host during the phase, as `rl.grpo` moves it."""
+    away = {"gradients", "optimizer", "reference"} if peak.phase in ROLLOUT else {"reference"}
+    if peak.phase in (REFERENCE, "build"):
+        return peak
+    kinds = {kind: size for kind, size in peak.kinds.items() if kind not in away}
+    return replace(peak, bytes=peak.bytes - sum(peak.kinds.values()) + sum(kinds.values()), kinds=kinds)
 
 
 def with_layers(job: JobConfig, layers: int) -> JobConfig:

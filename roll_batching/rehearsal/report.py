@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from roll_batching.rehearsal.advice import Limit, WayOut
+from roll_batching.rehearsal.advice import Limit, WayOut, lowered
 from roll_batching.rehearsal.job import Rehearsal, StageReport
 from roll_batching.rehearsal.margins import GIB
 
@@ -13,17 +13,37 @@ KINDS = ("weights", "gradients", "optimizer", "reference", "inputs", "activation
 _LARGEST = 5
 
 
-def advice_lines(limit: Limit, ways: Sequence[WayOut], gpu_memory: float) -> Iterator[str]:
-    """What to change, line by line."""
-    if limit.fits is None:
-        yield f"no {limit.key} fits: not even one micro-batch of the longest sample"
-    else:
-        beyond = "more was not tried" if limit.too_large is None else f"{limit.too_large:,} does not"
-        yield f"{limit.key}: {limit.fits:,} fits, {beyond}"
+def advice_lines(found: Rehearsal, limits: Sequence[Limit], ways: Sequence[WayOut], gpu_memory: float) -> Iterator[str]:
+    """What to change, line by line; settings as they go behind the command, or into the file."""
+    if found.fits(gpu_memory):
+        for limit in limits:
+            beyond = "more was not tried" if limit.too_large is None else f"{limit.too_large:,} does not"
+            yield f"{limit.key} is {limit.value:,}: {limit.fits or limit.value:,} fits, {beyond}"
+        return
+    yield ""
+    yield f"to fit {_gib(gpu_memory)} GiB, set one of these; each was rehearsed:"
+    change, helped = lowered(found, limits, gpu_memory), False
+    if change is not None:
+        helped = True
+        need = max(limit.need for limit in limits)
+        yield f"    {change}"
+        yield f"        needs {_gib(need)} GiB; " + "; ".join(
+            f"{limit.key.rsplit('.', 1)[1]} is {limit.value:,}, and {limit.too_large:,} does not fit"
+            for limit in limits
+        )
     for way in ways:
-        if way.need is not None:
-            words = "fits" if way.need <= gpu_memory else "does not fit either"
-            yield f"{way.change}: needs {_gib(way.need)} GiB, {words}"
+        if way.need <= gpu_memory:
+            helped = True
+            yield f"    {way.change}"
+            yield f"        needs {_gib(way.need)} GiB"
+    if not helped:
+        yield "    nothing that was tried: it takes more GPUs per replica, GPUs of more memory, or shorter samples"
+    for limit in limits:
+        if limit.fits is None:
+            yield f"no {limit.key} fits: with the longest sample alone it is {_gib(limit.need)} GiB"
+    for way in ways:
+        if way.need > gpu_memory:
+            yield f"not enough, {_gib(way.need)} GiB: {way.change}"
 
 
 def lines_of(found: Rehearsal, gpu_memory: float) -> Iterator[str]:
@@ -32,11 +52,14 @@ def lines_of(found: Rehearsal, gpu_memory: float) -> Iterator[str]:
     yield f"{found.dims} = {found.dims.world_size} ranks; micro-batches of " + ", ".join(
         f"{count:,} tokens ({name})" for name, count in tokens.items()
     )
+    yield from found.stages[0].report.notes
     for stage in found.stages:
         yield ""
         yield from _stage(stage)
     yield ""
     yield _verdict(found, gpu_memory)
+    if found.fault is not None:
+        yield f"the job fails when it samples: {found.fault}"
 
 
 def _stage(stage: StageReport) -> Iterator[str]:
@@ -84,6 +107,7 @@ def plain(found: Rehearsal, gpu_memory: float) -> dict[str, Any]:
         "gpu_memory": gpu_memory,
         "fits": found.fits(gpu_memory),
         "need": found.worst.need,
+        "fault": found.fault,
         "stages": [
             {
                 "name": stage.name,
@@ -100,6 +124,7 @@ def plain(found: Rehearsal, gpu_memory: float) -> dict[str, Any]:
                 "host_reads": stage.report.host_reads,
                 "micro_batches": stage.report.micro_batches,
                 "tokens": stage.report.tokens,
+                "notes": list(stage.report.notes),
             }
             for stage in found.stages
         ],

@@ -7,6 +7,11 @@ from typing import Literal
 
 from roll_batching.config import JobConfig
 
+PREFILL, DECODING, COMPACTION = ROLLOUT = ("rollout prefill", "rollout decoding", "rollout compaction")
+LOG_PROBS, REFERENCE = "old log-probs", "reference"
+GRADIENTS = ("inputs", "forward", "backward", "gradient sync", "optimizer")
+"""Phases of a step; those of training."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankTask:
@@ -61,5 +66,7 @@ class RankReport:
     tokens: dict[str, int]
     """By pass, of the rehearsed micro-batch."""
     seconds: float
+    notes: tuple[str, ...] = ()
+    """What was taken for granted."""
     timeline: tuple[tuple[str, dict[str, float]], ...] = ()
     """Moments of the step at equal distances in operations: phase, and bytes by kind."""

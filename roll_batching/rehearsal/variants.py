@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from roll_batching.config import JobConfig
+from roll_batching.config.fields import Pass
+from roll_batching.config.supervised import supervised
+from roll_batching.planning import ParallelDims
+from roll_batching.rehearsal.lengths import longest_sample
+from roll_batching.rehearsal.rollout import rolls_out, sizes_of
+from roll_batching.rehearsal.task import GRADIENTS, LOG_PROBS, REFERENCE, ROLLOUT
 
-_LAYOUT = "strategy_args.strategy_config."
-_ROLES = ("actor_train", "reference")
-CAPS = {
-    "packed": "sequence_packing_args.max_packed_sequence_length_train",
-    "dynamic": "max_tokens_per_microbatch_in_train",
-    "padded": "training_args.per_device_train_batch_size",
+_LAYOUT = "actor_train.strategy_args.strategy_config."
+_ROWS = "training_args.per_device_train_batch_size"
+_STEPS = "actor_train.training_args.gradient_accumulation_steps"
+_KEYS: dict[tuple[str, Pass], str] = {
+    ("packed", "train"): "sequence_packing_args.max_packed_sequence_length_train",
+    ("packed", "infer"): "sequence_packing_args.max_packed_sequence_length_forward",
+    ("dynamic", "train"): "max_tokens_per_microbatch_in_train",
+    ("dynamic", "infer"): "max_tokens_per_microbatch_in_infer",
+    ("padded", "train"): _ROWS,
+    ("padded", "infer"): "infer_batch_size",
 }
-"""What bounds a training micro-batch, by mode: tokens, or in padded mode rows."""
+"""What bounds a micro-batch, by mode and kind of pass: tokens, or in padded mode rows."""
+_COARSE, _FINE = 1024, 64
+"""Caps are told to so many tokens: large ones, and at the least."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Settings of actor_train, by dotted path below the role; a layout is every role's."""
+    """Settings of a job, by dotted path; a layout is every role's."""
 
     settings: Mapping[str, Any]
 
     def __str__(self) -> str:
         """As overrides on the command line."""
-        return " ".join(f"actor_train.{path}={_word(value)}" for path, value in self.settings.items())
+        return " ".join(f"{path}={_word(value)}" for path, value in self.settings.items())
 
     def of(self, job: JobConfig) -> JobConfig:
         """`job`, changed."""
         for path, value in self.settings.items():
-            for role in _ROLES if path.startswith(_LAYOUT) else _ROLES[:1]:
-                if getattr(job, role) is not None:
-                    job = with_value(job, f"{role}.{path}", value)
+            job = with_value(job, path, value)
+            if path.startswith(_LAYOUT) and job.reference is not None:
+                job = with_value(job, path.replace("actor_train", "reference", 1), value)
         return job
 
 
@@ -47,26 +59,87 @@ def with_value(settings: Any, path: str, value: Any) -> Any:
     return settings.model_copy(update={first: with_value(getattr(settings, first), rest, value) if rest else value})
 
 
-def cap_of(job: JobConfig) -> tuple[str, int]:
-    """What bounds a training micro-batch: its path below actor_train, and its value."""
-    spec = job.actor_train.batching().train
-    return CAPS[spec.mode], (spec.rows or 1) if spec.mode == "padded" else (spec.max_tokens or 1)
+@dataclass(frozen=True, kw_only=True)
+class Cap:
+    """A key that bounds the micro-batches of some phases."""
+
+    key: str
+    """Its path in the job."""
+    value: int
+    """As the job has it."""
+    least: int
+    """Below it the longest sample has no place."""
+    step: int
+    """What it is told to."""
+    phases: tuple[str, ...]
+    """Whose memory it bounds."""
+
+    def change(self, value: int) -> Change:
+        """The cap with another value."""
+        return Change(settings={self.key: value})
 
 
-def ways_out(job: JobConfig, world_size: int) -> list[Change]:
-    """Changes that save memory and leave results as they are, the cheapest first."""
-    megatron, model = job.actor_train.strategy_args.strategy_config, job.actor_train.model_args.architecture
+def caps_of(job: JobConfig, dims: ParallelDims) -> list[Cap]:
+    """All caps that the passes of a step have, that of training first."""
+    plan = job.actor_train.logprob_plan
+    in_training = (*GRADIENTS, *((LOG_PROBS,) if plan == "train" else ()))
+    if supervised(job):
+        return [_cap(job, "actor_train", "train", (*in_training, REFERENCE))]  # the reference has training's plans
+    found = [_cap(job, "actor_train", "train", in_training)]
+    if plan == "own":
+        found.append(_cap(job, "actor_train", "infer", (LOG_PROBS,)))
+    if rolls_out(job) and dims.pp_size == dims.cp_size == 1:
+        sizes, key = sizes_of(job, dims), "actor_infer.generating_args.max_tokens_in_cache"
+        most = job.actor_infer.generating_args.max_tokens_in_cache or sizes.rows * sizes.room
+        found.append(Cap(key=key, value=most, least=sizes.room, step=sizes.room, phases=ROLLOUT))
+    if job.reference is not None:
+        found.append(_cap(job, "reference", "infer", (REFERENCE,)))
+    return found
+
+
+def _cap(job: JobConfig, name: str, kind: Pass, phases: tuple[str, ...]) -> Cap:
+    role = getattr(job, name)
+    spec = role.batching_spec(kind, train_rows=role.training_args.per_device_train_batch_size)
+    unit = 2 if job.task == "dpo" else 1
+    key = f"{name}.{_KEYS[spec.mode, kind]}"
+    if spec.mode == "padded":
+        return Cap(key=key, value=spec.rows or 1, least=unit, step=unit, phases=phases)
+    value = spec.max_tokens or 1
+    step = max(_FINE, min(_COARSE, value // 16 // _FINE * _FINE))
+    least = -(-unit * longest_sample(job) // step) * step
+    return Cap(key=key, value=value, least=least, step=step, phases=phases)
+
+
+def ladders(job: JobConfig, world_size: int) -> Iterator[list[Change]]:
+    """Changes that save memory and leave results as they are, the cheapest first; of each kind ever larger ones.
+
+    Where fewer data-parallel ranks remain, each accumulates more micro-batches for the same mini-batch.
+    """
+    train = job.actor_train
+    megatron, model = train.strategy_args.strategy_config, train.model_args.architecture
     assert model is not None
-    found: list[dict[str, Any]] = []
     if not megatron.use_distributed_optimizer:
-        found.append({"use_distributed_optimizer": True})
+        yield [_layout({"use_distributed_optimizer": True})]
     full = {"recompute_granularity": "full"} if megatron.recompute_granularity != "full" else {}
     if full:
-        found.append(full)
+        yield [_layout(full)]
+    accumulated = train.training_args.gradient_accumulation_steps
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    fits_world = world_size % (2 * megatron.model_size) == 0
-    if fits_world and model.kv_heads % (2 * tensor) == 0:
-        found.append({"tensor_model_parallel_size": 2 * tensor, "sequence_parallel": True, **full})
-    if fits_world and model.num_layers % (2 * pipeline * megatron.vpp_size) == 0:
-        found.append({"pipeline_model_parallel_size": 2 * pipeline, **full})
-    return [Change(settings={_LAYOUT + key: value for key, value in one.items()}) for one in found]
+    factors = [factor for factor in (2, 4, 8, 16) if world_size % (factor * megatron.model_size) == 0]
+    yield [
+        _layout(
+            {"tensor_model_parallel_size": factor * tensor, "sequence_parallel": True, **full}, factor * accumulated
+        )
+        for factor in factors
+        if model.kv_heads % (factor * tensor) == 0
+    ]
+    yield [
+        _layout({"pipeline_model_parallel_size": factor * pipeline, **full}, factor * accumulated)
+        for factor in factors
+        if model.num_layers % (factor * pipeline * megatron.vpp_size) == 0
+    ]
+
+
+def _layout(settings: Mapping[str, Any], accumulated: int | None = None) -> Change:
+    steps = {} if accumulated is None else {_STEPS: accumulated}
+    return Change(settings={_LAYOUT + key: value for key, value in settings.items()} | steps)

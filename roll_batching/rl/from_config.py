@@ -151,13 +151,13 @@ def supervised_schedule_of(config: JobConfig, texts: int, texts_per_step: int) -
     return config.actor_train.with_training(max_steps=steps).training_args
 
 
-def sampling_of(config: JobConfig, tokenizer: Tokenizer) -> GenerationSettings:
-    """How rollouts are sampled."""
+def sampling_of(config: JobConfig, tokenizer: Tokenizer | None) -> GenerationSettings:
+    """How rollouts are sampled; without a tokenizer by token 0 as the one that ends them."""
     args = config.actor_infer.generating_args
     return GenerationSettings(
         max_new_tokens=args.max_new_tokens or 1,
-        eos_token_id=tokenizer.eos_token_id,
-        stop_token_ids=tokenizer.stop_token_ids,
+        eos_token_id=0 if tokenizer is None else tokenizer.eos_token_id,
+        stop_token_ids=() if tokenizer is None else tokenizer.stop_token_ids,
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,

@@ -9,7 +9,7 @@ packed forward pass to rounding.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from roll_batching.modeling.builder import rotary_settings
 from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, hidden_states_of, logits_at
 from roll_batching.packing.batch import PackedBatch, pack_step
-from roll_batching.planning import BatchingSpec, PlanConstraints, plan_step
+from roll_batching.planning import BatchingSpec, ParallelDims, PlanConstraints, plan_step
 from roll_batching.strategy.sampling import GenerationSettings, Sampler
 from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.state import ModelState
@@ -35,7 +35,7 @@ _WIDTH_STEP = 16
 """Visible keys grow in steps of this many positions, so that shapes repeat."""
 Response = tuple[torch.Tensor, torch.Tensor]
 """A row's tokens and their log-probs, [tokens] each."""
-_COMPACT_BELOW = 0.75
+COMPACT_BELOW = 0.75
 """Finished rows are taken out when fewer than this share of rows still runs."""
 
 
@@ -47,24 +47,37 @@ def check_generation(prompts: SampleBatch, settings: GenerationSettings, layout:
     if not isinstance(settings, GenerationSettings):
         raise DataError(f"settings is a {type(settings).__name__}: pass GenerationSettings")
     bound = settings.max_tokens_in_cache
-    if bound is not None and len(prompts) and (needed := _room(int(prompts.lengths.max()), settings, layout)) > bound:
+    if (
+        bound is not None
+        and len(prompts)
+        and (needed := room_of_row(int(prompts.lengths.max()), settings, layout)) > bound
+    ):
         raise DataError(
             f"max_tokens_in_cache={bound} has no room for one row: the longest prompt of {int(prompts.lengths.max())} "
             f"tokens and max_new_tokens={settings.max_new_tokens} need {needed}. Raise it, or lower max_new_tokens"
         )
 
 
-def _room(longest_prompt: int, settings: GenerationSettings, layout: ParallelLayout) -> int:
-    """Positions of a row in the cache."""
-    return longest_prompt + settings.max_new_tokens + _positions_of_a_step(layout) - 1
+def check_layout(dims: ParallelDims) -> None:
+    """Raises `LayoutError` for a layout in which no model generates."""
+    if dims.vpp_size > 1 or dims.cp_size > 1:
+        raise LayoutError(
+            f"generate is not possible with virtual pipeline {dims.vpp_size} and context parallel size "
+            f"{dims.cp_size}: roll out with an engine, or in a job without them"
+        )
 
 
-def _positions_of_a_step(layout: ParallelLayout) -> int:
+def room_of_row(prompt: int, settings: GenerationSettings, layout: ParallelDims) -> int:
+    """Positions in the cache of a row whose prompt has so many tokens."""
+    return prompt + settings.max_new_tokens + _positions_of_a_step(layout) - 1
+
+
+def _positions_of_a_step(layout: ParallelDims) -> int:
     """Sequence parallelism cuts positions into as many parts: a step carries one of each, of which the first counts."""
     return layout.tp_size if layout.sequence_parallel else 1
 
 
-def _waves(rooms: list[int], bound: int | None, layout: ParallelLayout) -> list[list[int]]:
+def waves_of(rooms: list[int], bound: int | None, layout: ParallelLayout) -> list[list[int]]:
     """Rows that are sampled together, those that need most room first; as many waves on ranks that share experts."""
     order = sorted(range(len(rooms)), key=lambda row: -rooms[row])
     waves = []
@@ -100,37 +113,56 @@ def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettin
     lockstep until the last of them has ended.
     """
     layout = model.layout
-    if layout.vpp_size > 1 or layout.cp_size > 1:
-        raise LayoutError(
-            f"generate is not possible with virtual pipeline {layout.vpp_size} and context parallel size "
-            f"{layout.cp_size}: roll out with an engine, or in a job without them"
-        )
-    gpt = gpt_of(model.chunks[0])
+    check_layout(layout)
     rows = [row.to(layout.device) for row in prompts.to_lists("input_ids")] if len(prompts) else []
     rows = [row for row in rows for _ in range(settings.num_return_sequences)]
-    sampler = Sampler(
-        settings,
-        model.vocab_size or gpt.vocab_size,
-        max(len(rows), 1),
-        device=layout.device,
-        dtype=model.result_dtype,
-        seed=settings.seed * 1_000_003 + layout.dp_rank,
-    )
-    cached = layout.pp_size == 1 and model.attention is not None and model.attention.decodes
-    lent: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if layout.pp_size == 1 and not cached and model.architecture is not None:
-        if getattr(model.attention, "dense_decodes", False):  # a backend that is not derived from ours may lack it
-            cached, lent = True, dense_decoding(gpt, rotary_settings(model.architecture))
-    bound = settings.max_tokens_in_cache if cached else None
-    waves = _waves([_room(len(row), settings, layout) for row in rows], bound, layout)
+    sampler = sampler_of(model, settings, max(len(rows), 1))
+    bound = settings.max_tokens_in_cache if keeps_cache(model) else None
+    waves = waves_of([room_of_row(len(row), settings, layout) for row in rows], bound, layout)
     responses: dict[int, Response] = {}
-    with hidden_states_of(gpt), lent, _decoding(layout.device, quick=cached):
+    with sources(model, settings) as source_of:
         for wave in waves:
             # Without a row of its own a rank computes one, for others that need its experts.
             here = [rows[i] for i in wave] or [torch.full((1,), settings.eos_token_id, device=layout.device)]
-            found = _decode(_Cached(model, gpt, here, settings) if cached else _Recomputed(model, here), wave, sampler)
-            responses |= zip(wave, found, strict=True)
+            responses |= zip(wave, _decode(source_of(here), wave, sampler), strict=True)
     return as_batch(rows, [responses[i] for i in range(len(rows))])
+
+
+def sampler_of(model: ModelState, settings: GenerationSettings, rows: int) -> Sampler:
+    """Draws the tokens of so many rows."""
+    return Sampler(
+        settings,
+        model.vocab_size or gpt_of(model.chunks[0]).vocab_size,
+        rows,
+        device=model.layout.device,
+        dtype=model.result_dtype,
+        seed=settings.seed * 1_000_003 + model.layout.dp_rank,
+    )
+
+
+def keeps_cache(model: ModelState) -> bool:
+    """Whether the model generates with a cache of keys and values."""
+    return model.layout.pp_size == 1 and model.attention is not None and (model.attention.decodes or _lends(model))
+
+
+def _lends(model: ModelState) -> bool:
+    """Whether dense cores decode in place of the backend's."""
+    if model.architecture is None or model.attention is None or model.attention.decodes:
+        return False
+    return getattr(model.attention, "dense_decodes", False)  # a backend that is not derived from ours may lack it
+
+
+@contextlib.contextmanager
+def sources(
+    model: ModelState, settings: GenerationSettings
+) -> Iterator[Callable[[list[torch.Tensor]], Cached | Recomputed]]:
+    """Inside, what makes of rows of tokens a source of their next tokens' logits."""
+    gpt, cached = gpt_of(model.chunks[0]), keeps_cache(model)
+    lent: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if cached and model.architecture is not None and _lends(model):
+        lent = dense_decoding(gpt, rotary_settings(model.architecture))
+    with hidden_states_of(gpt), lent, _decoding(model.layout.device, quick=cached):
+        yield lambda rows: Cached(model, gpt, rows, settings) if cached else Recomputed(model, rows)
 
 
 @contextlib.contextmanager
@@ -165,7 +197,7 @@ def _whole(logits: torch.Tensor, gpt: Any) -> torch.Tensor:
     return torch.cat(parts, -1)
 
 
-class _Cached:
+class Cached:
     """Next-token logits with a key-value cache; the rows may sit at different positions."""
 
     def __init__(self, model: ModelState, gpt: Any, rows: list[torch.Tensor], settings: GenerationSettings) -> None:
@@ -173,8 +205,10 @@ class _Cached:
         self._rows = rows
         self._lengths = torch.tensor([len(row) for row in rows], device=model.device)
         self._positions = self._lengths
+        self.longest = max(map(len, rows))
+        """Positions of the row that has most: known without asking the device."""
         self._unit = _positions_of_a_step(model.layout)
-        self._cache = KeyValueCache(_room(max(map(len, rows)), settings, model.layout))
+        self._cache = KeyValueCache(room_of_row(max(map(len, rows)), settings, model.layout))
 
     def first(self) -> torch.Tensor:
         """Logits after each prompt, [rows, vocabulary]; rows of one prompt stand together, and it is computed once."""
@@ -187,7 +221,8 @@ class _Cached:
         positions = torch.arange(width, device=device)[:, None].expand(width, count)
         params = DecodeParams(qkv_format="sbhd", cache=self._cache, positions=positions)
         output = self._chunk(padded, positions.t(), None, packed_seq_params=params)
-        repeat = torch.arange(count, device=device).repeat_interleave(torch.tensor(sizes, device=device))
+        sizes_there = torch.tensor(sizes, device=device)
+        repeat = torch.arange(count, device=device).repeat_interleave(sizes_there, output_size=len(self._rows))
         self._cache.select(repeat)
         last = torch.arange(count, device=device) * width + self._lengths[torch.tensor(firsts, device=device)] - 1
         return _whole(logits_at(output, last, self._gpt), self._gpt)[repeat]
@@ -196,22 +231,24 @@ class _Cached:
         """Goes on with these rows only."""
         self._cache.select(rows)
         self._positions = self._positions[rows]
+        self.longest = int(self._positions.max())
 
     def following(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits after one more token per row, [rows, vocabulary]."""
         positions, cache = self._positions, self._cache
-        width = min(cache.length, -(-(int(positions.max()) + 1) // _WIDTH_STEP) * _WIDTH_STEP)
+        width = min(cache.length, -(-(self.longest + 1) // _WIDTH_STEP) * _WIDTH_STEP)
         visible = (torch.arange(width, device=positions.device) <= positions[:, None])[:, None, None]
         repeated = positions.expand(self._unit, -1)
         params = DecodeParams(qkv_format="sbhd", cache=cache, positions=repeated, visible=visible)
         ids = tokens[:, None].expand(-1, self._unit)
         output = self._chunk(ids, repeated.t(), None, packed_seq_params=params)
         self._positions = (positions + 1).clamp(max=cache.length - 1)
+        self.longest = min(self.longest + 1, cache.length - 1)
         counted = torch.arange(len(tokens), device=tokens.device) * self._unit
         return _whole(logits_at(output, counted, self._gpt), self._gpt)
 
 
-class _Recomputed:
+class Recomputed:
     """Next-token logits without a cache: whole sequences are computed again for every token.
 
     Under a pipeline the last stage's logits reach all stages, so that all draw the same tokens.
@@ -264,37 +301,59 @@ class _Recomputed:
         return self.first()
 
 
-def _decode(source: _Cached | _Recomputed, wave: list[int], sampler: Sampler) -> list[Response]:
+class Answers:
+    """What the rows of a wave have answered so far."""
+
+    def __init__(self, rows: int, settings: GenerationSettings, logits: torch.Tensor, *, answered: bool = True) -> None:
+        """`answered`: whether anybody asked; else all have ended."""
+        device = logits.device
+        kept = torch.float64 if logits.dtype is torch.float64 else torch.float32
+        self.tokens = torch.zeros(rows, settings.max_new_tokens, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(rows, settings.max_new_tokens, dtype=kept, device=device)
+        self.sizes = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.live = torch.arange(rows, device=device)
+        """Which rows are still in the batch."""
+        self.running = torch.full((rows,), answered, dtype=torch.bool, device=device)
+        """Of these rows: which have not ended."""
+        self._stops = torch.tensor(sorted({settings.eos_token_id, *settings.stop_token_ids}), device=device)
+
+    def add(self, step: int, drawn: torch.Tensor, log_probs: torch.Tensor) -> int:
+        """One more token of each row in the batch. Returns how many go on: the one wait for the device."""
+        live, running = self.live, self.running
+        self.tokens[live, step] = torch.where(running, drawn, self.tokens[live, step])
+        self.log_probs[live, step] = torch.where(running, log_probs, self.log_probs[live, step])
+        self.sizes[live] += running
+        self.running = running & ~torch.isin(drawn, self._stops)
+        return int(self.running.sum())
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Goes on with these rows of the batch only."""
+        self.live, self.running = self.live[rows], self.running[rows]
+
+
+def _decode(source: Cached | Recomputed, wave: list[int], sampler: Sampler) -> list[Response]:
     """Responses of the rows `wave`, with their end token where it came."""
-    settings, layout, device = sampler.settings, source.layout, source.layout.device
+    settings, layout = sampler.settings, source.layout
     logits = source.first()
-    count, kept = len(logits), torch.float64 if logits.dtype is torch.float64 else torch.float32
+    device = logits.device
     number = torch.tensor(wave or [0], device=device)
-    tokens = torch.zeros(count, settings.max_new_tokens, dtype=torch.int64, device=device)
-    log_probs = torch.zeros(count, settings.max_new_tokens, dtype=kept, device=device)
-    sizes = torch.zeros(count, dtype=torch.int64, device=device)
-    live = torch.arange(count, device=device)
-    stops = torch.tensor(sorted({settings.eos_token_id, *settings.stop_token_ids}), device=device)
-    running = torch.full((count,), bool(wave), dtype=torch.bool, device=device)
+    answers = Answers(len(logits), settings, logits, answered=bool(wave))
     for step in range(settings.max_new_tokens):
-        drawn, drawn_log_probs = sampler(logits, number[live], step)
-        at = live[running]
-        tokens[at, step], log_probs[at, step] = drawn[running], drawn_log_probs[running]
-        sizes[at] += 1
-        running = running & ~torch.isin(drawn, stops)
-        left = int(running.sum())
+        drawn, log_probs = sampler(logits, number[answers.live], step)
+        left = answers.add(step, drawn, log_probs)
         # Where ranks share experts, all go on until the last of them has ended.
         going_on = _most(left, layout) if layout.ep_size > 1 else left
         if not going_on or step + 1 == settings.max_new_tokens:
             break
-        if left < _COMPACT_BELOW * len(live):
+        if left < COMPACT_BELOW * len(answers.live):
             # A rank that is done keeps a row for as long as others need its experts.
-            rows = running.nonzero()[:, 0] if left else torch.zeros(1, dtype=torch.int64, device=device)
+            rows = answers.running.nonzero()[:, 0] if left else torch.zeros(1, dtype=torch.int64, device=device)
             source.keep(rows)
-            live, drawn, running = live[rows], drawn[rows], running[rows]
+            answers.keep(rows)
+            drawn = drawn[rows]
         logits = source.following(drawn)
-    ends = sizes.tolist()[: len(wave)]
-    return [(tokens[row, :end], log_probs[row, :end]) for row, end in enumerate(ends)]
+    ends = answers.sizes.tolist()[: len(wave)]
+    return [(answers.tokens[row, :end], answers.log_probs[row, :end]) for row, end in enumerate(ends)]
 
 
 def _most(number: int, layout: ParallelLayout) -> int:

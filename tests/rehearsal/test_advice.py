@@ -1,0 +1,193 @@
+"""What a user is told to change: the search over stand-ins whose need is known, and over rehearsals themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll_batching.cli import main
+from roll_batching.config import JobConfig, config_from_dict
+from roll_batching.errors import RollBatchingError
+from roll_batching.rehearsal.advice import limits_of, lowered, ways_that_were_tried
+from roll_batching.rehearsal.job import Rehearsal, StageReport
+from roll_batching.rehearsal.margins import margins_of
+from roll_batching.rehearsal.report import advice_lines
+from roll_batching.rehearsal.task import PhasePeak, RankReport
+from tests.rehearsal.jobs import DYNAMIC, PACKED, job_of
+
+pytestmark = pytest.mark.rehearse
+
+MIB = 1 << 20
+TRAIN = "actor_train.sequence_packing_args.max_packed_sequence_length_train"
+FORWARD = "reference.sequence_packing_args.max_packed_sequence_length_forward"
+
+
+def packed(cap: int = 16384, forward: int = 32768, **keys: Any) -> JobConfig:
+    """A job of so large caps, whose longest sample has 2,000 tokens."""
+    caps = {"max_packed_sequence_length_train": cap}
+    reference = {"use_sequence_packing": True, "sequence_packing_args": {"max_packed_sequence_length_forward": forward}}
+    job = job_of(batching=PACKED | {"sequence_packing_args": caps}, use_kl_loss=True, reference=reference, **keys)
+    return config_from_dict(job | {"prompt_length": 500, "response_length": 1500})
+
+
+def peaks_of(job: JobConfig, kept: float = 0.0) -> dict[str, float]:
+    """MiB that a phase holds by the job's caps: 0.5 and 0.1 MiB a token, and something that is not linear."""
+    train, forward = job.actor_train.batching().train, job.reference.batching().infer
+    megatron = job.actor_train.strategy_args.strategy_config
+    share = 0.5 / megatron.tensor_model_parallel_size / (2 if megatron.recompute_granularity == "full" else 1)
+    return {
+        "forward": kept + share * train.max_tokens + train.max_tokens**2 * 1e-6,
+        "reference": kept + 0.1 * forward.max_tokens,
+        "optimizer": kept,
+    }
+
+
+class Counted:
+    """A rehearsal whose outcome is written down."""
+
+    def __init__(self, peaks: Callable[[JobConfig], Mapping[str, float]] = peaks_of, world_size: int = 8) -> None:
+        self.peaks, self.world_size, self.jobs = peaks, world_size, []
+
+    def __call__(self, job: JobConfig) -> Rehearsal:
+        self.jobs.append(job)
+        job.dp_size(self.world_size)
+        dims = job.actor_train.strategy_args.strategy_config.parallel_dims(self.world_size)
+        peaks = {name: PhasePeak(phase=name, bytes=size * MIB) for name, size in self.peaks(job).items()}
+        report = RankReport(
+            rank=0, stage=0, parameters=1, kept={}, peaks=peaks, flops={}, collectives={}, host_reads={},
+            micro_batches=2, tokens={}, seconds=0.0,
+        )  # fmt: skip
+        return Rehearsal(job=job, dims=dims, stages=(StageReport(name="the only stage", report=report),))
+
+
+def memory_for(found: Rehearsal, mib: float) -> float:
+    """A device on which `mib` MiB of peaks just fit, with their margins."""
+    (stage,) = found.stages
+    return mib * MIB + sum(margin.bytes for margin in margins_of(stage.report, mib * MIB))
+
+
+def test_the_largest_cap_that_fits_is_found_to_a_step_in_few_rehearsals():
+    rehearse = Counted()
+    found = rehearse(packed(cap=65536))
+    memory = memory_for(found, 6000)  # 0.5 t + 1e-6 t^2 = 6000: t = 11,726
+    (limit,) = limits_of(found, memory, rehearse)
+    assert limit.key == TRAIN and limit.value == 65536
+    assert limit.fits % 1024 == 0 and limit.fits <= 11726 < limit.too_large <= limit.fits + 1024
+    assert len(rehearse.jobs) <= 7
+    assert lowered(found, [limit], memory).settings == {TRAIN: limit.fits}
+
+
+def test_a_job_that_fits_hears_how_much_larger_its_packs_may_be():
+    rehearse = Counted()
+    found = rehearse(packed(cap=4096, forward=8192))
+    memory = memory_for(found, 6000)
+    (limit,) = limits_of(found, memory, rehearse)
+    assert limit.fits <= 11726 < limit.too_large <= limit.fits * 1.1
+    (line,) = advice_lines(found, [limit], [], memory)
+    assert f"{TRAIN} is 4,096: {limit.fits:,} fits" in line
+
+
+def test_the_cap_is_named_whose_phase_does_not_fit_and_both_where_both_do_not():
+    rehearse = Counted()
+    reference = rehearse(packed(cap=4096, forward=131072))  # 2.0 and 12.8 GiB
+    memory = memory_for(reference, 6000)
+    (limit,) = limits_of(reference, memory, rehearse)
+    assert limit.key == FORWARD and limit.fits <= 60000 < limit.too_large
+    both = rehearse(packed(cap=65536, forward=131072))
+    before = len(rehearse.jobs)
+    change = lowered(both, limits_of(both, memory, rehearse), memory)
+    assert set(change.settings) == {TRAIN, FORWARD} and len(rehearse.jobs) - before <= 6
+    assert rehearse(change.of(both.job)).fits(memory)
+
+
+def test_no_cap_is_told_where_none_fits():
+    rehearse = Counted(lambda job: peaks_of(job, kept=7000))
+    found = rehearse(packed())
+    memory = memory_for(found, 6000)
+    limits = limits_of(found, memory, rehearse)
+    assert [limit.fits for limit in limits] == [None, None]
+    assert lowered(found, limits, memory) is None
+    told = "\n".join(advice_lines(found, limits, [], memory))
+    assert "nothing that was tried" in told and f"no {TRAIN} fits" in told
+
+
+def test_layouts_are_tried_until_one_fits_and_keep_the_mini_batch():
+    rehearse = Counted()
+    job = packed(
+        forward=8192,
+        megatron={"use_distributed_optimizer": True},
+        architecture={"num_query_groups": 8, "num_attention_heads": 8, "num_layers": 6},
+        train={"training_args": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}},
+    )
+    found = rehearse(job)
+    memory = memory_for(found, 2300)  # of 8,460; with recomputation 4,364, halved by twice the tensor parallelism
+    ways = ways_that_were_tried(found, memory, rehearse)
+    said = {str(way.change): way.need <= memory for way in ways}
+    layout = "actor_train.strategy_args.strategy_config."
+    full, steps = f"{layout}recompute_granularity=full", "actor_train.training_args.gradient_accumulation_steps"
+    tensor = f"{layout}tensor_model_parallel_size={{}} {layout}sequence_parallel=true {full} {steps}={{}}"
+    pipeline = f"{layout}pipeline_model_parallel_size={{}} {full} {steps}={{}}"
+    assert said == {
+        full: False,
+        tensor.format(2, 12): False,
+        tensor.format(4, 24): True,
+        pipeline.format(2, 12): False,  # 4 and 8 stages do not divide 6 layers
+    }
+    for way in ways:
+        dp_size = 8 // (way.change.of(job).actor_train.strategy_args.strategy_config.model_size)
+        assert way.change.of(job).mini_batch_size(dp_size) == job.mini_batch_size(8)
+        assert way.change.of(job).reference.strategy_args == way.change.of(job).actor_train.strategy_args
+
+
+def test_a_layout_that_cannot_run_is_left_out_and_least_caps_are_the_last_resort():
+    def without_pipelines(job: JobConfig) -> Mapping[str, float]:
+        if job.actor_train.strategy_args.strategy_config.pipeline_model_parallel_size > 1:
+            raise RollBatchingError("not this one")
+        return peaks_of(job)
+
+    rehearse = Counted(without_pipelines)
+    found = rehearse(packed(forward=65536))
+    memory = memory_for(found, 1000)
+    ways = ways_that_were_tried(found, memory, rehearse)
+    assert not any("pipeline" in str(way.change) for way in ways)
+    last = ways[-1].change.settings
+    assert last[TRAIN] == last[FORWARD] == 2048, "the longest sample, to a step"
+    assert [way.need <= memory for way in ways] == [False] * (len(ways) - 1) + [True]
+
+
+# ---- rehearsals themselves
+
+
+def _file(folder: Path, **keys: Any) -> str:
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job_of(**keys)))
+    return str(path)
+
+
+def _run(capsys: Any, *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["rehearse", *arguments])
+    return end.value.code, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_settings_that_a_job_is_told_make_it_fit(tmp_path, capsys):
+    cap = {"max_tokens_per_microbatch_in_train": 1 << 20, "max_tokens_per_microbatch_in_infer": 1024}
+    config = _file(tmp_path, batching=DYNAMIC | cap, train={"logprob_plan": "own"})
+    memory = "2GiB"
+    code, told = _run(capsys, "--config", config, "--gpu-memory", memory)
+    assert code == 1 and "does not fit 2.00 GiB" in told
+    offers = [line.strip() for line in told.splitlines() if line.startswith("    actor_train.")]
+    assert len(offers) >= 2 and "max_tokens_per_microbatch_in_train=" in offers[0]
+    for offer in offers:
+        assert _run(capsys, "--config", config, "--gpu-memory", memory, "--no-advice", *offer.split())[0] == 0, offer
+    too_large = re.search(r"and ([\d,]+) does not fit", told)[1].replace(",", "")
+    above = f"actor_train.max_tokens_per_microbatch_in_train={too_large}"
+    code, told = _run(capsys, "--config", config, "--gpu-memory", memory, "--no-advice", "--json", above)
+    assert code == 1 and json.loads(told)["need"] > 2 << 30

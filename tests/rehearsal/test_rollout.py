@@ -1,0 +1,77 @@
+"""Rollouts: pieces that are rehearsed, against whole ones for real on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from roll_batching.config import config_from_dict
+from roll_batching.planning import ParallelDims
+from roll_batching.rehearsal.rollout import fault_of, rolls_out, sizes_of
+from roll_batching.rehearsal.task import DECODING, PREFILL
+from tests.rehearsal.jobs import job_of, task_of
+from tests.rehearsal.test_right import rehearsed
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.rehearse
+
+SAMPLED = {"rollout_batch_size": 6, "num_return_sequences_in_group": 4}
+
+
+def whole_rollout(job: dict[str, Any]) -> tuple[float, float, int]:
+    """(bytes that are always held, most bytes while prompts are answered to their full length, host reads)."""
+    import torch
+
+    from roll_batching.data import SampleBatch
+    from roll_batching.distributed.parallel_layout import start_processes
+    from roll_batching.rehearsal.memory import peaks_of
+    from roll_batching.rehearsal.passes import passes_of
+    from roll_batching.rehearsal.recorder import Recorder
+    from roll_batching.rl.from_config import sampling_of
+
+    start_processes()
+    recorder, config = Recorder("cpu"), config_from_dict(job)
+    with recorder, recorder.following_modules():
+        policy = passes_of(config, recorder, with_values=True).policy
+        prompts = [torch.randint(0, 500, (config.prompt_length,)) for _ in range(config.rollout_batch_size)]
+        batch = SampleBatch.from_lists({"input_ids": prompts}, {"input_ids": "token"})
+        settings = sampling_of(config, None)
+        object.__setattr__(settings, "eos_token_id", 10**6)  # no row ends early
+        with recorder.during("held"):
+            torch.zeros(())
+        with recorder.during("rollout"):
+            answers = policy.generate(batch, settings)
+    assert set(answers.lengths.tolist()) == {config.sequence_length}
+    found = peaks_of(recorder.blocks, {}, recorder.phases)
+    return found["held"].bytes, found["rollout"].bytes, len(recorder.host_reads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [None, 1000])
+def test_the_pieces_hold_what_a_whole_rollout_holds(bound, report):
+    args = {} if bound is None else {"actor_infer": {"generating_args": {"max_tokens_in_cache": bound}}}
+    job = job_of(**SAMPLED, **args)
+    ((held, most, reads),) = run_ranks(1, "tests.rehearsal.test_rollout:whole_rollout", job)
+    found = rehearsed(task_of(job, 1))
+    rehearsed_most = max(found.peaks[phase].bytes for phase in (PREFILL, DECODING)) - sum(found.kept.values())
+    real = most - held
+    report(f"cache bounded by {bound}: {rehearsed_most / real - 1:+.2%} of {real / 2**20:.1f} MiB of a whole rollout")
+    assert abs(rehearsed_most / real - 1) < 0.03
+    positions = 24 * 200 if bound is None else 1000
+    assert rehearsed_most > 4 * 2 * 2 * 32 * 4 * positions, "keys and values of 4 layers, 2 heads of 32, in fp32"
+
+
+def test_how_much_a_rank_samples():
+    job = config_from_dict(job_of(**SAMPLED))
+    sizes = sizes_of(job, ParallelDims(dp_size=4))
+    assert (sizes.prompts, sizes.rows, sizes.room) == (2, 8, 200)
+    assert sizes_of(job, ParallelDims(dp_size=1, tp_size=2, sequence_parallel=True)).room == 201
+
+
+def test_who_samples_and_who_cannot():
+    assert rolls_out(config_from_dict(job_of()))
+    assert not rolls_out(config_from_dict(job_of(task="sft", sequence_length=200)))
+    assert not rolls_out(config_from_dict(job_of(async_generation_ratio=1)))
+    assert fault_of(config_from_dict(job_of()), ParallelDims()) is None
+    assert "context parallel size 2" in fault_of(config_from_dict(job_of()), ParallelDims(cp_size=2))
