@@ -40,7 +40,7 @@ def advice_lines(found: Rehearsal, limits: Sequence[Limit], ways: Sequence[WayOu
         yield "    nothing that was tried: it takes more GPUs per replica, GPUs of more memory, or shorter samples"
     for limit in limits:
         if limit.fits is None:
-            yield f"no {limit.key} fits: with the longest sample alone it is {_gib(limit.need)} GiB"
+            yield f"no {limit.key} fits: at its least, one longest sample, it is {_gib(limit.need)} GiB"
     for way in ways:
         if way.need > gpu_memory:
             yield f"not enough, {_gib(way.need)} GiB: {way.change}"

@@ -133,6 +133,8 @@ def ladders(job: JobConfig, world_size: int) -> Iterator[list[Change]]:
         for factor in factors
         if model.kv_heads % (factor * tensor) == 0
     ]
+    if rolls_out(job) and pipeline == 1:
+        return  # a pipeline has no cache of keys and values: its rollouts compute whole sequences for every token
     yield [
         _layout({"pipeline_model_parallel_size": factor * pipeline, **full}, factor * accumulated)
         for factor in factors

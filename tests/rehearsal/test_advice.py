@@ -121,6 +121,7 @@ def test_layouts_are_tried_until_one_fits_and_keep_the_mini_batch():
     rehearse = Counted()
     job = packed(
         forward=8192,
+        async_generation_ratio=1,  # its rollouts are another process's, so that a pipeline does not slow them down
         megatron={"use_distributed_optimizer": True},
         architecture={"num_query_groups": 8, "num_attention_heads": 8, "num_layers": 6},
         train={"training_args": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}},
@@ -151,11 +152,15 @@ def test_a_layout_that_cannot_run_is_left_out_and_least_caps_are_the_last_resort
             raise RollBatchingError("not this one")
         return peaks_of(job)
 
+    memory = memory_for(Counted()(packed()), 1000)
+    found = Counted()(packed(forward=65536))
+    assert not any("pipeline" in str(way.change) for way in ways_that_were_tried(found, memory, Counted()))
     rehearse = Counted(without_pipelines)
-    found = rehearse(packed(forward=65536))
-    memory = memory_for(found, 1000)
+    found = rehearse(packed(forward=65536, async_generation_ratio=1))
     ways = ways_that_were_tried(found, memory, rehearse)
     assert not any("pipeline" in str(way.change) for way in ways)
+    layouts = [job.actor_train.strategy_args.strategy_config for job in rehearse.jobs]
+    assert any(layout.pipeline_model_parallel_size > 1 for layout in layouts)
     last = ways[-1].change.settings
     assert last[TRAIN] == last[FORWARD] == 2048, "the longest sample, to a step"
     assert [way.need <= memory for way in ways] == [False] * (len(ways) - 1) + [True]
