@@ -157,8 +157,7 @@ class RewardProcess:
         self.close()
         if code is None:
             return "it has closed or misused the connection of its process: leave file descriptors above 2 alone"
-        how = how_it_ended(code)
-        return f"its process ended {how}; its output is above"
+        return f"its process ended {how_it_ended(code)}; its output is above, or in the log of its rank"
 
     def _tell(self, seconds: float) -> None:
         rank = os.environ.get("RANK", "0")

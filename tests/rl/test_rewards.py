@@ -141,7 +141,7 @@ def test_a_path_that_leads_nowhere(path, words, tmp_path, monkeypatch, report):
         ("marks without end", "Score.marks has 100,000 names; 100 at most"),
         ("score of text", "returned a str, '1', not a number"),
         ("sys.exit", "SystemExit: 0 at "),
-        ("os._exit", "its process ended with exit code 0; its output is above"),
+        ("os._exit", "its process ended with exit code 0; its output is above, or in the log of"),
         ("killed", "its process ended by signal 9 (SIGKILL)"),
         ("crash", "its process ended by signal 11 (SIGSEGV)"),
         ("scribbles", "it has closed or misused the connection of its process"),
