@@ -45,8 +45,8 @@ class RewardLimits:
 class RewardProcess:
     """One process with the reward function `path`, called with `arguments` by name.
 
-    It starts with `start`, or with the first call, and again after one that had to be killed. It ends with `close`, and
-    with the process that it works for.
+    It starts with `start`, or with the first call, and again after one that had to be killed, or when somebody else has
+    killed it. It ends with `close`, and with the process that it works for.
     """
 
     def __init__(self, path: str, arguments: Mapping[str, Any] | None, limits: RewardLimits) -> None:
@@ -58,12 +58,16 @@ class RewardProcess:
         self._where, self._limit, self._asked, self._patience = "", 0.0, 0.0, 0.0
 
     def start(self) -> None:
-        """Starts the process and imports the function, if that has not been done.
+        """Starts the process and imports the function, if that has not been done, or the process has been killed since.
 
         Raises ConfigError when the function cannot be found, imported or called with its arguments.
         """
         if self._process is not None:
-            return
+            if (code := self._process.poll()) is None:
+                return
+            how = how_it_ended(code)  # between two calls, so that no sample is to blame
+            print(f"notice: a process of {self.path} ended {how} and is started again", file=sys.stderr, flush=True)
+            self.close()
         self._process, self.connection = start_child("roll_batching.rl.reward_child", self.limits.memory or 0)
         self._calls = 0
         try:

@@ -78,6 +78,21 @@ def test_processes_work_side_by_side():
     assert scored.rewards.tolist() == list(range(12)) and not scored.failed.any()
 
 
+@pytest.mark.cluster
+def test_a_process_that_was_killed_between_two_calls_is_started_again(capfd):
+    """Nobody's sample is to blame: under no policy does it cost one."""
+    with RewardPool(RewardDomain(path=HERE + "one"), workers=2) as pool:
+        pool.score([completion() for _ in range(4)], range(4), seed=0)
+        for child in psutil.Process().children():
+            if "reward_child" in " ".join(child.cmdline()):
+                child.kill()
+                while child.status() != psutil.STATUS_ZOMBIE:  # ended, and the pool's to hear of
+                    time.sleep(0.01)
+        scored = pool.score([completion() for _ in range(4)], range(4), seed=1)
+    assert scored.rewards.tolist() == [1.0] * 4 and not scored.failed.any()
+    assert "ended by signal 9 (SIGKILL) and is started again" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("policy", ["zero", "error"])
 def test_a_failure_is_one_samples(policy):
     said = ["fine", "raise", "fine", "hang", "exit", "memory", "fine"]

@@ -1,0 +1,197 @@
+"""The small real jobs of `kill_campaign.py`: what runs, who of it can be killed, what it has left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.huggingface import tiny
+from tests.launch.clusters import on_ray, ranks
+from tests.launch.commands import ROOT, processes
+from tests.observe.rows import TIMES
+from tests.rl.jobs import settings as rl_settings
+from tests.rl.jobs import write_data as write_rl_data
+from tests.streams.jobs import settings as stream_settings
+from tests.streams.jobs import write_data as write_stream_data
+
+RANKS = 2
+ENGINE_FIGURES = ("engine_replicas", "engine_failed_attempts", "engine_requests", "reward_failures")
+"""Columns that count what went wrong, and so differ after a kill."""
+
+
+SMALL = {
+    "max_steps": 6,
+    "save_steps": 2,
+    "response_length": 8,
+    "rollout_samples": -1,
+    "eval_samples": 0,
+    "reward_function": "tests.rl.jobs:length",
+}
+"""Of the RL jobs: every response is written, with its reward."""
+
+
+def grpo(folder: Path) -> dict[str, Any]:
+    """Synchronous GRPO after a warm-up, rewards by two processes per rank."""
+    write_rl_data(folder)
+    return rl_settings(
+        folder,
+        **SMALL,
+        reward_workers=2,
+    )
+
+
+def pairs(folder: Path) -> dict[str, Any]:
+    """DPO through a stream, a loader process per rank."""
+    write_stream_data(folder, 37)
+    job = stream_settings(folder, "dpo", save_steps=3, eval_steps=0)
+    del job["max_steps"], job["actor_train"]["use_sequence_packing"], job["actor_train"]["sequence_packing_args"]
+    del job["actor_train"]["training_args"]["per_device_train_batch_size"]
+    policy = {
+        "enable_dp_load_balancing": True,
+        "load_balanced_pool_size": 6,
+        "load_balanced_max_tokens_for_batch": 112,
+        "load_balanced_batches_per_optimizer_step": 2,
+        "dataloader_num_workers": 1,
+    }
+    return job | {"train": {"max_num_steps": 9, "sequence_packing": True, "train_policy": policy}}
+
+
+def engine(folder: Path) -> dict[str, Any]:
+    """Synchronous GRPO whose rollouts two servers sample; their URLs are in `urls` of the folder."""
+    write_rl_data(folder)
+    tiny.write_model(folder / "model", "qwen3")
+    tiny.write_tokenizer(folder / "model")
+    data = rl_settings(
+        folder,
+        **SMALL,
+        pretrain=str(folder / "model"),
+        warmup=None,
+    )
+    del data["tokenizer"]
+    data["actor_train"]["model_args"] = {}
+    urls = json.loads((folder / "urls").read_text())
+    data["actor_infer"] = {"strategy_args": {"strategy_name": "sglang"}, "engine_args": {"urls": urls}}
+    return data
+
+
+JOBS = {"grpo": grpo, "pairs": pairs, "engine": engine}
+
+
+@contextlib.contextmanager
+def servers(folder: Path, count: int = 2) -> Iterator[list[psutil.Process]]:
+    """So many engine processes, of one server each, over the model of the `engine` job; their URLs go to `urls`."""
+    tiny.write_model(folder / "model", "qwen3")
+    tiny.write_tokenizer(folder / "model")
+    started = []
+    try:
+        for _ in range(count):
+            command = [sys.executable, "-m", "tests.engines.server", str(folder / "model")]
+            started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        urls = [json.loads(one.stdout.readline())[0] for one in started if one.stdout]
+        (folder / "urls").write_text(json.dumps(urls))
+        yield [psutil.Process(one.pid) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
+def command(way: str, job: Path, address: str) -> list[str]:
+    """Arguments of python that run `job` on two ranks."""
+    cli = ["-m", "roll_batching.cli", "train", "--config", str(job)]
+    if way == "torchrun":
+        return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *cli]
+    if way == "ray":
+        return on_ray(job, ranks=RANKS, address=address, restarts=2)
+    return [*cli, "--nproc", str(RANKS)]
+
+
+@dataclass
+class Running:
+    """A job at work: its folder, its command's process, and the others that it needs."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    cluster: Any = None
+    engines: list[psutil.Process] = field(default_factory=list)
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self.folder / "runs" / "tiny"
+
+    @property
+    def said(self) -> str:
+        """The command's output so far."""
+        return (self.folder / "said").read_text()
+
+    def steps(self) -> int:
+        """Rows that it has written."""
+        metrics = self.run / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    def victims(self, kind: str) -> list[psutil.Process]:
+        """The processes of a kind that are alive."""
+        if kind == "engine":
+            return self.engines
+        if kind in ("launcher", "driver"):
+            return [psutil.Process(self.process.pid)]
+        if kind == "node":
+            at_work = {rank.ppid() for rank in ranks()}
+            raylets = [node.all_processes["raylet"][0].process.pid for node in self.cluster.worker_nodes]
+            return [psutil.Process(pid) for pid in raylets if pid in at_work]
+        if self.cluster is not None and kind == "rank":
+            return ranks()
+        children = {child.pid for child in psutil.Process(self.process.pid).children()}
+        mine = [one for one in processes(self.folder) if _is(kind, one, children)]
+        return sorted(mine, key=lambda one: one.pid)
+
+    def kill(self, kind: str, victim: psutil.Process) -> None:
+        """SIGKILL; a node goes with all of its processes."""
+        if kind != "node":
+            victim.kill()
+            return
+        (node,) = [
+            node for node in self.cluster.worker_nodes if node.all_processes["raylet"][0].process.pid == victim.pid
+        ]
+        everything = victim.children(recursive=True)
+        self.cluster.remove_node(node, allow_graceful=False)
+        for one in everything:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+    def left(self) -> list[psutil.Process]:
+        """What is alive of it."""
+        return [*processes(self.folder), *(ranks() if self.cluster is not None else [])]
+
+
+def _is(kind: str, process: psutil.Process, of_launcher: set[int]) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        words = " ".join(process.cmdline())
+        if kind == "reward worker":
+            return "reward_child" in words
+        if kind == "rank":
+            return process.pid in of_launcher and "roll_batching.cli" in words
+        return kind == "loader" and process.ppid() in of_launcher and "pt_data_worker" in process.name()
+    return False
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """What a job wrote of its steps, without times and counts of failures."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    left_out = {*TIMES, *ENGINE_FIGURES}
+    return [{key: value for key, value in json.loads(line).items() if key not in left_out} for line in lines]
+
+
+def samples_of(run: Path) -> list[str]:
+    """What it said of its samples: which step trained on which response."""
+    file = run / "rollouts.jsonl"
+    return file.read_text().splitlines() if file.exists() else []
