@@ -129,6 +129,8 @@ def ways_that_were_tried(found: Rehearsal, gpu_memory: float, rehearse: Rehearse
     nearest = min(tried, key=lambda way: way.need, default=None)
     if nearest is None or nearest.need <= gpu_memory:
         return tried
-    least = {cap.key: cap.least for cap in caps_of(found.job, found.dims) if cap.least < cap.value}
+    changed = nearest.change.of(found.job)
+    dims = changed.actor_train.strategy_args.strategy_config.parallel_dims(found.dims.world_size)
+    least = {cap.key: cap.least for cap in caps_of(changed, dims) if cap.least < cap.value}
     both = Change(settings={**nearest.change.settings, **least})
     return [*tried, WayOut(change=both, need=rehearse(both.of(found.job)).worst.need)] if least else tried

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -42,12 +43,19 @@ def _run(task: RankTask) -> RankReport:
     done = subprocess.run(command, input=pickle.dumps(task), capture_output=True, env=environment)
     if done.returncode or not done.stdout:
         words = done.stderr.decode(errors="replace").strip()
-        raise RehearsalError(f"the rehearsal of rank {task.rank} failed:\n{words[-8000:]}")
+        raise RehearsalError(f"the rehearsal of rank {task.rank} {_ended(done.returncode)}:\n{words[-8000:]}")
     kind, value = pickle.loads(done.stdout)
     if kind == "error":
         raise RehearsalError(f"rank {task.rank} of {task.world_size} failed: {value}")
     report: RankReport = value
     return report
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with {code}"
+    hint = ", as where the machine has no memory left" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}"
 
 
 def _main() -> None:

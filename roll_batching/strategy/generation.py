@@ -78,8 +78,13 @@ def _positions_of_a_step(layout: ParallelDims) -> int:
 
 
 def waves_of(rooms: list[int], bound: int | None, layout: ParallelLayout) -> list[list[int]]:
-    """Rows that are sampled together, those that need most room first; as many waves on ranks that share experts."""
+    """Rows that are sampled together, those that need most room first; as many waves on ranks that share experts.
+
+    Raises DataError where `bound`, positions of a cache, has no room for one of them.
+    """
     order = sorted(range(len(rooms)), key=lambda row: -rooms[row])
+    if bound is not None and order and rooms[order[0]] > bound:
+        raise DataError(f"max_tokens_in_cache={bound} has no room for a row of {rooms[order[0]]} positions: raise it")
     waves = []
     while order:
         count = len(order) if bound is None else bound // rooms[order[0]]

@@ -234,6 +234,16 @@ def test_a_cache_without_room_for_one_row_is_refused() -> None:
         assert "max_tokens_in_cache=30" in message and "need 35" in message
 
 
+def test_no_wave_is_empty_for_want_of_room() -> None:
+    from roll_batching.errors import DataError
+    from roll_batching.planning import ParallelDims
+    from roll_batching.strategy.generation import waves_of
+
+    assert waves_of([3, 5, 2], 6, ParallelDims()) == [[1], [0, 2]]
+    with pytest.raises(DataError, match="max_tokens_in_cache=4 has no room for a row of 5 positions"):
+        waves_of([3, 5, 2], 4, ParallelDims())
+
+
 def no_room(_: None) -> str:
     from roll_batching.errors import RankError
     from roll_batching.strategy import GenerationSettings
