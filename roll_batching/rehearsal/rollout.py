@@ -19,12 +19,11 @@ from roll_batching.strategy.generation import (
     Answers,
     Cached,
     check_layout,
-    room_of_row,
     sampler_of,
     sources,
-    waves_of,
 )
 from roll_batching.strategy.state import ModelState
+from roll_batching.strategy.waves import room_of_row, waves_of
 
 
 def rolls_out(job: JobConfig) -> bool:

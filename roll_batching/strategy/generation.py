@@ -30,6 +30,7 @@ from roll_batching.planning import BatchingSpec, ParallelDims, PlanConstraints, 
 from roll_batching.strategy.sampling import GenerationSettings, Sampler
 from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.state import ModelState
+from roll_batching.strategy.waves import most_of_all, positions_of_a_step, room_of_row, waves_of
 
 _WIDTH_STEP = 16
 """Visible keys grow in steps of this many positions, so that shapes repeat."""
@@ -65,34 +66,6 @@ def check_layout(dims: ParallelDims) -> None:
             f"generate is not possible with virtual pipeline {dims.vpp_size} and context parallel size "
             f"{dims.cp_size}: roll out with an engine, or in a job without them"
         )
-
-
-def room_of_row(prompt: int, settings: GenerationSettings, layout: ParallelDims) -> int:
-    """Positions in the cache of a row whose prompt has so many tokens."""
-    return prompt + settings.max_new_tokens + _positions_of_a_step(layout) - 1
-
-
-def _positions_of_a_step(layout: ParallelDims) -> int:
-    """Sequence parallelism cuts positions into as many parts: a step carries one of each, of which the first counts."""
-    return layout.tp_size if layout.sequence_parallel else 1
-
-
-def waves_of(rooms: list[int], bound: int | None, layout: ParallelLayout) -> list[list[int]]:
-    """Rows that are sampled together, those that need most room first; as many waves on ranks that share experts.
-
-    Raises DataError where `bound`, positions of a cache, has no room for one of them.
-    """
-    order = sorted(range(len(rooms)), key=lambda row: -rooms[row])
-    if bound is not None and order and rooms[order[0]] > bound:
-        raise DataError(f"max_tokens_in_cache={bound} has no room for a row of {rooms[order[0]]} positions: raise it")
-    waves = []
-    while order:
-        count = len(order) if bound is None else bound // rooms[order[0]]
-        waves.append(sorted(order[:count]))
-        order = order[count:]
-    if layout.ep_size > 1:
-        waves += [[] for _ in range(_most(len(waves), layout) - len(waves))]
-    return waves
 
 
 @torch.no_grad()
@@ -212,7 +185,7 @@ class Cached:
         self._positions = self._lengths
         self.longest = max(map(len, rows))
         """Positions of the row that has most: known without asking the device."""
-        self._unit = _positions_of_a_step(model.layout)
+        self._unit = positions_of_a_step(model.layout)
         self._cache = KeyValueCache(room_of_row(max(map(len, rows)), settings, model.layout))
 
     def first(self) -> torch.Tensor:
@@ -347,7 +320,7 @@ def _decode(source: Cached | Recomputed, wave: list[int], sampler: Sampler) -> l
         drawn, log_probs = sampler(logits, number[answers.live], step)
         left = answers.add(step, drawn, log_probs)
         # Where ranks share experts, all go on until the last of them has ended.
-        going_on = _most(left, layout) if layout.ep_size > 1 else left
+        going_on = most_of_all(left, layout) if layout.ep_size > 1 else left
         if not going_on or step + 1 == settings.max_new_tokens:
             break
         if left < COMPACT_BELOW * len(answers.live):
@@ -359,13 +332,6 @@ def _decode(source: Cached | Recomputed, wave: list[int], sampler: Sampler) -> l
         logits = source.following(drawn)
     ends = answers.sizes.tolist()[: len(wave)]
     return [(answers.tokens[row, :end], answers.log_probs[row, :end]) for row, end in enumerate(ends)]
-
-
-def _most(number: int, layout: ParallelLayout) -> int:
-    """The largest of all ranks' numbers. Collective."""
-    most = torch.tensor([number])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=layout.host_group)
-    return int(most)
 
 
 def as_batch(prompts: list[torch.Tensor], responses: list[Response]) -> SampleBatch:

@@ -237,7 +237,7 @@ def test_a_cache_without_room_for_one_row_is_refused() -> None:
 def test_no_wave_is_empty_for_want_of_room() -> None:
     from roll_batching.errors import DataError
     from roll_batching.planning import ParallelDims
-    from roll_batching.strategy.generation import waves_of
+    from roll_batching.strategy.waves import waves_of
 
     assert waves_of([3, 5, 2], 6, ParallelDims()) == [[1], [0, 2]]
     with pytest.raises(DataError, match="max_tokens_in_cache=4 has no room for a row of 5 positions"):
