@@ -18,8 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from roll_batching.data import FieldSpec, SampleBatch
+from roll_batching.data.checks import content_digest
 from roll_batching.data.table import require_batch
-from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.distributed import Facts
 from roll_batching.errors import DataError, LayoutError
 from roll_batching.modeling.attention.decoding import dense_decoding
 from roll_batching.modeling.builder import rotary_settings
@@ -27,6 +28,7 @@ from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, hidden_states_of, logits_at
 from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import BatchingSpec, ParallelDims, PlanConstraints, plan_step
+from roll_batching.strategy.inputs import SAME_SAMPLES, check_tokens
 from roll_batching.strategy.sampling import GenerationSettings, Sampler
 from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.state import ModelState
@@ -40,23 +42,23 @@ COMPACT_BELOW = 0.75
 """Finished rows are taken out when fewer than this share of rows still runs."""
 
 
-def check_generation(prompts: SampleBatch, settings: GenerationSettings, layout: ParallelLayout) -> None:
-    """Raises `DataError` for what are no prompts, no settings, or prompts that the cache has no room for."""
+def check_generation(facts: Facts, prompts: SampleBatch, settings: GenerationSettings, state: ModelState) -> None:
+    """Raises `DataError` for no prompts, no settings, no room in the cache; `facts` hears what others must have too."""
     require_batch("generate", prompts, "prompts")
     if len(prompts) and ("input_ids" not in prompts.schema or prompts.schema["input_ids"].kind != "token"):
         raise DataError("prompts need a field input_ids of kind token")
+    check_tokens(prompts, state)
     if not isinstance(settings, GenerationSettings):
         raise DataError(f"settings is a {type(settings).__name__}: pass GenerationSettings")
-    bound = settings.max_tokens_in_cache
-    if (
-        bound is not None
-        and len(prompts)
-        and (needed := room_of_row(int(prompts.lengths.max()), settings, layout)) > bound
-    ):
+    bound, longest = settings.max_tokens_in_cache, prompts.max_length
+    if bound is not None and longest and (needed := room_of_row(longest, settings, state.layout)) > bound:
         raise DataError(
-            f"max_tokens_in_cache={bound} has no room for one row: the longest prompt of {int(prompts.lengths.max())} "
+            f"max_tokens_in_cache={bound} has no room for one row: the longest prompt of {longest} "
             f"tokens and max_new_tokens={settings.max_new_tokens} need {needed}. Raise it, or lower max_new_tokens"
         )
+    facts.equal("the settings", settings)
+    same = content_digest(prompts.ids, prompts.lengths, prompts.fields)
+    facts.equal_in_part("the prompts of a replica", same, SAME_SAMPLES)
 
 
 def check_layout(dims: ParallelDims) -> None:
@@ -103,7 +105,7 @@ def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettin
             # Without a row of its own a rank computes one, for others that need its experts.
             here = [rows[i] for i in wave] or [torch.full((1,), settings.eos_token_id, device=layout.device)]
             responses |= zip(wave, _decode(source_of(here), wave, sampler), strict=True)
-    return as_batch(rows, [responses[i] for i in range(len(rows))])
+    return as_batch(rows, [responses[i] for i in range(len(rows))], model.result_dtype)
 
 
 def sampler_of(model: ModelState, settings: GenerationSettings, rows: int) -> Sampler:
@@ -334,8 +336,8 @@ def _decode(source: Cached | Recomputed, wave: list[int], sampler: Sampler) -> l
     return [(answers.tokens[row, :end], answers.log_probs[row, :end]) for row, end in enumerate(ends)]
 
 
-def as_batch(prompts: list[torch.Tensor], responses: list[Response]) -> SampleBatch:
-    """Prompts and the responses to them, with the fields that `generate` returns."""
+def as_batch(prompts: list[torch.Tensor], responses: list[Response], dtype: torch.dtype = torch.float32) -> SampleBatch:
+    """Prompts and the responses to them, with the fields that `generate` returns; log-probs of none are of `dtype`."""
     schema = {
         "input_ids": FieldSpec("token"),
         "response_mask": FieldSpec("token", pad=False),
@@ -343,7 +345,7 @@ def as_batch(prompts: list[torch.Tensor], responses: list[Response]) -> SampleBa
     }
     lengths = torch.tensor([len(p) + len(r) for p, (r, _) in zip(prompts, responses, strict=True)], dtype=torch.int64)
     if not len(lengths):
-        fields = {"input_ids": torch.int64, "response_mask": torch.bool, "log_probs": torch.float32}
+        fields = {"input_ids": torch.int64, "response_mask": torch.bool, "log_probs": dtype}
         empty = {name: torch.zeros(0, dtype=dtype) for name, dtype in fields.items()}
         return SampleBatch(lengths, lengths, empty, schema)
     ids = torch.cat([part for p, (r, _) in zip(prompts, responses, strict=True) for part in (p, r)]).cpu()

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from roll_batching.config import BatchingConfig, WorkerConfig
 from roll_batching.data import FieldSpec, LengthTable, SampleBatch
-from roll_batching.data.checks import content_digest
 from roll_batching.distributed import Facts, consensus, digest, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, make_layout, start_processes
 from roll_batching.errors import CheckpointError, LayoutError, LossError
@@ -31,7 +30,7 @@ from roll_batching.planning import CostModel, Plan, PlanConstraints, RolePlanner
 from roll_batching.strategy.checkpoint import load_state, save_state
 from roll_batching.strategy.export import export_model
 from roll_batching.strategy.generation import check_generation, generate
-from roll_batching.strategy.inputs import SAME_SAMPLES, counts_here, pack_inputs
+from roll_batching.strategy.inputs import counts_here, pack_inputs
 from roll_batching.strategy.offload import KINDS, MovableStates
 from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.sampling import GenerationSettings
@@ -182,6 +181,7 @@ class MegatronInferStrategy(MovableStates):
         """Takes over the parameters of a strategy with the same model and layout (else `LayoutError`). Collective."""
         with self._consensus("copy_weights_from"):
             check_same_parameters(other.chunks, self.chunks)
+            other._host.require(["parameters"], "the strategy that copy_weights_from reads")
         copy_parameters(other.chunks, self.chunks)
 
     # ---- planning
@@ -280,11 +280,7 @@ class MegatronInferStrategy(MovableStates):
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
         """Samples responses to this rank's prompts; see `strategy.generation.generate`."""
         with self._consensus("generate") as facts:
-            check_generation(prompts, settings, self.layout)
-            facts.equal("the settings", settings)
-            facts.equal_in_part(
-                "the prompts of a replica", content_digest(prompts.ids, prompts.lengths, prompts.fields), SAME_SAMPLES
-            )
+            check_generation(facts, prompts, settings, self.state)
         self.gather_parameters()  # not in the forward pass: ranks without prompts make none
         with self._evaluating():
             return generate(self.state, prompts, settings)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from roll_batching.data import SampleBatch
 from roll_batching.data.checks import content_digest
 from roll_batching.data.table import require_batch
 from roll_batching.distributed import Facts
 from roll_batching.distributed.parallel_layout import ParallelLayout
-from roll_batching.errors import LayoutError
+from roll_batching.errors import DataError, LayoutError
 from roll_batching.losses.contract import LossSpec
 from roll_batching.losses.denominators import StepCounts, local_counts, truncated_lengths
+from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.batch import StepPacks
 from roll_batching.planning import Plan
 from roll_batching.strategy.state import ModelState
@@ -43,10 +46,32 @@ def pack_inputs(
         embeds=layout.pp_rank == 0,
         judges=layout.is_last_stage,
     )
+    check_tokens(local, state)
     if layout.tp_size * layout.cp_size * layout.pp_size > 1:
         content = local.origin or content_digest(local.ids, local.lengths, local.fields)
         facts.equal_in_part("the batch of a replica", content, SAME_SAMPLES)
     return packs
+
+
+def check_tokens(batch: SampleBatch, state: ModelState) -> None:
+    """Raises `DataError` for a token outside the model's vocabulary.
+
+    Nobody else would, on all ranks: an embedding fails on the rank that has the token alone, and one that is divided by
+    tensor parallelism reads zeros; a label that no column stands for has the log-prob of nothing.
+    """
+    if not batch.num_tokens:
+        return
+    ids, count = batch["input_ids"], state.vocab_size or gpt_of(state.chunks[0]).vocab_size
+    lowest, largest = (int(x) for x in ids.aminmax())
+    if 0 <= lowest and largest < count:
+        return
+    at = int(((ids < 0) | (ids >= count)).nonzero()[0])
+    row = int(torch.searchsorted(batch.offsets, at, right=True)) - 1
+    raise DataError(
+        f"sample {int(batch.ids[row])} has the token {int(ids[at])} at position {at - int(batch.offsets[row])}, and "
+        f"the model the tokens 0 to {count - 1}: encode with the tokenizer that belongs to the model, or give the "
+        "model the vocab_size that the tokenizer has with its added tokens"
+    )
 
 
 def _check_plan(plan: Plan, layout: ParallelLayout) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from roll_batching.errors import LayoutError
+from roll_batching.strategy.out_of_memory import out_of_memory
 from roll_batching.strategy.state import ModelState
 
 KINDS = ("parameters", "gradients", "optimizer")
@@ -80,14 +81,16 @@ class HostStates:
         """Brings `kinds` back; those that are not away stay as they are."""
         started, taken, device = time.perf_counter(), 0, state.device
         for kind in _checked(kinds):
-            for one in self.away.pop(kind, []):
-                one.storage.resize_(one.size)
-                flat = _flat(one.storage)
-                if one.host is None:
-                    flat.zero_()
-                else:
-                    flat.copy_(one.host, non_blocking=True)
-                taken += one.size
+            with _whole_or_away(kind, self.away.get(kind, [])) as gone:
+                for one in gone:
+                    one.storage.resize_(one.size)
+                    flat = _flat(one.storage)
+                    if one.host is None:
+                        flat.zero_()
+                    else:
+                        flat.copy_(one.host, non_blocking=True)
+                    taken += one.size
+            self.away.pop(kind, None)
         _wait(device)
         return self._counted(taken, started)
 
@@ -140,7 +143,10 @@ class MovableStates(ABC):
         return self._host.moved
 
     def load_states(self, *kinds: str) -> Moved:
-        """Brings `kinds` (none named: all) back to the device, to the bit. What is there already stays as it is."""
+        """Brings `kinds` (none named: all) back to the device, to the bit. What is there already stays as it is.
+
+        Raises `DeviceMemoryError` on a rank whose device has no room; a kind that did not come back stays on the host.
+        """
         return self._host.load(self.state, kinds or KINDS)
 
     @contextlib.contextmanager
@@ -162,6 +168,18 @@ class MovableStates(ABC):
             yield
         finally:
             self._host.load(self.state, here)
+
+
+@contextlib.contextmanager
+def _whole_or_away(kind: str, gone: list[_Away]) -> Iterator[list[_Away]]:
+    """Around bringing `gone` back: where there is no room for all of it, all of it stays on the host."""
+    try:
+        yield gone
+    except torch.OutOfMemoryError as error:
+        for one in gone:
+            one.storage.resize_(0)
+        cure = "Free what was allocated meanwhile, and call load_states again: nothing of it is lost"
+        raise out_of_memory(error, f"while the model's {kind} came back from the host", cure) from error
 
 
 def _checked(kinds: Sequence[str]) -> Sequence[str]:

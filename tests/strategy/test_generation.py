@@ -72,6 +72,7 @@ def recorded_against_packed(payload: tuple[str, float]) -> float:
         max_new_tokens=40, eos_token_id=5, temperature=temperature, seed=11, num_return_sequences=4
     )
     out = strategy.generate(_prompts(), settings)
+    assert strategy.generate(_prompts().select([]), settings).describe() == out.describe()  # so that they can be joined
     plan = strategy.plan(gather_lengths(out), forward=True)
     again = strategy.compute_log_probs(out, plan, masks=("response_mask",))
     assert out["response_mask"].sum() > 100

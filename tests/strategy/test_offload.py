@@ -89,3 +89,49 @@ def test_steps_go_on_to_the_bit(kind, layout, megatron, report):
         assert "save needs the model's parameters and gradients and optimizer" in refused[1]
         assert all(weight.isfinite().all() for weight in weights.values())
     report(f"{kind}, {layout}: {found[0][2]['moved']:,} bytes of rank 0 went to the host and back, steps to the bit")
+
+
+def without_room(_: None) -> tuple[list[str], bool]:
+    """What is said where the device has no room for what comes back, or a source of weights is away; to the bit."""
+    from roll_batching.errors import DeviceMemoryError, LayoutError
+    from roll_batching.strategy import offload
+
+    strategy = strategy_of({"layout": Layout().megatron(), "fill": True})
+    steps(strategy, 0, 1)
+    before, said = bits(strategy), []
+    strategy.offload_states()
+    flat, room = offload._flat, 3
+
+    def filling(storage: Any) -> torch.Tensor:
+        nonlocal room
+        room -= 1
+        if not room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return flat(storage)
+
+    offload._flat = filling
+    try:
+        strategy.load_states()
+    except DeviceMemoryError as error:
+        said.append(str(error))
+    offload._flat = flat
+    reference = strategy_of({"layout": Layout().megatron()}, train=False)
+    for act in (
+        lambda: strategy.compute_log_probs(None, None),  # type: ignore[arg-type]
+        lambda: reference.copy_weights_from(strategy),
+    ):
+        try:
+            act()
+        except LayoutError as error:
+            said.append(str(error))
+    strategy.load_states()
+    after = bits(strategy)
+    return said, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_found_no_room_is_away_as_a_whole() -> None:
+    ((said, same),) = run_ranks(1, HERE + "without_room")
+    assert "ran out of device memory while the model's parameters came back from the host" in said[0]
+    assert said[1].startswith("forward needs the model's parameters, which lie on the host")
+    assert said[2].startswith("the strategy that copy_weights_from reads needs the model's parameters")
+    assert same

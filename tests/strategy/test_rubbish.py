@@ -86,6 +86,13 @@ def _data(name: str) -> Callable[..., Any]:
     return getattr(roll_batching.data, name)
 
 
+def _foreign(batch: Any) -> Any:
+    """`batch` with a token that the model has not."""
+    ids = batch["input_ids"].clone()
+    ids[7] = 61
+    return batch.with_fields({"input_ids": ids}, {"input_ids": "token"})
+
+
 def _from_parts(s: Scene, **rubbish: Any) -> Any:
     from roll_batching.strategy import MegatronTrainStrategy
 
@@ -120,6 +127,12 @@ ENTRIES: dict[str, Callable[[Scene], Any]] = {
     "count(None)": lambda s: s.strategy.count(s.given(s.home, None), s.loss),
     "count(loss=object)": lambda s: s.strategy.count(s.home, s.given(s.loss, object())),
     "train_step(None)": lambda s: s.strategy.train_step(s.given(s.local, None), s.plan, s.loss),
+    "train_step, a token of another vocabulary": lambda s: s.strategy.train_step(
+        s.given(s.local, _foreign(s.local)), s.plan, s.loss
+    ),
+    "generate, a token of another vocabulary": lambda s: s.strategy.generate(
+        s.given(s.home, _foreign(s.home)), s.settings
+    ),
     "train_step(loss=3)": lambda s: s.strategy.train_step(s.local, s.plan, s.given(s.loss, 3)),
     "train_step, other loss": lambda s: s.strategy.train_step(s.local, s.plan, s.given(s.loss, _Loss())),
     "train_step(counts='x')": lambda s: s.strategy.train_step(s.local, s.plan, s.loss, counts=s.given(None, "x")),
