@@ -22,6 +22,7 @@ from roll_batching.losses.metric_kinds import metric_tensors
 from roll_batching.losses.sequences import SequenceParts, SequenceView, join_metrics
 from roll_batching.losses.views import TokenView
 from roll_batching.packing.batch import PackedBatch
+from roll_batching.packing.layout import IntArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,31 +66,30 @@ def has_router_losses(config: Any) -> bool:
 
 
 class MicroBatchRecord:
-    """What a micro-batch leaves behind on the device, read once at the step's end."""
+    """What a micro-batch leaves behind on the device, read once at the step's end. It does not hold the pack."""
 
     def __init__(
-        self, loss: torch.Tensor, metrics: dict[str, Metric], pack: PackedBatch, per_sample: torch.Tensor | None = None
+        self, loss: torch.Tensor, metrics: dict[str, Metric], ids: IntArray, per_sample: torch.Tensor | None = None
     ) -> None:
-        self.loss, self.metrics, self._pack = loss.detach().clone(), metrics, pack
-        self._per_sample = None if per_sample is None else per_sample.detach()
-        self._bad_rows: torch.Tensor | None = None
+        self.loss, self.metrics, self._ids = loss.detach().clone(), metrics, ids
+        self._bad = None if per_sample is None else ~torch.isfinite(per_sample.detach())
+        """[samples] bool: whose own loss, or gradient by log-prob, is not finite."""
 
-    def watch(self, log_probs: torch.Tensor | None) -> None:
-        """Remembers which counted positions get a gradient that is not finite."""
+    def watch(self, log_probs: torch.Tensor | None, pack: PackedBatch) -> None:
+        """Remembers which samples have a counted position whose gradient is not finite."""
+
+        def see(gradient: torch.Tensor) -> None:
+            bad = ~torch.isfinite(gradient) & torch.stack(list(pack.masks.values())).any(0)
+            count = torch.zeros(len(pack.layout.segments), dtype=torch.int32, device=bad.device)
+            self._bad = count.index_add_(0, pack.segment_ids, bad.int())[: pack.samples] > 0
+
         if log_probs is not None and log_probs.requires_grad:
-            log_probs.register_hook(self._see)
-
-    def _see(self, gradient: torch.Tensor) -> None:
-        self._bad_rows = ~torch.isfinite(gradient) & torch.stack(list(self._pack.masks.values())).any(0)
+            log_probs.register_hook(see)
 
     def culprits(self) -> list[int]:
         """Ids of the samples whose own loss, or gradient by log-prob, is not finite; all of the pack's if none is."""
-        bad: list[int] = []
-        if self._per_sample is not None:
-            bad = (~torch.isfinite(self._per_sample)).nonzero()[:, 0].tolist()
-        elif self._bad_rows is not None:
-            bad = self._pack.segment_ids[self._bad_rows].unique().tolist()
-        return [int(self._pack.ids[s]) for s in bad] or [int(sample) for sample in self._pack.ids]
+        bad = [] if self._bad is None else self._bad.nonzero()[:, 0].tolist()
+        return self._ids[bad].tolist() if bad else self._ids.tolist()
 
 
 class LossRunner:
@@ -174,8 +174,8 @@ class LossRunner:
         def call() -> tuple[torch.Tensor, MicroBatchRecord]:
             result = self._loss.token_loss(view)
             loss = self._checked(result)
-            record = MicroBatchRecord(loss, dict(result.metrics), pack)
-            record.watch(log_probs)
+            record = MicroBatchRecord(loss, dict(result.metrics), pack.ids)
+            record.watch(log_probs, pack)
             return loss, record
 
         return self._guarded(call, pack, (log_probs, entropy, logits))
@@ -190,7 +190,7 @@ class LossRunner:
             results = [self._loss.sequence_loss(view) for view in views]
             losses = torch.stack([self._checked(result) for result in results])
             loss = losses.sum()
-            return loss, MicroBatchRecord(loss, join_metrics(results), pack, losses)
+            return loss, MicroBatchRecord(loss, join_metrics(results), pack.ids, losses)
 
         return self._guarded(call, pack, parts.logits)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ Move = Callable[[T], tuple[T, Callable[[], None]]]
 """From a thing to what it is on the device, and what to call before it is used there."""
 
 
-def ahead(make: Callable[[int], T], count: int, move: Move[T] | None) -> Iterator[T]:
+def ahead(make: Callable[[int], T], count: int, move: Move[T] | None) -> Generator[T]:
     """`make(0)`, ..., `make(count - 1)`, each moved.
 
     A thread makes and moves each thing while the one before it is used. What `make` raises comes out here. With None

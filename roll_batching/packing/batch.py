@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -141,12 +142,12 @@ class StepPacks:
         self._backend = None if attention is None else attention_backend(attention, device.type)
         on_host = all(x.device.type == "cpu" for x in local.fields.values() if isinstance(x, torch.Tensor))
         self._made_on = torch.device("cpu") if on_host else device
-        self._between: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda make: make
+        self._timed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda wait: wait
         self._first: PackedBatch | None = self._make(0) if self.layouts else None
 
-    def timed_by(self, between: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """`between` wraps what makes a pack between two passes; what a thread makes beside them costs them nothing."""
-        self._between = between
+    def timed_by(self, timed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """`timed` wraps what passes wait for: the making of a pack, or what a thread has left to do of it."""
+        self._timed = timed
 
     def __len__(self) -> int:
         return len(self.layouts)
@@ -154,10 +155,13 @@ class StepPacks:
     def __iter__(self) -> Iterator[PackedBatch]:
         static = {name: self._local.fields[name] for name, spec in self._local.schema.items() if spec.kind == "static"}
         move = None if self._made_on == self._device else functools.partial(to_cuda, device=self._device)
-        for pack in ahead(self._take if move else self._between(self._take), len(self), move):
-            if self._judges:
-                pack.fields.update(static)  # as they are, wherever they lie
-            yield pack
+        coming = ahead(self._take, len(self), move)
+        following = self._timed(functools.partial(next, coming, None))
+        with contextlib.closing(coming):
+            while (pack := following()) is not None:
+                if self._judges:
+                    pack.fields.update(static)  # as they are, wherever they lie
+                yield pack
 
     def _take(self, number: int) -> PackedBatch:
         if number or self._first is None:

@@ -170,7 +170,7 @@ class _Again:
     def pack(self, tensor: torch.Tensor) -> Any:
         _, kept = self._watched.get(_storage(tensor), (None, None))
         if kept is None:
-            return tensor
+            return tensor.detach()  # an output that held itself would live for ever where no backward pass comes
         kept.notes, kept.left = kept.notes + 1, kept.left + 1
         self._notes, self._left = self._notes + 1, self._left + 1
         return kept, tensor.size(), tensor.stride(), tensor.storage_offset()

@@ -105,3 +105,33 @@ def test_what_fails_ahead_is_raised_where_it_is_used() -> None:
     assert next(left) == 0
     left.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_is_waited_for_is_timed(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs made between passes, and what a thread has left to do when the next pass wants its pack."""
+    import roll_batching.packing.batch as module
+
+    batch = random_batch(1, 9, 40)
+    plan = plan_step(batch.lengths.numpy(), PlanConstraints(dp_size=1, max_tokens=48), ids=batch.ids.numpy())
+    packs = StepPacks(batch, plan, dp_rank=0, device=CPU)
+    monkeypatch.setattr(module, "to_cuda", lambda pack, device: _moved(pack))
+    if moves:
+        packs._device = torch.device("cuda")
+    timed: list[str] = []
+
+    def timing(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*given: Any) -> Any:
+            timed.append("begins")
+            pack = wait(*given)
+            timed.append("ends")
+            return pack
+
+        return act
+
+    packs.timed_by(timing)
+    found = []
+    for pack in packs:
+        assert timed[-1] == "ends" and len(timed) == 2 * (len(found) + 1)
+        found.append(pack)
+    assert len(found) == len(packs) > 2

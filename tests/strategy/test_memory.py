@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -87,3 +88,40 @@ def test_rotary_tables_live_as_long_as_their_micro_batch(name: str, recompute: s
         for alive, made, left in found.values():
             assert alive >= 1 and made >= COUNT
             assert left == 0
+
+
+def live_packs(megatron: dict[str, Any]) -> tuple[int, int, int]:
+    """(most packs alive at once, packs made, packs alive behind the step) of a training step."""
+    from roll_batching.data import gather_lengths
+    from roll_batching.losses import SFTLoss
+    from roll_batching.packing import StepPacks
+    from tests.strategy.test_steps import _strategy
+    from tests.support.models import ARCHITECTURE, random_batch
+
+    strategy = _strategy(cap=20, megatron=megatron, architecture={**ARCHITECTURE, "num_layers": 4})
+    batch = random_batch(3, 3 * COUNT, 20)
+    plan = strategy.plan(gather_lengths(batch))
+    made: list[Any] = []
+    most, make = 0, StepPacks._make
+
+    def alive() -> int:
+        return sum(reference() is not None for reference in made)
+
+    def counted(packs: Any, number: int) -> Any:
+        nonlocal most
+        made.append(weakref.ref(pack := make(packs, number)))
+        most = max(most, alive())
+        return pack
+
+    StepPacks._make = counted  # type: ignore[method-assign]
+    strategy.train_step(batch, plan, SFTLoss())
+    return most, len(made), alive()
+
+
+@pytest.mark.parametrize("name", ["one stage", "1F1B"])
+def test_packs_live_as_long_as_their_micro_batch(name: str) -> None:
+    megatron, in_flight = LAYOUTS[name]
+    everyone = run_ranks(len(in_flight), "tests.strategy.test_memory:live_packs", megatron)
+    for (most, made, left), passes in zip(everyone, in_flight, strict=True):
+        assert made >= COUNT and left == 0
+        assert most <= passes + 1, "those in flight, and the one that is made"
