@@ -112,6 +112,11 @@ def local_counts(
     return StepCounts(tokens=tokens, sequences=sequences, sums=totals)
 
 
+def counted_per_sample(batch: SampleBatch, mask: str) -> torch.Tensor:
+    """[samples] int32: the predictions that the token or next_token field `mask` counts."""
+    return _counted(batch[mask].cpu() != 0, *_predicted(batch, mask, batch.offsets[:-1], batch.lengths))
+
+
 def _predicted(
     local: SampleBatch, name: str, begins: torch.Tensor, used: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from roll_batching.data import SampleBatch
 from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossOutput, Mean
+from roll_batching.losses.denominators import counted_per_sample
 from roll_batching.losses.views import TokenView
 
 
@@ -53,11 +54,7 @@ class PreferenceLoss:
         for name in ("pair", "chosen"):
             if name not in batch.schema or batch.schema[name].kind != "sample":
                 raise DataError(f"{type(self).__name__} needs the sample field {name!r}")
-        sample = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
-        counted = (batch[self.masks[0]].cpu() != 0).long()
-        counted[batch.offsets[:-1]] = 0  # a sample's first token is never predicted
-        per_sample = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, sample, counted)
-        if len(empty := batch.ids[per_sample == 0]):
+        if len(empty := batch.ids[counted_per_sample(batch, self.masks[0]) == 0]):
             raise DataError(
                 f"the samples {empty[:8].tolist()} have no counted response token: a pair needs two responses; leave "
                 "such pairs out"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,3 +69,23 @@ def test_dpo_refuses_half_a_pair_before_the_step() -> None:
         run(DPOLoss(), batch(), [[0, 5, 1, 7], [2, 3, 4, 6]])
     with pytest.raises(DataError, match="sample field 'pair'"):
         run(DPOLoss(), batch().without(["pair"]), BINS)
+
+
+@pytest.mark.parametrize("kind", ["token", "next_token"])
+def test_dpo_counts_responses_by_the_kind_of_their_mask(kind: str) -> None:
+    """Of samples of two tokens the second is predicted: at place 1 of a token field, and 0 of a next_token field."""
+    from roll_batching.data import SampleBatch
+    from roll_batching.errors import DataError
+    from roll_batching.losses import DPOLoss
+
+    def data(place: int) -> SampleBatch:
+        mask = torch.arange(2) == place
+        return SampleBatch.from_lists(
+            {"input_ids": [[3, 4], [3, 5]], "response_mask": [mask] * 2, "pair": [0, 0], "chosen": [True, False]},
+            {"input_ids": "token", "response_mask": kind, "pair": "sample", "chosen": "sample"},
+        )
+
+    right = int(kind == "token")
+    DPOLoss().check(data(right), [np.array([0, 1])])
+    with pytest.raises(DataError, match=r"samples \[0, 1\] have no counted response token"):
+        DPOLoss().check(data(1 - right), [np.array([0, 1])])
