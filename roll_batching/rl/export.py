@@ -29,6 +29,6 @@ def export_run(run: Path, to: Path, pretrain: str | None = None) -> SavedPoint:
     `pretrain` is the model directory that the run started from, where it lies elsewhere by now. Returns the checkpoint.
     Raises what `open_checkpoint` and `MegatronInferStrategy.export` raise.
     """
-    model = open_checkpoint(run, pretrain)
+    model = open_checkpoint(run, pretrain, runs=False)
     model.strategy.export(to)
     return model.point

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from roll_batching.config import JobConfig, MegatronConfig, WorkerConfig, load_config
+from roll_batching.config.attention_backends import ATTENTION_BACKENDS
 from roll_batching.data.texts import Prompt, PromptDataset
 from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.errors import CheckpointError, ConfigError
@@ -80,11 +81,11 @@ class SavedModel:
             return evaluator(self.strategy, number=self.point.step)
 
 
-def open_checkpoint(run: Path, pretrain: str | None = None) -> SavedModel:
+def open_checkpoint(run: Path, pretrain: str | None = None, *, runs: bool = True) -> SavedModel:
     """The model of a run's last checkpoint, or of the checkpoint `run`, in a layout of one process.
 
-    `pretrain` is the model directory that the run started from, where it lies elsewhere by now. Raises CheckpointError
-    when there is none, and what `MegatronInferStrategy.load` raises.
+    `pretrain` is the model directory that the run started from, where it lies elsewhere by now. With `runs` False only
+    its weights are wanted. Raises CheckpointError when there is none, and what `MegatronInferStrategy.load` raises.
     """
     point = saved_point(run)
     if point is None:
@@ -93,7 +94,7 @@ def open_checkpoint(run: Path, pretrain: str | None = None) -> SavedModel:
             f"ended has written its model into the folder {MODEL} beside them"
         )
     config = load_config(point.path.parents[1] / CONFIG)
-    role = _on_one_process(config.actor_train, point, pretrain)
+    role = _on_one_process(config.actor_train, point, pretrain, runs=runs)
     strategy = MegatronInferStrategy(role, temperature=config.actor_infer.generating_args.temperature)
     strategy.initialize(weights=False)
     strategy.load(point.path, optimizer=False)
@@ -108,12 +109,17 @@ def tokenizer_of(model: SavedModel, pretrain: str | None = None) -> Tokenizer:
     return load_tokenizer(model.config.model_copy(update={"tokenizer": wanted}))
 
 
-def _on_one_process(role: WorkerConfig, point: SavedPoint, pretrain: str | None) -> WorkerConfig:
-    """The role that was trained, in a layout of one process and in the precision of its weights."""
+def _on_one_process(role: WorkerConfig, point: SavedPoint, pretrain: str | None, *, runs: bool) -> WorkerConfig:
+    """The role that was trained, in a layout of one process and in the precision of its weights.
+
+    Attention that comes along computes the same, whichever it is: here `auto` says. Anybody's own may not.
+    """
     file = point.path / RECORD
     with reading(file):
         dtype = _DTYPES[json.loads(file.read_text(encoding="utf-8"))["dtype"]]
     changes = {"dtype": dtype} | ({} if pretrain is None else {"model_name_or_path": pretrain})
-    strategy = role.strategy_args.model_copy(update={"strategy_config": MegatronConfig()})
+    attention = role.strategy_args.strategy_config.attention_backend
+    kept = {"attention_backend": attention} if runs and ATTENTION_BACKENDS.get(attention) is None else {}
+    strategy = role.strategy_args.model_copy(update={"strategy_config": MegatronConfig().model_copy(update=kept)})
     model = role.model_args.model_copy(update=changes)
     return role.model_copy(update={"strategy_args": strategy, "model_args": model, "device_mapping": None})

@@ -72,6 +72,25 @@ def test_eval_finds_what_the_run_found(run):
     assert [line["response"] for line in lines(run / "answers.jsonl")] == [line["response"] for line in before]
 
 
+def test_a_checkpoint_is_asked_with_the_attention_of_its_run(tmp_path):
+    from types import SimpleNamespace
+
+    from roll_batching.config import config_from_dict
+    from roll_batching.rl.saved_model import RECORD, _on_one_process
+
+    def asked(backend, *, runs):
+        job = settings(tmp_path)
+        job["actor_train"]["strategy_args"] = {"strategy_config": {"attention_backend": backend}}
+        role = config_from_dict(job).actor_train
+        found = _on_one_process(role, SimpleNamespace(path=tmp_path), None, runs=runs)
+        return found.strategy_args.strategy_config.attention_backend
+
+    (tmp_path / RECORD).write_text('{"dtype": "float32"}')
+    own = "tests.support.own_attention:MaskedSoftmax"
+    assert asked(own, runs=True) == own, "nobody knows whether it computes what others do"
+    assert asked(own, runs=False) == asked("varlen", runs=True) == "auto"
+
+
 def test_generate_answers_prompts(run, tmp_path, report):
     out = tmp_path / "said.jsonl"
     (tmp_path / "asked.jsonl").write_text('{"prompt": "a+1="}\n')  # without an answer
