@@ -31,6 +31,9 @@ def rehearse(
         Path | None,
         typer.Option(help="CSV, JSONL, npy or Parquet file of the lengths of a step's samples. Default: the longest."),
     ] = None,
+    expert_imbalance: Annotated[
+        float, typer.Option(min=1.0, help="How many times its share of the tokens the experts of a rank get.")
+    ] = 1.0,
     advice: Annotated[
         bool, typer.Option(help="Look for the largest cap that fits and, where the job does not, for what would.")
     ] = True,
@@ -57,9 +60,10 @@ def rehearse(
     given = None if lengths is None else read_lengths(lengths).tolist()
 
     def again(changed: JobConfig) -> Rehearsal:
-        return rehearse_job(changed, world_size=found.dims.world_size, lengths=given)
+        world = found.dims.world_size
+        return rehearse_job(changed, world_size=world, lengths=given, expert_imbalance=expert_imbalance)
 
-    found = rehearse_job(job, world_size=world_size, lengths=given)
+    found = rehearse_job(job, world_size=world_size, lengths=given, expert_imbalance=expert_imbalance)
     if not as_json:
         for line in lines_of(found, size):
             typer.echo(line)

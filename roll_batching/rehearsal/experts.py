@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from roll_batching.config import JobConfig
 from roll_batching.planning.arrays import Ints
 
 READS = "moe/token_dispatcher.py"
@@ -23,8 +24,10 @@ READS = "moe/token_dispatcher.py"
 
 def assume_balance(imbalance: float) -> None:
     """From now on in this process tokens go to experts as assumed."""
-    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    if not hasattr(moe_utils, "te_general_gemm"):  # Megatron 0.16 without TransformerEngine; None: a plain product
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
     kind: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
     construct, preprocess, permute = kind.__init__, kind.preprocess, token_dispatcher.permute
 
@@ -44,6 +47,17 @@ def assume_balance(imbalance: float) -> None:
 
     kind.__init__, kind.preprocess = constructed, preprocessed
     token_dispatcher.permute = permuted
+
+
+def assumptions(job: JobConfig, imbalance: float) -> tuple[str, ...]:
+    """What is taken for granted of the experts of `job`, in words."""
+    model = job.actor_train.model_args.architecture
+    if model is None or model.moe is None:
+        return ()
+    size = job.actor_train.strategy_args.strategy_config.expert_model_parallel_size
+    here = f"{model.moe.num_experts // size} of {model.moe.num_experts} experts on a rank"
+    share = "as many tokens as the others" if imbalance == 1 else f"{imbalance:g} times their share of the tokens"
+    return (f"{here}, which get {share}: an assumption (--expert-imbalance), routing depends on values",)
 
 
 def balanced(tokens: int, topk: int, experts: int) -> Ints:

@@ -19,6 +19,7 @@ from roll_batching.data import SampleBatch
 from roll_batching.distributed import Facts
 from roll_batching.losses import SFTLoss, loss_spec
 from roll_batching.losses.contract import LossSpec
+from roll_batching.modeling.cost import plan_flops
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.planning.batching_spec import BatchingSpec
@@ -27,7 +28,7 @@ from roll_batching.rehearsal.lengths import fullest_bin, longest_bin, longest_sa
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.rollout import rehearse_rollout, rolls_out
 from roll_batching.rehearsal.samples import samples_of
-from roll_batching.rehearsal.task import LOG_PROBS, REFERENCE
+from roll_batching.rehearsal.task import LOG_PROBS, REFERENCE, TrainingBatch
 from roll_batching.rl.from_config import loss_of, schedule_of, supervised_schedule_of
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.inputs import pack_inputs
@@ -107,9 +108,26 @@ class Passes:
         if self.lengths is None:
             lengths = longest_bin(constraints, longest_sample(self.job), self.unit)
         else:
-            group_ids = np.arange(len(self.lengths)) // self.unit if self.unit > 1 else None
-            lengths = fullest_bin(plan_step(list(self.lengths), constraints, cost=strategy.cost, group_ids=group_ids))
+            lengths = fullest_bin(self._step_plan(strategy, constraints))
         return same_bins(constraints, lengths, count)
+
+    def _step_plan(self, strategy: MegatronInferStrategy, constraints: PlanConstraints) -> Plan:
+        """The plan of a whole step, where its lengths are known."""
+        assert self.lengths is not None
+        group_ids = np.arange(len(self.lengths)) // self.unit if self.unit > 1 else None
+        return plan_step(list(self.lengths), constraints, cost=strategy.cost, group_ids=group_ids)
+
+    def training(self) -> TrainingBatch:
+        """What of training is rehearsed, and what it stands for."""
+        policy, batching = self.policy, self.policy.batching.train
+        one = self.plan(policy, batching, 1)
+        whole = one if self.lengths is None else self._step_plan(policy, _constraints(policy, batching))
+        return TrainingBatch(
+            samples=len(one.samples) // one.constraints.dp_size,
+            model_flops=(plan_flops(one, policy.cost, policy.layout) or 0.0) / one.constraints.dp_size,
+            padding=1 - float(whole.used[whole.samples].sum()) / float(whole.tokens.sum()),
+            in_step=None if self.lengths is None else whole.num_micro_batches,
+        )
 
     def small_plan(self) -> Plan:
         """As few tokens as a step can have."""

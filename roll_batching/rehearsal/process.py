@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from roll_batching.errors import RollBatchingError
-from roll_batching.lifetime import end_with_parent
 from roll_batching.rehearsal.task import RankReport, RankTask
 
-_PARENT = "ROLL_BATCHING_REHEARSED_BY"
+PARENT = "ROLL_BATCHING_REHEARSED_BY"
+"""Variable by which a process hears for whom it rehearses."""
 
 
 class RehearsalError(RollBatchingError, RuntimeError):
@@ -37,9 +37,9 @@ def _run(task: RankTask) -> RankReport:
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        _PARENT: str(os.getpid()),
+        PARENT: str(os.getpid()),
     }
-    command = [sys.executable, "-m", "roll_batching.rehearsal.process"]
+    command = [sys.executable, "-m", "roll_batching.rehearsal.child"]
     done = subprocess.run(command, input=pickle.dumps(task), capture_output=True, env=environment)
     if done.returncode or not done.stdout:
         words = done.stderr.decode(errors="replace").strip()
@@ -56,23 +56,3 @@ def _ended(code: int) -> str:
         return f"ended with {code}"
     hint = ", as where the machine has no memory left" if code == -signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-code).name}{hint}"
-
-
-def _main() -> None:
-    end_with_parent(int(os.environ[_PARENT]))
-    task = pickle.load(sys.stdin.buffer)
-    answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints
-    from roll_batching.rehearsal.rank import rehearse_rank
-
-    try:
-        said: tuple[str, object] = ("report", rehearse_rank(task))
-    except RollBatchingError as error:
-        said = ("error", str(error))
-    with answer:
-        pickle.dump(said, answer)
-    os._exit(0)  # nothing is unwound: process groups that are not there would be waited for
-
-
-if __name__ == "__main__":
-    _main()

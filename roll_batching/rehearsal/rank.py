@@ -10,6 +10,7 @@ from torch.distributed import get_rank
 
 from roll_batching.config import JobConfig
 from roll_batching.rehearsal import pretended_cuda, world
+from roll_batching.rehearsal.experts import assume_balance, assumptions
 from roll_batching.rehearsal.memory import kept_bytes, kinds_of, peaks_of, timeline_of
 from roll_batching.rehearsal.passes import Passes, passes_of
 from roll_batching.rehearsal.recorder import Recorder
@@ -26,6 +27,9 @@ def rehearse_rank(task: RankTask) -> RankReport:
         pretended_cuda.install()
     world.join(task.rank, task.world_size)
     world.ease_megatron()
+    architecture = task.job.actor_train.model_args.architecture
+    if architecture is not None and architecture.moe is not None:
+        assume_balance(task.expert_imbalance)
     with world.on_device_without_values(task.device):
         return observe(task)
 
@@ -41,7 +45,7 @@ def observe(task: RankTask, *, with_values: bool = False) -> RankReport:
         with recorder.setting_aside(_BEFORE):
             passes.steady_state()
         first = recorder.clock + 1
-        notes = passes.roll_out()
+        notes = passes.roll_out() + assumptions(job, task.expert_imbalance)
         tokens = passes.run(recorder)
     report = _report(recorder, passes, tokens, notes, time.perf_counter() - started)
     if not task.timeline:
@@ -96,6 +100,7 @@ def _report(
         micro_batches=passes.count(),
         tokens=tokens,
         notes=notes,
+        training=passes.training(),
         seconds=seconds,
     )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from roll_batching.rehearsal.advice import Limit, WayOut, lowered
 from roll_batching.rehearsal.job import Rehearsal, StageReport
 from roll_batching.rehearsal.margins import GIB
+from roll_batching.rehearsal.totals import StepTotals, totals_of
 
 KINDS = ("weights", "gradients", "optimizer", "reference", "inputs", "activations")
 _LARGEST = 5
@@ -57,6 +59,7 @@ def lines_of(found: Rehearsal, gpu_memory: float) -> Iterator[str]:
         yield ""
         yield from _stage(stage)
     yield ""
+    yield _totals(totals_of(found))
     yield _verdict(found, gpu_memory)
     if found.fault is not None:
         yield f"the job fails when it samples: {found.fault}"
@@ -87,6 +90,16 @@ def _stage(stage: StageReport) -> Iterator[str]:
         yield f"      {count:>8,} {words}"
 
 
+def _totals(totals: StepTotals) -> str:
+    words = (
+        f"training, per micro-batch and replica: {totals.computed / 1e12:,.1f} TFLOP computed, {totals.useful:.1%} "
+        f"of it the model's own on real tokens; {totals.padding:.1%} of the tokens are padding"
+    )
+    if (count := totals.micro_batches) is None:
+        return words
+    return f"{words}; {count:,} in an optimizer step, {count * totals.computed / 1e15:,.2f} PFLOP if all are alike"
+
+
 def _verdict(found: Rehearsal, gpu_memory: float) -> str:
     worst = found.worst
     words = "fits" if found.fits(gpu_memory) else "does not fit"
@@ -108,6 +121,7 @@ def plain(found: Rehearsal, gpu_memory: float) -> dict[str, Any]:
         "fits": found.fits(gpu_memory),
         "need": found.worst.need,
         "fault": found.fault,
+        "training": asdict(totals_of(found)),
         "stages": [
             {
                 "name": stage.name,

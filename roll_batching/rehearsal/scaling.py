@@ -39,5 +39,6 @@ def at_layers(few: RankReport, more: RankReport, layers: tuple[int, int, int]) -
         flops=lines(few.flops, more.flops),
         collectives={key: (round(calls[key]), sizes[key]) for key in calls},
         host_reads={key: round(count) for key, count in reads.items()},
+        training=replace(more.training, model_flops=line(few.training.model_flops, more.training.model_flops)),
         seconds=few.seconds + more.seconds,
     )

@@ -27,6 +27,8 @@ class RankTask:
     """Of the samples of an optimizer step; None: as long as the job allows."""
     micro_batches: int | None = None
     """Per rank and pass; None: as many as show all that happens."""
+    expert_imbalance: float = 1.0
+    """How many times its share of the tokens the experts of this rank get, where there are experts."""
     timeline: bool = False
     """Whether the report has one: for a picture."""
 
@@ -41,6 +43,19 @@ class PhasePeak:
     """By kind of thing."""
     holders: dict[str, float] = field(default_factory=dict)
     """Of activations: by module and tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBatch:
+    """The micro-batch of training that is rehearsed, and the step that it stands for."""
+
+    samples: int
+    model_flops: float
+    """Of the model for its real tokens, forward and backward, on all ranks of a replica."""
+    padding: float
+    """Share of the tokens that are not real: of the step where its lengths are known, else of the micro-batch."""
+    in_step: int | None
+    """Micro-batches of a replica in an optimizer step; None where lengths are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +81,7 @@ class RankReport:
     tokens: dict[str, int]
     """By pass, of the rehearsed micro-batch."""
     seconds: float
+    training: TrainingBatch
     notes: tuple[str, ...] = ()
     """What was taken for granted."""
     timeline: tuple[tuple[str, dict[str, float]], ...] = ()

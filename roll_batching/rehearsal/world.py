@@ -22,6 +22,7 @@ from roll_batching.data import SampleBatch
 from roll_batching.distributed import Facts, groups, parallel_layout
 from roll_batching.distributed.team import Team
 from roll_batching.rehearsal import pretended_cuda
+from roll_batching.rehearsal.experts import SelectedByRouter
 
 
 def join(rank: int, world_size: int) -> None:
@@ -179,5 +180,6 @@ def on_device_without_values(device: str) -> Iterator[None]:
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if device == "cuda":
             modes.enter_context(pretended_cuda.SeenByCpp())
+        modes.enter_context(SelectedByRouter())
         modes.enter_context(_HostIsReal(device))
         yield

@@ -24,6 +24,16 @@ DYNAMIC = {
 }
 PADDED = {"infer_batch_size": 3}
 
+EXPERTS = {
+    "moe": {
+        "num_experts": 8,
+        "router_topk": 2,
+        "ffn_hidden_size": 96,
+        "shared_expert_ffn_hidden_size": 64,
+        "aux_loss_coeff": 0.01,
+    }
+}
+
 
 def job_of(
     *,
@@ -67,5 +77,27 @@ def for_real(task: RankTask) -> RankReport:
     from roll_batching.rehearsal.rank import observe
 
     start_processes()
+    if task.job.actor_train.model_args.architecture.moe is not None:
+        _route_evenly()
     assert int(os.environ["WORLD_SIZE"]) == task.world_size
     return observe(task, with_values=True)
+
+
+def _route_evenly() -> None:
+    """Token i chooses the experts that come after those of token i - 1, whatever the router finds."""
+    import torch
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from tests.support.experts import let_experts_run
+
+    let_experts_run()
+    gating: Any = TopKRouter.gating
+
+    def evenly(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        found = gating(self, hidden)
+        experts, tokens = found.shape[-1], found.shape[:-1].numel()
+        first = torch.arange(tokens)[:, None] * self.topk + torch.arange(self.topk)
+        chosen = torch.zeros(tokens, experts).scatter_(1, first % experts, 1e4)
+        return found + chosen.view_as(found).to(found.dtype)
+
+    TopKRouter.gating = evenly  # type: ignore[method-assign]

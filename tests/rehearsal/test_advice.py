@@ -18,7 +18,7 @@ from roll_batching.rehearsal.advice import limits_of, lowered, ways_that_were_tr
 from roll_batching.rehearsal.job import Rehearsal, StageReport
 from roll_batching.rehearsal.margins import margins_of
 from roll_batching.rehearsal.report import advice_lines
-from roll_batching.rehearsal.task import PhasePeak, RankReport
+from roll_batching.rehearsal.task import PhasePeak, RankReport, TrainingBatch
 from tests.rehearsal.jobs import DYNAMIC, PACKED, job_of
 
 pytestmark = pytest.mark.rehearse
@@ -62,6 +62,7 @@ class Counted:
         report = RankReport(
             rank=0, stage=0, parameters=1, kept={}, peaks=peaks, flops={}, collectives={}, host_reads={},
             micro_batches=2, tokens={}, seconds=0.0,
+            training=TrainingBatch(samples=4, model_flops=1.0, padding=0.0, in_step=None),
         )  # fmt: skip
         return Rehearsal(job=job, dims=dims, stages=(StageReport(name="the only stage", report=report),))
 

@@ -25,6 +25,19 @@ def test_a_job_that_fits_says_so_with_figures_of_every_phase(capsys):
     assert not [words for words in stage["host_reads"] if words.startswith(("forward", "backward"))]
 
 
+def test_users_of_the_library_rehearse_a_job_in_python():
+    from roll_batching.config import load_config
+    from roll_batching.rehearsal import lines_of, rehearse_job, totals_of
+
+    found = rehearse_job(load_config("configs/dpo_demo.yaml"), world_size=2, lengths=[90, 40] * 32)
+    assert found.dims.dp_size == 2 and found.fits(8 << 30) and not found.fits(1 << 20)
+    assert "reference" in found.worst.report.peaks
+    totals = totals_of(found)
+    assert totals.micro_batches == 3 and 0 <= totals.padding < 0.05  # 32 pairs of 130 tokens under 1,024: 7 in a pack
+    assert 0.5 < totals.useful < 1
+    assert any("2 = 2 ranks" in line or "= 2 ranks" in line for line in lines_of(found, 8 << 30))
+
+
 def test_a_job_that_does_not_fit_exits_with_1(capsys):
     with pytest.raises(SystemExit) as end:
         main([*DEMO, "--no-advice", "--gpu-memory", "1MiB"])

@@ -8,7 +8,7 @@ import pytest
 
 from roll_batching.rehearsal.scaling import at_layers
 from roll_batching.rehearsal.task import PREFILL, REFERENCE, RankReport, RankTask
-from tests.rehearsal.jobs import DYNAMIC, PADDED, job_of, task_of
+from tests.rehearsal.jobs import DYNAMIC, EXPERTS, PADDED, job_of, task_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.rehearse
@@ -28,6 +28,8 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "TP2": (job_of(megatron=TP2), 2),
     "PP2 x VPP2": (job_of(megatron=PP2_VPP2), 2),
     "CP2, padded": (job_of(batching=PADDED, megatron=CP2), 2),
+    "experts": (job_of(architecture=EXPERTS), 1),
+    "experts, EP2": (job_of(architecture=EXPERTS, megatron={"expert_model_parallel_size": 2}), 2),
     "DPO": (job_of(task="dpo", sequence_length=200, train=PAIRS), 1),
     "distributed optimizer, full recompute": (job_of(megatron=SHARDED | FULL), 2),
 }
@@ -47,7 +49,10 @@ def of_the_model(report: RankReport) -> dict[str, tuple[float, float]]:
     return {key: calls for key, calls in report.collectives.items() if "GROUP" in key}
 
 
-@pytest.mark.parametrize("name", JOBS)
+SLOW = {"experts, EP2", "DPO"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in JOBS])
 def test_memory_flops_and_collectives_are_those_of_the_real_step(name, report):
     job, world = JOBS[name]
     real = run_ranks(world, "tests.rehearsal.jobs:for_real", task_of(job, world))
@@ -79,6 +84,8 @@ def test_flops_are_those_of_the_formula():
     forward = 2 * (layers * layer * tokens + head) + 4 * attention
     backward = 4 * (layers * layer * tokens + head) + 2 * head + 10 * attention
     assert found.tokens["training"] == tokens
+    model = 6 * (layers * layer + vocab * hidden) * tokens + 6 * layers * heads * head_dim * sum(n * n for n in lengths)
+    assert found.training.model_flops == model and found.training.padding == 0 and found.training.in_step == 1
     assert found.flops["forward"] == found.micro_batches * forward
     assert found.flops["backward"] == found.micro_batches * backward
 
