@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,8 +28,11 @@ def rehearse(
     ] = None,
     gpu_memory: Annotated[str, typer.Option(help="Memory of one GPU, such as 80GiB.")] = "80GiB",
     lengths: Annotated[
-        Path | None,
-        typer.Option(help="CSV, JSONL, npy or Parquet file of the lengths of a step's samples. Default: the longest."),
+        str | None,
+        typer.Option(
+            help="CSV, JSONL, npy or Parquet file of the lengths of a step's samples, or data: the first step of the "
+            "job's own file (task sft and dpo). Default: the longest."
+        ),
     ] = None,
     expert_imbalance: Annotated[
         float, typer.Option(min=1.0, help="How many times its share of the tokens the experts of a rank get.")
@@ -57,7 +60,7 @@ def rehearse(
     from roll_batching.rehearsal.picture import draw_memory
     from roll_batching.rehearsal.report import advice_lines, lines_of, plain
 
-    given = None if lengths is None else read_lengths(lengths).tolist()
+    given: Any = lengths if lengths in (None, "data") else read_lengths(Path(lengths)).tolist()
 
     def again(changed: JobConfig) -> Rehearsal:
         world = found.dims.world_size

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from roll_batching.config import ArchitectureConfig, JobConfig, MegatronConfig
 from roll_batching.config.diagnostics import Problem
 from roll_batching.planning import ParallelDims
 from roll_batching.rehearsal.experts import READS
+from roll_batching.rehearsal.job_data import lengths_of_data
 from roll_batching.rehearsal.margins import Margin, margins_of
 from roll_batching.rehearsal.process import run_tasks
 from roll_batching.rehearsal.rollout import fault_of
@@ -98,7 +99,7 @@ def rehearse_job(
     job: JobConfig,
     *,
     world_size: int | None = None,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[int] | Literal["data"] | None = None,
     expert_imbalance: float = 1.0,
     device: str = "cuda",
 ) -> Rehearsal:
@@ -107,16 +108,19 @@ def rehearse_job(
     Args:
         job: as it would be trained.
         world_size: ranks; None: what `device_mapping` names, else one replica.
-        lengths: of the samples of an optimizer step; None: as long as the job allows.
+        lengths: of the samples of an optimizer step; "data": of the first of a job of task sft or dpo; None: as long
+            as the job allows.
         expert_imbalance: how many times its share of the tokens the experts of a rank get.
         device: "cuda", or "cpu" for what a CPU would do.
 
     Raises:
-        ConfigFileError: where the model's shape is not known, or the layout does not fit.
+        ConfigError: where the model's shape is not known, the layout does not fit, or data have no lengths.
         RehearsalError: what a rank raised.
     """
     world, megatron, architecture = _shape(job, world_size)
     dims = megatron.parallel_dims(world)
+    if lengths == "data":
+        lengths = lengths_of_data(job, dims.dp_size)
     tasks, kinds = [], stages_of(dims)
     depth = architecture.num_layers // (dims.pp_size * dims.vpp_size)
     layers = layers_of(depth, megatron, architecture)

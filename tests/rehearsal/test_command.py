@@ -38,6 +38,26 @@ def test_users_of_the_library_rehearse_a_job_in_python():
     assert any("2 = 2 ranks" in line or "= 2 ranks" in line for line in lines_of(found, 8 << 30))
 
 
+def test_lengths_of_the_jobs_own_first_step(tmp_path):
+    """Of pairs both answers, each with the prompt before it and the end behind it."""
+    from roll_batching.config import load_config
+    from roll_batching.errors import ConfigError
+    from roll_batching.rehearsal.job_data import lengths_of_data
+
+    sizes = [3, 5, 9, 2] * 16
+    rows = [{"prompt": "ab=", "chosen": "c" * size, "rejected": "d" * (size + 1)} for size in sizes]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = load_config("configs/dpo_demo.yaml", [f"actor_train.data_args.file_name={path}", "eval_samples=0"])
+    found = lengths_of_data(job, 2)
+    assert len(found) == job.mini_batch_size(2) == 64
+    assert {(a, b) for a, b in zip(found[::2], found[1::2], strict=True)} == {(s + 4, s + 5) for s in (3, 5, 9, 2)}
+    with pytest.raises(ConfigError, match="before they are sampled"):
+        lengths_of_data(load_config("configs/demo_grpo.yaml"), 2)
+    with pytest.raises(ConfigError, match="stream"):
+        lengths_of_data(load_config("configs/sft_demo.yaml"), 2)
+
+
 def test_a_job_that_does_not_fit_exits_with_1(capsys):
     with pytest.raises(SystemExit) as end:
         main([*DEMO, "--no-advice", "--gpu-memory", "1MiB"])
