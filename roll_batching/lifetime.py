@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -80,3 +82,19 @@ def end_session(session: int) -> None:
                     continue
                 os.kill(pid, signal.SIGKILL)
                 living = True
+
+
+def run_under(parent: int, command: Sequence[str]) -> NoReturn:
+    """Runs `command` until it or `parent`, which started this process in a session of its own, has ended.
+
+    Then everything in this session is killed, and this process ends with the command's exit code. SIGTERM is for the
+    command: this process stays until it has followed.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a handler of ours, not SIG_IGN, which the command would inherit
+    own = os.getpid()
+    program = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(own))
+    while program.poll() is None and os.getppid() == parent:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    end_session(own)
+    code = program.poll()
+    os._exit(1 if code is None else code if code >= 0 else 128 - code)

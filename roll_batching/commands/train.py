@@ -145,10 +145,10 @@ def _run_on_ray(job: JobConfig, start: _Start) -> None:
     from roll_batching.launch.on_ray.cluster import LOCAL, check_address, check_folder, connected
 
     count = process_count(job, start.nproc)
-    if sampler_device(job, {}):
+    if job.actor_infer.device_mapping != job.actor_train.device_mapping and sampler_device(job, {}):
         raise ConfigError(
-            "actor_infer.device_mapping names a device for the sampler of async_generation_ratio, which --launcher ray "
-            "has no room for: leave it out, and the sampler shares the device of rank 0"
+            "actor_infer.device_mapping names devices of its own, which --launcher ray has no room for: leave it out, "
+            "and rollouts share those of actor_train; or name servers that run in actor_infer.engine_args.urls"
         )
     if start.max_restarts and not job.save_steps:
         raise ConfigError("--max-restarts goes on from checkpoints, and the job writes none: set save_steps")

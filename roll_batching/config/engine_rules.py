@@ -1,19 +1,70 @@
-"""Whether an engine samples a job's rollouts, and what keeps it from that."""
+"""Whether an engine samples a job's rollouts, who starts its servers, and what keeps it from that."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from roll_batching.config.diagnostics import Problem
 from roll_batching.config.job_keys import JobKeys
 
+SERVED = ("sglang", "vllm")
+"""Engines that are servers."""
+_JOBS_OWN = ("model", "model_path", "host", "port")
+"""Options of servers that follow from the job."""
+IDLE_OPTIONS = {"sleep_level": "a sleeping server forgets its weights (level 2): it wakes up to new ones"}
+"""Options of ROLL's that are none of a server's, and why they have no effect."""
+_GPUS = (("tensor_parallel_size", "tp_size"), ("pipeline_parallel_size", "pp_size"))
+"""Options whose product is a server's number of devices; SGLang has two names for each."""
+
 
 def uses_engine(job: JobKeys) -> bool:
-    """Whether rollouts are sampled by an engine, not by the model in training."""
+    """Whether rollouts are sampled by an engine, not by the model in training: engines read model directories."""
+    engine = not job.actor_infer.strategy_args.runs_on_megatron
+    return engine and job.actor_train.model_args.model_name_or_path is not None
+
+
+def starts_servers(job: JobKeys) -> bool:
+    """Whether the job starts the servers of its engine itself."""
     role = job.actor_infer
-    if role.strategy_args.strategy_name == "hf_infer":
-        return job.actor_train.model_args.model_name_or_path is not None
-    return not role.strategy_args.runs_on_megatron and bool(role.engine_args.urls)
+    return uses_engine(job) and role.strategy_args.strategy_name in SERVED and not role.engine_args.urls
+
+
+def server_size(job: JobKeys) -> int:
+    """Devices of one server that the job starts."""
+    options, size = job.actor_infer.strategy_args.engine_options, 1
+    for names in _GPUS:
+        size *= next((int(options[name]) for name in names if options.get(name) is not None), 1)
+    return size
+
+
+def server_devices(job: JobKeys) -> list[tuple[int, ...]]:
+    """The devices of each server that the job starts, as numbered by device_mapping; one of none without a mapping."""
+    mapping, size = job.actor_infer.device_mapping, server_size(job)
+    if mapping is None:
+        return [()]
+    return [mapping[start : start + size] for start in range(0, len(mapping), size)]
+
+
+def shares_devices(job: JobKeys) -> bool:
+    """Whether servers that the job starts live on devices of actor_train's."""
+    own, shared = job.actor_infer.device_mapping, job.actor_train.device_mapping
+    return own is None or shared is None or bool(set(own) & set(shared))
+
+
+def engine_sleeps(job: JobKeys) -> bool:
+    """Whether the engine gives its device memory back while the model trains.
+
+    Not where the job starts servers on devices of their own, or where they draw while it trains.
+    """
+    here = not starts_servers(job) or shares_devices(job)
+    return uses_engine(job) and job.is_offload_states and not job.asynchronous and here
+
+
+def server_options(job: JobKeys) -> dict[str, Any]:
+    """The options in `strategy_config` for the command line of a server that the job starts."""
+    options = job.actor_infer.strategy_args.engine_options
+    return {name: value for name, value in options.items() if name not in IDLE_OPTIONS}
 
 
 def engine_problems(job: JobKeys) -> Iterator[Problem]:
@@ -21,7 +72,7 @@ def engine_problems(job: JobKeys) -> Iterator[Problem]:
     role, path = job.actor_infer, ("actor_infer", "engine_args", "urls")
     name = role.strategy_args.strategy_name
     urls = role.engine_args.urls
-    if urls and name not in ("sglang", "vllm"):
+    if urls and name not in SERVED:
         yield Problem(path, f"is read by sglang and vllm, and actor_infer.strategy_args.strategy_name is {name}")
     elif urls and job.actor_train.model_args.model_name_or_path is None:
         yield Problem(path, "needs a model that starts from a model directory (pretrain): engines read such ones")
@@ -30,6 +81,22 @@ def engine_problems(job: JobKeys) -> Iterator[Problem]:
             yield Problem(path, f"has {url!r}; write http://host:port")
     if len(set(urls)) < len(urls):
         yield Problem(path, "names a server twice")
-    if job.asynchronous and uses_engine(job):
-        text = "needs rollouts that wait for training: those ahead of it come from a process with the Megatron model"
-        yield Problem(("async_generation_ratio",), f"{text}; set it to 0, or leave the engine out")
+    if role.engine_args.command == []:
+        yield Problem(("actor_infer", "engine_args", "command"), "is empty; leave it out, or name a program")
+    if starts_servers(job):
+        yield from _own_servers(job)
+
+
+def _own_servers(job: JobKeys) -> Iterator[Problem]:
+    role = job.actor_infer
+    options, path = role.strategy_args.engine_options, ("actor_infer", "strategy_args", "strategy_config")
+    for name, value in options.items():
+        if name in _JOBS_OWN:
+            yield Problem((*path, name), "follows from the job: a server that it starts gets pretrain and a free port")
+        if name in sum(_GPUS, ()) and value is not None and (type(value) is not int or value < 1):
+            yield Problem((*path, name), f"expected a whole number of at least 1, got {value!r}")
+            return
+    mapping, size = role.device_mapping, server_size(job)
+    if mapping is not None and len(mapping) % size:
+        text = f"names {len(mapping)} devices, and tensor and pipeline parallelism give {size} to a server"
+        yield Problem(("actor_infer", "device_mapping"), f"{text}; name a multiple")

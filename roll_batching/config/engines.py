@@ -7,8 +7,8 @@ from roll_batching.registry import Entry, Registry
 
 ENGINES: Registry[Entry] = Registry(
     "rollout engine",
-    Entry(name="sglang", target="roll_batching.engines.make:sglang", summary="SGLang servers at engine_args.urls"),
-    Entry(name="vllm", target="roll_batching.engines.make:vllm", summary="vLLM servers at engine_args.urls"),
+    Entry(name="sglang", target="roll_batching.engines.make:sglang", summary="SGLang servers"),
+    Entry(name="vllm", target="roll_batching.engines.make:vllm", summary="vLLM servers"),
     Entry(name="hf_infer", target="roll_batching.engines.make:hf", summary="transformers in the job's processes"),
 )
 
@@ -18,8 +18,16 @@ class EngineArgs(Settings):
 
     urls: list[str] = honoured(
         default_factory=list,
-        help="sglang, vllm: servers that run, http://host:port each, all of the same model. Without any, rollouts run "
-        "on the Megatron model itself.",
+        help="sglang, vllm: servers that run, http://host:port each, all of the same model. Without any, the job "
+        "starts its own, on actor_infer.device_mapping, with strategy_args.strategy_config as their options.",
+    )
+    command: list[str] | None = honoured(
+        None,
+        help="The program of a server that the job starts, before its options. Default: [vllm, serve]; for sglang the "
+        "job's own Python with -m sglang.launch_server.",
+    )
+    start_timeout: float = honoured(
+        1800.0, help="Seconds that servers which the job starts may take until they answer.", gt=0
     )
     request_timeout: float = honoured(600.0, help="Seconds for one attempt of one request.", gt=0)
     max_in_flight: int = honoured(128, help="Requests that a server has at once from one data-parallel rank.", ge=1)

@@ -8,7 +8,7 @@ from typing import Any
 from roll_batching.config.async_keys import idle_async_keys
 from roll_batching.config.batching import PASSES_OF_ROLES
 from roll_batching.config.diagnostics import KeyPath, Notice, dotted
-from roll_batching.config.engine_rules import uses_engine
+from roll_batching.config.engine_rules import IDLE_OPTIONS, starts_servers, uses_engine
 from roll_batching.config.fields import Honoured, Noticed, Pass, Roles, use_of
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.key_paths import field_at, given_keys
@@ -21,6 +21,7 @@ from roll_batching.config.worker import WorkerConfig
 from roll_batching.config.yaml_source import Source
 from roll_batching.planning.batching_spec import Mode
 
+_OF_STARTED = (("engine_args", "command"), ("engine_args", "start_timeout"))
 _OF_HF = ("weights_folder", "gap_warning")
 """Keys of engine_args that an engine in the job's own processes reads."""
 _DECODED = "rollouts are decoded, not batched by a plan; old log-probs follow actor_train's batching"
@@ -104,18 +105,23 @@ def _uses_engine(job: JobKeys) -> bool:
 def _under_an_engine(job: JobKeys, role: WorkerConfig, path: KeyPath) -> str | None:
     engine, asked = role.strategy_args.strategy_name, uses_engine(job)
     if path[1:] == ("strategy_args", "strategy_name") and not asked:
-        cure = "with pretrain, transformers" if engine == "hf_infer" else "with engine_args.urls, servers that run"
         return (
-            f"{engine} is not started: rollouts run on the Megatron model itself, with its current weights; {cure} "
-            "would answer"
+            f"{engine} is not started: rollouts run on the Megatron model itself, with its current weights; engines "
+            "read model directories, and the model starts from none (pretrain)"
         )
-    if path[1:3] == ("strategy_args", "strategy_config"):
+    if path[1:3] == ("strategy_args", "strategy_config") and not starts_servers(job):
         return f"has no effect: a setting of {engine}, which is not started here"
+    if path[1:3] == ("strategy_args", "strategy_config") and path[-1] in IDLE_OPTIONS:
+        return f"has no effect: {IDLE_OPTIONS[str(path[-1])]}"
+    if path[1:] in _OF_STARTED and asked and not starts_servers(job):
+        return "has no effect: the job starts no server"
     if path[1] == "engine_args" and (not asked or (engine == "hf_infer" and path[2] not in _OF_HF)):
         return f"has no effect: {engine} asks no server"
     if path[1:] == ("generating_args", "max_tokens_in_cache") and asked:
         return "has no effect: it bounds the Megatron model's cache; the engine has a limit of its own"
     if path[1:] == ("device_mapping",) and role.device_mapping != job.actor_train.device_mapping:
+        if starts_servers(job):
+            return None
         where = "where the engine's servers do" if engine != "hf_infer" and asked else "on actor_train's devices"
         return f"has no effect: rollouts run {where}"
     return None
@@ -152,10 +158,9 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
     yield from idle_stream_keys(job, data)
     if job.track_with != "wandb":
         if "track_with" in data:
-            yield (
-                ("track_with",),
-                "has no effect: metrics go to metrics.jsonl and TensorBoard; wandb alone adds to them",
-            )
+            why = " (swanlab 0.10 needs protobuf 6, and this is tested with 7)" if job.track_with == "swanlab" else ""
+            text = f"has no effect: metrics go to metrics.jsonl and TensorBoard; wandb alone adds to them{why}"
+            yield ("track_with",), text
         if data.get("tracker_kwargs"):
             yield ("tracker_kwargs",), "has no effect: track_with is not wandb"
     yield from idle_async_keys(job, data)

@@ -155,11 +155,13 @@ class StrategyArgs(Settings):
     strategy_name: Literal["megatron_train", "megatron_infer", "vllm", "sglang", "hf_infer"] = honoured(
         "megatron_train",
         help="megatron_train, megatron_infer, or for actor_infer an engine that samples rollouts: sglang or vllm "
-        "(engine_args.urls; without them rollouts run on the Megatron model itself, with a notice), hf_infer.",
+        "(servers at engine_args.urls, or that the job starts), hf_infer. Engines read model directories: without "
+        "`pretrain` rollouts run on the Megatron model itself, with a notice.",
     )
     strategy_config: MegatronConfig = honoured(
         default_factory=MegatronConfig,
-        help="Settings of the Megatron strategies. An engine's own settings are accepted with a notice each.",
+        help="Settings of the Megatron strategies; under sglang and vllm the options of servers that the job starts, "
+        "in the names of their command lines with underscores (gpu_memory_utilization: 0.8).",
     )
     _engine_options: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -170,7 +172,7 @@ class StrategyArgs(Settings):
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """Settings written for an engine; they have no effect here."""
+        """Settings written for an engine: options of the servers that the job starts."""
         return dict(self._engine_options)
 
     @model_validator(mode="wrap")

@@ -36,7 +36,13 @@ class HFEngine:
         """Nothing happens that would be counted."""
         return {}
 
-    def update_weights(self, folder: Path, version: int) -> None:
+    def sleep(self) -> None:
+        """Forgets the model."""
+        self._model = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def update_weights(self, folder: Path, version: int, *, asleep: bool = False) -> None:
         """Reads the model directory `folder`. Raises EngineError."""
         from transformers import AutoModelForCausalLM, GenerationConfig
 

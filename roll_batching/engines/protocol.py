@@ -39,8 +39,14 @@ class Engine(Protocol):
     def generate(self, questions: Sequence[Question], settings: GenerationSettings) -> list[Answer]:
         """The answers, in the order of `questions`. Raises EngineError where that is not possible."""
 
-    def update_weights(self, folder: Path, version: int) -> None:
-        """Reads the model directory `folder`; what is generated from now on is of `version`. Raises EngineError."""
+    def update_weights(self, folder: Path, version: int, *, asleep: bool = False) -> None:
+        """Reads the model directory `folder`; what is generated from now on is of `version`. Raises EngineError.
+
+        `asleep`: it sleeps, and wakes up with these weights.
+        """
+
+    def sleep(self) -> None:
+        """Gives its device memory back, weights and cache, until it gets weights again. Raises EngineError."""
 
     @property
     def live(self) -> tuple[str, ...]:

@@ -38,6 +38,8 @@ class Dialect(Protocol):
 
     name: str
     health: str
+    sleeps_with: str
+    """What a server must be started with to sleep."""
 
     def call(self, question: Question, settings: GenerationSettings) -> Call:
         """The request for one response."""
@@ -45,8 +47,11 @@ class Dialect(Protocol):
     def answer(self, reply: Any, settings: GenerationSettings, version: int) -> Answer:
         """The response in a reply. Raises Malformed."""
 
-    def update(self, folder: Path, version: int) -> list[Call]:
-        """What gives a server new weights, one request after the other."""
+    def update(self, folder: Path, version: int, *, asleep: bool) -> list[Call]:
+        """What gives a server new weights, one request after the other; `asleep`: and what wakes it up."""
+
+    def sleep(self) -> list[Call]:
+        """What makes a server give its device memory back."""
 
     def updated(self, reply: Any) -> str | None:
         """What a reply to one of those says went wrong; None where nothing did."""
@@ -108,12 +113,29 @@ class Replicas:
         """
         return asyncio.run(self._generate(questions, settings)) if questions else []
 
-    def update_weights(self, folder: Path, version: int) -> None:
+    def update_weights(self, folder: Path, version: int, *, asleep: bool = False) -> None:
         """Tells all servers, also those that were dropped, to read `folder`; those that do are asked from now on.
 
-        Raises EngineError where none does.
+        `asleep`: they sleep, and wake up. Raises EngineError where none does.
         """
-        asyncio.run(self._update(folder, version))
+        calls = self.dialect.update(folder, version, asleep=asleep)
+        wrong = asyncio.run(self._tell(self.urls, calls))
+        self.use(self.urls, version)
+        self._drop_all(wrong, f"took the weights in {folder}")
+
+    def sleep(self) -> None:
+        """Tells all servers to give their device memory back, until they get weights again. Nobody asks meanwhile.
+
+        One that does not is dropped. Raises EngineError where none does.
+        """
+        wrong = asyncio.run(self._tell(self._live, self.dialect.sleep()))
+        try:
+            self._drop_all(wrong, "went to sleep")
+        except EngineError as error:
+            raise EngineError(
+                f"{error}. Under is_offload_states an engine sleeps while the model trains: start its servers with "
+                f"{self.dialect.sleeps_with}, or set is_offload_states to false where they have devices of their own"
+            ) from None
 
     # ---- generating
 
@@ -182,30 +204,31 @@ class Replicas:
         self._counts["dropped"] += 1
         logger.warning("%s is dropped until the next weights are sent: %s", url, why)
 
-    # ---- updating
+    # ---- weights and sleep
 
-    async def _update(self, folder: Path, version: int) -> None:
+    async def _tell(self, urls: Sequence[str], calls: Sequence[Call]) -> dict[str, str]:
+        """Makes these calls, one after the other, to all of `urls` at once; by URL what went wrong."""
         async with _session(self.limits.seconds) as session:
-            said = await asyncio.gather(*(self._update_one(session, url, folder, version) for url in self.urls))
-        wrong = {url: text for url, text in zip(self.urls, said, strict=True) if text is not None}
-        self.use([url for url in self.urls if url not in wrong], version)
-        for url, text in wrong.items():
-            self._drop(url, f"{url}: {text}")
-        if not self._live:
-            raise EngineError(
-                f"{self.dialect.name}: no server took the weights in {folder}: "
-                f"{'; '.join(f'{url}: {text}' for url, text in wrong.items())}"
-            )
+            said = await asyncio.gather(*(self._tell_one(session, url, calls) for url in urls))
+        return {url: text for url, text in zip(urls, said, strict=True) if text is not None}
 
-    async def _update_one(self, session: Any, url: str, folder: Path, version: int) -> str | None:
+    async def _tell_one(self, session: Any, url: str, calls: Sequence[Call]) -> str | None:
         try:
-            for call in self.dialect.update(folder, version):
+            for call in calls:
                 text = self.dialect.updated(await self._post(session, url, call))
                 if text is not None:
                     return f"{call.path}: {text}"
         except (_Failed, EngineError) as error:
             return str(error)
         return None
+
+    def _drop_all(self, wrong: Mapping[str, str], what: str) -> None:
+        """Drops servers for the reasons in `wrong`. Raises EngineError, with all of them, where no other is left."""
+        for url, text in wrong.items():
+            self._drop(url, f"{url}: {text}")
+        if not self._live:
+            said = "; ".join(f"{url}: {text}" for url, text in wrong.items())
+            raise EngineError(f"{self.dialect.name}: no server {what}: {said}")
 
     # ---- requests
 

@@ -19,6 +19,7 @@ class SGLang:
     """Requests and replies of an SGLang server."""
 
     name = "sglang"
+    sleeps_with = "--enable-memory-saver"
     health = "/health"
 
     def call(self, question: Question, settings: GenerationSettings) -> Call:
@@ -52,16 +53,18 @@ class SGLang:
             raise Malformed("its log-probs are of other tokens")
         return checked(Answer(tokens=tokens, log_probs=[value for value, _ in pairs]), settings, ended=reason == "stop")
 
-    def update(self, folder: Path, version: int) -> list[Call]:
-        """What gives a server new weights. It empties its cache with them."""
-        return [
-            Call("/pause_generation", {"mode": "abort"}),
-            Call(
-                "/update_weights_from_disk",
-                {"model_path": str(folder), "weight_version": str(version), "flush_cache": True},
-            ),
-            Call("/continue_generation", {}),
-        ]
+    def update(self, folder: Path, version: int, *, asleep: bool) -> list[Call]:
+        """What gives a server new weights; it empties its cache with them. To one that sleeps: room, weights, cache."""
+        read = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        before, after = [Call("/pause_generation", {"mode": "abort"})], [Call("/continue_generation", {})]
+        if asleep:
+            before, room = ([Call("/resume_memory_occupation", {"tags": [tag]})] for tag in ("weights", "kv_cache"))
+            after = room + after
+        return [*before, Call("/update_weights_from_disk", read), *after]
+
+    def sleep(self) -> list[Call]:
+        """What makes a server give its device memory back, weights and cache: it must have no request at work."""
+        return [Call("/pause_generation", {"mode": "abort"}), Call("/release_memory_occupation", {})]
 
     def updated(self, reply: Any) -> str | None:
         """What a server says went wrong; None where nothing did."""

@@ -20,6 +20,7 @@ class VLLM:
     """Requests and replies of a vLLM server."""
 
     name = "vllm"
+    sleeps_with = "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
     health = "/health"
 
     def call(self, question: Question, settings: GenerationSettings) -> Call:
@@ -54,14 +55,18 @@ class VLLM:
             raise Malformed(f"the request ended with {reason!r}")
         return checked(Answer(tokens=tokens, log_probs=log_probs), settings, ended=reason == "stop")
 
-    def update(self, folder: Path, version: int) -> list[Call]:
-        """What gives a server new weights, and empties its cache."""
-        return [
-            Call("/pause", None, {"mode": "abort"}),
-            Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}),
-            Call("/reset_prefix_cache", None),
-            Call("/resume", None),
-        ]
+    def update(self, folder: Path, version: int, *, asleep: bool) -> list[Call]:
+        """What gives a server new weights, and empties its cache. To one that sleeps: room, weights, cache."""
+        read = Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        before, after = [Call("/pause", None, {"mode": "abort"})], [Call("/reset_prefix_cache"), Call("/resume")]
+        if asleep:
+            before, room = ([Call("/wake_up", None, {"tags": tag})] for tag in ("weights", "kv_cache"))
+            after = room + after  # an update that was cut off may have left it paused
+        return [*before, read, *after]
+
+    def sleep(self) -> list[Call]:
+        """What makes a server give its device memory back. It forgets its weights: it will wake up to others."""
+        return [Call("/sleep", None, {"level": "2"})]
 
     def updated(self, reply: Any) -> str | None:
         """What a server says went wrong; None where nothing did."""

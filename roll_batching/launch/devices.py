@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from roll_batching.config import JobConfig
+from roll_batching.config.engine_rules import starts_servers
 from roll_batching.errors import ConfigError
 
 
@@ -59,9 +60,13 @@ def visible_devices(devices: Sequence[int], environment: Mapping[str, str] = os.
 
 
 def sampler_device(config: JobConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable that names the sampler's device, where actor_infer names one that is not actor_train's."""
+    """The variable that names the devices of the sampler, or of the servers that the job starts.
+
+    Nothing where that is actor_train's first one. Raises ConfigError where actor_infer names one that is not there.
+    """
     own, shared = config.actor_infer.device_mapping, config.actor_train.device_mapping
-    if not config.asynchronous or own is None or own == shared or not config.actor_infer.strategy_args.runs_on_megatron:
+    sampler = config.asynchronous and own != shared and config.actor_infer.strategy_args.runs_on_megatron
+    if own is None or not (sampler or starts_servers(config)):
         return {}
     from roll_batching.rl.sampler import DEVICE
 

@@ -20,11 +20,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from roll_batching.config import JobConfig
+from roll_batching.config.engine_rules import uses_engine
 from roll_batching.data import FieldSpec, PromptStream, SampleBatch, rank_slice
 from roll_batching.data.rollout_queue import QueueFigures
 from roll_batching.data.texts import Prompt
 from roll_batching.distributed import consensus
 from roll_batching.observe.metrics_file import Row
+from roll_batching.rl.engine_sampler import joined, weights_folder
 from roll_batching.rl.folder import folder_of
 from roll_batching.rl.rollout import StepScores
 from roll_batching.rl.run import Run
@@ -52,14 +55,17 @@ class Drawn:
 class RolloutsAhead:
     """The rollouts of an asynchronous job. Building it, and every method but `close`, is collective.
 
+    `served` is the job with the URLs of its engine's servers, as the sampler needs it.
+
     Raises RankError, the same on all ranks, when the sampler fails or may not be started again.
     """
 
-    def __init__(self, run: Run, stream: PromptStream) -> None:
+    def __init__(self, run: Run, stream: PromptStream, served: JobConfig) -> None:
         self.config, self.strategy, self.stream = run.config, run.strategy, stream
+        self.engine = uses_engine(run.config)
         self.parts = parts_of(self.config.async_generation_ratio, self.config.rollout_batch_size)
-        self.sampler = Sampler(self.config) if dist.get_rank() == 0 else None
-        self.folder = folder_of(self.config) / WEIGHTS
+        self.sampler = Sampler(served) if dist.get_rank() == 0 else None
+        self.folder = (weights_folder(self.config) if self.engine else folder_of(self.config)) / WEIGHTS
         self._made = 0
         self._prompts: list[Prompt] = []
         """Of the step whose request was made last."""
@@ -86,7 +92,10 @@ class RolloutsAhead:
         if step == self.config.max_steps:
             return {}
         path = self.folder / f"version-{step:06d}"
-        self.strategy.save(path, optimizer=False)
+        if self.engine:
+            self.strategy.export(path, replaces=lambda path: True)
+        else:
+            self.strategy.save(path, optimizer=False)
         self._version = step
         with self._agreed("asking for rollouts"):
             if self.sampler is not None:
@@ -117,6 +126,9 @@ class RolloutsAhead:
         if self.sampler is not None:
             self.sampler.close()
             shutil.rmtree(self.folder, ignore_errors=True)
+            if self.engine:
+                with contextlib.suppress(OSError):  # something else lies there
+                    self.folder.parent.rmdir()
 
     def _agreed(self, what: str) -> contextlib.AbstractContextManager[Any]:
         return consensus(self.strategy.layout.host_group, what)
@@ -160,6 +172,7 @@ class RolloutsAhead:
             "sampler_restarts": sampler.restarts,
         }
         ordered = [answers[number] for number in wanted]
+        columns |= joined([answer.figures for answer in ordered])
         return _batch_of(ordered), _scores_of(ordered), columns
 
 

@@ -6,7 +6,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,43 +36,57 @@ _LONGEST_ROUND = 24 * 3600.0
 """Seconds that ranks may be apart while engines answer: each request has a limit of its own."""
 
 
-class EngineSampler:
-    """Samples responses through the engine that `actor_infer` names. One rank of each replica asks it. Collective."""
+def weights_folder(config: JobConfig) -> Path:
+    """Where the model directories of the job's engine lie."""
+    folder = config.actor_infer.engine_args.weights_folder
+    return folder_of(config) / WEIGHTS if folder is None else Path(folder) / config.exp_name
 
-    def __init__(self, config: JobConfig, strategy: MegatronInferStrategy) -> None:
-        role, layout = config.actor_infer, strategy.layout
-        self.strategy, self.layout = strategy, layout
-        self.gap_warning = role.engine_args.gap_warning
+
+class EngineClient:
+    """The engine that `actor_infer` names, asked by one rank of each replica of `layout`. Methods are collective.
+
+    Engines of the job's own processes (hf_infer) answer and read weights on those ranks; servers are told of weights by
+    rank 0. `asleep`: the engine sleeps already.
+    """
+
+    def __init__(self, config: JobConfig, layout: ParallelLayout, *, asleep: bool = False) -> None:
+        role = config.actor_infer
+        self.layout = layout
         self._own_model = role.strategy_args.strategy_name == "hf_infer"
-        folder = role.engine_args.weights_folder
-        self._folder = folder_of(config) / WEIGHTS if folder is None else Path(folder) / config.exp_name
         make = ENGINES.load(role.strategy_args.strategy_name)
         self.engine: Engine = make(role.engine_args, layout.device)
         self._replica = _replica_group(layout)
-        self._version: int | None = None
-        self._transfer_seconds = 0.0
+        self._asleep = asleep
 
-    def update(self, version: int) -> None:
-        """The engine answers with the strategy's weights from now on, which are those of `version`; once per version.
+    def load(self, path: Path, version: int) -> None:
+        """The engine answers with the model directory at `path` from now on, and is awake.
 
-        Raises RankError, the same on all ranks, where the model cannot be written or no replica takes it.
+        Raises RankError, the same on all ranks, where no replica takes it.
         """
-        if version == self._version:
-            return
-        started = time.perf_counter()
-        path = self._folder / f"{version:06d}"
-        self.strategy.export(path, replaces=lambda path: True)  # of a run that was interrupted
 
         def load() -> tuple[str, ...]:
-            if self.layout.reports if self._own_model else dist.get_rank() == 0:
-                self.engine.update_weights(path.resolve(), version)
+            if self._speaks:
+                self.engine.update_weights(path.resolve(), version, asleep=self._asleep)
             return self.engine.live
 
         live = exchange(self.layout.host_group, "sending weights to the engine", load, patience=_LONGEST_ROUND)
         self.engine.use(live[0], version)
-        self._forget(all_but=path)
-        self._version = version
-        self._transfer_seconds += time.perf_counter() - started
+        self._asleep = False
+
+    def sleep(self) -> None:
+        """The engine gives its device memory back until the next `load`.
+
+        Raises RankError, the same on all ranks, where no replica does.
+        """
+        with consensus(self.layout.host_group, "putting the engine to sleep", patience=_LONGEST_ROUND):
+            if self._speaks:
+                self.engine.sleep()
+        self._asleep = True
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it must be loaded before it answers."""
+        return self._asleep
 
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
         """Responses to this replica's prompts, as `MegatronInferStrategy.generate` gives them.
@@ -92,7 +106,54 @@ class EngineSampler:
         found = [(torch.tensor(one.tokens), torch.tensor(one.log_probs, dtype=torch.float32)) for one in answers]
         return as_batch([row.cpu() for row in rows], found)
 
-    def figures(self, home: SampleBatch) -> Row:
+    def figures(self) -> dict[str, float]:
+        """What happened to this rank's requests since the last call. Not collective."""
+        return self.engine.figures()
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank tells the engine of weights."""
+        return self.layout.reports if self._own_model else dist.get_rank() == 0
+
+
+class EngineSampler(EngineClient):
+    """The same on the ranks of a job, which write the model directories, and compare log-probs.
+
+    `sleeps`: the engine sleeps, now and whenever it is told to rest.
+    """
+
+    def __init__(self, config: JobConfig, strategy: MegatronInferStrategy, *, sleeps: bool = False) -> None:
+        super().__init__(config, strategy.layout, asleep=sleeps)
+        self.strategy, self.gap_warning = strategy, config.actor_infer.engine_args.gap_warning
+        self._folder = weights_folder(config)
+        self._sleeps = sleeps
+        self._version: int | None = None
+        self._transfer_seconds = self._sleep_seconds = 0.0
+
+    def update(self, version: int) -> None:
+        """The engine answers with the strategy's weights from now on, which are those of `version`.
+
+        Raises RankError, the same on all ranks, where the model cannot be written or no replica takes it.
+        """
+        if version == self._version and not self.asleep:
+            return
+        started = time.perf_counter()
+        path = self._folder / f"{version:06d}"
+        if version != self._version:
+            self.strategy.export(path, replaces=lambda path: True)  # of a run that was interrupted
+        self.load(path, version)
+        self._forget(all_but=path)
+        self._version = version
+        self._transfer_seconds += time.perf_counter() - started
+
+    def rest(self) -> None:
+        """The model is about to train: an engine that shares its devices sleeps."""
+        if self._sleeps and not self.asleep:
+            started = time.perf_counter()
+            self.sleep()
+            self._sleep_seconds += time.perf_counter() - started
+
+    def columns(self, home: SampleBatch) -> Row:
         """Of the rollouts `home`, and of what led to them.
 
         Where old log-probs are the trainer's own (`logprob_plan` train or own), `engine_gap_mean` and `engine_gap_max`
@@ -107,14 +168,14 @@ class EngineSampler:
             rows = torch.cat([mask[1:], mask.new_zeros(min(1, len(mask)))])  # a prompt follows a sample's last row
             gap = (theirs - ours)[rows & (ours != 0)].cpu()  # samples that no plan held read 0
         mine = (len(gap), float(gap.sum()), float(gap.abs().sum()), float(gap.abs().max()) if len(gap) else 0.0)
-        own = self.engine.figures()
+        own = self.figures()
         parts = exchange(self.layout.host_group, "figures of the engine", lambda: (mine, own, self.layout.reports))
         parts = [part for part in parts if part[2]]
         row: Row = {"weights_seconds": self._transfer_seconds}
-        self._transfer_seconds = 0.0
-        for name in own:
-            join = min if name == "engine_replicas" else sum
-            row[name] = join(figures[name] for _, figures, _ in parts)  # type: ignore[operator]
+        if self._sleeps:
+            row["engine_sleep_seconds"] = self._sleep_seconds
+        self._transfer_seconds = self._sleep_seconds = 0.0
+        row |= joined([figures for _, figures, _ in parts])
         tokens = sum(one[0] for one, _, _ in parts)
         if tokens:
             row["engine_kl"] = sum(one[1] for one, _, _ in parts) / tokens
@@ -145,13 +206,27 @@ class EngineSampler:
                     shutil.rmtree(older, ignore_errors=True)
 
 
+def joined(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """An engine's figures from several who asked it, or who asked it several times."""
+    names = figures[0] if figures else ()
+    return {
+        name: (min if name == "engine_replicas" else sum)(one[name] for one in figures)  # type: ignore[operator]
+        for name in names
+    }
+
+
 @contextmanager
-def engine_sampler(config: JobConfig, strategy: MegatronInferStrategy) -> Iterator[EngineSampler | None]:
-    """The sampler of the engine that `config` names, for the block; None where the strategy's model samples itself."""
-    if not uses_engine(config):
+def engine_sampler(
+    config: JobConfig, strategy: MegatronInferStrategy, *, sleeps: bool
+) -> Iterator[EngineSampler | None]:
+    """The sampler of the engine that `config` names, for the block; `sleeps` as `EngineSampler` has it.
+
+    None where the strategy's model samples itself, and where the process that draws ahead of training asks the engine.
+    """
+    if not uses_engine(config) or config.asynchronous:
         yield None
         return
-    sampler = EngineSampler(config, strategy)
+    sampler = EngineSampler(config, strategy, sleeps=sleeps)
     yield sampler
     sampler.close()
 

@@ -9,11 +9,10 @@ import numpy as np
 
 from roll_batching.data.texts import PromptDataset
 from roll_batching.data.tokenizers import Tokenizer
-from roll_batching.rl.engine_sampler import EngineSampler
 from roll_batching.rl.reward_pool import RewardPool
-from roll_batching.rl.rollout import generate_rollouts, score_rollouts
+from roll_batching.rl.rollout import Source, generate_rollouts, score_rollouts
 from roll_batching.rl.rows import means_of_domains
-from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
+from roll_batching.strategy import GenerationSettings
 
 _STREAM = 3
 """Keeps the draws of evaluations apart from those of rollouts."""
@@ -30,7 +29,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Evaluates a strategy on the first `samples` held-out prompts (all of them again where there are fewer).
+    """Evaluates a policy on the first `samples` held-out prompts (all of them again where there are fewer).
 
     One answer is sampled per prompt, under the rollouts' settings, with fresh draws at every evaluation.
     """
@@ -42,13 +41,13 @@ class Evaluator:
     samples: int
     prompt_length: int
     seed: int
-    engine: EngineSampler | None = None
-    """What samples; None: the strategy's model."""
     shown: int = 0
     """Answers whose texts are told; -1: all."""
 
-    def __call__(self, strategy: MegatronInferStrategy, *, number: int) -> Evaluation:
-        """One evaluation, `number` telling it from the others. Collective; the same on all ranks.
+    def __call__(self, source: Source, *, number: int) -> Evaluation:
+        """One evaluation of what `source` answers, `number` telling it from the others.
+
+        Collective; the same on all ranks.
 
         Its figures are `eval_reward`, `eval_samples`, `eval_response_length_mean`, and for every mark `eval_mark/x`
         (its share), `eval_reward_with/x` and `eval_reward_without/x` (mean reward where it is set and where not; left
@@ -57,10 +56,8 @@ class Evaluator:
         prompts = [self.prompts[i % len(self.prompts)] for i in range(self.samples)]
         seed = int(np.random.SeedSequence([_STREAM, self.seed, number]).generate_state(1)[0])
         settings = replace(self.settings, num_return_sequences=1, seed=seed)
-        rollouts = generate_rollouts(
-            strategy, prompts, self.tokenizer, settings, prompt_length=self.prompt_length, engine=self.engine
-        )
-        scores = score_rollouts(strategy, rollouts, self.reward, shown=self.shown)
+        rollouts = generate_rollouts(source, prompts, self.tokenizer, settings, prompt_length=self.prompt_length)
+        scores = score_rollouts(source, rollouts, self.reward, shown=self.shown)
         figures = {
             "eval_reward": float(scores.rewards.mean()),
             "eval_samples": len(scores.rewards),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from roll_batching.config import JobConfig
 from roll_batching.config.objective_rules import wants_reference
 from roll_batching.data import FieldSpec, SampleBatch
 from roll_batching.data.epochs import PromptStream
@@ -60,16 +61,23 @@ class _Scored:
 
 
 class Grpo:
-    """The RL phase of a run."""
+    """The RL phase of a run.
 
-    def __init__(self, run: Run, objective: Objective, engine: EngineSampler | None = None) -> None:
+    Args:
+        run: what the job's phases share.
+        objective: what the policy learns from.
+        served: the job's settings, with the URLs of its engine's servers.
+        engine: what samples; None: the model in training, or who draws ahead of it.
+    """
+
+    def __init__(self, run: Run, objective: Objective, served: JobConfig, engine: EngineSampler | None = None) -> None:
         self.engine = engine
         self.shared, self.config, self.strategy, self.objective = run, run.config, run.strategy, objective
         inputs, config, layout = run.inputs, run.config, run.strategy.layout
         assert inputs.prompts is not None and inputs.reward is not None
         self.reward = inputs.reward
         self.stream = PromptStream(inputs.prompts, config.rollout_batch_size, seed=config.seed)
-        self.ahead = RolloutsAhead(run, self.stream) if config.asynchronous else None
+        self.ahead = RolloutsAhead(run, self.stream, served) if config.asynchronous else None
         self.progress = Together(self.stream, **objective.advantages.carried())
         self._columns: Row = {}
         self._said: list[dict[str, Any]] = []
@@ -131,11 +139,16 @@ class Grpo:
             self._said = []
             checkpoints.save_if_due(PHASE, step, config.max_steps, self.progress, self.reference)
 
-    def _sampling(self) -> contextlib.AbstractContextManager[None]:
-        """The policy answers prompts: what only training needs makes room."""
+    @contextlib.contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """The policy answers prompts: what only training needs makes room, and an engine makes room for it after."""
         if not self.config.is_offload_states:
-            return contextlib.nullcontext()
-        return self.strategy.offloaded("gradients", "optimizer")
+            yield
+            return
+        with self.strategy.offloaded("gradients", "optimizer"):
+            yield
+            if self.engine is not None:
+                self.engine.rest()
 
     @property
     def _moved(self) -> Moved:
@@ -154,7 +167,6 @@ class Grpo:
             samples=config.eval_samples,
             prompt_length=config.prompt_length,
             seed=config.seed,
-            engine=self.engine,
             shown=config.rollout_samples,
         )
 
@@ -175,7 +187,7 @@ class Grpo:
             return {}
         if self.engine is not None:
             self.engine.update(updates)
-        found = self.evaluator(self.strategy, number=updates)
+        found = self.evaluator(self.engine or self.strategy, number=updates)
         self._told("eval", updates, found.said)
         return {"eval_updates": updates, **found.figures}
 
@@ -227,12 +239,11 @@ class Grpo:
 
     def _scored(self, prompts: Sequence[Prompt], sampling: GenerationSettings) -> tuple[Rollouts, StepScores]:
         rollouts = generate_rollouts(
-            self.strategy,
+            self.engine or self.strategy,
             prompts,
             self.shared.inputs.tokenizer,
             sampling,
             prompt_length=self.config.prompt_length,
-            engine=self.engine,
         )
         return rollouts, score_rollouts(self.strategy, rollouts, self.reward, shown=self.config.rollout_samples)
 
@@ -262,7 +273,7 @@ class Grpo:
 
     def _finish(self, home: SampleBatch) -> SampleBatch:
         if self.engine is not None:
-            self._columns |= self.engine.figures(home)
+            self._columns |= self.engine.columns(home)
         if self.objective.advantages.of_tokens is not None:
             home, columns = self.objective.advantages.of_tokens(home, self.strategy.layout)
             self._columns |= columns

@@ -6,11 +6,13 @@ import contextlib
 from typing import Any
 
 from roll_batching.config import JobConfig
+from roll_batching.config.engine_rules import engine_sleeps
 from roll_batching.config.supervised import supervised
 from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import start_processes
 from roll_batching.observe.wandb_run import require_wandb
 from roll_batching.rl.engine_sampler import engine_sampler
+from roll_batching.rl.engine_servers import engine_servers
 from roll_batching.rl.export import export_at_the_end
 from roll_batching.rl.from_config import Advantages, advantages_of, loss_of
 from roll_batching.rl.grpo import Grpo, Objective
@@ -36,6 +38,7 @@ def run_job(config: JobConfig) -> None:
         Objective(loss=loss, advantages=_advantages(config)) if config.max_steps and not supervised(config) else None
     )
     with contextlib.ExitStack() as until_the_end:
+        served = config if objective is None else until_the_end.enter_context(engine_servers(config))
         run = Run(config, inputs, until_the_end)
         try:
             if config.warmup is not None:
@@ -43,8 +46,8 @@ def run_job(config: JobConfig) -> None:
             if supervised(config):
                 train_on_texts(run, loss)
             if objective is not None:
-                with engine_sampler(config, run.strategy) as engine:
-                    Grpo(run, objective, engine).run()
+                with engine_sampler(served, run.strategy, sleeps=engine_sleeps(config)) as engine:
+                    Grpo(run, objective, served, engine).run()
             model = export_at_the_end(config, run.strategy)
         finally:
             run.recorder.close()

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,10 +20,9 @@ from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
 from roll_batching.planning import batch_balance
-from roll_batching.rl.engine_sampler import EngineSampler
 from roll_batching.rl.reward_pool import RewardPool
 from roll_batching.rl.rewards import Completion, Scored
-from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
+from roll_batching.strategy import GenerationSettings
 
 logger = logging.getLogger(__name__)
 
@@ -52,29 +51,38 @@ class Rollouts:
     """What sampling them took here."""
 
 
+class Source(Protocol):
+    """What answers prompts: a model in training, or an engine."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The ranks that ask."""
+
+    def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
+        """Responses to this data-parallel rank's prompts, as the strategy gives them. Collective."""
+
+
 def generate_rollouts(
-    strategy: MegatronInferStrategy,
+    source: Source,
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer,
     settings: GenerationSettings,
     *,
     prompt_length: int,
-    engine: EngineSampler | None = None,
 ) -> Rollouts:
     """Sample `settings.num_return_sequences` responses to each prompt. Collective.
 
     `prompts` are all prompts of the step, the same on every rank; Karmarkar-Karp gives each data-parallel rank
-    as many of them, of about the same cost. `settings.seed` is the step's own. `engine` samples where there is one,
-    else the strategy's model.
+    as many of them, of about the same cost. `settings.seed` is the step's own.
     """
-    layout = strategy.layout
+    layout = source.layout
     encoded = encode_prompts(prompts, tokenizer, max_length=prompt_length)
     homes = batch_balance(encoded.lengths.numpy(), layout.dp_size)
     mine = np.flatnonzero(homes == layout.dp_rank)
     group = settings.num_return_sequences
     numbers = (torch.from_numpy(mine)[:, None] * group + torch.arange(group)).flatten()
     began = time.perf_counter()
-    batch = (engine or strategy).generate(encoded.select(mine), settings).with_ids(numbers)
+    batch = source.generate(encoded.select(mine), settings).with_ids(numbers)
     seconds = time.perf_counter() - began
     records = [prompts[i] for i in np.repeat(mine, group).tolist()]
     return Rollouts(
@@ -150,9 +158,7 @@ def start_reward(layout: ParallelLayout, reward: RewardPool) -> None:
             reward.start()
 
 
-def score_rollouts(
-    strategy: MegatronInferStrategy, rollouts: Rollouts, reward: RewardPool, *, shown: int = 0
-) -> StepScores:
+def score_rollouts(source: Source, rollouts: Rollouts, reward: RewardPool, *, shown: int = 0) -> StepScores:
     """Score every response once, on one rank of its replica, and tell all ranks. Collective.
 
     Of `shown` responses (-1: of all), spread evenly over the step, the texts are told as well.
@@ -161,7 +167,7 @@ def score_rollouts(
     is not finite and the policy is `error`; it names the samples. DataError where it fails on all samples. Ranks that
     are done wait as long as the reward's own limit allows the others.
     """
-    layout = strategy.layout
+    layout = source.layout
     parts = exchange(
         layout.host_group,
         "scoring",

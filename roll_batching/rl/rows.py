@@ -85,10 +85,13 @@ def score_row(scores: StepScores) -> Row:
 def timeline_row(row: Row, *, ahead: bool) -> Row:
     """Shares of the step's `seconds`: rollout, reward, transfer of weights, training, and waiting for others.
 
+    An engine that sleeps while the model trains goes to sleep and wakes up within the transfer.
+
     Waiting is what rank 0's rollouts took beyond the replicas' mean. Where rollouts come from `ahead` of training, all
     that they took is. What is left to 1 are evaluations and what lies between.
     """
-    whole, rollouts, transfer = row["seconds"], row["rollout_seconds"], row.get("weights_seconds", 0.0)
+    whole, rollouts = row["seconds"], row["rollout_seconds"]
+    transfer = row.get("weights_seconds", 0.0) + row.get("engine_sleep_seconds", 0.0)
     parts = {"rollout": row["generate_seconds"], "reward": row["reward_seconds"], "train": row["update_seconds"]}
     if ahead:
         parts = {"train": row["update_seconds"] - transfer, "wait": rollouts}

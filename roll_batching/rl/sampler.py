@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from roll_batching.config import JobConfig
+from roll_batching.config.engine_rules import SERVED, uses_engine
 from roll_batching.errors import DataError
 from roll_batching.rl.child_process import how_it_ended, start_child
 from roll_batching.rl.sampler_child import Answer, Failed, Loaded, Request, Weights, receive, send
 
 DEVICE = "ROLL_BATCHING_SAMPLER_DEVICE"
-"""Variable by which rank 0 hears which device is the sampler's, as CUDA_VISIBLE_DEVICES has it."""
+"""Variable by which rank 0 hears which devices are actor_infer's, as CUDA_VISIBLE_DEVICES has them."""
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLL_BATCHING_FAILURES")
 """Variables that say which rank a process is: the sampler is none."""
 _SECONDS_BEFORE_NOTICE = 30.0
@@ -67,7 +68,9 @@ class Sampler:
     def start(self) -> None:
         """Starts the process. It builds its model while this one goes on."""
         environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
-        if DEVICE in environment:
+        if self.config.actor_infer.strategy_args.strategy_name in SERVED and uses_engine(self.config):
+            environment |= {"CUDA_VISIBLE_DEVICES": ""}  # it asks servers, and needs no device
+        elif DEVICE in environment:
             environment |= {"CUDA_VISIBLE_DEVICES": environment[DEVICE], "LOCAL_RANK": "0"}
         self._process, self._connection = start_child("roll_batching.rl.sampler_child", environment=environment)
         self._heard, self._started, self._outbox = time.monotonic(), False, queue.SimpleQueue()

@@ -1,7 +1,8 @@
 """The process that draws rollouts while another trains; `sampler` starts it and speaks with it.
 
 It holds a copy of the model in the layout of a single process, and takes over weights from checkpoints that training
-writes. It does the lowest-numbered of what it was asked for, each with the newest weights there are when it begins.
+writes; or it asks an engine, which reads them as model directories. It does the lowest-numbered of what it was asked
+for, each with the newest weights there are when it begins.
 """
 
 from __future__ import annotations
@@ -14,20 +15,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from roll_batching.config import JobConfig, WorkerConfig
+from roll_batching.config.engine_rules import uses_engine
 from roll_batching.data.texts import Prompt
 from roll_batching.errors import RollBatchingError
 from roll_batching.lifetime import die_with_parent
 from roll_batching.registry import describe_error
 
+if TYPE_CHECKING:
+    from roll_batching.rl.engine_sampler import EngineClient
+    from roll_batching.strategy import MegatronInferStrategy
+
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """New weights: a checkpoint's folder."""
+    """New weights: a checkpoint's folder, or a model directory."""
 
     version: int
     """RL steps that made them."""
@@ -60,6 +66,8 @@ class Answer:
     """`input_ids`, `response_mask`, `log_probs`: flat, as in a `SampleBatch`."""
     scores: Any
     """`rollout.StepScores`, ids from 0."""
+    figures: dict[str, float]
+    """Of the engine, where one drew them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +110,7 @@ def serve(descriptor: int, parent: int) -> None:
         while True:
             weights, request = inbox.next()
             if weights is not None:
-                sampler.strategy.load(weights.path)
-                sampler.version = weights.version
+                sampler.load(weights)
                 send(connection, Loaded(version=weights.version))
             if request is not None:
                 send(connection, sampler.answer(request))
@@ -161,7 +168,6 @@ class _Sampler:
         from roll_batching.rl.from_config import sampling_of
         from roll_batching.rl.inputs import load_tokenizer
         from roll_batching.rl.reward_pool import reward_of
-        from roll_batching.strategy import MegatronInferStrategy
 
         self.config = config
         self.tokenizer = load_tokenizer(config)
@@ -169,26 +175,36 @@ class _Sampler:
         reward = reward_of(config)
         assert reward is not None, "an RL job has a reward"
         self.reward = reward
-        self.strategy = MegatronInferStrategy(
-            sampler_worker(config), seed=config.seed, temperature=self.sampling.temperature
+        self.source: EngineClient | MegatronInferStrategy = (
+            _engine(config) if uses_engine(config) else _model(config, self.sampling.temperature)
         )
-        self.strategy.initialize(weights=False)
         self.version = -1
         self.reward.start()
 
+    def load(self, weights: Weights) -> None:
+        """Draws with `weights` from now on."""
+        from roll_batching.rl.engine_sampler import EngineClient
+
+        if isinstance(self.source, EngineClient):
+            self.source.load(weights.path, weights.version)
+        else:
+            self.source.load(weights.path)
+        self.version = weights.version
+
     def answer(self, request: Request) -> Answer:
         """Draws and scores."""
+        from roll_batching.rl.engine_sampler import EngineClient
         from roll_batching.rl.rollout import generate_rollouts, score_rollouts
 
         began = time.perf_counter()
         rollouts = generate_rollouts(
-            self.strategy,
+            self.source,
             request.prompts,
             self.tokenizer,
             replace(self.sampling, seed=request.seed),
             prompt_length=self.config.prompt_length,
         )
-        scores = score_rollouts(self.strategy, rollouts, self.reward, shown=request.shown)
+        scores = score_rollouts(self.source, rollouts, self.reward, shown=request.shown)
         batch = rollouts.batch
         return Answer(
             number=request.number,
@@ -197,7 +213,24 @@ class _Sampler:
             lengths=batch.lengths.numpy(),
             fields={name: batch[name].cpu().numpy() for name in ("input_ids", "response_mask", "log_probs")},
             scores=scores,
+            figures=self.source.figures() if isinstance(self.source, EngineClient) else {},
         )
+
+
+def _engine(config: JobConfig) -> EngineClient:
+    from roll_batching.distributed.parallel_layout import make_layout, start_processes
+    from roll_batching.planning import ParallelDims
+    from roll_batching.rl.engine_sampler import EngineClient
+
+    return EngineClient(config, make_layout(ParallelDims.of_world(1), start_processes()))
+
+
+def _model(config: JobConfig, temperature: float) -> MegatronInferStrategy:
+    from roll_batching.strategy import MegatronInferStrategy
+
+    strategy = MegatronInferStrategy(sampler_worker(config), seed=config.seed, temperature=temperature)
+    strategy.initialize(weights=False)
+    return strategy
 
 
 def sampler_worker(config: JobConfig) -> WorkerConfig:

@@ -135,7 +135,7 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
     ):
         assert key in idle
     changed = {one.key: one.meaning for one in done.changed}
-    assert "vllm is not started" in changed["actor_infer.strategy_args.strategy_name"]
+    assert settings["actor_infer"]["strategy_args"] == {"strategy_name": "vllm", "strategy_config": {"block_size": 16}}
     assert "256 tokens" in changed["actor_train.use_sequence_packing"], "the cap that follows is said"
     assert "RB_TEST_OUTPUT" in changed["output_dir"]
     assert settings["rewards"] == {

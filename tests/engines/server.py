@@ -100,16 +100,19 @@ class Model:
 
 
 class Server:
-    """One replica."""
+    """One replica. `sleeps`: it was started so that it can give its memory back."""
 
-    def __init__(self, folder: str, processed: bool) -> None:
-        self.model, self.processed = Model(folder), processed
+    def __init__(self, folder: str, processed: bool, sleeps: bool) -> None:
+        self.model, self.processed, self.sleeps = Model(folder), processed, sleeps
+        self.asleep: set[str] = set()
+        """Of "weights" and "kv_cache", what has no memory at the moment."""
         self.version = "default"
         self.going = asyncio.Event()
         self.going.set()
         self.busy = asyncio.Lock()
         self.seen: collections.Counter[str] = collections.Counter()
         self.in_flight = self.most_in_flight = 0
+        self.requests: set[asyncio.Task[Any]] = set()
         self.prompts: list[list[int]] = []
         self.faults: list[str] = []
         self.close: Any = None
@@ -122,6 +125,8 @@ class Server:
             web.post("/pause_generation", self.pause_generation),
             web.post("/continue_generation", self.continue_generation),
             web.post("/update_weights_from_disk", self.update_weights_from_disk),
+            web.post("/release_memory_occupation", self.release_memory_occupation),
+            web.post("/resume_memory_occupation", self.resume_memory_occupation),
         ]
         vllm = [
             web.post("/v1/completions", self.completions),
@@ -129,6 +134,7 @@ class Server:
             web.post("/resume", self.resume),
             web.post("/collective_rpc", self.collective_rpc),
             web.post("/reset_prefix_cache", self.reset_prefix_cache),
+            *([web.post("/sleep", self.sleep), web.post("/wake_up", self.wake_up)] if self.sleeps else []),
         ]
         app.add_routes(common + (sglang if kind == "sglang" else vllm))
         return app
@@ -192,6 +198,7 @@ class Server:
         body = await fields(request, ["mode"])
         if body.get("mode", "abort") not in ("abort", "retract", "in_place"):
             raise web.HTTPBadRequest(text="mode")
+        await self.abort()
         self.going.clear()
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
@@ -209,6 +216,18 @@ class Server:
         if body.get("weight_version") is not None:
             self.version = body["weight_version"]
         return web.json_response({"success": True, "message": "Succeeded to update model weights."})
+
+    async def release_memory_occupation(self, request: web.Request) -> web.Response:
+        body = await fields(request, ["tags"])
+        if self.in_flight or not self.sleeps:
+            raise web.HTTPBadRequest(text="requests are running" if self.in_flight else "no memory saver")
+        self.release(body.get("tags") or ["weights", "kv_cache"])
+        return web.json_response({"success": True, "message": ""})
+
+    async def resume_memory_occupation(self, request: web.Request) -> web.Response:
+        body = await fields(request, ["tags"])
+        self.asleep -= set(body.get("tags") or ["weights", "kv_cache"])
+        return web.json_response({"success": True, "message": ""})
 
     # ---- vLLM
 
@@ -257,6 +276,7 @@ class Server:
     async def pause(self, request: web.Request) -> web.Response:
         if request.query.get("mode", "abort") not in ("abort", "wait", "keep"):
             raise web.HTTPUnprocessableEntity(text="mode")
+        await self.abort()
         self.going.clear()
         return web.json_response({"status": "paused"})
 
@@ -277,10 +297,36 @@ class Server:
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         return web.Response()
 
+    async def sleep(self, request: web.Request) -> web.Response:
+        if request.query.get("level", "1") != "2":
+            raise web.HTTPInternalServerError(text="this server knows level 2")
+        await self.abort()
+        self.release(["weights", "kv_cache"])
+        return web.Response()
+
+    async def wake_up(self, request: web.Request) -> web.Response:
+        self.asleep -= set(request.query.getall("tags", ["weights", "kv_cache"]))
+        return web.Response()
+
     # ---- both
 
+    async def abort(self) -> None:
+        """Ends all requests, as pausing and sleeping do by default."""
+        for task in list(self.requests):
+            task.cancel()
+        await asyncio.sleep(0.05)
+
+    def release(self, tags: list[str]) -> None:
+        """What was in that memory is forgotten."""
+        self.asleep |= set(tags)
+        self.seen["sleeps"] += 1
+        if "weights" in tags:
+            self.model.model = None
+
     async def load(self, folder: str) -> None:
-        if self.going.is_set():
+        if "weights" in self.asleep:
+            raise RuntimeError("there is no memory for weights")
+        if self.going.is_set() and not self.asleep:
             raise RuntimeError("weights are changed while generation goes on")
         async with self.busy:
             await asyncio.to_thread(self.model.load, folder)
@@ -291,6 +337,9 @@ class Server:
         self.prompts.append(prompt)
         self.in_flight += 1
         self.most_in_flight = max(self.in_flight, self.most_in_flight)
+        task = asyncio.current_task()
+        assert task is not None
+        self.requests.add(task)
         try:
             fault = self.faults.pop(0) if self.faults else ""
             if fault == "slow":
@@ -301,11 +350,14 @@ class Server:
                 assert request.transport is not None
                 request.transport.abort()
             await self.going.wait()
+            if self.asleep:
+                raise web.HTTPInternalServerError(text=f"asleep: {sorted(self.asleep)}")
             async with self.busy:
                 made = await asyncio.to_thread(self.model.sample, prompt, how)
             return web.json_response(reply(*made, fault))
         finally:
             self.in_flight -= 1
+            self.requests.discard(task)
 
 
 async def fields(request: web.Request, names: list[str]) -> dict[str, Any]:
@@ -321,17 +373,19 @@ def known(body: dict[str, Any], names: list[str]) -> None:
         raise web.HTTPBadRequest(text=json.dumps({"error": {"message": f"unknown fields: {extra}"}}))
 
 
-async def serve(folder: str, kind: str, ports: list[int], processed: bool) -> None:
+async def serve(
+    folder: str, kind: str, ports: list[int], processed: bool, sleeps: bool, host: str = "127.0.0.1"
+) -> None:
     """Serves for ever; tells the URLs in one line."""
     urls = []
     for port in ports:
-        server = Server(folder, processed)
+        server = Server(folder, processed, sleeps)
         runner = web.AppRunner(server.app(kind), shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
+        site = web.TCPSite(runner, host, port)
         await site.start()
         server.close = runner.cleanup
-        urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        urls.append(f"http://{host}:{runner.addresses[0][1]}")
     print(json.dumps(urls), flush=True)
     await asyncio.Event().wait()
 
@@ -350,12 +404,13 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--port", type=int, default=0, help="of the first; the others follow. 0: any")
     parser.add_argument("--processed", action="store_true", help="vllm: as --logprobs-mode processed_logprobs")
+    parser.add_argument("--sleeps", action="store_true", help="as --enable-sleep-mode, --enable-memory-saver")
     args = parser.parse_args()
     torch.set_num_threads(1)
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     ports = [args.port + n if args.port else 0 for n in range(args.replicas)]
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(args.model, args.kind, ports, args.processed))
+        asyncio.run(serve(args.model, args.kind, ports, args.processed, args.sleeps))
 
 
 if __name__ == "__main__":

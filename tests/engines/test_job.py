@@ -11,7 +11,7 @@ from roll_batching.observe.metrics_file import read_metrics
 from tests.engines.test_replicas import order, seen, start
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job
-from tests.rl.jobs import write_data
+from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("aiohttp")
@@ -72,6 +72,30 @@ def test_an_engine_answers_as_the_model_in_training_does(folder, report):
     report(f"mismatch of log-probs: {theirs[-1]['engine_gap_mean']:.1e} in the mean")
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_engine_sleeps_while_the_model_trains(kind, folder, report):
+    """It sleeps before the model is built and after all rollouts of a step, and draws the same as one that does not."""
+    server, urls = start(folder / "model", "--kind", kind, "--processed", "--sleeps")
+    try:
+        engine = {"strategy_args": {"strategy_name": kind}, "engine_args": {"urls": urls}}
+        changes = {"warmup": None, "actor_infer": engine, "eval_steps": 1}
+        run_ranks(1, "tests.rl.jobs:run", job(folder, exp_name="awake", **changes))
+        assert "sleeps" not in seen(urls[0])
+        run_ranks(1, "tests.rl.jobs:run", job(folder, exp_name="asleep", is_offload_states=True, **changes))
+        told = seen(urls[0])
+    finally:
+        server.kill()
+        server.wait()
+    awake, asleep = rows_of(folder, "awake"), rows_of(folder, "asleep")
+    for name in ("reward", "loss", "grad_norm", "eval_reward"):
+        assert [row[name] for row in asleep] == [row[name] for row in awake], name
+    # Before the model is built, after each step's rollouts, after the evaluation of the last step.
+    assert told["sleeps"] == 4
+    assert all(row["engine_sleep_seconds"] > 0 and row["share/transfer"] > 0 for row in asleep)
+    assert "engine_sleep_seconds" not in awake[0]
+    report(f"{kind}: asleep after {asleep[-1]['engine_sleep_seconds']:.3f} s, rows as without sleep")
+
+
 def test_transformers_under_tensor_parallelism(folder):
     """One replica of two ranks: one asks, both get the answers; their log-probs go into the loss."""
     changes = {
@@ -108,18 +132,19 @@ def test_what_an_engine_needs(folder, report):
     with pytest.raises(ConfigFileError, match="is read by sglang and vllm"):
         config_from_dict(own)
     report(str(caught.value))
-    ahead = {"actor_infer": {"strategy_args": {"strategy_name": "hf_infer"}}, "async_generation_ratio": 1}
-    with pytest.raises(ConfigFileError, match="async_generation_ratio: needs rollouts that wait for training"):
-        config_from_dict(job(folder, **ahead))
 
 
 @pytest.mark.config
-def test_an_engine_without_servers_is_named(folder):
+def test_what_has_no_effect_on_an_engine_is_named(folder):
     quiet = {"strategy_args": {"strategy_name": "vllm"}, "engine_args": {"urls": ["http://localhost:8000"]}}
     assert config_from_dict(job(folder, actor_infer=quiet)).notices == ()
-    loud = config_from_dict(job(folder, actor_infer={"strategy_args": {"strategy_name": "vllm"}}))
-    (notice,) = loud.notices
-    assert "vllm is not started: rollouts run on the Megatron model itself" in notice.text
+    vllm = {"strategy_args": {"strategy_name": "vllm", "strategy_config": {"block_size": 16, "sleep_level": 1}}}
+    loud = config_from_dict(settings(folder, actor_infer=vllm))
+    texts = {notice.path.split(".")[-1]: notice.text for notice in loud.notices}
+    assert "vllm is not started: rollouts run on the Megatron model itself" in texts["strategy_name"]
+    assert "which is not started here" in texts["block_size"]
+    (notice,) = config_from_dict(job(folder, actor_infer=vllm)).notices
+    assert notice.path.endswith("sleep_level") and "wakes up to new ones" in notice.text
     with_servers = {**quiet, "device_mapping": [3], "generating_args": {"max_tokens_in_cache": 1000}}
     with_servers["strategy_args"] = {"strategy_name": "vllm", "strategy_config": {"block_size": 16}}
     said = {notice.path: notice.text for notice in config_from_dict(job(folder, actor_infer=with_servers)).notices}

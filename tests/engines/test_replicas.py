@@ -45,7 +45,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(params=["sglang", "vllm"])
 def servers(request, model):
-    process, urls = start(model[0], "--kind", request.param, "--replicas", "2", "--processed")
+    process, urls = start(model[0], "--kind", request.param, "--replicas", "2", "--processed", "--sleeps")
     yield DIALECTS[request.param], urls
     process.kill()
     process.wait()
@@ -103,6 +103,29 @@ def test_a_round_with_faults(servers, model, report):
     report(str(caught.value))
 
 
+def test_sleep_and_wake(servers, model, report):
+    """Asleep nobody answers; weights wake them up, in the order that leaves room; one that is gone is dropped."""
+    dialect, urls = servers
+    engine = Replicas(urls, dialect, EngineLimits(seconds=20, retries=1))
+    engine.update_weights(model[0].resolve(), 7)
+    asked = questions(2, 2)
+    awake = engine.generate(asked, SETTINGS)
+    engine.sleep()
+    with pytest.raises(EngineError, match=r"status 500: asleep: \['kv_cache', 'weights'\]"):
+        engine.generate(asked, SETTINGS)
+    with pytest.raises(EngineError, match="there is no memory for weights"):
+        engine.update_weights(model[0].resolve(), 8)
+    engine.update_weights(model[0].resolve(), 8, asleep=True)
+    assert engine.generate(asked, SETTINGS) == awake
+    order(urls[1], "die")
+    time.sleep(0.5)
+    engine.sleep()
+    assert engine.live == (urls[0],)
+    engine.update_weights(model[0].resolve(), 9, asleep=True)
+    assert engine.generate(asked, SETTINGS) == awake
+    assert seen(urls[0])["sleeps"] == 2
+
+
 def check_log_probs(model, asked, answers):
     """Tokens among the 20 likeliest, and their log-probs at the temperature, by transformers alone."""
     for question, answer in zip(asked, answers, strict=True):
@@ -132,6 +155,16 @@ def test_a_slow_server_is_not_waited_for(one_server):
     started = time.monotonic()
     assert len(engine.generate(questions(1, 1), SETTINGS)) == 1
     assert 2 <= time.monotonic() - started < 60
+
+
+@pytest.mark.bad_input
+def test_a_server_that_cannot_sleep(one_server, report):
+    engine = Replicas([one_server], SGLang())
+    with pytest.raises(
+        EngineError, match="no server went to sleep: .*no memory saver.*--enable-memory-saver"
+    ) as caught:
+        engine.sleep()
+    report(str(caught.value))
 
 
 @pytest.mark.bad_input
