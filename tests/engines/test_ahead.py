@@ -15,7 +15,7 @@ from tests.rl.test_ahead import RUN, rows_of, trained_on
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("aiohttp")
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_an_engine_answers_as_the_model_in_training_does(folder, report):
     report(f"mismatch of log-probs: {theirs[-1]['engine_gap_mean']:.1e} in the mean")
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
 def test_an_engine_sleeps_while_the_model_trains(kind, folder, report):
     """It sleeps before the model is built and after all rollouts of a step, and draws the same as one that does not."""
     server, urls = start(folder / "model", "--kind", kind, "--processed", "--sleeps")

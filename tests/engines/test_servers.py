@@ -94,7 +94,7 @@ def rows_of(folder):
     return [row for row in map(json.loads, lines) if row["phase"] == "rl"]
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
 def test_a_job_starts_its_servers_and_ends_them(kind, folder, report):
     """Two servers of one device each, two ranks; `done` fails where a process of the job is left."""
     options = {"vllm": {"max_model_len": 64, "enforce_eager": True}, "sglang": {"mem_fraction_static": 0.5}}[kind]
@@ -113,13 +113,14 @@ def test_a_job_starts_its_servers_and_ends_them(kind, folder, report):
     report(f"started by the job: {command}")
 
 
+@pytest.mark.slow
 @pytest.mark.bad_input
 def test_a_server_that_does_not_start_ends_the_job_with_its_last_lines(folder, report):
     programs = install(folder / "engine")
     file = written(folder, "vllm", {"gpu_memory_utilisation": 0.5}, actor_train__device_mapping=[0, 1])
     code, said = done(folder, *train(file), timeout=400, **programs)
     assert code == 1 and "error: unrecognized arguments: --gpu-memory-utilisation 0.5" in said.splitlines()[-1], said
-    assert "starting the engine's servers: the server at http://127.0.0.1:" in said
+    assert "starting the engine's servers: rank 0: EngineError: the server at http://127.0.0.1:" in said
     code, said = done(folder, *train(written(folder, "vllm")), timeout=400, TEST_ENGINE="dies", **programs)
     assert code == 1 and "ended with exit code 3 before it was ready" in said, said
     assert said.splitlines()[-1].endswith("CUDA out of memory")
@@ -131,7 +132,10 @@ def test_a_server_that_does_not_start_ends_the_job_with_its_last_lines(folder, r
     assert time.monotonic() - began > 5
 
 
-@pytest.mark.parametrize("whom", ["launcher", "rank", "keeper"])
+SLOW = [pytest.param(whom, marks=pytest.mark.slow) for whom in ("rank", "keeper")]
+
+
+@pytest.mark.parametrize("whom", ["launcher", *SLOW])
 def test_no_server_outlives_the_job(whom, folder):
     file = written(folder, "vllm", infer={"device_mapping": [0]}, max_steps=1000, eval_samples=0)
     with started(folder, *train(file), **install(folder / "engine")) as launcher:
