@@ -58,7 +58,8 @@ def drive() -> None:
 
     from roll_batching.driver.group import WorkerGroup
 
-    ray.init(num_cpus=RANKS, logging_level="error", object_store_memory=200_000_000)  # or address="auto": yours
+    # Or ray.init("auto"): the Ray that runs on this machine.
+    ray.init("local", num_cpus=RANKS, object_store_memory=200_000_000, logging_level="error")
     with WorkerGroup(POLICY, RANKS, seed=5) as policy:
         for step in range(STEPS):
             batch = rollouts(step)

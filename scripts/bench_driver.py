@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import sys
 import time
 from pathlib import Path
@@ -36,27 +35,27 @@ SECONDS, SHARE = 2.0, 1.1
 class StandIn:
     """Ranks without a model: what they read is read, and log-probs are zeros."""
 
-    def as_rank(self, rank: int, station: Any, method: str, arguments: Any, name: str, *handed: Any) -> Any:
+    def as_rank(self, rank: int, dp_rank: int, reports: bool, method: str, _: Any, name: str, *handed: Any) -> Any:
         """What `StrategyRank.work` does, for the rank of this number."""
         from roll_batching.driver.columns import Column, share_of
 
         assert "torch" not in sys.modules
-        _, plan, *parts = handed
+        plan, *parts = handed[1:]
         columns = {field: column for part in parts for field, column in part.items()}
-        tokens = int(share_of(plan, station.dp_rank)[1].sum())
+        tokens = int(share_of(plan, dp_rank)[1].sum())
         assert all(len(column.values) == tokens for column in columns.values() if column.per_token)
         read = sum(int(column.values.view(np.uint8).sum()) for column in columns.values())
         if method == "train_step":
             return ({"read": read} if rank == 0 else None), None
         made = Column(values=np.zeros(tokens, np.float32), kind="next_token", pad=0, dtype="float32")
-        return None, {name: made} if station.reports else None
+        return None, {name: made} if reports else None
 
 
 class AsRank:
     """An actor, called as one of the ranks that it stands for."""
 
     def __init__(self, actor: Any, rank: int, station: Any) -> None:
-        self.actor, self.rank, self.station, self.calls = actor, rank, station, 0
+        self.actor, self.place, self.calls = actor, (rank, station.dp_rank, station.reports), 0
 
     @property
     def work(self) -> AsRank:
@@ -71,7 +70,7 @@ class AsRank:
     def remote(self, *arguments: Any) -> Any:
         """One message."""
         self.calls += 1
-        return self.actor.as_rank.options(num_returns=2).remote(self.rank, self.station, *arguments)
+        return self.actor.as_rank.options(num_returns=2).remote(*self.place, *arguments)
 
 
 def rollouts(samples: int, mean: int) -> Any:
@@ -93,12 +92,15 @@ def rollouts(samples: int, mean: int) -> Any:
 
 
 def stored() -> int:
-    """Bytes in the object store, as Ray counts them."""
-    from ray._private.internal_api import memory_summary
+    """Bytes in the object store, by what Ray says is free of it, once that has settled."""
+    import ray
 
-    found = re.search(r"Plasma memory usage ([\d.]+) MiB", memory_summary(stats_only=True))
-    assert found is not None, "Ray's words changed"
-    return int(float(found[1]) * 2**20)
+    found, last = 0, -1
+    while found != last:
+        last = found
+        time.sleep(2.0)
+        found = int(ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"])
+    return found
 
 
 def measure(batch: Any, ranks: int, tp_size: int, actors: list[Any]) -> dict[str, Any]:
@@ -116,9 +118,7 @@ def measure(batch: Any, ranks: int, tp_size: int, actors: list[Any]) -> dict[str
     each = ranks // len(actors)
     called = [AsRank(actors[rank // each], rank, stations[rank]) for rank in range(ranks)]
     team = Ranks(called)
-    until = time.monotonic() + 30
-    while (before := stored()) and time.monotonic() < until:  # what the last step left is freed a little later
-        time.sleep(0.2)
+    before = stored()
     marks = {"start": time.process_time()}
     started = time.perf_counter()
     constraints = PlanConstraints(dp_size=dp_size, tp_size=tp_size, max_tokens=CAP)
@@ -135,7 +135,9 @@ def measure(batch: Any, ranks: int, tp_size: int, actors: list[Any]) -> dict[str
     said, _ = call_ranks(called, stations, held, "train_step")
     answers = team.answers(said)
     marks["train"] = time.process_time()
-    assert team.failure is None and answers[0]["read"] > 0
+    wall, size = time.perf_counter() - started, stored() - before
+    assert team.failure is None, team.failure
+    assert answers[0]["read"] > 0
     spent = list(marks.values())
     samples = sum(field.nbytes for field in batch.fields.values()) + 2 * 4 * batch.num_tokens + 4 * len(batch)
     return {
@@ -143,12 +145,12 @@ def measure(batch: Any, ranks: int, tp_size: int, actors: list[Any]) -> dict[str
         "replicas": dp_size,
         "driver_seconds": spent[-1] - spent[0],
         "driver_seconds_by_part": {
-            part: end - begin for part, begin, end in zip(list(marks)[1:], spent, spent[1:], strict=True)
+            part: end - begin for part, begin, end in zip(list(marks)[1:], spent[:-1], spent[1:], strict=True)
         },
-        "wall_seconds": time.perf_counter() - started,
+        "wall_seconds": wall,
         "sample_bytes": samples,
-        "stored_bytes": stored() - before,
-        "stored_share": (stored() - before) / samples,
+        "stored_bytes": size,
+        "stored_share": size / samples,
         "objects_put": 1 + len(held.parts) * dp_size,
         "calls": sum(one.calls for one in called),
         "calls_per_pass_and_rank": sum(one.calls for one in called) / 3 / ranks,
@@ -169,11 +171,12 @@ def main() -> None:
 
     batch = rollouts(given.samples, given.mean)
     room = 2 * sum(field.nbytes for field in batch.fields.values()) + 200_000_000
-    ray.init(num_cpus=ACTORS, object_store_memory=room, include_dashboard=False, logging_level="error")
+    ray.init("local", num_cpus=ACTORS, object_store_memory=room, include_dashboard=False, logging_level="error")
     actors = [ray.remote(StandIn).options(num_cpus=1).remote() for _ in range(ACTORS)]
     ray.get([actor.__ray_ready__.remote() for actor in actors])
     small = rollouts(64, given.mean)
-    measure(small, given.ranks, 1, actors)  # everything imported and compiled
+    for tp_size in (8, 1):
+        measure(small, given.ranks, tp_size, actors)  # everything imported and compiled
     runs = [measure(batch, given.ranks, tp_size, actors) for tp_size in (8, 1)]
     growth = [measure(small, ranks, 1, actors) for ranks in (8, 16, 32, 64)]
     ray.shutdown()
@@ -196,6 +199,7 @@ def main() -> None:
             for what, value, limit in (
                 ("seconds", run["driver_seconds"], SECONDS),
                 ("share", run["stored_share"], SHARE),
+                ("bytes missing", float(run["stored_bytes"] < run["sample_bytes"]), 0.0),
                 ("calls per pass and rank", run["calls_per_pass_and_rank"], 1.0),
             )
             if value > limit

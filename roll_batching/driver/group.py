@@ -44,6 +44,11 @@ class WorkerGroup:
         strategy: a class of your own instead of `MegatronTrainStrategy`, which it extends.
         variables: further environment variables of the ranks, such as `job.environment()`.
         folder: ranks keep logs in `folder/logs`; None for none but Ray's.
+
+    Raises:
+        LayoutError: when `count` ranks do not divide into replicas.
+        RankError: what all ranks failed with alike, as for wrong samples; they can be called again.
+        RollBatchingError: what else ended a rank; none is left then.
     """
 
     def __init__(

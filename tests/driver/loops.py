@@ -16,7 +16,7 @@ from roll_batching.losses import SFTLoss
 def main(folder: Path) -> None:
     worker = POLICY.model_copy(deep=True)
     worker.strategy_args.strategy_config.tensor_model_parallel_size = 1
-    ray.init(num_cpus=2, logging_level="error", include_dashboard=False, object_store_memory=200_000_000)
+    ray.init("local", num_cpus=2, object_store_memory=200_000_000, include_dashboard=False)
     with WorkerGroup(worker, 2, seed=5, folder=folder) as policy:
         batch = rollouts(0)
         try:
