@@ -23,8 +23,8 @@ from tests.streams.jobs import settings as stream_settings
 from tests.streams.jobs import write_data as write_stream_data
 
 RANKS = 2
-ENGINE_FIGURES = ("engine_replicas", "engine_failed_attempts", "engine_requests", "reward_failures")
-"""Columns that count what went wrong, and so differ after a kill."""
+COUNTS = ("engine_replicas", "engine_dropped", "engine_requests", "engine_failed_attempts")
+"""Columns that count servers and attempts, and so differ after a kill."""
 
 
 SMALL = {
@@ -187,7 +187,7 @@ def _is(kind: str, process: psutil.Process, of_launcher: set[int]) -> bool:
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """What a job wrote of its steps, without times and counts of failures."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    left_out = {*TIMES, *ENGINE_FIGURES}
+    left_out = {*TIMES, *COUNTS}
     return [{key: value for key, value in json.loads(line).items() if key not in left_out} for line in lines]
 
 
