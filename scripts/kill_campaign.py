@@ -155,6 +155,8 @@ class Campaign:
             seconds = time.monotonic() - hit
             fault = "" if became else f"nothing happened within {LIMIT * self.slack:g} s"
             code, left = self._ended(running, became)
+            if became == "ended":
+                seconds = time.monotonic() - hit  # with all that it had started
             if code and not fault:
                 with again() as process:
                     code = process.wait(timeout=PATIENCE * self.slack)
