@@ -15,6 +15,7 @@ from roll_batching.config.rewards import RewardKeys
 from roll_batching.config.roll_keys import RollJobKeys
 from roll_batching.config.stream import TrainSection
 from roll_batching.config.worker import Environment, TrainingArgs, WorkerConfig
+from roll_batching.errors import LayoutError
 
 ROLES = ("actor_train", "actor_infer", "reference")
 Task = Literal["grpo", "sft", "dpo"]
@@ -236,12 +237,19 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
         return None if mapping is None else len(mapping)
 
     def dp_size(self, world_size: int) -> int:
-        """Data-parallel ranks among `world_size` processes. Raises ConfigError when they do not divide."""
-        layout = self.actor_train.strategy_args.strategy_config
-        if world_size % layout.model_size:
-            path = ("actor_train", "strategy_args", "strategy_config")
-            raise ConfigFileError([Problem(path, layout.misfit(world_size))])
-        return world_size // layout.model_size
+        """Data-parallel ranks of actor_train among `world_size` processes.
+
+        Raises ConfigFileError when they do not divide as the layout of any role asks.
+        """
+        for name, role in self.roles.items():
+            layout, path = role.strategy_args.strategy_config, (name, "strategy_args", "strategy_config")
+            if world_size % layout.model_size:
+                raise ConfigFileError([Problem(path, layout.misfit(world_size))])
+            try:
+                layout.parallel_dims(world_size)
+            except LayoutError as error:
+                raise ConfigFileError([Problem(path, str(error))]) from None
+        return world_size // self.actor_train.strategy_args.strategy_config.model_size
 
     def mini_batch_size(self, dp_size: int) -> int:
         """Sequences of one optimizer step, over all data-parallel ranks."""

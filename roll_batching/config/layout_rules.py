@@ -9,9 +9,40 @@ from roll_batching.config.model import ArchitectureConfig
 from roll_batching.config.strategy import OPTIMIZER_DTYPES, MegatronConfig
 from roll_batching.config.worker import WorkerConfig
 
+PARALLEL_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+)
+
+
+def differing_keys(role: WorkerConfig, train: WorkerConfig) -> list[str]:
+    """The parallel sizes in which a role's layout is not actor_train's."""
+    own, theirs = role.strategy_args.strategy_config, train.strategy_args.strategy_config
+    found = [key for key in PARALLEL_KEYS if getattr(own, key) != getattr(theirs, key)]
+    if own.tensor_model_parallel_size == theirs.tensor_model_parallel_size == 1:
+        found = [key for key in found if key != "sequence_parallel"]  # means nothing there
+    if own.vpp_size == theirs.vpp_size:
+        found = [key for key in found if key != "virtual_pipeline_model_parallel_size"]  # 1 and none
+    return found
+
 
 def layout_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
-    """What contradicts itself in the layout of the role `name`."""
+    """What contradicts itself in the layout of the role `name`, which trains."""
+    yield from size_problems(name, role)
+    layout, path = role.strategy_args.strategy_config, (name, "strategy_args", "strategy_config")
+    if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
+        text = "needs use_distributed_optimizer: true and overlap_grad_reduce: true"
+        yield Problem((*path, "overlap_param_gather"), text)
+    yield from _precision_of_the_optimizer(path, layout)
+    yield from _recompute(path, layout)
+
+
+def size_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    """What contradicts itself in the sizes of the layout of the role `name`, and what of its model does not divide."""
     layout = role.strategy_args.strategy_config
     path = (name, "strategy_args", "strategy_config")
     pp = layout.pipeline_model_parallel_size
@@ -24,11 +55,6 @@ def layout_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
         yield Problem((*path, "microbatch_group_size_per_vp_stage"), text)
     elif isinstance(group, int) and group < pp:
         yield Problem((*path, "microbatch_group_size_per_vp_stage"), f"is {group}; it must be at least PP = {pp}")
-    if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
-        text = "needs use_distributed_optimizer: true and overlap_grad_reduce: true"
-        yield Problem((*path, "overlap_param_gather"), text)
-    yield from _precision_of_the_optimizer(path, layout)
-    yield from _recompute(path, layout)
     if role.device_mapping is not None and len(role.device_mapping) % layout.model_size:
         yield Problem((name, "device_mapping"), layout.misfit(len(role.device_mapping)))
     if role.model_args.architecture is not None:

@@ -98,9 +98,15 @@ def _inherit(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:
     layout = role.strategy_args.strategy_config
     shared = train.strategy_args.strategy_config
     missing = {name: getattr(shared, name) for name in type(layout).model_fields if name not in layout.model_fields_set}
+    if layout.pipeline_model_parallel_size != shared.pipeline_model_parallel_size:
+        if "pipeline_model_parallel_size" in layout.model_fields_set:  # chunks are of a pipeline, and this is another
+            missing = {name: value for name, value in missing.items() if name not in _OF_THE_PIPELINE}
     strategy = role.strategy_args.model_copy(update={"strategy_config": layout.model_copy(update=missing)})
     devices = train.device_mapping if role.device_mapping is None else role.device_mapping
     return role.model_copy(update={"strategy_args": strategy, "device_mapping": devices})
+
+
+_OF_THE_PIPELINE = ("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage")
 
 
 def _update(role: WorkerConfig, section: str, **values: Any) -> WorkerConfig:

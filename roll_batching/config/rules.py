@@ -10,7 +10,7 @@ from roll_batching.config.diagnostics import Problem
 from roll_batching.config.engine_rules import engine_problems
 from roll_batching.config.fields import Pass
 from roll_batching.config.job_keys import JobKeys
-from roll_batching.config.layout_rules import layout_problems, model_fits
+from roll_batching.config.layout_rules import differing_keys, layout_problems, size_problems
 from roll_batching.config.objective_rules import objective_problems, whitens
 from roll_batching.config.pretrained import missing_model, model_problems, window_problems
 from roll_batching.config.rewards import reward_problems
@@ -20,14 +20,8 @@ from roll_batching.config.supervised import missing_for_supervised, supervised, 
 from roll_batching.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
 
-PARALLEL_KEYS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-)
+OWN_LAYOUT = ("reference",)
+"""Roles that may have a parallel layout of their own, on the same processes."""
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -41,9 +35,6 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += layout_problems("actor_train", job.actor_train)
     problems += model_problems(job)
     problems += window_problems(job)
-    own = job.reference.model_args.architecture if job.reference is not None else None
-    if own is not None and own != job.actor_train.model_args.architecture:
-        problems += model_fits("reference", own, job.actor_train.strategy_args.strategy_config)
     problems += _roles(job)
     problems += _environment(job)
     if not supervised(job):
@@ -144,13 +135,15 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
     for name, role in job.roles.items():
         if name == "actor_train" or not role.strategy_args.runs_on_megatron:
             continue
-        for key in PARALLEL_KEYS:
+        different = differing_keys(role, job.actor_train)
+        if name in OWN_LAYOUT:
+            if different or role.model_args.architecture != job.actor_train.model_args.architecture:
+                yield from size_problems(name, role)
+            different = []
+        for key in different:
             own, theirs = getattr(role.strategy_args.strategy_config, key), getattr(shared, key)
-            if key == "sequence_parallel" and shared.tensor_model_parallel_size == 1:
-                continue  # means nothing there
-            if own != theirs:
-                text = f"is {own}, but {theirs} in actor_train; the roles of one job share one parallel layout"
-                yield Problem((name, "strategy_args", "strategy_config", key), f"{text}; leave it out here")
+            text = f"is {own}, but {theirs} in actor_train, on whose model this role runs"
+            yield Problem((name, "strategy_args", "strategy_config", key), f"{text}; leave it out here")
         if (own := role.strategy_args.strategy_config.transformer_impl) != shared.transformer_impl:
             text = f"is {own}, but {shared.transformer_impl} in actor_train, whose weights this role takes"
             yield Problem((name, "strategy_args", "strategy_config", "transformer_impl"), f"{text}; leave it out here")

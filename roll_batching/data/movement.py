@@ -50,15 +50,15 @@ def distribute(batch: SampleBatch, plan: Plan, group: Any = None) -> SampleBatch
     peers = Peers.of(group)
     with peers.consensus("distribute") as facts:
         require_batch("distribute", batch)
-        _require_plan(plan)
-        _state(facts, batch, plan)
+        require_plan(plan)
+        state_facts(facts, batch, plan)
         routes = _routes(plan, peers, batch)
     routes = _locate(routes, plan, peers, batch, "distribute")
     send = routes.outgoing
     samples = batch.select_ids(plan.ids[send])
     mine = routes.mine
     order = np.argsort(routes.location[mine], kind="stable")
-    fields = _exchange(samples, plan, peers, routes.rank_of[send], mine[order], routes.location[mine[order]])
+    fields = exchange_fields(samples, plan, peers, routes.rank_of[send], mine[order], routes.location[mine[order]])
     inverse = np.argsort(order, kind="stable")
     arrived = SampleBatch(plan.ids[mine[order]], plan.lengths[mine[order]], fields, batch.schema)
     return arrived.select(inverse)
@@ -88,15 +88,15 @@ def collect(results: SampleBatch, plan: Plan, group: Any = None, *, like: Sample
     peers = Peers.of(group)
     with peers.consensus("collect") as facts:
         require_batch("collect", results)
-        _require_plan(plan)
+        require_plan(plan)
         if like is not None:
             require_batch("collect", like, "like")
         elif plan.location is None and peers.size > 1:
             raise DataError("The plan does not say where samples lie: pass like=, the batch that was distributed.")
-        _state(facts, results, plan)
+        state_facts(facts, results, plan)
         facts.equal("whether like= is given", like is not None)
         routes = _routes(plan, peers, like)
-        computed = _results_of(results, plan, routes, peers)
+        computed = results_in_plan_order(results, plan, routes)
     if like is not None:
         routes = _locate(routes, plan, peers, like, "collect")
     home = np.flatnonzero(routes.location == peers.rank)
@@ -106,17 +106,17 @@ def collect(results: SampleBatch, plan: Plan, group: Any = None, *, like: Sample
     mine = routes.mine
     order = np.argsort(routes.location[mine], kind="stable")
     arriving = routes.outgoing  # what left this rank is what comes back, in the same order
-    fields = _exchange(
+    fields = exchange_fields(
         computed.select(order), plan, peers, routes.location[mine[order]], arriving, routes.rank_of[arriving]
     )
-    return _assemble(fields, results, plan, home, arriving)
+    return assemble(fields, results, plan, home, arriving)
 
 
 # ---- who sends what to whom
 
 
 @dataclass(frozen=True)
-class _Routes:
+class Routes:
     """Where the plan's samples lie and go. All arrays are int64; samples are indices into the plan."""
 
     location: np.ndarray
@@ -141,25 +141,32 @@ class _Routes:
         return self.placed[self.location[self.placed] == self.me]
 
 
-def _routes(plan: Plan, peers: Peers, held: SampleBatch | None) -> _Routes:
-    if len(plan.micro_batches) != peers.size:
-        raise DataError(f"The plan is for {len(plan.micro_batches)} data-parallel ranks, the group has {peers.size}.")
-    per_rank = [np.asarray(plan.rank_samples(rank), dtype=np.int64) for rank in range(peers.size)]
-    placed = np.concatenate(per_rank)
-    rank_of = np.full(len(plan.ids), -1, dtype=np.int64)
-    rank_of[placed] = np.repeat(np.arange(peers.size), [samples.size for samples in per_rank])
+def _routes(plan: Plan, peers: Peers, held: SampleBatch | None) -> Routes:
+    rank_of, placed = placement_of(plan, peers.size)
     if plan.location is not None:
         location = np.asarray(plan.location, dtype=np.int64)
         if held is not None:
-            _check_location(plan, location, peers.rank, held)
+            check_location(plan, location, peers.rank, held)
     else:
         location = np.full(len(plan.ids), 0 if held is None else -1, dtype=np.int64)
     if held is not None:
-        _check_lengths(plan, held)
-    return _Routes(location, rank_of, placed, peers.rank)
+        check_lengths(plan, held)
+    return Routes(location, rank_of, placed, peers.rank)
 
 
-def _check_location(plan: Plan, location: np.ndarray, me: int, held: SampleBatch) -> None:
+def placement_of(plan: Plan, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """`Routes.rank_of` and `Routes.placed` of a plan for `size` ranks, else `DataError`."""
+    if len(plan.micro_batches) != size:
+        raise DataError(f"The plan is for {len(plan.micro_batches)} data-parallel ranks, the group has {size}.")
+    per_rank = [np.asarray(plan.rank_samples(rank), dtype=np.int64) for rank in range(size)]
+    placed = np.concatenate(per_rank)
+    rank_of = np.full(len(plan.ids), -1, dtype=np.int64)
+    rank_of[placed] = np.repeat(np.arange(size), [samples.size for samples in per_rank])
+    return rank_of, placed
+
+
+def check_location(plan: Plan, location: np.ndarray, me: int, held: SampleBatch) -> None:
+    """Raises `DataError` unless `held` are the samples of `plan` whose `location` is `me`."""
     found = held.find(plan.ids)[1].numpy()
     here = location == me
     if (absent := plan.ids[here & ~found]).size:
@@ -171,7 +178,8 @@ def _check_location(plan: Plan, location: np.ndarray, me: int, held: SampleBatch
         )
 
 
-def _check_lengths(plan: Plan, held: SampleBatch) -> None:
+def check_lengths(plan: Plan, held: SampleBatch) -> None:
+    """Raises `DataError` where samples of `held` have other lengths than in `plan`."""
     rows, found = held.find(plan.ids)
     index = np.flatnonzero(found.numpy())
     here, planned = held.lengths[rows[index]].numpy(), plan.lengths[index]
@@ -183,7 +191,7 @@ def _check_lengths(plan: Plan, held: SampleBatch) -> None:
         )
 
 
-def _locate(routes: _Routes, plan: Plan, peers: Peers, held: SampleBatch, what: str) -> _Routes:
+def _locate(routes: Routes, plan: Plan, peers: Peers, held: SampleBatch, what: str) -> Routes:
     """Fill in where samples lie, when the plan does not say: all ranks tell which of its ids they hold."""
     if plan.location is not None:
         return routes
@@ -199,14 +207,14 @@ def _locate(routes: _Routes, plan: Plan, peers: Peers, held: SampleBatch, what: 
         if (nobody := np.flatnonzero((times == 0) & (routes.rank_of >= 0))).size:
             raise DataError(f"No rank holds sample ids {_few(plan.ids[nobody])} of the plan.")
     location = np.where(times == 1, holders.argmax(0), -1).astype(np.int64)
-    return _Routes(location, routes.rank_of, routes.placed, routes.me)
+    return Routes(location, routes.rank_of, routes.placed, routes.me)
 
 
-def _results_of(results: SampleBatch, plan: Plan, routes: _Routes, peers: Peers) -> SampleBatch:
+def results_in_plan_order(results: SampleBatch, plan: Plan, routes: Routes) -> SampleBatch:
     """This rank's results in plan order, each stretched to its sample's length."""
     rows, found = results.find(plan.ids)
     here = found.numpy()
-    elsewhere = np.flatnonzero(here & (routes.rank_of >= 0) & (routes.rank_of != peers.rank))
+    elsewhere = np.flatnonzero(here & (routes.rank_of >= 0) & (routes.rank_of != routes.me))
     if elsewhere.size:
         raise DataError(
             f"Results for sample ids {_few(plan.ids[elsewhere])}, which the plan gives to rank "
@@ -237,7 +245,7 @@ def _results_of(results: SampleBatch, plan: Plan, routes: _Routes, peers: Peers)
 # ---- the journey
 
 
-def _exchange(
+def exchange_fields(
     samples: SampleBatch,
     plan: Plan,
     peers: Peers,
@@ -284,7 +292,7 @@ def _all_to_all(values: Tensor, send: list[int], receive: list[int], peers: Peer
     return incoming.view(values.dtype).view(sum(receive), *shape).to(values.device)
 
 
-def _assemble(
+def assemble(
     fields: dict[str, Any], results: SampleBatch, plan: Plan, home: np.ndarray, arrived: np.ndarray
 ) -> SampleBatch:
     """Put the rows that `arrived` in their places among `home`; the others read pad."""
@@ -309,12 +317,14 @@ def _assemble(
 # ---- words
 
 
-def _require_plan(value: object) -> None:
+def require_plan(value: object) -> None:
+    """Raises `DataError` unless `value` is a Plan."""
     if not (hasattr(value, "fingerprint") and hasattr(value, "rank_samples")):
         raise DataError(f"plan is a {type(value).__name__}: pass the Plan that strategy.plan or plan_step returns.")
 
 
-def _state(facts: Facts, batch: SampleBatch, plan: Plan) -> None:
+def state_facts(facts: Facts, batch: SampleBatch, plan: Plan) -> None:
+    """What all ranks must have alike before `batch` moves by `plan`."""
     for name, words in batch.describe(static_values=True).items():
         facts.equal(f"field {name!r}", words)
     facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths, or on one and send the plan")

@@ -35,18 +35,18 @@ class Peers:
     """Where the group's backend wants small tensors."""
 
     @classmethod
-    def of(cls, group: Any = None) -> Peers:
+    def of(cls, group: Any = None, *, everyone: Any = None) -> Peers:
         """The peers in `group`.
 
         None stands for Megatron's data-parallel group (without context parallelism) where Megatron is
         initialised, else for all processes of `torch.distributed`, else for this process alone; all processes
-        then call together.
+        then call together. With `group`, its ranks do, or those of the larger group `everyone`.
         """
         if not (dist.is_available() and dist.is_initialized()):
             if group is not None:
                 raise DataError("A process group was given, but torch.distributed is not initialised.")
             return cls(None, None, 0, 1, torch.device("cpu"))
-        everyone = group
+        everyone = everyone or group
         if group is None:
             everyone = host_group()
             group = megatron_data_parallel_group() or dist.group.WORLD

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed.groups import group_timeout, host_group
+from roll_batching.distributed.role_groups import role_groups
 from roll_batching.distributed.team import Team
 from roll_batching.errors import LayoutError
 from roll_batching.planning import ParallelDims
@@ -88,13 +89,12 @@ def leave_processes() -> None:
 def make_layout(dims: ParallelDims, device: torch.device) -> ParallelLayout:
     """Creates Megatron's process groups for `dims`, once per process, and describes them.
 
-    Raises `LayoutError` when the world is not that of `dims`, or when the process already has another layout: one
-    process has one.
+    Raises `LayoutError` when the world is not that of `dims`, or when Megatron's parallel state has another layout
+    already: a process has one, and it is the layout of what trains.
     """
     from megatron.core import parallel_state
 
-    if dims.world_size != dist.get_world_size():
-        raise LayoutError(f"{dims} is a layout of {dims.world_size} processes, and there are {dist.get_world_size()}")
+    _check_world(dims)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             dims.tp_size,
@@ -108,10 +108,34 @@ def make_layout(dims: ParallelDims, device: torch.device) -> ParallelLayout:
     layout = describe_layout(vpp_size=running_vpp, sequence_parallel=dims.sequence_parallel, device=device)
     if layout.dims != dims:
         raise LayoutError(
-            f"this process already runs the layout {layout} and cannot also run {dims}: give all roles of one job the "
-            "same layout, or run them as separate jobs"
+            f"Megatron's parallel state has the layout {layout} already, and {dims} cannot be trained beside it: build "
+            "the model that trains first, and models that train alike"
         )
     return layout
+
+
+def join_layout(dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:
+    """A layout for a model that does not train, beside whatever layout the process has; and its process groups.
+
+    The groups are a ProcessGroupCollection, or None where they are those of Megatron's parallel state: when they divide
+    the ranks alike, or when this layout is the first. Collective. Raises `LayoutError` as `make_layout` does for a
+    world of another size.
+    """
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return make_layout(dims, device), None
+    _check_world(dims)
+    groups = role_groups(dims)
+    layout = describe_layout(
+        vpp_size=dims.vpp_size, sequence_parallel=dims.sequence_parallel, device=device, groups=groups
+    )
+    return layout, groups
+
+
+def _check_world(dims: ParallelDims) -> None:
+    if dims.world_size != dist.get_world_size():
+        raise LayoutError(f"{dims} is a layout of {dims.world_size} processes, and there are {dist.get_world_size()}")
 
 
 def describe_layout(

@@ -100,4 +100,4 @@ class HeadContext:
         if not is_deferred(gpt):
             return output.reshape(-1, output.shape[-1]), None
         weight = head_weight(gpt)
-        return head_input(output, weight, self.layout.sequence_parallel), weight
+        return head_input(output, weight, gpt), weight

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -164,15 +166,16 @@ def build_chunks(
     kernels: Kernels,
     seed: int,
     initialize: bool = True,
+    groups: Any = None,
 ) -> list[Any]:
     """GPTModel chunks of this pipeline stage (one per virtual stage), with a deferred head, not yet in DDP.
 
-    Weights are random, or, without `initialize`, whatever lay in their memory, for callers that write them.
+    Weights are random, or, without `initialize`, whatever lay in their memory, for callers that write them. `groups`
+    is the ProcessGroupCollection of a layout that is not that of Megatron's parallel state; None takes that state's.
     Raises `LayoutError` when layers do not divide into stages, and for what device or libraries cannot compute.
     """
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.module import Float16Module
 
     problems = refusals_here(
@@ -191,12 +194,10 @@ def build_chunks(
             f"num_layers={architecture.num_layers} cannot be divided into {stages} pipeline chunks (pipeline "
             f"{layout.pp_size} x virtual {layout.vpp_size}): change one of them"
         )
-    stage_seed = seed + 100 * layout.pp_rank
-    torch.manual_seed(stage_seed)
-    model_parallel_cuda_manual_seed(stage_seed)
+    all_groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     config = transformer_config(architecture, strategy, layout, dtype, kernels=kernels, initialize=initialize)
     if architecture.moe is not None:
-        auxiliary, z_loss = router_loss_weights(config, parallel_state.get_tensor_and_context_parallel_group())
+        auxiliary, z_loss = router_loss_weights(config, all_groups.tp_cp)
         config.moe_aux_loss_coeff /= auxiliary
         config.moe_z_loss_coeff = config.moe_z_loss_coeff and config.moe_z_loss_coeff / z_loss
     layers = architecture.num_layers // stages
@@ -204,25 +205,49 @@ def build_chunks(
     in_core = rotary if attention.rotates else None
     rotation = {"position_embedding_type": "none"} if attention.rotates else megatron_rotation(rotary)
     chunks = []
-    for chunk in range(layout.vpp_size):
-        vp_stage = chunk if layout.vpp_size > 1 else None
-        first = (chunk * layout.pp_size + layout.pp_rank) * layers
-        gpt = GPTModel(
-            config,
-            packed_block_spec(config, layers, in_core, first=first, attention=attention, layers_of=kernels.layers),
-            vocab_size=padded_vocabulary(architecture.vocab_size, layout.tp_size),
-            max_sequence_length=architecture.max_position_embeddings,
-            **rotation,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            parallel_output=True,
-            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
-            vp_stage=vp_stage,
-        )
-        gpt = gpt.to(device=layout.device, dtype=dtype)
-        defer_head(gpt)
-        chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
+    with _random_numbers(seed + 100 * layout.pp_rank, all_groups, kept=groups is None):
+        for chunk in range(layout.vpp_size):
+            vp_stage = chunk if layout.vpp_size > 1 else None
+            first = (chunk * layout.pp_size + layout.pp_rank) * layers
+            gpt = GPTModel(
+                config,
+                packed_block_spec(config, layers, in_core, first=first, attention=attention, layers_of=kernels.layers),
+                vocab_size=padded_vocabulary(architecture.vocab_size, layout.tp_size),
+                max_sequence_length=architecture.max_position_embeddings,
+                **rotation,
+                pre_process=chunk == 0 and layout.pp_rank == 0,
+                post_process=chunk == layout.vpp_size - 1 and layout.is_last_stage,
+                parallel_output=True,
+                share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+                vp_stage=vp_stage,
+                pg_collection=all_groups,
+            )
+            gpt = gpt.to(device=layout.device, dtype=dtype)
+            defer_head(gpt)
+            chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
     return chunks
+
+
+@contextlib.contextmanager
+def _random_numbers(seed: int, groups: Any, *, kept: bool) -> Iterator[None]:
+    """Seeds what this rank's place in `groups` draws, as Megatron does; unless `kept`, all is as before afterwards.
+
+    Ranks that share a layer in training must draw the same masks there: a model in another layout, whose places are
+    others, may not leave its seeds behind.
+    """
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    places = {"tp_rank": groups.tp.rank(), "ep_rank": groups.ep.rank(), "etp_rank": groups.expt_tp.rank()}
+    before = None if kept else get_cuda_rng_tracker().get_states()
+    with torch.random.fork_rng(devices, enabled=not kept):
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed, **places)
+        try:
+            yield
+        finally:
+            if before is not None:
+                get_cuda_rng_tracker().set_states(before)
 
 
 def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:

@@ -81,7 +81,7 @@ def logits_at(output: torch.Tensor, rows: torch.Tensor, gpt: Any) -> torch.Tenso
     if not is_deferred(gpt):
         return output.reshape(-1, output.shape[-1])[rows]
     weight = head_weight(gpt)
-    return F.linear(head_input(output, weight, gpt.config.sequence_parallel)[rows], weight)
+    return F.linear(head_input(output, weight, gpt)[rows], weight)
 
 
 def is_deferred(gpt: Any) -> bool:
@@ -96,19 +96,19 @@ def head_weight(gpt: Any) -> torch.Tensor:
     return gpt.output_layer.weight
 
 
-def head_input(hidden: torch.Tensor, weight: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
+def head_input(hidden: torch.Tensor, weight: torch.Tensor, gpt: Any) -> torch.Tensor:
     """Hidden states of the last stage, ready for the head: [rows * s, hidden] on every tensor-parallel rank.
 
     `hidden` is the model's output [rows, s, hidden] (with sequence parallelism s is a shard). Both
     mappings sum the vocabulary shards' parts of the gradient over TP in their backward; without
     them the loss looks right and the gradients are wrong.
     """
-    hidden = hidden.to(weight.dtype)  # Float16Module made the output fp32
-    if sequence_parallel:
+    hidden, group = hidden.to(weight.dtype), gpt.pg_collection.tp  # Float16Module made the output fp32
+    if gpt.config.sequence_parallel:
         whole = tensor_parallel.gather_from_sequence_parallel_region(
-            hidden.transpose(0, 1), tensor_parallel_output_grad=True
+            hidden.transpose(0, 1), tensor_parallel_output_grad=True, group=group
         )
         return whole.transpose(0, 1).reshape(-1, whole.shape[-1])
     # Nothing may be transposed behind this mapping: its backward all-reduces a copy of a gradient that is
     # not contiguous, and returns the original (Megatron's mappings, `_reduce`).
-    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden).reshape(-1, hidden.shape[-1])
+    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group).reshape(-1, hidden.shape[-1])

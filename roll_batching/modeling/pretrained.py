@@ -56,31 +56,26 @@ def placed_parameters(
 
     Raises `LayoutError` naming all parameters that the family has no rule for, or another shape.
     """
-    from megatron.core import parallel_state
-
     rules = rules_of(family, architecture)
     by_name = {**rules, **{rule.fused: rule for rule in rules.values() if rule.fused is not None}}
     sizes, unknown, found = Sizes.of(architecture), [], []
     for chunk in chunks:
         gpt = gpt_of(chunk)
+        groups = gpt.pg_collection
         for local, parameter in gpt.named_parameters():
             name, is_expert = _whole_name(gpt, local), ".experts." in local
             if name not in by_name:
                 unknown.append(name)
                 continue
-            kind = "expert_tensor_parallel" if is_expert else "tensor_model_parallel"
-            if is_expert:
-                replica = parallel_state.get_expert_data_parallel_rank()
-            else:
-                replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            shards, replicas = (groups.expt_tp, groups.expt_dp) if is_expert else (groups.tp, groups.dp_cp)
             placed = PlacedParameter(
                 name=name,
                 parameter=parameter,
                 rule=by_name[name],
-                rank=getattr(parallel_state, f"get_{kind}_rank")(),
-                ranks=getattr(parallel_state, f"get_{kind}_world_size")(),
-                group=getattr(parallel_state, f"get_{kind}_group")(),
-                is_first_replica=replica == 0,
+                rank=shards.rank(),
+                ranks=shards.size(),
+                group=shards,
+                is_first_replica=replicas.rank() == 0,
             )
             shape = local_shape(placed.rule, sizes, placed.ranks)
             if tuple(parameter.shape) != shape:
@@ -97,8 +92,6 @@ def placed_parameters(
 
 def _whole_name(gpt: Any, name: str) -> str:
     """`name` with the numbers of layer and expert in the whole model."""
-    from megatron.core import parallel_state
-
     layer = _LAYER.match(name)
     if layer is None:
         return name
@@ -107,7 +100,7 @@ def _whole_name(gpt: Any, name: str) -> str:
     experts = gpt.config.num_moe_experts
     if experts is None:
         return name
-    first = parallel_state.get_expert_model_parallel_rank() * (experts // gpt.config.expert_model_parallel_size)
+    first = gpt.pg_collection.ep.rank() * (experts // gpt.config.expert_model_parallel_size)
     return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first}", name)
 
 

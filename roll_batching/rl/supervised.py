@@ -15,7 +15,7 @@ from roll_batching.rl.rows import merged, update_row
 from roll_batching.rl.run import Run
 from roll_batching.rl.steps import Encoder, PlannedSteps, StepSource
 from roll_batching.rl.stream_steps import StreamedSteps
-from roll_batching.rl.update import Update, with_log_probs
+from roll_batching.rl.update import Update, with_reference
 from roll_batching.rl.validation import Validation
 from roll_batching.strategy import MegatronInferStrategy
 
@@ -93,7 +93,7 @@ def _train(run: Run, phase: _Phase) -> None:
 def _step(run: Run, phase: _Phase, reference: MegatronInferStrategy | None) -> Update:
     home, plan = next(phase.steps)
     if reference is not None:
-        home = with_log_probs(reference, home, [plan], "ref_log_probs", loss_spec(phase.loss).masks)
+        home = with_reference(run.strategy, reference, home, lambda: plan, loss_spec(phase.loss).masks)
     return Update(plan=plan, result=run.strategy.train_step(distribute(home, plan), plan, phase.loss))
 
 

@@ -16,11 +16,15 @@ import numpy as np
 import torch
 
 from roll_batching.data import FieldSpec, LengthTable, SampleBatch, collect, distribute, gather_lengths
+from roll_batching.data.crossing import Crossing
 from roll_batching.data.membership import mini_batches, mini_batches_by_rank
 from roll_batching.losses import loss_spec
 from roll_batching.packing.ahead import one_ahead
 from roll_batching.planning import Plan, batch_balance
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy, StepResult
+
+REFERENCE = "ref_log_probs"
+"""The field of the reference's log-probs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +115,7 @@ def train_on_rollouts(
         home = with_log_probs(strategy, home, plans, "old_log_probs", masks)
     if reference is not None:
         with reference.loaded("parameters"):
-            home = with_log_probs(reference, home, [samples.forward_plan(reference)], "ref_log_probs", masks)
+            home = with_reference(strategy, reference, home, lambda: samples.forward_plan(reference), masks)
     if finish is not None:
         home = finish(home)
     if spec.prepare is not None:
@@ -141,6 +145,48 @@ def _mini_batches(
                 computed = members[:1]  # an optimizer step needs a backward pass, if only with a gradient of 0
             plan = strategy.plan(table.select(computed), home_rank=None if homes is None else homes[computed])
             yield _MiniBatch(epoch=epoch, members=table.select(members), plan=plan)
+
+
+def crossing_between(strategy: MegatronInferStrategy, other: MegatronInferStrategy) -> Crossing | None:
+    """The way between the layout of `strategy`, where samples lie, and that of `other`; None where they are one.
+
+    Collective.
+    """
+    if strategy.layout.dims == other.layout.dims:
+        return None
+    return Crossing.of(strategy.layout.dp_rank, other.layout.dp_rank)
+
+
+def with_reference(
+    strategy: MegatronInferStrategy,
+    reference: MegatronInferStrategy,
+    home: SampleBatch,
+    plan: Callable[[], Plan],
+    masks: Sequence[str],
+) -> SampleBatch:
+    """`home`, which lies in the layout of `strategy`, with the reference's log-probs. Collective.
+
+    `plan` makes the plan of a reference in the same layout; one in its own plans for itself.
+    """
+    crossing = crossing_between(strategy, reference)
+    if crossing is None:
+        return with_log_probs(reference, home, [plan()], REFERENCE, masks)
+    return with_log_probs_over(crossing, reference, home, gather_lengths(home), REFERENCE, masks)
+
+
+def with_log_probs_over(
+    crossing: Crossing,
+    strategy: MegatronInferStrategy,
+    home: SampleBatch,
+    table: LengthTable,
+    name: str,
+    masks: Sequence[str] | None,
+) -> SampleBatch:
+    """`with_log_probs` of a strategy in another layout than that in which `home` lies, as `table` says. Collective."""
+    plan = strategy.plan(crossing.seen(table), forward=True)
+    local = crossing.distribute(home, plan, table)
+    found = crossing.collect(strategy.compute_log_probs(local, plan, masks=masks), plan, table, like=home)
+    return home.with_fields({name: found["log_probs"]}, {name: FieldSpec("next_token")})
 
 
 def with_log_probs(

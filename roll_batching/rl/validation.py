@@ -10,7 +10,7 @@ from roll_batching.distributed import consensus
 from roll_batching.losses import loss_spec
 from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.steps import Encoder, Learnt, planned
-from roll_batching.rl.update import with_log_probs
+from roll_batching.rl.update import with_reference
 from roll_batching.strategy import MegatronInferStrategy
 
 
@@ -39,7 +39,7 @@ class Validation:
             home = encoder.share(texts, layout.dp_rank, layout.dp_size)
         self._plan = planned(home, encoder, strategy, forward=True)
         if reference is not None:
-            home = with_log_probs(reference, home, [self._plan], "ref_log_probs", loss_spec(loss).masks)
+            home = with_reference(strategy, reference, home, lambda: self._plan, loss_spec(loss).masks)
         self._local = distribute(home, self._plan)
 
     def __call__(self, updates: int) -> Row:

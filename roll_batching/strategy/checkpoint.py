@@ -135,6 +135,14 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool) -> Model
 # ---- what is saved
 
 
+def model_shards(model: ModelState) -> Iterator[Any]:
+    """This rank's weights as Megatron's ShardedTensors: parts of whole tensors, named alike in all layouts."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    state = _sharded_tensors(model, None, loading=False)
+    yield from (piece for piece in _pieces(state) if isinstance(piece, ShardedTensor))
+
+
 def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool) -> dict[str, Any]:
     """Weights and optimizer state as shards of global tensors, whose names do not depend on the layout."""
     from megatron.core import parallel_state

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from roll_batching.config import BatchingConfig, WorkerConfig
 from roll_batching.data import FieldSpec, LengthTable, SampleBatch
 from roll_batching.distributed import Facts, consensus, digest, host_group
-from roll_batching.distributed.parallel_layout import ParallelLayout, make_layout, start_processes
+from roll_batching.distributed.parallel_layout import ParallelLayout, join_layout, start_processes
 from roll_batching.errors import CheckpointError, LayoutError, LossError
 from roll_batching.losses.contract import LossSpec, loss_spec
 from roll_batching.losses.head import HeadContext
@@ -26,23 +26,23 @@ from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.kernels import choose_kernels, tell
 from roll_batching.modeling.pretrained import load_pretrained
 from roll_batching.packing.batch import PackedBatch, unpack_results
-from roll_batching.planning import CostModel, Plan, PlanConstraints, RolePlanner
+from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraints, RolePlanner
 from roll_batching.strategy.checkpoint import load_state, save_state
+from roll_batching.strategy.copying import TakesWeights
 from roll_batching.strategy.export import export_model
 from roll_batching.strategy.generation import check_generation, generate
 from roll_batching.strategy.inputs import counts_here, pack_inputs
-from roll_batching.strategy.offload import KINDS, MovableStates
+from roll_batching.strategy.offload import KINDS
 from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.state import ModelState
-from roll_batching.strategy.weights import check_same_parameters, copy_parameters, gather_parameters
 
 logger = logging.getLogger(__name__)
 
 
-class MegatronInferStrategy(MovableStates):
+class MegatronInferStrategy(TakesWeights):
     """Forward passes of one Megatron model over planned micro-batches.
 
     Built from a role's settings; `initialize` builds the model. Every method is called by all ranks
@@ -134,7 +134,7 @@ class MegatronInferStrategy(MovableStates):
             facts.equal("what the layers compute with", kernels.notice, "Install the same packages on all machines")
         if device.type == "cuda" and dist.get_rank() == 0:
             tell(kernels.notice)
-        layout = make_layout(megatron.parallel_dims(dist.get_world_size()), device)
+        layout, groups = self._joined(megatron.parallel_dims(dist.get_world_size()), device)
         dtype = resolve_dtype(config.model_args.dtype, device)
         pretrained = config.model_args.model_name_or_path
         chunks = build_chunks(
@@ -145,6 +145,7 @@ class MegatronInferStrategy(MovableStates):
             kernels=kernels,
             seed=self.seed,
             initialize=weights and pretrained is None,
+            groups=groups,
         )
         if weights and pretrained is not None:
             load_pretrained(chunks, architecture, pretrained, layout)
@@ -157,9 +158,14 @@ class MegatronInferStrategy(MovableStates):
             settings=StepSettings.of(config),
             attention=kernels.attention,
             vocab_size=architecture.vocab_size,
+            pg_collection=groups,
             architecture=architecture,
         )
         self.state = self._made_ready(built, config)
+
+    def _joined(self, dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:
+        """This rank's place in a layout, and the layout's groups: see `join_layout`."""
+        return join_layout(dims, device)
 
     def _made_ready(self, built: ModelState, config: WorkerConfig) -> ModelState:
         """The state of a model that was just built, for what this strategy does with it."""
@@ -171,18 +177,6 @@ class MegatronInferStrategy(MovableStates):
         if self.config is None:
             raise LayoutError("this strategy has no WorkerConfig to build a model of; from_parts takes one that exists")
         return self.config
-
-    def gather_parameters(self) -> None:
-        """Makes parameters whole on every rank: before you read those of `chunks` yourself. Collective."""
-        self._host.require(["parameters"], "gather_parameters")
-        gather_parameters(self.chunks)
-
-    def copy_weights_from(self, other: MegatronInferStrategy) -> None:
-        """Takes over the parameters of a strategy with the same model and layout (else `LayoutError`). Collective."""
-        with self._consensus("copy_weights_from"):
-            check_same_parameters(other.chunks, self.chunks)
-            other._host.require(["parameters"], "the strategy that copy_weights_from reads")
-        copy_parameters(other.chunks, self.chunks)
 
     # ---- planning
 

@@ -82,6 +82,8 @@ def run_schedule(
     pack_layouts = layouts_of(packs)
     config = gpt_of(chunks[0]).config
     pads_matter = config.num_moe_experts is not None and _accepts_padding_mask(gpt_of(chunks[0]))
+    if forward_only and pg_collection is not None and config.sequence_parallel:
+        pads_matter = False  # Megatron (0.16 to 0.19) divides the mask by its parallel state's ranks; no loss reads it
 
     flight = InFlight(plan, train=not forward_only)
 

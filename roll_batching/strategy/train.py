@@ -16,6 +16,7 @@ from roll_batching.config import BatchingConfig, MegatronConfig, TrainingArgs, W
 from roll_batching.data import LengthTable, SampleBatch
 from roll_batching.data.table import require_batch
 from roll_batching.distributed import consensus, host_group
+from roll_batching.distributed.parallel_layout import ParallelLayout, make_layout
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import loss_spec
 from roll_batching.losses.denominators import StepCounts, require_counts
@@ -24,14 +25,16 @@ from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, optimizer_config, wrap_ddp
 from roll_batching.modeling.cost import device_rate, plan_flops
 from roll_batching.packing.batch import StepPacks
-from roll_batching.planning import CostModel, Plan
+from roll_batching.planning import CostModel, ParallelDims, Plan
 from roll_batching.strategy.clock import Phase, StepClock
+from roll_batching.strategy.copying import TakesWeights
 from roll_batching.strategy.infer import MegatronInferStrategy
 from roll_batching.strategy.inputs import counts_here
 from roll_batching.strategy.offload import KINDS
 from roll_batching.strategy.out_of_memory import named_in_update
 from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.parts import adopt_parts, check_parts, optimizer_problems, require_processes
+from roll_batching.strategy.resharding import Transfer
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.state import ModelState, SchedulerUnit, TrainingState
 from roll_batching.strategy.update import free_optimizer_memory, gradient_square, step_optimizer
@@ -185,6 +188,9 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         )
         return strategy
 
+    def _joined(self, dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:
+        return make_layout(dims, device), None
+
     def _made_ready(self, built: ModelState, config: WorkerConfig) -> ModelState:
         megatron = config.strategy_args.strategy_config
         with consensus(built.layout.host_group, "initialize"):
@@ -208,12 +214,13 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         free_optimizer_memory(self.chunks)
         self.state = _with_optimizer(self.state, training, megatron)
 
-    def copy_weights_from(self, other: MegatronInferStrategy) -> None:
+    def copy_weights_from(self, other: TakesWeights) -> Transfer:
         """As the inference strategy has it; the optimizer goes on from the new weights and keeps its moments."""
         self._host.require(["optimizer"], "copy_weights_from")
-        super().copy_weights_from(other)
+        took = super().copy_weights_from(other)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()  # its fp32 copies, where it has some
+        return took
 
     def count(self, local: SampleBatch, loss: Any = None) -> StepCounts:
         """Denominators over the samples of all ranks' `local`, for a step that leaves some of them out.

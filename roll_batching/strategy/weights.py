@@ -9,6 +9,7 @@ import torch
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
+from roll_batching.strategy.state import ModelState
 
 
 @torch.no_grad()
@@ -24,14 +25,19 @@ def gather_parameters(chunks: Sequence[Any]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def check_same_parameters(source: Sequence[Any], target: Sequence[Any]) -> None:
-    """Raises `LayoutError` unless both are chunks of the same model in the same layout."""
-    theirs, mine = ([_shapes(chunk) for chunk in chunks] for chunks in (source, target))
-    if theirs != mine:
+def check_same_parameters(source: ModelState, target: ModelState) -> None:
+    """Raises `LayoutError` unless both are the same model, and this rank has the same part of both."""
+    theirs, mine = ([_shapes(chunk) for chunk in model.chunks] for model in (source, target))
+    if theirs != mine or _place(source) != _place(target):
         raise LayoutError(
-            "parameters are copied between strategies of one model in one layout, and these two differ in theirs: give "
-            "both roles the same architecture and the same parallel sizes"
+            "parameters are copied between strategies of one model, and these two differ in theirs: give both roles "
+            "the same architecture"
         )
+
+
+def _place(model: ModelState) -> tuple[int, ...]:
+    layout = model.layout
+    return layout.tp_rank, layout.cp_rank, layout.pp_rank, layout.dp_rank
 
 
 def _shapes(chunk: Any) -> dict[str, torch.Size]:

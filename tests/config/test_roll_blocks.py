@@ -102,12 +102,21 @@ def test_the_reference_takes_the_layout_of_actor_train():
     assert config.dp_size(8) == 4
 
 
+def test_the_reference_may_have_a_layout_of_its_own():
+    train, own = (f"{role}.strategy_args.strategy_config" for role in ("actor_train", "reference"))
+    changes = [f"{train}.{key}=2" for key in ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")]
+    config = load_config(DATA / "roll_dynamic_batching.yaml", [*changes, f"{own}.pipeline_model_parallel_size=1"])
+    layout = config.reference.strategy_args.strategy_config
+    assert (layout.pipeline_model_parallel_size, layout.vpp_size) == (1, 1)  # chunks are of actor_train's pipeline
+    config = load_config(DATA / "roll_dynamic_batching.yaml", [f"{own}.context_parallel_size=4"])
+    assert config.dp_size(8) == 8
+    with pytest.raises(ConfigFileError, match="reference.strategy_args.strategy_config: 6 processes do not divide"):
+        config.dp_size(6)
+
+
 OBSTACLES = {
     "`rewards`": (["rewards={judge: {worker_cls: LLMJudgeRewardWorker}}"], "worker_cls: unknown key"),
-    "`reference`": (
-        ["reference.strategy_args.strategy_config.tensor_model_parallel_size=2"],
-        "reference.strategy_args.strategy_config",
-    ),
+    "`reference`": (["reference.device_mapping=0-7"], "reference.device_mapping"),
     "`domain_interleave_probs`": (
         ["actor_train.data_args.domain_interleave_probs={a: 0.5, b: 0.5}"],
         "mix them in the file",

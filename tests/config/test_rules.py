@@ -119,9 +119,9 @@ BROKEN = {
         {f"{LAYOUT}.tensor_model_parallel_size": 2, f"{ARCHITECTURE}.moe": {"num_experts": 4}},
         {f"{LAYOUT}.sequence_parallel": "set it to true"},
     ),
-    "reference in another layout": (
-        {"reference.strategy_args.strategy_config": {"tensor_model_parallel_size": 2}},
-        {"reference.strategy_args.strategy_config.tensor_model_parallel_size": "share one parallel layout"},
+    "reference in an impossible layout": (
+        {"reference.strategy_args.strategy_config": {"virtual_pipeline_model_parallel_size": 2}},
+        {"reference.strategy_args.strategy_config.virtual_pipeline_model_parallel_size": "of at least 2, which is 1"},
     ),
     "rollouts in another layout": (
         {
@@ -130,7 +130,7 @@ BROKEN = {
                 "strategy_config": {"context_parallel_size": 2},
             }
         },
-        {"actor_infer.strategy_args.strategy_config.context_parallel_size": "share one parallel layout"},
+        {"actor_infer.strategy_args.strategy_config.context_parallel_size": "on whose model this role runs"},
     ),
     "reference on other devices": (
         {"reference.device_mapping": "0-3"},

@@ -113,11 +113,9 @@ def global_name(gpt: Any, name: str) -> str:
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(gpt.decoder.layers[int(parts[2])].layer_number - 1)
     if "local_experts" in parts:
-        from megatron.core import parallel_state
-
         at = parts.index("local_experts") + 1
         mine = gpt.config.num_moe_experts // gpt.config.expert_model_parallel_size
-        parts[at] = str(int(parts[at]) + mine * parallel_state.get_expert_model_parallel_rank())
+        parts[at] = str(int(parts[at]) + mine * gpt.pg_collection.ep.rank())
     name = ".".join(parts)
     for fused, own in (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "pre_mlp_layernorm")):
         name = name.replace(f"{fused}.layer_norm_weight", f"{own}.weight")

@@ -1,0 +1,91 @@
+"""Megatron's process groups for a second layout on the same ranks: a role's own, beside those of its parallel state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from roll_batching.distributed.groups import group_timeout
+from roll_batching.planning import ParallelDims
+
+_ORDER = "tp-cp-ep-dp-pp"
+"""How Megatron numbers ranks by default; `initialize_model_parallel` is called with it."""
+_made: dict[tuple[Any, tuple[tuple[int, ...], ...]], Any] = {}
+"""By the group of all processes and how they are divided: this process's group, None where it is in none."""
+
+Ranks = list[list[int]]
+
+
+def role_groups(dims: ParallelDims) -> Any:
+    """A ProcessGroupCollection for `dims` over all processes, or None where Megatron's parallel state has such groups.
+
+    Collective: every rank makes the call. Groups of equal ranks are made once per process and shared by roles. Ranks
+    are numbered as Megatron numbers them (`megatron/core/parallel_state.py`, RankGenerator). The parallel state must be
+    initialised, and is left as it is: layers that are given the collection read it alone.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    ranks = _ranks(dims)
+    shared = ProcessGroupCollection.use_mpu_process_groups()
+    if all(_same(getattr(shared, name), ranks[name]) for name in ("tp", "cp", "pp", "dp", "ep", "expt_tp")):
+        return None
+    stages: Ranks = ranks["pp"]
+    embedding: Callable[[list[int]], list[int]] = parallel_state.default_embedding_ranks
+    first: Callable[[list[int]], list[int]] = parallel_state.default_position_embedding_ranks
+    ranks |= {"embd": [embedding(one) for one in stages], "pos_embd": [first(one) for one in stages]}
+    groups = {name: _group(division) for name, division in ranks.items()}
+    same = {
+        "intra_dp_cp": "dp_cp",
+        "intra_expt_dp": "expt_dp",
+        # 0.19 has groups of their own for ranks that share a layer's weights; nobody does here.
+        "dp_cp_gtp_remat": "dp_cp",
+        "expt_dp_gtp_remat": "expt_dp",
+        "tp_ep_pp_with_egtp_remat": "tp_ep_pp",
+    }
+    groups |= {name: groups[other] for name, other in same.items()}
+    known = [field.name for field in dataclasses.fields(ProcessGroupCollection)]
+    return ProcessGroupCollection(**{name: groups.get(name) for name in known})
+
+
+def _ranks(dims: ParallelDims) -> dict[str, Ranks]:
+    """How each kind of group divides the ranks of `dims`, by its name in a ProcessGroupCollection."""
+    from megatron.core.parallel_state import RankGenerator
+
+    sizes = {"pp": dims.pp_size, "order": _ORDER}
+    dense = RankGenerator(tp=dims.tp_size, ep=1, dp=dims.dp_size, cp=dims.cp_size, **sizes)
+    outside = dims.world_size // (dims.etp_size * dims.ep_size * dims.pp_size)
+    experts = RankGenerator(tp=dims.etp_size, ep=dims.ep_size, dp=outside, cp=1, **sizes)
+    of_layers = {
+        "tp": "tp",
+        "cp": "cp",
+        "pp": "pp",
+        "dp": "dp",
+        "mp": "tp-pp",
+        "tp_cp": "tp-cp",
+        "dp_cp": "dp-cp",
+        "tp_dp_cp": "tp-dp-cp",
+    }
+    of_experts = {"ep": "ep", "expt_tp": "tp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp", "expt_dp": "dp"}
+    return {name: dense.get_ranks(token) for name, token in of_layers.items()} | {
+        name: experts.get_ranks(token) for name, token in of_experts.items()
+    }
+
+
+def _same(group: Any, division: Ranks) -> bool:
+    """Whether `group` is this process's part of `division`; the same on all ranks, whose groups are made alike."""
+    return sorted(dist.get_process_group_ranks(group)) in [sorted(part) for part in division]
+
+
+def _group(division: Sequence[Sequence[int]]) -> Any:
+    world, parts = dist.group.WORLD, tuple(tuple(part) for part in division)
+    if (world, parts) not in _made:
+        for stale in [key for key in _made if key[0] is not world]:
+            del _made[stale]  # of a world that was destroyed
+        timeout = group_timeout(world)
+        made = [dist.new_group(list(part), timeout) for part in parts]
+        _made[world, parts] = next((group for group in made if dist.get_rank(group) >= 0), None)
+    return _made[world, parts]

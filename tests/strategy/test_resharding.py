@@ -1,0 +1,139 @@
+"""A second layout on the same ranks: groups of its own, weights resharded in buckets, samples that cross over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import ARCHITECTURE, random_batch
+from tests.support.ranks import run_ranks
+
+KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "sp": "sequence_parallel",
+}
+CAP = 96
+DEEP = {**ARCHITECTURE, "num_layers": 4}
+
+
+def _megatron(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {KEYS[name]: value for name, value in sizes.items()}
+
+
+def _strategies(options: dict[str, Any]) -> tuple[Any, Any]:
+    """The one that trains, with known weights, and the other, whose parameters are NaN."""
+    from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
+    from tests.support.experts import let_experts_run
+    from tests.support.models import fill, worker_config
+
+    let_experts_run()
+    architecture = {**DEEP, **options.get("architecture", {})}
+
+    def config(sizes: dict[str, Any]) -> Any:
+        return worker_config("packed", CAP, architecture=architecture, megatron=_megatron(sizes))
+
+    policy = MegatronTrainStrategy(config(options["train"]))
+    policy.initialize()
+    fill(policy.chunks, 61, policy.layout.tp_rank, policy.layout.tp_size)
+    other = MegatronInferStrategy(config(options["other"]), seed=5)
+    other.initialize()
+    with torch.no_grad():
+        for chunk in other.chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(float("nan"))
+    return policy, other
+
+
+def _weights(strategy: Any) -> dict[str, torch.Tensor]:
+    return {
+        f"{i}.{name}": parameter.detach().clone()
+        for i, chunk in enumerate(strategy.chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def _crossed(policy: Any, other: Any, whole: Any) -> tuple[Any, Any]:
+    """Log-probs of the policy's local samples, computed by either."""
+    from roll_batching.data import gather_lengths
+    from roll_batching.rl.update import crossing_between, with_log_probs, with_log_probs_over
+
+    home = whole.select(torch.arange(policy.layout.dp_rank, len(whole), policy.layout.dp_size))
+    table = gather_lengths(home)
+    ours = with_log_probs(policy, home, [policy.plan(table, forward=True)], "ours", None)
+    crossing = crossing_between(policy, other)
+    theirs = with_log_probs_over(crossing, other, home, table, "theirs", None)
+    return ours["ours"], theirs["theirs"]
+
+
+def copied(options: dict[str, Any]) -> dict[str, Any]:
+    """What came over: parameters that differ from the known ones, largest difference of log-probs, the transfer."""
+    from tests.support.models import fill
+
+    policy, other = _strategies(options)
+    seeds = torch.get_rng_state()
+    took = other.copy_weights_from(policy)
+    came = _weights(other)
+    fill(other.chunks, 61, other.layout.tp_rank, other.layout.tp_size)
+    known = _weights(other)
+    pads = {name for name in known if "word_embeddings" in name or "output_layer" in name}
+    differing = [name for name in known if not torch.equal(came[name], known[name]) and name not in pads]
+    for name in pads:
+        real = known[name] != 3.0
+        if not torch.equal(came[name][real], known[name][real]) or came[name].isnan().any():
+            differing.append(name)
+    other.copy_weights_from(policy)  # again, by the way that is known
+    ours, theirs = _crossed(policy, other, random_batch(3, 11, 40))
+    return {
+        "differing": differing,
+        "gap": float((ours - theirs).abs().max()) if len(ours) else 0.0,
+        "size": float(ours.abs().max()) if len(ours) else 0.0,
+        "took": took,
+        "seeds": torch.equal(seeds, torch.get_rng_state()),
+    }
+
+
+def all_copied(payload: tuple[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """`copied` for one pair of layouts after the other, by the same processes."""
+    from tests.strategy.test_layouts import _meet, _part
+
+    folder, pairs = payload
+    found = []
+    for index, options in enumerate(pairs):
+        _meet(Path(folder) / f"met-{index}")
+        found.append(copied(options))
+        _part()
+    return found
+
+
+EXPERTS = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}}
+TIED = {"tie_word_embeddings": True}
+PAIRS: list[dict[str, Any]] = [
+    {"train": {"tp": 2}, "other": {"pp": 2}},
+    {"train": {"tp": 2}, "other": {"tp": 4, "sp": True}, "architecture": {"num_query_groups": 4}},
+    {"train": {"tp": 2, "sp": True, "pp": 2}, "other": {}, "architecture": TIED},
+    {"train": {}, "other": {"tp": 2, "sp": True, "pp": 2}, "architecture": TIED},
+    {"train": {"pp": 4}, "other": {"cp": 2, "tp": 2}},
+    {"train": {"pp": 2, "vpp": 2, "tp": 2}, "other": {"pp": 2}},
+    {"train": {"pp": 2}, "other": {"pp": 2, "vpp": 2}, "architecture": TIED},
+    {"train": {"ep": 2, "tp": 2, "sp": True}, "other": {"ep": 4}, "architecture": EXPERTS},
+    {"train": {"ep": 4}, "other": {"pp": 2, "tp": 2, "sp": True}, "architecture": EXPERTS},
+]
+"""Four processes each; the vocabulary of 61 is padded to 61, 62 or 64 rows."""
+
+
+@pytest.mark.layouts
+def test_weights_and_log_probs_are_those_of_one_layout(tmp_path: Any) -> None:
+    everyone = run_ranks(4, "tests.strategy.test_resharding:all_copied", (str(tmp_path), PAIRS), timeout=900)
+    for options, found in zip(PAIRS, zip(*everyone, strict=True), strict=True):
+        for one in found:
+            assert one["differing"] == [], options
+            assert one["seeds"], options
+            assert one["size"] > 1 and one["gap"] < 2e-5, (options, one)
+            assert one["took"].bytes > 0 or one["took"].buckets, options
