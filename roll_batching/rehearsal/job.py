@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from roll_batching.config import ArchitectureConfig, JobConfig, MegatronConfig
 from roll_batching.config.diagnostics import Problem
+from roll_batching.config.layout_rules import differing_keys
 from roll_batching.planning import ParallelDims
 from roll_batching.rehearsal.experts import READS
 from roll_batching.rehearsal.job_data import lengths_of_data
@@ -117,6 +118,9 @@ def rehearse_job(
         ConfigError: where the model's shape is not known, the layout does not fit, or data have no lengths.
         RehearsalError: what a rank raised.
     """
+    if job.reference is not None and (different := differing_keys(job.reference, job.actor_train)):
+        text = "differs from actor_train's, which a rehearsal cannot follow for now; leave it out to rehearse the rest"
+        raise job.error(Problem(("reference", "strategy_args", "strategy_config", different[0]), text))
     world, megatron, architecture = _shape(job, world_size)
     dims = megatron.parallel_dims(world)
     if lengths == "data":
