@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import ARCHITECTURE, random_batch
 from tests.support.ranks import run_ranks
@@ -137,3 +139,53 @@ def test_weights_and_log_probs_are_those_of_one_layout(tmp_path: Any) -> None:
             assert one["seeds"], options
             assert one["size"] > 1 and one["gap"] < 2e-5, (options, one)
             assert one["took"].bytes > 0 or one["took"].buckets, options
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that tensors made inside hold at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}
+        if isinstance(found, torch.Tensor) and found.untyped_storage()._cdata not in given | self._known:
+            storage = found.untyped_storage()
+            self._known.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return found
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+BUCKET = 8 * 1024
+
+
+def bounded(_: None) -> tuple[Any, int, list[str]]:
+    from roll_batching.strategy.resharding import Resharding
+    from tests.support.models import fill
+
+    policy, other = _strategies({"train": {"tp": 2}, "other": {"pp": 2}})
+    way = Resharding(policy.state, other.state, other.layout.host_group, BUCKET)
+    with Live() as live:
+        took = way.copy()
+    came = _weights(other)
+    fill(other.chunks, 61, other.layout.tp_rank, other.layout.tp_size)
+    return took, live.peak, [name for name, known in _weights(other).items() if not torch.equal(came[name], known)]
+
+
+def test_a_copy_holds_two_buckets_at_most(report: Any) -> None:
+    for took, peak, differing in run_ranks(2, "tests.strategy.test_resharding:bounded"):
+        assert differing == []
+        assert took.buckets > 2 and took.largest <= BUCKET < took.bytes
+        assert took.largest <= peak <= 2 * BUCKET + 1024
+        report(
+            f"{took.bytes:,} bytes came in {took.buckets} buckets of {BUCKET:,} at most; at a time {peak:,} bytes held"
+        )
