@@ -149,6 +149,7 @@ def measure(batch: Any, ranks: int, tp_size: int, actors: list[Any]) -> dict[str
         },
         "wall_seconds": wall,
         "sample_bytes": samples,
+        "put_bytes": held.nbytes,
         "stored_bytes": size,
         "stored_share": size / samples,
         "objects_put": 1 + len(held.parts) * dp_size,
@@ -184,7 +185,10 @@ def main() -> None:
         parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in run["driver_seconds_by_part"].items())
         print(f"{run['ranks']} ranks, {run['replicas']} replicas: {len(batch):,} samples, {batch.num_tokens:,} tokens")
         print(f"  driver's processor time   {run['driver_seconds']:.2f} s ({parts}); wall {run['wall_seconds']:.2f} s")
-        print(f"  bytes in the object store {run['stored_bytes']:,}: {run['stored_share']:.3f} of the samples'")
+        print(
+            f"  bytes in the object store {run['stored_bytes']:,}: {run['stored_share']:.3f} of the samples'"
+            f" ({run['put_bytes']:,} put by the driver)"
+        )
         print(f"  calls {run['calls']} (3 passes), objects put {run['objects_put']}")
     print("growth with ranks, all of them replicas (ranks: calls, objects):")
     print("  " + "; ".join(f"{one['ranks']}: {one['calls']}, {one['objects_put']}" for one in growth))

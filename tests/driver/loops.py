@@ -14,8 +14,9 @@ from roll_batching.losses import SFTLoss
 
 
 def main(folder: Path) -> None:
-    worker = POLICY.model_copy(deep=True)
-    worker.strategy_args.strategy_config.tensor_model_parallel_size = 1
+    strategy = POLICY.strategy_args
+    flat = strategy.strategy_config.model_copy(update={"tensor_model_parallel_size": 1})
+    worker = POLICY.model_copy(update={"strategy_args": strategy.model_copy(update={"strategy_config": flat})})
     ray.init("local", num_cpus=2, object_store_memory=200_000_000, include_dashboard=False)
     with WorkerGroup(worker, 2, seed=5, folder=folder) as policy:
         batch = rollouts(0)

@@ -52,10 +52,13 @@ def test_a_driver_gives_the_bits_of_ranks_without_one(tmp_path, report):
 def test_a_killed_actor_ends_the_loop_and_a_shared_error_does_not(tmp_path, report):
     with started(tmp_path, "-m", "tests.driver.loops", str(tmp_path)) as driver:
         wait_for(lambda: driver.poll() is not None or "loss " in said_in(tmp_path), 400)
+        assert driver.poll() is None and len(actors()) == 2, said_in(tmp_path)
         began = time.monotonic()
         os.kill(actors()[1].pid, signal.SIGKILL)
-        assert driver.wait(timeout=LIMIT) == 1
-        wait_for(lambda: not actors(), 5)
+        wait_for(lambda: "RollBatchingError" in said_in(tmp_path), LIMIT)
+        seconds = time.monotonic() - began
+        assert not actors(), "none is left when the error is raised"
+        assert driver.wait(timeout=60) == 1
     said = said_in(tmp_path)
     assert re.search(r"^all ranks: train_step: ranks 0, 1: DataError: .*'response_mask'", said, re.MULTILINE), said
     assert re.search(r"^here: This batch of 20 samples does not hold ids ", said, re.MULTILINE)
@@ -63,12 +66,13 @@ def test_a_killed_actor_ends_the_loop_and_a_shared_error_does_not(tmp_path, repo
     last = said.splitlines()[-1]
     assert re.match(r".*RollBatchingError: rank [01] \(process \d+ on .*\) ended without a message: ", last), said
     assert re.search(r"^What rank [01] said: .*/logs/rank_000[01]\.log$", said, re.MULTILINE)
-    report(f"a killed actor ended the driver's loop in {time.monotonic() - began:.1f} s: {last}")
+    report(f"a killed actor ended the driver's loop in {seconds:.1f} s: {last}")
 
 
 def test_a_killed_driver_leaves_no_actor(tmp_path):
     with started(tmp_path, "-m", "tests.driver.loops", str(tmp_path)) as driver:
         wait_for(lambda: driver.poll() is not None or "loss " in said_in(tmp_path), 400)
+        assert driver.poll() is None and len(actors()) == 2, said_in(tmp_path)
         kill(driver)
         wait_for(lambda: not actors(), LIMIT)
         wait_for(lambda: not processes(tmp_path), LIMIT)
