@@ -177,8 +177,8 @@ def test_what_servers_of_the_job_need(folder, report):
     with pytest.raises(ConfigFileError) as caught:
         config_from_dict(json.loads(written(folder, "vllm", options, infer=infer).read_text()))
     assert [problem.message.split(":")[0] for problem in caught.value.problems] == [
-        "names 3 devices, and tensor and pipeline parallelism give 2 to a server; name a multiple",
         "follows from the job",
+        "names 3 devices, and tensor and pipeline parallelism give 2 to a server; name a multiple",
     ]
     report(str(caught.value))
     urls = {"engine_args": {"urls": ["http://h:1"], "start_timeout": 5}}
