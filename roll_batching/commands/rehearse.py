@@ -73,9 +73,11 @@ def rehearse(
     if plot is not None:
         draw_memory(timeline_of_worst(found), plot, title=f"{found.worst.name}, {found.dims}", gpu_memory=size)
     limits = limits_of(found, size, again) if advice and given is None else []
-    ways = ways_that_were_tried(found, size, again) if advice and not found.fits(size) else []
+    change, ways = None, []
+    if advice and not found.fits(size):
+        change = lowered(found, limits, size)
+        ways = ways_that_were_tried(found, size, again, last_resort=change is None)
     if as_json:
-        change = None if found.fits(size) else lowered(found, limits, size)
         told = {
             "limits": [asdict(limit) for limit in limits],
             "caps_that_fit": None if change is None else change.settings,

@@ -111,11 +111,13 @@ def lowered(found: Rehearsal, limits: Sequence[Limit], gpu_memory: float) -> Cha
     return None if None in settings.values() else Change(settings=settings)
 
 
-def ways_that_were_tried(found: Rehearsal, gpu_memory: float, rehearse: Rehearse) -> list[WayOut]:
+def ways_that_were_tried(
+    found: Rehearsal, gpu_memory: float, rehearse: Rehearse, *, last_resort: bool = True
+) -> list[WayOut]:
     """What the job would need with each change that saves memory; of each kind until one fits.
 
     Layouts that the model does not allow are left out. Where none fits, the one that comes nearest is tried with the
-    least caps.
+    least caps, as a `last_resort`.
     """
     tried: list[WayOut] = []
     for ladder in ladders(found.job, found.dims.world_size):
@@ -127,7 +129,7 @@ def ways_that_were_tried(found: Rehearsal, gpu_memory: float, rehearse: Rehearse
             if tried[-1].need <= gpu_memory:
                 break
     nearest = min(tried, key=lambda way: way.need, default=None)
-    if nearest is None or nearest.need <= gpu_memory:
+    if nearest is None or nearest.need <= gpu_memory or not last_resort:
         return tried
     changed = nearest.change.of(found.job)
     dims = changed.actor_train.strategy_args.strategy_config.parallel_dims(found.dims.world_size)
