@@ -73,10 +73,9 @@ def rehearse(
     if plot is not None:
         draw_memory(timeline_of_worst(found), plot, title=f"{found.worst.name}, {found.dims}", gpu_memory=size)
     limits = limits_of(found, size, again) if advice and given is None else []
-    change, ways = None, []
-    if advice and not found.fits(size):
-        change = lowered(found, limits, size)
-        ways = ways_that_were_tried(found, size, again, last_resort=change is None)
+    sought = advice and not found.fits(size)
+    change = lowered(found, limits, size) if sought else None
+    ways = ways_that_were_tried(found, size, again, last_resort=change is None) if sought else []
     if as_json:
         told = {
             "limits": [asdict(limit) for limit in limits],
