@@ -125,26 +125,33 @@ class Resharding:
             rows.zero_()
         for theirs, mine in self._local:
             mine.copy_(theirs)
+        device = group_device(dist.group.WORLD, self.source.device)
+        buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._largest()]
         for going, coming in self._rounds:
-            sent, taken = self._exchanged(going, coming)
+            sent, taken = _exchanged(going, coming, *buckets)
             received, largest = received + taken, max(largest, sent, taken)
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         took = time.perf_counter() - began
         return Transfer(bytes=received, seconds=took, buckets=len(self._rounds), largest=largest)
 
-    def _exchanged(self, going: Sequence[_Piece], coming: Sequence[_Piece]) -> tuple[int, int]:
-        """One bucket out and one in: the bytes of both."""
-        device = group_device(dist.group.WORLD, self.source.device)
-        sent, taken = _by_peer(going), _by_peer(coming)
-        outgoing = torch.empty(sum(sent), dtype=torch.uint8, device=device)
-        for piece, place in _places(going, outgoing):
-            place.copy_(piece.own)
-        incoming = torch.empty(sum(taken), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(incoming, outgoing, taken, sent)
-        for piece, place in _places(coming, incoming):
-            piece.own.copy_(place)
-        return len(outgoing), len(incoming)
+    def _largest(self) -> list[int]:
+        """Bytes of the largest bucket out, and of the largest in."""
+        return [max((sum(p.bytes for p in pieces[side]) for pieces in self._rounds), default=0) for side in (0, 1)]
+
+
+def _exchanged(
+    going: Sequence[_Piece], coming: Sequence[_Piece], out: torch.Tensor, into: torch.Tensor
+) -> tuple[int, int]:
+    """One bucket out and one in, in the memory that is given: the bytes of both."""
+    sent, taken = _by_peer(going), _by_peer(coming)
+    outgoing, incoming = out[: sum(sent)], into[: sum(taken)]
+    for piece, place in _places(going, outgoing):
+        place.copy_(piece.own)
+    dist.all_to_all_single(incoming, outgoing, taken, sent)
+    for piece, place in _places(coming, incoming):
+        piece.own.copy_(place)
+    return len(outgoing), len(incoming)
 
 
 # ---- who holds what

@@ -181,11 +181,11 @@ def bounded(_: None) -> tuple[Any, int, list[str]]:
     return took, live.peak, [name for name, known in _weights(other).items() if not torch.equal(came[name], known)]
 
 
-def test_a_copy_goes_in_buckets_of_the_given_size(report: Any) -> None:
+def test_a_copy_holds_two_buckets_at_most(report: Any) -> None:
     for took, peak, differing in run_ranks(2, "tests.strategy.test_resharding:bounded"):
         assert differing == []
         assert took.buckets > 2 and took.largest <= BUCKET < took.bytes
-        assert took.largest <= peak  # gloo's threads may hold a bucket that was sent for a moment longer
+        assert took.largest <= peak <= 2 * BUCKET + 1024
         report(
             f"{took.bytes:,} bytes came in {took.buckets} buckets of {BUCKET:,} at most; at a time {peak:,} bytes held"
         )
