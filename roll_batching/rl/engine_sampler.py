@@ -227,8 +227,10 @@ def engine_sampler(
         yield None
         return
     sampler = EngineSampler(config, strategy, sleeps=sleeps)
-    yield sampler
-    sampler.close()
+    try:
+        yield sampler
+    finally:
+        sampler.close()
 
 
 def _questions(prompts: SampleBatch, settings: GenerationSettings) -> list[Question]:

@@ -237,7 +237,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         return own.with_vector(facts.total)
 
     def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
-        """As the inference strategy has it; planning a training pass is part of the next step's time."""
+        """As the inference strategy has it; of a training pass its time stands among a step's phases."""
         with contextlib.nullcontext() if forward else self._clock.phase("plan", on_host=True):
             return super().plan(table, forward=forward, group_ids=group_ids, home_rank=home_rank)
 
