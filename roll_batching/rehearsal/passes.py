@@ -23,6 +23,7 @@ from roll_batching.modeling.cost import plan_flops
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.planning.batching_spec import BatchingSpec
+from roll_batching.planning.pipeline.num_micro_batches import legal_count
 from roll_batching.rehearsal.hollow import hollow
 from roll_batching.rehearsal.lengths import fullest_bin, longest_bin, longest_sample, same_bins
 from roll_batching.rehearsal.recorder import Recorder
@@ -120,11 +121,13 @@ class Passes:
     def training(self) -> TrainingBatch:
         """What of training is rehearsed, and what it stands for."""
         policy, batching = self.policy, self.policy.batching.train
-        one = self.plan(policy, batching, 1)
-        whole = one if self.lengths is None else self._step_plan(policy, _constraints(policy, batching))
+        constraints = _constraints(policy, batching)
+        few = self.plan(policy, batching, legal_count(1, constraints))
+        whole = few if self.lengths is None else self._step_plan(policy, constraints)
+        micro_batches = few.num_micro_batches * few.constraints.dp_size
         return TrainingBatch(
-            samples=len(one.samples) // one.constraints.dp_size,
-            model_flops=(plan_flops(one, policy.cost, policy.layout) or 0.0) / one.constraints.dp_size,
+            samples=len(few.samples) // micro_batches,
+            model_flops=(plan_flops(few, policy.cost, policy.layout) or 0.0) / micro_batches,
             padding=1 - float(whole.used[whole.samples].sum()) / float(whole.tokens.sum()),
             in_step=None if self.lengths is None else whole.num_micro_batches,
         )

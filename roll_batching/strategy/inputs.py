@@ -59,7 +59,7 @@ def check_tokens(batch: SampleBatch, state: ModelState) -> None:
     Nobody else would, on all ranks: an embedding fails on the rank that has the token alone, and one that is divided by
     tensor parallelism reads zeros; a label that no column stands for has the log-prob of nothing.
     """
-    if not batch.num_tokens:
+    if not batch.num_tokens or "input_ids" not in batch:  # a stage that does not read them may have none
         return
     ids, count = batch["input_ids"], state.vocab_size or gpt_of(state.chunks[0]).vocab_size
     lowest, largest = (int(x) for x in ids.aminmax())
