@@ -60,7 +60,7 @@ def test_memory_flops_and_collectives_are_those_of_the_real_step(name, report):
         found, truth = rehearsed(task_of(job, world, rank)), real[rank]
         assert set(found.peaks) - {"inputs"} == set(truth.peaks) > {"forward", "backward", "optimizer"}
         assert (PREFILL in truth.peaks) == (name in SAMPLED) and (REFERENCE in truth.peaks) == (name == "DPO")
-        # Where weights have values they are drawn; gloo sums gradients in a copy of them, which NCCL does not make.
+        # Where weights have values they are drawn; while gradients are summed gloo holds copies, for longer or shorter.
         phases = set(truth.peaks) - {"build", "gradient sync"}
         worst = max(abs(found.peaks[phase].bytes / truth.peaks[phase].bytes - 1) for phase in phases)
         report(f"{name}, rank {rank}: peaks of memory within {worst:.2%} of what was counted for real")
