@@ -139,7 +139,9 @@ class Running:
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
     def victims(self, kind: str) -> list[psutil.Process]:
-        """The processes of a kind that are alive."""
+        """The processes of a kind that are alive; none once the job has ended."""
+        if self.process.poll() is not None:
+            return []
         if kind == "engine":
             return self.engines
         if kind in ("launcher", "driver"):

@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout that is not installed will do
 
 from _kill_jobs import JOBS, Running, command, rows_of, samples_of, servers  # noqa: E402
@@ -136,21 +138,29 @@ class Campaign:
             yield Running(folder, process, ray, engines), again
 
     def hit(self, kind: str, chance: random.Random) -> Outcome:
-        """One kill, and what became of it."""
+        """One kill, and what became of it. A moment at which the victim has ended by itself is drawn again."""
+        while (outcome := self._hit(kind, chance)) is None:
+            print(f"{kind}: had ended before it was hit; another moment", file=sys.stderr, flush=True)
+        return outcome
+
+    def _hit(self, kind: str, chance: random.Random) -> Outcome | None:
         scene = SCENES[kind]
         expected = self.reference(scene.job)
         after, pause, which = chance.randrange(len(expected.rows) - 1), chance.uniform(0, 1.5), chance.random()
         starting = chance.random() < 0.15
         with self._prepared(scene) as (running, again):
             moment = f"{pause:.1f} s after " + ("its start" if starting else f"step {after + 1}" if after else "step 1")
-            alive = self._wait(lambda: running.victims(scene.victim), PATIENCE, running)
+            self._wait(lambda: running.victims(scene.victim), PATIENCE, running)
             if not starting:
                 self._wait(lambda: running.steps() > after, PATIENCE, running)
             time.sleep(pause)
-            alive = running.victims(scene.victim) or alive
+            alive = running.victims(scene.victim)
             hit = time.monotonic()
             before = running.steps()
-            running.kill(scene.victim, alive[int(which * len(alive))])
+            try:
+                running.kill(scene.victim, alive[int(which * len(alive))])
+            except (IndexError, psutil.NoSuchProcess):
+                return None
             became = self._became(running, before)
             seconds = time.monotonic() - hit
             fault = "" if became else f"nothing happened within {LIMIT * self.slack:g} s"
