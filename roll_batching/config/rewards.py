@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -38,6 +39,10 @@ REWARDS: Registry[Entry] = Registry(
 )
 
 
+_SHARES_SUM_TO = 1e-3
+"""How far from 1 the parts of domains may sum to."""
+
+
 class RewardConfig(Settings):
     """`rewards.NAME`: the reward of one domain of prompts."""
 
@@ -47,8 +52,8 @@ class RewardConfig(Settings):
     reward_args: dict[str, Any] = honoured(default_factory=dict, help="Its keyword arguments.")
     tag_included: list[str] | None = honoured(
         None,
-        help="Tags of the domain's prompts (actor_train.data_args.tag names their key). Default: whatever no other "
-        "domain names.",
+        help="Tags of the domain's prompts (actor_train.data_args.tag names their key; a prompt whose key `domain` "
+        "names one of `rewards` belongs there, whatever its tag). Default: whatever no other domain names.",
     )
 
 
@@ -85,6 +90,35 @@ class RewardKeys(Settings):
         "advantages are computed with the mean reward of the others in its place (drop). Counted in "
         "`reward_failures`; a step without any reward is an error.",
     )
+
+
+def prompts_of_domains(shares: Mapping[str, float], prompts: int) -> dict[str, int]:
+    """How many of a step's prompts each domain has: rounded down, the last has the rest.
+
+    Source: ROLL, `roll/pipeline/rlvr/rlvr_pipeline.py`, `domain_batch_size`.
+    """
+    *names, last = shares
+    counts = {name: math.floor(shares[name] * prompts) for name in names}
+    return counts | {last: prompts - sum(counts.values())}
+
+
+def share_problems(
+    shares: Mapping[str, float] | None, rewards: Mapping[str, RewardConfig], prompts: int
+) -> Iterator[Problem]:
+    """What is wrong with the parts of domains among a step's prompts."""
+    if shares is None:
+        return
+    path = ("actor_train", "data_args", "domain_interleave_probs")
+    if unknown := sorted(shares.keys() - rewards.keys()):
+        yield Problem((*path, unknown[0]), f"names no domain of `rewards` ({', '.join(rewards) or 'there are none'})")
+    elif missing := sorted(rewards.keys() - shares.keys()):
+        text = f"lacks {', '.join(missing)}: prompts of that domain would never be drawn; give it a part, or remove"
+        yield Problem(path, f"{text} rewards.{missing[0]} and its prompts")
+    elif not all(share > 0 for share in shares.values()) or abs(sum(shares.values()) - 1) > _SHARES_SUM_TO:
+        yield Problem(path, f"has the parts {', '.join(map(str, shares.values()))}; all are above 0 and sum to 1")
+    elif none := [name for name, count in prompts_of_domains(shares, prompts).items() if count < 1]:
+        text = f"leaves {', '.join(none)} no prompt of the {prompts} of a step (rollout_batch_size)"
+        yield Problem(path, f"{text}; raise one of the two")
 
 
 def reward_problems(rewards: Mapping[str, RewardConfig], reward_function: str | None) -> Iterator[Problem]:

@@ -218,11 +218,6 @@ class RollDataArgs(Settings):
     interleave_probs: str | list[float] | None = noticed(
         None, help="Mixing of data sets.", notice="all prompts are drawn with equal probability"
     )
-    domain_interleave_probs: dict[str, float] | None = refused(
-        None,
-        help="Mixing of domains.",
-        reason="all prompts are drawn with equal probability; mix them in the file",
-    )
     image_folder: str | None = refused(None, help="Folder of images.", reason=VLM)
     video_folder: str | None = refused(None, help="Folder of videos.", reason=VLM)
 

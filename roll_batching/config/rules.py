@@ -13,7 +13,7 @@ from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.layout_rules import differing_keys, layout_problems, size_problems
 from roll_batching.config.objective_rules import objective_problems, whitens
 from roll_batching.config.pretrained import missing_model, model_problems, window_problems
-from roll_batching.config.rewards import reward_problems
+from roll_batching.config.rewards import reward_problems, share_problems
 from roll_batching.config.strategy import MEGATRON_STRATEGIES
 from roll_batching.config.stream_rules import stream_problems
 from roll_batching.config.supervised import missing_for_supervised, supervised, supervised_problems
@@ -43,6 +43,9 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += stream_problems(job)
     problems += objective_problems(job)
     problems += reward_problems(job.rewards, job.reward_function)
+    if not supervised(job):
+        shares = job.actor_train.data_args.domain_interleave_probs
+        problems += share_problems(shares, job.rewards, job.rollout_batch_size)
     problems += async_problems(job)
     problems += engine_problems(job)
     problems += _lengths(job)

@@ -30,6 +30,7 @@ _OF_ROLLOUTS = (
     *RewardKeys.model_fields,
     *(name for name in ObjectiveKeys.model_fields if name not in ("loss_function", "loss_args")),
 )
+_OF_PROMPTS = ("tag", "domain_interleave_probs", "long_prompts")
 _DATA_KEYS = {"sft": ("prompt", "response", "messages"), "dpo": ("prompt", "messages", "chosen", "rejected")}
 
 
@@ -91,6 +92,9 @@ def idle_supervised_keys(job: JobKeys, given: Mapping[str, Any]) -> Iterator[tup
         yield (key,), f"has no effect: task is {job.task}, which makes no rollouts"
     if train.get("logprob_plan") is not None:
         yield ("actor_train", "logprob_plan"), f"has no effect: task is {job.task}, which has no older policy"
+    for key in _OF_PROMPTS:
+        if data.get(key) is not None:
+            yield ("actor_train", "data_args", key), f"has no effect: task is {job.task}, which has no prompts"
     for key in ("prompt", "response", "messages", "chosen", "rejected"):
         if data.get(key) is not None and (key not in _DATA_KEYS[job.task] or (key != "messages" and _chat(job, key))):
             other = "messages is given" if key in _DATA_KEYS[job.task] else f"task is {job.task}"

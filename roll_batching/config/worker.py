@@ -79,6 +79,16 @@ class DataArgs(RollDataArgs):
         "then not read.",
     )
     tag: str = honoured("tag", help="Key of a prompt's tag, by which `rewards` divide the prompts.")
+    domain_interleave_probs: dict[str, float] | None = honoured(
+        None,
+        help="The part of every step's prompts that each domain of `rewards` has, by name: rounded down to whole "
+        "prompts, the last named has the rest. Default: prompts are drawn regardless of their domain.",
+    )
+    long_prompts: Literal["error", "drop"] = honoured(
+        "error",
+        help="A prompt with more than prompt_length tokens: an error that names its line, or left out, with a notice "
+        "that counts them.",
+    )
     response: str = honoured(
         "answer", help="Key of what the reward function compares with; under task: sft of the text that is learnt."
     )

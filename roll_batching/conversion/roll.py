@@ -9,6 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from roll_batching.config.diagnostics import dotted
 from roll_batching.config.fields import Refused, use_of
 from roll_batching.config.key_paths import field_at
 from roll_batching.config.roll_keys import DISTILLATION, VLM
@@ -79,6 +80,7 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     if data.get("rewards") and "response" not in _section(data, "actor_train", "data_args"):
         text = "ROLL's reward workers compare with the column ground_truth"
         draft.put(("actor_train", "data_args", "response"), "ground_truth", "rewards", text)
+    _mixture(draft)
     if isinstance(supervised, dict):
         _supervised(draft, supervised)
     if isinstance(validation, dict):
@@ -112,6 +114,26 @@ def _rewards(draft: Draft, data: dict[str, Any]) -> None:
 
     if kept:
         data["rewards"] = kept
+
+
+def _mixture(draft: Draft) -> None:
+    """Which prompts are drawn: parts of domains, and what becomes of long ones."""
+    texts = _section(draft.values, "actor_train", "data_args")
+    shares, rewards = texts.get("domain_interleave_probs"), draft.values.get("rewards") or {}
+    if not isinstance(shares, dict):
+        return
+    path = ("actor_train", "data_args", "domain_interleave_probs")
+    here = {name: share for name, share in shares.items() if name in rewards}
+    if not here:
+        del texts["domain_interleave_probs"]
+        why = "divides prompts by the domains of `rewards`, none of which is here: all are drawn alike"
+        draft.leave_out(dotted(path), "refused", why)
+    elif len(here) < len(shares):
+        total = sum(here.values())
+        meaning = f"parts of the domains that are here, over their sum; there, of {', '.join(shares)}"
+        draft.put(path, {name: round(share / total, 4) for name, share in here.items()}, meaning=meaning)
+    meaning = "as there, where those of 5 tokens or fewer are left out, too"
+    draft.put(("actor_train", "data_args", "long_prompts"), "drop", "prompt_length", meaning)
 
 
 def _reward(draft: Draft, name: str, worker: dict[str, Any], function: str, difference: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from roll_batching.data.batchers import FixedCountBatcher, StridedBatcher, TokenBudgetBatcher, rollout_batcher
 from roll_batching.data.encode import encode_documents, encode_prompts
-from roll_batching.data.epochs import DocumentStream, EpochStream, PromptStream, epoch_order
+from roll_batching.data.epochs import DocumentStream, EpochStream, MixedStream, PromptStream, epoch_order
 from roll_batching.data.fields import FieldKind, FieldSpec, Schema
 from roll_batching.data.former import PoolFormer
 from roll_batching.data.load_balanced import LoadBalancedDataset, ShardedIterableDataset, StepBatches
@@ -38,6 +38,7 @@ __all__ = [
     "PoolFormer",
     "Prompt",
     "PromptDataset",
+    "MixedStream",
     "PromptStream",
     "RolloutQueueDataset",
     "RolloutSample",

@@ -107,5 +107,45 @@ class PromptStream(EpochStream[Prompt]):
     """An `EpochStream` of prompts for rollouts."""
 
 
+class MixedStream(Iterator[list[T]], Generic[T]):
+    """Batches with a fixed number of each domain's items, drawn from `EpochStream`s of their own.
+
+    Items of one domain are spread over the batch, so that every part of it has about the same mixture.
+
+    Args:
+        domains: the items of each, by name.
+        counts: items of each in a batch, by the same names, at least 1.
+        seed: of their orders.
+    """
+
+    def __init__(self, domains: Mapping[str, TextDataset[T]], counts: Mapping[str, int], *, seed: int = 0) -> None:
+        self._streams = {name: EpochStream(domains[name], count, seed=seed) for name, count in counts.items()}
+        places = [(np.arange(count) + 0.5) / count for count in counts.values()]
+        self._spread = np.argsort(np.concatenate(places), kind="stable").tolist()
+
+    def __next__(self) -> list[T]:
+        drawn = [item for stream in self._streams.values() for item in next(stream)]
+        return [drawn[place] for place in self._spread]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of every domain."""
+        return {"domains": {name: stream.state_dict() for name, stream in self._streams.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position. Batches may hold other numbers than when it was saved.
+
+        Raises:
+            DataError: when it belongs to other domains, texts or seeds.
+        """
+        saved = state.get("domains", {})
+        if saved.keys() != self._streams.keys():
+            raise DataError(
+                f"The saved data position has the domains {', '.join(saved) or '(none)'}, here there are "
+                f"{', '.join(self._streams)}: resume with the same domain_interleave_probs, or start a new run."
+            )
+        for name, stream in self._streams.items():
+            stream.load_state_dict(saved[name])
+
+
 class DocumentStream(EpochStream[Document | Conversation]):
     """An `EpochStream` of supervised documents."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,10 @@ class Fit:
     """The configuration keys that give `max_length`."""
     keys: tuple[str, ...]
     """Keys of the texts in a line: two, one for conversations, three for pairs."""
-    tag: str = ""
-    """Key of a prompt's tag."""
-    tags: frozenset[str] | None = None
-    """The tags that prompts may have; None: any, or none."""
+    leaves_out: bool = False
+    """Texts with more tokens are left out, and no fault."""
+    unjudged: Callable[[Prompt], str] = lambda prompt: ""
+    """What is said of a prompt that no reward judges; nothing of others."""
 
     def check(self, items: Sequence[Text], faults: Faults) -> Ints:
         """Notes in `faults` what does not fit, naming file, line, key and cure.
@@ -73,12 +73,11 @@ class Fit:
             self._check_lengths(item, prompt, rest, faults)
 
     def _check_lengths(self, item: Text, prompt: int, rest: int, faults: Faults) -> None:
-        if self.tags is not None and isinstance(item, Prompt) and str(item.extra.get(self.tag, "")) not in self.tags:
-            what = f"no reward is for its tag ({self.tag!r}: {item.extra.get(self.tag)!r})"
+        if isinstance(item, Prompt) and (what := self.unjudged(item)):
             faults.add(item.source, what, "Name the tag in a tag_included of `rewards`, or remove the line.")
         if not prompt:
             faults.add(item.source, f"the prompt has no tokens ({self.keys[0]!r})", "Remove the line.")
-        elif prompt + rest > self.max_length:
+        elif prompt + rest > self.max_length and not self.leaves_out:
             what = too_long(item, prompt + rest, self.max_length)
             faults.add(item.source, what, self._shorter(item), tokens=prompt + rest)
 

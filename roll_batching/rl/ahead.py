@@ -22,13 +22,14 @@ import torch.distributed as dist
 
 from roll_batching.config import JobConfig
 from roll_batching.config.engine_rules import uses_engine
-from roll_batching.data import FieldSpec, PromptStream, SampleBatch, rank_slice
+from roll_batching.data import FieldSpec, SampleBatch, rank_slice
 from roll_batching.data.rollout_queue import QueueFigures
 from roll_batching.data.texts import Prompt
 from roll_batching.distributed import consensus
 from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.engine_sampler import joined, weights_folder
 from roll_batching.rl.folder import folder_of
+from roll_batching.rl.prompts import Prompts, prompt_stream
 from roll_batching.rl.rollout import StepScores
 from roll_batching.rl.run import Run
 from roll_batching.rl.sampler import Sampler
@@ -60,7 +61,7 @@ class RolloutsAhead:
     Raises RankError, the same on all ranks, when the sampler fails or may not be started again.
     """
 
-    def __init__(self, run: Run, stream: PromptStream, served: JobConfig) -> None:
+    def __init__(self, run: Run, stream: Prompts, served: JobConfig) -> None:
         self.config, self.strategy, self.stream = run.config, run.strategy, stream
         self.engine = uses_engine(run.config)
         self.parts = parts_of(self.config.async_generation_ratio, self.config.rollout_batch_size)
@@ -72,7 +73,7 @@ class RolloutsAhead:
         self._requests: dict[int, Request] = {}
         """Made and not trained on."""
         self._version = 0
-        self._ahead = PromptStream(stream.dataset, stream.batch_size, seed=self.config.seed)
+        self._ahead = prompt_stream(self.config, run.inputs)
         with self._agreed("starting the sampler"):
             if self.sampler is not None:
                 self.sampler.start()

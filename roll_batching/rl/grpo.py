@@ -14,7 +14,6 @@ import torch
 from roll_batching.config import JobConfig
 from roll_batching.config.objective_rules import wants_reference
 from roll_batching.data import FieldSpec, SampleBatch
-from roll_batching.data.epochs import PromptStream
 from roll_batching.data.texts import Prompt
 from roll_batching.distributed import consensus, digest
 from roll_batching.losses import mask_overlong
@@ -25,6 +24,7 @@ from roll_batching.rl.comparison import ModeComparison
 from roll_batching.rl.engine_sampler import EngineSampler
 from roll_batching.rl.evaluation import Evaluator
 from roll_batching.rl.from_config import Advantages
+from roll_batching.rl.prompts import prompt_stream
 from roll_batching.rl.rollout import Rollouts, StepScores, generate_rollouts, score_rollouts
 from roll_batching.rl.rows import comparison_row, merged, offload_row, score_row, timeline_row, update_row
 from roll_batching.rl.run import Run
@@ -76,7 +76,7 @@ class Grpo:
         inputs, config, layout = run.inputs, run.config, run.strategy.layout
         assert inputs.prompts is not None and inputs.reward is not None
         self.reward = inputs.reward
-        self.stream = PromptStream(inputs.prompts, config.rollout_batch_size, seed=config.seed)
+        self.stream = prompt_stream(config, inputs)
         self.ahead = RolloutsAhead(run, self.stream, served) if config.asynchronous else None
         self.progress = Together(self.stream, **objective.advantages.carried())
         self._columns: Row = {}

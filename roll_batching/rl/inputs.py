@@ -36,7 +36,7 @@ from roll_batching.data.texts import (
     iterate_texts,
 )
 from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
-from roll_batching.errors import ConfigError
+from roll_batching.errors import ConfigError, DataError
 from roll_batching.observe.reading import ReadingProgress
 from roll_batching.planning.arrays import Ints
 from roll_batching.rl.reward_pool import RewardPool, reward_of
@@ -91,6 +91,29 @@ class _Texts(Generic[T]):
         counts = None if self.kept is None else self.kept.of(fingerprint)
         return None if counts is None or int(counts.max(initial=0)) > self.fit.max_length else counts
 
+    def short_enough(self, texts: list[T]) -> list[T]:
+        """Those of `texts` that are not left out. Raises DataError where that is none."""
+        if not self.fit.leaves_out:
+            return texts
+        try:
+            counts = token_counts(texts, self.fit.tokenizer)
+        except Exception:  # the check that follows says of which text
+            return texts
+        kept = [text for text, fits in zip(texts, counts <= self.fit.max_length, strict=True) if fits]
+        if not kept:
+            raise DataError(
+                f"every prompt of {self.paths} has more than {self.fit.max_length:,} tokens, and long_prompts: drop "
+                f"leaves nothing: raise {self.fit.setting}"
+            )
+        if len(kept) < len(texts) and os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "%d of %d prompts of %s have more than %s tokens (%s), up to %s, and are left out: long_prompts is "
+                "drop",
+                *(len(texts) - len(kept), len(texts), self.paths),
+                *(f"{self.fit.max_length:,}", self.fit.setting, f"{int(counts.max()):,}"),
+            )
+        return kept
+
     def read(self, faults: Faults, read: Callable[[int], None] = lambda size: None) -> Iterator[T]:
         """The texts, one by one."""
         return iterate_texts(self.kind, self.paths, self.fit.keys, faults, read, template=self.template)
@@ -128,8 +151,9 @@ def _checked(part: _Texts[Any], faults: Faults, read: Callable[[int], None]) -> 
     texts = part.read(faults, read)
     while some := list(islice(texts, AT_ONCE)):
         counts.append(part.fit.check(some, faults))
-        for text in some:
-            digest.add(text)
+        for text, count in zip(some, counts[-1], strict=True):
+            if not part.fit.leaves_out or count <= part.fit.max_length:
+                digest.add(text)
     return digest.value(), np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
 
 
@@ -146,6 +170,10 @@ def load_inputs(job: JobConfig) -> JobInputs:
     training = None if prompts is None else list(prompts.read(faults))
     evaluation = None if heldout is None else list(heldout.read(faults))
     faults.check()
+    if prompts is not None and training is not None:
+        training = prompts.short_enough(training)
+    if heldout is not None and evaluation is not None:
+        evaluation = heldout.short_enough(evaluation)
     learnt = None if documents is None else TextDataset(documents)
     inputs = JobInputs(
         tokenizer=tokenizer,
@@ -216,8 +244,8 @@ def _parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any] | None, _T
             max_length=job.prompt_length,
             setting="prompt_length",
             keys=(data.messages or data.prompt, data.response),
-            tag=data.tag,
-            tags=_tags(job),
+            leaves_out=data.long_prompts == "drop",
+            unjudged=_unjudged(job),
         )
         template = None if data.messages is None else ChatTemplate(tokenizer)
         prompts = _Texts(kind=Prompt, paths=data.file_name, fit=fit, template=template)
@@ -226,12 +254,11 @@ def _parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any] | None, _T
     return corpus, prompts, heldout
 
 
-def _tags(job: JobConfig) -> frozenset[str] | None:
-    """The tags that prompts may have; None where one reward takes all that no other names."""
-    named = [reward.tag_included for reward in job.rewards.values()]
-    if not named or None in named:
-        return None
-    return frozenset(tag for tags in named for tag in tags or ())
+def _unjudged(job: JobConfig) -> Callable[[Prompt], str]:
+    """What is said of a prompt that no reward judges."""
+    reward = reward_of(job)
+    assert reward is not None, "an RL job has a reward"
+    return lambda prompt: reward.unjudged(prompt.extra)
 
 
 def read_prompts(
@@ -246,13 +273,20 @@ def read_prompts(
     if found is None:
         raise ConfigError("the run's configuration names no file of prompts: name one")
     keys = (data.messages or data.prompt, data.response)[: 2 if answers else 1]
-    fit = Fit(tokenizer=tokenizer, max_length=job.prompt_length, setting="prompt_length", keys=keys)
+    fit = Fit(
+        tokenizer=tokenizer,
+        max_length=job.prompt_length,
+        setting="prompt_length",
+        keys=keys,
+        leaves_out=data.long_prompts == "drop",
+    )
     template = None if data.messages is None else ChatTemplate(tokenizer)
     faults = Faults()
-    prompts = list(_Texts(kind=Prompt, paths=found, fit=fit, template=template).read(faults))
+    texts = _Texts(kind=Prompt, paths=found, fit=fit, template=template)
+    prompts = list(texts.read(faults))
     fit.check(prompts, faults)
     faults.check()
-    return prompts
+    return texts.short_enough(prompts)
 
 
 def prompt_of(text: str, job: JobConfig, tokenizer: Tokenizer) -> Prompt:

@@ -17,6 +17,8 @@ from roll_batching.errors import DataError
 from roll_batching.rl.reward_process import RewardLimits, RewardProcess
 from roll_batching.rl.rewards import MOST_MARKS, Completion, Scored
 
+DOMAIN = "domain"
+"""Key of a prompt's line that names its domain."""
 _SECONDS_BETWEEN_LOOKS = 0.05
 FailurePolicy = Literal["error", "zero", "drop"]
 
@@ -78,15 +80,27 @@ class RewardPool:
         return self.limits.start + calls * (self.limits.seconds + again)
 
     def domain_of(self, record: Mapping[str, Any]) -> int | None:
-        """Number of the domain that judges a prompt's line; None: there is none."""
-        given = str(record.get(self.tag, ""))
-        rest = None
+        """Number of the domain that judges a prompt's line; None: there is none.
+
+        The line's key `domain` says so where it names one (as in ROLL's `update_dataset_domain`), else its tag.
+        """
+        names = [domain.name for domain in self.domains]
+        if record.get(DOMAIN) and record[DOMAIN] in names:
+            return names.index(record[DOMAIN])
+        given, rest = str(record.get(self.tag, "")), None
         for number, domain in enumerate(self.domains):
             if domain.tags is None:
                 rest = number
             elif given in domain.tags:
                 return number
         return rest
+
+    def unjudged(self, record: Mapping[str, Any]) -> str:
+        """What is said of a prompt's line that belongs to no domain; nothing of others."""
+        if self.domain_of(record) is not None:
+            return ""
+        named = "" if record.get(DOMAIN) is None else f", nor for its domain ({DOMAIN!r}: {record[DOMAIN]!r})"
+        return f"no reward is for its tag ({self.tag!r}: {record.get(self.tag)!r}){named}"
 
     def score(self, completions: Sequence[Completion], ids: Sequence[int], *, seed: int) -> Scored:
         """Judges each completion; `ids` name the samples in errors, and seed random numbers together with `seed`.
@@ -122,10 +136,7 @@ class RewardPool:
     def _home(self, completion: Completion, sample: int) -> int:
         home = self.domain_of(completion.record)
         if home is None:
-            given = completion.record.get(self.tag)
-            raise DataError(
-                f"sample {sample}: no reward is for the tag {given!r} of its prompt (rewards.*.tag_included)"
-            )
+            raise DataError(f"sample {sample}: {self.unjudged(completion.record)}")
         return home
 
     def _answers(

@@ -162,7 +162,8 @@ def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool) -> dic
         for index, chunk in enumerate(model.chunks)
     }
     if optimizer is not None:
-        state["optimizer"] = sharded_optimizer(optimizer, dict(state), metadata, loading=loading)
+        shards = sharded_optimizer(optimizer, dict(state), metadata, loading=loading)
+        state |= {"optimizer": shards} if shards else {}
     return state
 
 

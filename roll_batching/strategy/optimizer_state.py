@@ -50,9 +50,11 @@ def sharded_optimizer(
     found: dict[Any, Any] = {}
     for index, part in _stepping(optimizer):
         if is_distributed(part):
-            found[index] = {"parameters": whole_state(part, model_state, loading=loading)}
+            held: dict[str, Any] = {"parameters": whole_state(part, model_state, loading=loading)}
             if part.grad_scaler is not None:
-                found[index]["grad_scaler"] = part.grad_scaler.state_dict()
+                held["grad_scaler"] = part.grad_scaler.state_dict()
+            if held := {name: value for name, value in held.items() if value}:  # Megatron warns of empty ones
+                found[index] = held
             continue
         found[index] = part.sharded_state_dict(dict(model_state), metadata=dict(metadata))
         inner = _inner(found[index])

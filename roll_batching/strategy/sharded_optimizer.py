@@ -84,6 +84,8 @@ def whole_state(part: Any, model_state: dict[str, Any], *, loading: bool) -> dic
             values = {name: torch.empty(spread.parameter.numel(), dtype=piece.dtype) for name, piece in own.items()}
         else:
             values = _put_together(part, spread, own)
+        if not values:
+            continue  # another rank puts it together
         like = of_model[id(spread.parameter)]
         replica = _replica(part, spread, like)
         state[spread.index] = {name: _sharded(like, name, flat, replica) for name, flat in values.items()}

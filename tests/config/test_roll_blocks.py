@@ -117,10 +117,6 @@ def test_the_reference_may_have_a_layout_of_its_own():
 OBSTACLES = {
     "`rewards`": (["rewards={judge: {worker_cls: LLMJudgeRewardWorker}}"], "worker_cls: unknown key"),
     "`reference`": (["reference.device_mapping=0-7"], "reference.device_mapping"),
-    "`domain_interleave_probs`": (
-        ["actor_train.data_args.domain_interleave_probs={a: 0.5, b: 0.5}"],
-        "mix them in the file",
-    ),
     "`freeze_module_prefix`": (["actor_train.model_args.freeze_module_prefix=vision"], "all parameters are trained"),
     "`stop_strings`": (["actor_infer.generating_args.stop_strings=[x]"], "end token"),
     "`adv_estimator: gae`": (["adv_estimator=gae"], "it needs a critic"),

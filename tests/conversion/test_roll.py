@@ -41,7 +41,7 @@ actor_train:
   data_args:
     file_name: [data/a.jsonl]
     messages: messages
-    domain_interleave_probs: {math: 0.5, code: 0.5}
+    domain_interleave_probs: {math: 0.5, code: 0.3, judge: 0.2}
   strategy_args:
     strategy_name: megatron_train
     strategy_config: {sequence_parallel: true, moe_grouped_gemm: true, bf16: true}
@@ -115,7 +115,6 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
     assert settings["actor_infer"]["generating_args"] == {"top_k": -1, "num_return_sequences": 4}
     refused = {one.key for one in done.left_out_as("refused")}
     assert refused == {
-        "actor_train.data_args.domain_interleave_probs",
         "actor_train.model_args.lora_rank",
         "custom_envs",
         "logging_dir",
@@ -143,6 +142,9 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
         "code": {"reward_function": "code_tests", "tag_included": ["KodCode"]},
     }
     assert settings["actor_train"]["data_args"]["response"] == "ground_truth"
+    assert settings["actor_train"]["data_args"]["domain_interleave_probs"] == {"math": 0.625, "code": 0.375}
+    assert settings["actor_train"]["data_args"]["long_prompts"] == "drop"
+    assert "over their sum" in changed["actor_train.data_args.domain_interleave_probs.math"]
     assert "stays off until" in changed["rewards.code.worker_cls"] and "rewards.math.world_size" in idle
     assert [text.split(":")[0] for text in done.missing] == ["pretrain"]
 

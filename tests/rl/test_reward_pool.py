@@ -121,7 +121,7 @@ def test_domains_by_tag():
             [completion(kind="x"), completion(kind="z"), completion(), completion(kind="y")], range(4), seed=0
         )
         assert scored.rewards.tolist() == [1, 2, 2, 1] and scored.domains == ["a", "b", "b", "a"]
-    with pytest.raises(DataError, match="sample 7: no reward is for the tag 'z'"):
+    with pytest.raises(DataError, match=r"sample 7: no reward is for its tag \('kind': 'z'\)"):
         RewardPool(domains[0], tag="kind").score([completion(kind="z")], [7], seed=0)
 
 

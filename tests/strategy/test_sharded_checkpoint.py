@@ -97,6 +97,27 @@ def test_loaded_in_another_layout(tmp_path, report, kind, home, stations):
         assert again == expected
 
 
+def said_while_saving(case: dict[str, Any]) -> list[str]:
+    """What Megatron logs while a state is saved."""
+    import logging
+
+    from tests.strategy.test_checkpoint import strategy_of
+
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    strategy = strategy_of(case)
+    logging.getLogger("megatron").addHandler(handler)
+    strategy.save(case["path"])
+    return said
+
+
+def test_ranks_that_put_nothing_together_save_without_a_warning(tmp_path):
+    layout = Layout(dp=3, distopt=True)
+    case = case_of("dense", layout) | {"path": str(tmp_path / "state")}
+    assert run_ranks(layout.ranks, HERE + "said_while_saving", case) == [[], [], []]
+
+
 # ---- what is refused
 
 
