@@ -40,6 +40,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     if not supervised(job):
         problems += _objective(job)
     problems += supervised_problems(job)
+    problems += _chats(job)
     problems += stream_problems(job)
     problems += objective_problems(job)
     problems += reward_problems(job.rewards, job.reward_function)
@@ -131,6 +132,15 @@ def _shared_shapes(name: str, role: WorkerConfig) -> Iterator[Problem]:
             f"needs ranks that cut at the same positions, as dynamic_algorithm: {planning.dynamic_algorithm} does not"
         )
         yield Problem((name, "planning_args", "shared_shapes"), f"{text}; use {able}, or set this to false")
+
+
+def _chats(job: JobKeys) -> Iterator[Problem]:
+    data, path = job.actor_train.data_args, ("actor_train", "data_args")
+    if data.chat and data.messages is not None:
+        yield Problem((*path, "chat"), "stands beside messages, which hold whole chats; keep one of the two")
+    for key in ("query", "system"):
+        if getattr(data, key) is not None and not data.chat:
+            yield Problem((*path, key), "is a part of a chat: set chat to true, or leave it out")
 
 
 def _roles(job: JobKeys) -> Iterator[Problem]:

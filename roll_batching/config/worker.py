@@ -78,6 +78,17 @@ class DataArgs(RollDataArgs):
         help="Key of a chat's messages, which become the prompt through the tokenizer's chat template. `prompt` is "
         "then not read.",
     )
+    chat: bool = honoured(
+        False,
+        help="The prompt is what a user says, and `response` (task: sft), `chosen` and `rejected` (task: dpo) what the "
+        "assistant says: they go through the tokenizer's chat template. false: texts are used as they are.",
+    )
+    query: str | None = honoured(
+        None, help="chat: key of what the user says after the prompt, on a line of its own; it may be empty."
+    )
+    system: str | None = honoured(
+        None, help="chat: key of what the system says first; empty, and by default, whatever the template says itself."
+    )
     tag: str = honoured("tag", help="Key of a prompt's tag, by which `rewards` divide the prompts.")
     domain_interleave_probs: dict[str, float] | None = honoured(
         None,

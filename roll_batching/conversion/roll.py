@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll_batching.config.diagnostics import dotted
-from roll_batching.config.fields import Refused, use_of
 from roll_batching.config.key_paths import field_at
 from roll_batching.config.roll_keys import DISTILLATION, VLM
 from roll_batching.conversion.settle import Draft
 
 AGENTIC = "agentic rollouts (environments, several turns) do not exist here"
-PREFERENCES = "write a file with task: dpo; its pairs and loss: actor_train.data_args.chosen and rejected, loss_args"
 REWARD_WORKERS = "no such reward exists here: write a function, and name it in reward_function or rewards"
 
 _REWARDS: Mapping[str, tuple[str, str]] = {
@@ -37,12 +35,8 @@ _PIPELINES: tuple[tuple[str, str], ...] = (
     ("student_infer", DISTILLATION),
     ("teacher_pretrain", DISTILLATION),
     ("reward_model", REWARD_WORKERS),
-    ("chosen_key", PREFERENCES),
-    ("rejected_key", PREFERENCES),
-    ("beta", PREFERENCES),
-    ("ipo", PREFERENCES),
-    ("label_smoothing", PREFERENCES),
 )
+_OF_PAIRS = ("chosen_key", "rejected_key", "beta", "ipo", "label_smoothing")
 """Sections and keys of pipelines that do not exist here, which stand for a part of what is trained."""
 
 _MEANINGS: Mapping[tuple[str, ...], str] = {
@@ -63,12 +57,12 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     """ROLL's composed settings in our names."""
     data = copy.deepcopy(data)
     draft = Draft(source)
-    preferences = "chosen_key" in data
     environments = "custom_envs" in data or "train_env_manager" in data
     for key, why in _PIPELINES:
         if data.pop(key, None) is not None:
             draft.leave_out(key, "refused", why)
     supervised = data.pop("sft_train", None)
+    pairs = {key: data.pop(key) for key in _OF_PAIRS if key in data} if "chosen_key" in data else None
     validation = data.pop("validation", None)
     _rewards(draft, data)
     if environments:  # whatever else there is speaks to them, under names that the environments choose
@@ -83,8 +77,10 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     _mixture(draft)
     if isinstance(supervised, dict):
         _supervised(draft, supervised)
+    if pairs is not None:
+        _preferences(draft, pairs)
     if isinstance(validation, dict):
-        _validation(draft, validation, supervised is not None or preferences)
+        _validation(draft, validation)
     _reference(draft)
     for role in ("actor_train", "actor_infer", "reference"):
         for path, meaning in _MEANINGS.items():
@@ -164,35 +160,50 @@ def _images(draft: Draft, data: dict[str, Any]) -> None:
 
 
 def _supervised(draft: Draft, role: dict[str, Any]) -> None:
-    """The role `sft_train` as the job's warm-up, with nothing after it."""
-    texts = role.pop("data_args", None) or {}
-    arguments = role.pop("training_args", None) or {}
-    rows = arguments.get("per_device_train_batch_size")
-    if rows is not None:  # shapes the planned passes of the role, too
-        draft.put(("actor_train", "training_args", "per_device_train_batch_size"), rows)
-    for key, value in arguments.items():
-        path = ("num_train_epochs",) if key == "num_train_epochs" else ("training_args", key)
-        draft.put(("warmup", *path), value, f"sft_train.training_args.{key}")
+    """The role `sft_train` as actor_train of `task: sft`."""
+    draft.put(("task",), "sft", "sft_train")
+    epochs = _section(role, "training_args").pop("num_train_epochs", 1)
+    draft.values.pop("max_steps", None)
+    meaning = "the texts are shuffled anew in every one; there, they stay in their order"
+    draft.put(("num_train_epochs",), epochs, "sft_train.training_args.num_train_epochs", meaning)
     for key, value in role.items():
         draft.put(("actor_train", key), value, f"sft_train.{key}")
         _moved_below(draft, ("actor_train", key), ("sft_train", key), value)
-    for key, value in texts.items():
-        if key in ("file_name", "messages"):
-            draft.put(("warmup", key), value, f"sft_train.data_args.{key}")
-        else:
-            field = field_at(("actor_train", "data_args", key))
-            refused = field is not None and isinstance(use_of(field), Refused)
-            draft.leave_out(
-                f"sft_train.data_args.{key}", "refused" if refused else "idle", "texts are read as they are"
-            )
-    for key, ours in (("prompt_key", "prompt"), ("response_key", "response")):
-        if draft.values.get(key) is not None:
-            draft.put(("warmup", ours), draft.values.pop(key), key)
-    for key in ("query_key", "system_key"):
-        if draft.values.pop(key, None) is not None:
-            draft.leave_out(key, "refused", "one key holds the whole prompt: join the texts in the file")
-    draft.values.pop("max_steps", None)
-    draft.put(("max_steps",), 0, "sft_train", "supervised training is the section `warmup`; RL makes no step after it")
+    _chat(draft, {"prompt": ("prompt_key", "instruction"), "response": ("response_key", "output")})
+    for key, ours in (("query_key", "query"), ("system_key", "system")):
+        if (name := draft.values.pop(key, None)) is not None:
+            draft.put(("actor_train", "data_args", ours), name, key)
+    text = "no more than these tokens: a longer text is an error that names it; there, it is cut off"
+    draft.meanings["sequence_length",] = text
+
+
+def _preferences(draft: Draft, given: dict[str, Any]) -> None:
+    """The keys of a pipeline for pairs as `task: dpo`."""
+    draft.put(("task",), "dpo", "chosen_key")
+    draft.put(("loss_function",), "ipo" if given.get("ipo") else "dpo", "ipo")
+    draft.put(("loss_args", "beta"), given.get("beta", 0.1), "beta")
+    if given.get("label_smoothing") and not given.get("ipo"):
+        draft.put(("loss_args", "label_smoothing"), given["label_smoothing"], "label_smoothing")
+    _chat(draft, {"prompt": ("", "instruction")})
+    for key in ("chosen", "rejected"):
+        draft.put(("actor_train", "data_args", key), given.get(f"{key}_key", key), f"{key}_key")
+    arguments = _section(draft.values, "actor_train", "training_args")
+    rows = arguments.get("per_device_train_batch_size")
+    if isinstance(rows, int):
+        meaning = "counts sequences, two of each pair; there, it counts pairs"
+        path = ("actor_train", "training_args", "per_device_train_batch_size")
+        draft.put(path, 2 * rows, dotted(path), meaning)
+    arguments.pop("num_train_epochs", None)  # max_steps rules there
+    text = "a pair with more tokens is an error that names it; there, it is left out"
+    draft.meanings["sequence_length",] = text
+
+
+def _chat(draft: Draft, keys: Mapping[str, tuple[str, str]]) -> None:
+    """Texts under `keys` (ours: its key in the file, what it is by default) are turns of a chat, as in ROLL."""
+    for ours, (key, default) in keys.items():
+        draft.put(("actor_train", "data_args", ours), draft.values.pop(key, None) or default, key or "data_args")
+    meaning = "texts go through the tokenizer's own chat template; there, through the one that `template` names"
+    draft.put(("actor_train", "data_args", "chat"), True, "data_args.template", meaning)
 
 
 def _moved_below(draft: Draft, ours: tuple[str, ...], theirs: tuple[str, ...], value: Any) -> None:
@@ -203,15 +214,11 @@ def _moved_below(draft: Draft, ours: tuple[str, ...], theirs: tuple[str, ...], v
             _moved_below(draft, (*ours, key), (*theirs, str(key)), below)
 
 
-def _validation(draft: Draft, role: dict[str, Any], supervised: bool) -> None:
-    """The role `validation`: its file serves the evaluation of rollouts."""
+def _validation(draft: Draft, role: dict[str, Any]) -> None:
+    """The role `validation`: its file serves the evaluation."""
     texts = role.pop("data_args", None) or {}
     name = texts.pop("file_name", None)
-    if name is not None and supervised:
-        draft.leave_out(
-            "validation.data_args.file_name", "refused", "a warm-up measures no held-out loss; task: sft does"
-        )
-    elif name is not None:
+    if name is not None:
         draft.put(("actor_train", "data_args", "eval_file_name"), name, "validation.data_args.file_name")
     for key in texts:
         draft.leave_out(f"validation.data_args.{key}", "idle", "held-out prompts are read as actor_train's are")

@@ -104,6 +104,39 @@ class Fingerprint:
         return self._digest.hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """Texts of a line that make a chat, as instruction data has them: a prompt, and what these keys hold.
+
+    Source: ROLL, `roll/pipeline/sft/sft_pipeline.py`, `build_conversation`.
+    """
+
+    query: str | None = None
+    """What the user says after the prompt."""
+    system: str | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Those that are read."""
+        return tuple(key for key in (self.query, self.system) if key is not None)
+
+    def chat(self, record: Record, keys: Sequence[str], *, answered: bool) -> Record:
+        """`record`, read by `keys` and then its own, with messages as JSON for a first text.
+
+        They end before the assistant's turn, or with it where the chat is `answered` by the second text. The first text
+        is empty where the user says nothing.
+        """
+        (prompt, *answers), own = record.texts[: len(keys)], record.texts[len(keys) :]
+        texts = dict(zip(self.keys, own, strict=True))
+        query, system = texts.get(self.query or "", ""), texts.get(self.system or "", "")
+        turns = [("system", system), ("user", "\n".join(filter(None, (prompt, query))))]
+        if answered:
+            turns.append((ASSISTANT, answers.pop(0)))
+        messages = [{"role": role, "content": text} for role, text in turns if text or role == ASSISTANT]
+        first = json.dumps(messages, ensure_ascii=False) if prompt or query else ""
+        return Record((first, *answers), record.extra | texts | {keys[0]: prompt}, record.source)
+
+
 def iterate_texts(
     kind: type[T],
     paths: PathLike | Sequence[PathLike],
@@ -112,18 +145,23 @@ def iterate_texts(
     read: Callable[[int], None] = lambda size: None,
     *,
     template: ChatTemplate | None = None,
+    instruction: Instruction | None = None,
 ) -> Iterator[T]:
     """Prompts, documents, conversations or pairs of data files, one after the other, their texts under `keys`.
 
     The first key holds the messages of a conversation; with `template` it holds messages that become a prompt's text,
-    or stay messages in a pair. Without a second key the second text is empty.
+    or stay messages in a pair; with `instruction` the first key holds a text, and what it names makes messages of it.
+    Without a second key the second text is empty.
     What cannot be used is noted in `faults` and passed over, an empty prompt too; see `jsonl.iterate_records`.
     """
-    chat = kind is Conversation or template is not None
+    chat = instruction is None and (kind is Conversation or template is not None)
+    own = () if instruction is None else instruction.keys
     made: Any = kind
-    for record in iterate_records(paths, keys, faults, read, chat=chat):
+    for record in iterate_records(paths, (*keys, *own), faults, read, chat=chat):
+        if instruction is not None:
+            record = instruction.chat(record, keys, answered=kind is Conversation)
         first, extra = record.texts[0], record.extra
-        if kind is Conversation:
+        if kind is Conversation and first:
             yield made(tuple(json.loads(first)), extra, record.source)
             continue
         if kind is Pair:
@@ -132,13 +170,14 @@ def iterate_texts(
             if len(faults) == faults_before:
                 yield made(*record.texts, template is not None, extra, record.source)
             continue
-        if template is not None:
+        if template is not None and first:
             messages = json.loads(first)
             try:
-                first, extra = template.prompt(messages), extra | {keys[0]: messages}
+                first = template.prompt(messages)
             except DataError as error:
                 faults.add(record.source, f"{keys[0]}: {error}", "Remove the line, or write it anew.")
                 continue
+            extra = extra if instruction is not None else extra | {keys[0]: messages}
         if first:
             yield made(first, record.texts[1] if len(keys) > 1 else "", extra, record.source)
         else:

@@ -21,7 +21,7 @@ from roll_batching.errors import RankError, RollBatchingError
 from roll_batching.launch.failures import Failure, told
 from roll_batching.launch.on_ray.actors import Ranks, started
 from roll_batching.launch.on_ray.cluster import room_for
-from roll_batching.launch.worker import hide_missing_apex
+from roll_batching.launch.worker import hide_known_warnings
 from roll_batching.planning import Plan, RolePlanner
 
 
@@ -76,7 +76,7 @@ class WorkerGroup:
 
         if not ray.is_initialized():
             raise RollBatchingError("a WorkerGroup needs a Ray that this process has joined: call ray.init() first")
-        hide_missing_apex()  # what ranks return is of modules that import Megatron
+        hide_known_warnings()  # what ranks return is of modules that import Megatron
         worker, end = self._role.worker, self._until_the_end
         tp_size = worker.strategy_args.strategy_config.tensor_model_parallel_size
         with end:

@@ -49,7 +49,7 @@ class StrategyRank(Rank):
 
     def _build(self, role: Role) -> tuple[Station, RolePlanner]:
         from roll_batching.launch.meeting import meet
-        from roll_batching.launch.worker import hide_missing_apex
+        from roll_batching.launch.worker import hide_known_warnings
         from roll_batching.lifetime import forks_die_with_us
 
         place = rank_place()
@@ -57,7 +57,7 @@ class StrategyRank(Rank):
         if role.folder is not None:
             keep_log(role.folder, place)
         forks_die_with_us()
-        hide_missing_apex()
+        hide_known_warnings()
         self._met = meet(place, role.worker.backend_timeout)
         from roll_batching.strategy import MegatronTrainStrategy
 

@@ -58,7 +58,7 @@ def _met(config: JobConfig, place: RankPlace) -> object:
 
 
 def _default_job() -> Callable[[JobConfig], None]:
-    hide_missing_apex()
+    hide_known_warnings()
     from roll_batching.rl.job import run_job
 
     return run_job
@@ -71,9 +71,10 @@ def _leave() -> None:
         leave_processes()
 
 
-def hide_missing_apex() -> None:
-    """Megatron says several times per process that it does without these; on a CPU it always does."""
+def hide_known_warnings() -> None:
+    """What Megatron says several times per process that it lacks, and torch of old names that Megatron uses."""
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
+    warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
 
 
 def _end(rank: int, error: BaseException, config: JobConfig) -> NoReturn:

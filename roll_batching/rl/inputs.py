@@ -17,7 +17,7 @@ from typing import Any, Generic
 
 import numpy as np
 
-from roll_batching.config import JobConfig
+from roll_batching.config import DataArgs, JobConfig
 from roll_batching.config.supervised import supervised
 from roll_batching.data.chat import ChatTemplate
 from roll_batching.data.faults import Faults
@@ -28,6 +28,7 @@ from roll_batching.data.texts import (
     Conversation,
     Document,
     Fingerprint,
+    Instruction,
     Pair,
     Prompt,
     PromptDataset,
@@ -83,6 +84,8 @@ class _Texts(Generic[T]):
     fit: Fit
     template: ChatTemplate | None = None
     """What makes prompts of messages."""
+    instruction: Instruction | None = None
+    """What makes messages of texts."""
     kept: KeptCounts | None = None
     """Their token counts from earlier starts, where they are kept."""
 
@@ -116,7 +119,9 @@ class _Texts(Generic[T]):
 
     def read(self, faults: Faults, read: Callable[[int], None] = lambda size: None) -> Iterator[T]:
         """The texts, one by one."""
-        return iterate_texts(self.kind, self.paths, self.fit.keys, faults, read, template=self.template)
+        return iterate_texts(
+            self.kind, self.paths, self.fit.keys, faults, read, template=self.template, instruction=self.instruction
+        )
 
 
 def check_inputs(job: JobConfig) -> dict[str, str]:
@@ -247,10 +252,9 @@ def _parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any] | None, _T
             leaves_out=data.long_prompts == "drop",
             unjudged=_unjudged(job),
         )
-        template = None if data.messages is None else ChatTemplate(tokenizer)
-        prompts = _Texts(kind=Prompt, paths=data.file_name, fit=fit, template=template)
+        prompts = _prompts(data, data.file_name, fit)
         if data.eval_file_name is not None and job.eval_samples:
-            heldout = _Texts(kind=Prompt, paths=data.eval_file_name, fit=fit, template=template)
+            heldout = _prompts(data, data.eval_file_name, fit)
     return corpus, prompts, heldout
 
 
@@ -280,18 +284,28 @@ def read_prompts(
         keys=keys,
         leaves_out=data.long_prompts == "drop",
     )
-    template = None if data.messages is None else ChatTemplate(tokenizer)
     faults = Faults()
-    texts = _Texts(kind=Prompt, paths=found, fit=fit, template=template)
+    texts = _prompts(data, found, fit)
     prompts = list(texts.read(faults))
     fit.check(prompts, faults)
     faults.check()
     return texts.short_enough(prompts)
 
 
+def _prompts(data: DataArgs, paths: PathLike | Sequence[PathLike], fit: Fit) -> _Texts[Prompt]:
+    """Prompts of `paths`. Raises DataError for chats without a chat template."""
+    template = ChatTemplate(fit.tokenizer) if data.messages is not None or data.chat else None
+    return _Texts(kind=Prompt, paths=paths, fit=fit, template=template, instruction=_instruction(data))
+
+
+def _instruction(data: DataArgs) -> Instruction | None:
+    return Instruction(data.query, data.system) if data.chat else None
+
+
 def prompt_of(text: str, job: JobConfig, tokenizer: Tokenizer) -> Prompt:
     """`text` as one of the job's prompts: what a user says, where its prompts are chats."""
-    if job.actor_train.data_args.messages is None:
+    data = job.actor_train.data_args
+    if data.messages is None and not data.chat:
         return Prompt(text, "")
     return Prompt(ChatTemplate(tokenizer).prompt([{"role": "user", "content": text}]), "")
 
@@ -300,20 +314,21 @@ def _supervised_parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any]
     """What a job of task sft or dpo learns from, and what it holds out."""
     data = job.actor_train.data_args
     assert data.file_name is not None  # check_runnable
-    template = None if data.messages is None else ChatTemplate(tokenizer)
+    chat = data.messages is not None or data.chat
+    template, instruction = ChatTemplate(tokenizer) if chat else None, _instruction(data)
     kind: type[Any] = Pair
     keys: tuple[str, ...] = (data.messages or data.prompt, data.chosen, data.rejected)
     if job.task == "sft":
-        kind, keys = (
-            (Document, (data.prompt, data.response)) if data.messages is None else (Conversation, (data.messages,))
-        )
+        kind, keys = Conversation if chat else Document, (data.prompt, data.response)
+        if data.messages is not None:
+            keys = (data.messages,)
     fit = Fit(tokenizer=tokenizer, max_length=job.sequence_length or 1, setting="sequence_length", keys=keys)
-    form = f"{kind.__name__} of messages" if data.messages is not None else kind.__name__
+    form = f"{kind.__name__} of messages" if chat else kind.__name__
     kept = KeptCounts(Path(job.output_dir) / FOLDER, tokenizer, form)
-    corpus = _Texts(kind=kind, paths=data.file_name, fit=fit, template=template, kept=kept)
+    corpus = _Texts(kind=kind, paths=data.file_name, fit=fit, template=template, instruction=instruction, kept=kept)
     if data.eval_file_name is None or not job.eval_samples:
         return corpus, None
-    return corpus, _Texts(kind=kind, paths=data.eval_file_name, fit=fit, template=template)
+    return corpus, replace(corpus, paths=data.eval_file_name, kept=None)
 
 
 def _joined(digests: Iterable[str | None]) -> str:

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from roll_batching.config import config_from_dict
+from roll_batching.config.diagnostics import ConfigFileError
 from roll_batching.data.chat import ChatTemplate
 from roll_batching.data.encode import encode_documents
 from roll_batching.data.faults import Faults
-from roll_batching.data.texts import Conversation, Prompt, iterate_texts
+from roll_batching.data.texts import Conversation, Instruction, Pair, Prompt, iterate_texts
 from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer
 from roll_batching.errors import DataError
 from roll_batching.observe.metrics_file import read_metrics
@@ -133,6 +134,51 @@ def test_lines_hold_messages_as_a_list_or_as_text(tmp_path, report):
     ):
         assert words in str(caught.value)
     report(str(caught.value))
+
+
+def test_texts_of_a_line_make_a_chat(tmp_path):
+    own = ChatTemplate(tokenizer(tmp_path, tiny.PLAIN_TEMPLATE))
+    file = tmp_path / "instructions.jsonl"
+    lines = [
+        {"ask": "1+1=", "more": "", "who": "add", "say": "#2", "bad": "#3"},
+        {"ask": "1+1=", "more": "2", "who": "", "say": "#4", "bad": "#3", "tag": "x"},
+        {"ask": "", "more": "", "who": "add", "say": "#4", "bad": "#3"},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    both = Instruction(query="more", system="who")
+
+    def texts(kind, keys, **options):
+        faults = Faults()
+        found = list(iterate_texts(kind, file, keys, faults, **options))
+        with pytest.raises(DataError, match="jsonl:3: the prompt is empty \\('ask'\\)"):
+            faults.check()
+        return found
+
+    first = {"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}
+    second = ({"role": "user", "content": "1+1=\n2"},)
+    prompts = texts(Prompt, ("ask", "say"), template=own, instruction=both)
+    assert [prompt.prompt for prompt in prompts] == ["<s>add$<u>1+1=$<a>", "<u>1+1=\n2$<a>"]
+    assert prompts[1].extra == {"tag": "x", "ask": "1+1=", "more": "2", "who": "", "bad": "#3"}, "as the line had them"
+    conversations = texts(Conversation, ("ask", "say"), instruction=both)
+    answered = [{"role": "assistant", "content": text} for text in ("#2", "#4")]
+    assert [one.messages for one in conversations] == [(*first, answered[0]), (*second, answered[1])]
+    pairs = texts(Pair, ("ask", "say", "bad"), template=own, instruction=both)
+    assert [json.loads(pair.prompt) for pair in pairs] == [list(first), list(second)]
+    assert [(pair.chosen, pair.rejected, pair.chat) for pair in pairs] == [("#2", "#3", True), ("#4", "#3", True)]
+
+
+@pytest.mark.config
+def test_keys_of_chats_that_do_not_go_together(tmp_path):
+    def broken(**keys):
+        write_data(tmp_path)
+        made = job(tmp_path)
+        made["actor_train"]["data_args"] |= keys
+        with pytest.raises(ConfigFileError) as caught:
+            config_from_dict(made)
+        return {problem.path[-1]: problem.message for problem in caught.value.problems}
+
+    assert "keep one of the two" in broken(chat=True, messages="messages")["chat"]
+    assert broken(query="more", system="who").keys() == {"query", "system"}
 
 
 def test_stop_tokens_are_those_of_the_generation_config(tmp_path):

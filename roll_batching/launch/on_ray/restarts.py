@@ -11,7 +11,7 @@ from roll_batching.launch.failures import told
 from roll_batching.launch.local import caught_signals
 from roll_batching.launch.logs import RESTARTS
 from roll_batching.launch.on_ray.driver import attempt
-from roll_batching.launch.worker import hide_missing_apex
+from roll_batching.launch.worker import hide_known_warnings
 from roll_batching.rl.folder import folder_of, mark_of
 
 
@@ -43,7 +43,7 @@ def run_on_ray(job: JobConfig, count: int, variables: Mapping[str, str], *, max_
 
 def _latest(folder: Path) -> tuple[Path, int] | None:
     """The last checkpoint in `folder` and when it was written, in nanoseconds; None where there is none."""
-    hide_missing_apex()
+    hide_known_warnings()
     from roll_batching.rl.checkpoint import saved_point
 
     point = saved_point(folder)
