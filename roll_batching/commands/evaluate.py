@@ -36,7 +36,7 @@ def evaluate(
     tokenizer = tokenizer_of(model, pretrain)
     asked = PromptDataset(read_prompts(model.config, tokenizer, prompts))
     count = samples or (len(asked) if prompts else model.config.eval_samples or len(asked))
-    settings = model.sampling(tokenizer, greedy=greedy or None, seed=model.config.seed)
+    settings = model.sampling(tokenizer, held_out=True, greedy=greedy or None, seed=model.config.seed)
     found = model.evaluation(asked, tokenizer, settings, samples=count, shown=0 if output is None else -1)
     if output is not None:
         write_lines(output, ({"version": model.point.step, **line} for line in found.said))

@@ -14,7 +14,7 @@ from roll_batching.config.objective import ObjectiveKeys
 from roll_batching.config.rewards import RewardKeys
 from roll_batching.config.roll_keys import RollJobKeys
 from roll_batching.config.stream import TrainSection
-from roll_batching.config.worker import Environment, TrainingArgs, WorkerConfig
+from roll_batching.config.worker import Environment, TrainingArgs, ValidationConfig, WorkerConfig
 from roll_batching.errors import LayoutError
 
 ROLES = ("actor_train", "actor_infer", "reference")
@@ -198,6 +198,9 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
     actor_infer: WorkerConfig = honoured(
         default_factory=WorkerConfig,
         help="Rollouts: they run on actor_train's model, with these generating_args.",
+    )
+    validation: ValidationConfig = honoured(
+        default_factory=ValidationConfig, help="The evaluation of held-out prompts."
     )
     reference: WorkerConfig | None = honoured(
         None, help="The frozen starting policy, for use_kl_loss and for losses of your own. Default: none."

@@ -8,7 +8,7 @@ from roll_batching.config.async_rules import logprob_plan_of
 from roll_batching.config.job_keys import JobKeys, TokenizerConfig
 from roll_batching.config.objective_rules import reward_norm_of
 from roll_batching.config.stream import TrainSection
-from roll_batching.config.worker import WorkerConfig
+from roll_batching.config.worker import ValidationConfig, WorkerConfig
 
 
 def resolved(job: JobKeys) -> dict[str, Any]:
@@ -35,6 +35,7 @@ def resolved(job: JobKeys) -> dict[str, Any]:
         "num_return_sequences_in_group": group,
         "actor_train": train,
         "actor_infer": infer,
+        "validation": _validation(job, infer),
     }
     reference = WorkerConfig() if job.reference is None and job.task == "dpo" else job.reference
     if reference is not None:
@@ -46,6 +47,14 @@ def resolved(job: JobKeys) -> dict[str, Any]:
     if train.model_args.model_name_or_path is not None:
         found["tokenizer"] = _of_the_model(job.tokenizer, train.model_args.model_name_or_path)
     return found
+
+
+def _validation(job: JobKeys, infer: WorkerConfig) -> ValidationConfig:
+    """How held-out prompts are answered: as rollouts are, once each, but for what is given."""
+    own = job.validation.generating_args
+    given = {name: getattr(own, name) for name in own.model_fields_set if getattr(own, name) is not None}
+    args = infer.generating_args.model_copy(update={"num_return_sequences": 1, **given})
+    return ValidationConfig(generating_args=args)
 
 
 def _streamed(role: WorkerConfig, stream: TrainSection) -> WorkerConfig:

@@ -349,11 +349,6 @@ class RollJobKeys(Settings):
     reward: dict[str, Any] | None = refused(
         None, help="Reward role.", reason="name one Python function in reward_function instead"
     )
-    validation: dict[str, Any] | None = refused(
-        None,
-        help="Role of the evaluation.",
-        reason="put the held-out file into actor_train.data_args.eval_file_name",
-    )
     sft_train: dict[str, Any] | None = refused(
         None, help="Role of supervised training.", reason="write task: sft and put its keys into actor_train"
     )

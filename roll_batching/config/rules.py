@@ -258,10 +258,12 @@ def _lengths(job: JobKeys) -> Iterator[Problem]:
         if whole < job.prompt_length + response:
             text = f"is {whole}, less than prompt_length {job.prompt_length} + response_length {response}"
             yield Problem(("sequence_length",), f"{text}; leave it or response_length out")
+    for role in ("actor_infer", "validation"):
+        tokens = getattr(job, role).generating_args.max_new_tokens
+        if tokens is not None and response is not None and tokens > response:
+            path = (role, "generating_args", "max_new_tokens")
+            yield Problem(path, f"is {tokens}, more than the job's response_length {response}")
     tokens = job.actor_infer.generating_args.max_new_tokens
-    if tokens is not None and response is not None and tokens > response:
-        path = ("actor_infer", "generating_args", "max_new_tokens")
-        yield Problem(path, f"is {tokens}, more than the job's response_length {response}")
     bound, longest = job.actor_infer.generating_args.max_tokens_in_cache, tokens or response
     layout = job.actor_train.strategy_args.strategy_config
     if bound is not None and longest is not None:

@@ -27,6 +27,7 @@ _OF_ROLLOUTS = (
     "prompt_length",
     "response_length",
     "actor_infer",
+    "validation",
     *RewardKeys.model_fields,
     *(name for name in ObjectiveKeys.model_fields if name not in ("loss_function", "loss_args")),
 )

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, field_validator, model_validator
 from roll_batching.config.batching import BatchingConfig, LogprobPlan, RoleBatching
 from roll_batching.config.devices import parse_devices
 from roll_batching.config.engines import EngineArgs
-from roll_batching.config.fields import Roles, honoured
+from roll_batching.config.fields import Roles, Settings, honoured
 from roll_batching.config.model import ModelArgs
 from roll_batching.config.roll_keys import RollDataArgs, RollGeneratingArgs, RollTrainingArgs, RollWorkerKeys
 from roll_batching.config.strategy import StrategyArgs
@@ -129,6 +129,15 @@ class GeneratingArgs(RollGeneratingArgs):
         "key-value heads / tensor parallel size x head_dim numbers of the model's precision. Default: no bound, all "
         "rows at once; there is no figure to derive it from that is the same on all ranks and in every run.",
         gt=0,
+    )
+
+
+class ValidationConfig(Settings):
+    """`validation`: how held-out prompts are answered. Their file is actor_train.data_args.eval_file_name."""
+
+    generating_args: GeneratingArgs = honoured(
+        default_factory=GeneratingArgs,
+        help="As actor_infer's, which hold where a key is not given; num_return_sequences: 1 where it is not.",
     )
 
 

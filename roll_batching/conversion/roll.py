@@ -222,9 +222,8 @@ def _validation(draft: Draft, role: dict[str, Any]) -> None:
         draft.put(("actor_train", "data_args", "eval_file_name"), name, "validation.data_args.file_name")
     for key in texts:
         draft.leave_out(f"validation.data_args.{key}", "idle", "held-out prompts are read as actor_train's are")
-    if role.pop("generating_args", None) is not None:
-        why = "held-out prompts are answered as actor_infer.generating_args says"
-        draft.leave_out("validation.generating_args", "refused", why)
+    if (sampling := role.pop("generating_args", None)) is not None and "task" not in draft.values:
+        draft.put(("validation", "generating_args"), sampling)
     for key in role:
         draft.leave_out(f"validation.{key}", "idle", "the evaluation runs in the job's own processes")
 

@@ -31,7 +31,7 @@ class Evaluation:
 class Evaluator:
     """Evaluates a policy on the first `samples` held-out prompts (all of them again where there are fewer).
 
-    One answer is sampled per prompt, under the rollouts' settings, with fresh draws at every evaluation.
+    Answers are sampled as `settings` say, with fresh draws at every evaluation.
     """
 
     prompts: PromptDataset
@@ -55,7 +55,7 @@ class Evaluator:
         """
         prompts = [self.prompts[i % len(self.prompts)] for i in range(self.samples)]
         seed = int(np.random.SeedSequence([_STREAM, self.seed, number]).generate_state(1)[0])
-        settings = replace(self.settings, num_return_sequences=1, seed=seed)
+        settings = replace(self.settings, seed=seed)
         rollouts = generate_rollouts(source, prompts, self.tokenizer, settings, prompt_length=self.prompt_length)
         scores = score_rollouts(source, rollouts, self.reward, shown=self.shown)
         figures = {

@@ -151,9 +151,9 @@ def supervised_schedule_of(config: JobConfig, texts: int, texts_per_step: int) -
     return config.actor_train.with_training(max_steps=steps).training_args
 
 
-def sampling_of(config: JobConfig, tokenizer: Tokenizer | None) -> GenerationSettings:
-    """How rollouts are sampled; without a tokenizer by token 0 as the one that ends them."""
-    args = config.actor_infer.generating_args
+def sampling_of(config: JobConfig, tokenizer: Tokenizer | None, *, held_out: bool = False) -> GenerationSettings:
+    """How rollouts are sampled, or answers to held-out prompts; without a tokenizer by token 0 as the one that ends."""
+    args = (config.validation if held_out else config.actor_infer).generating_args
     return GenerationSettings(
         max_new_tokens=args.max_new_tokens or 1,
         eos_token_id=0 if tokenizer is None else tokenizer.eos_token_id,
@@ -162,6 +162,6 @@ def sampling_of(config: JobConfig, tokenizer: Tokenizer | None) -> GenerationSet
         top_p=args.top_p,
         top_k=args.top_k,
         greedy=not args.do_sample,
-        num_return_sequences=config.group_size,
+        num_return_sequences=args.num_return_sequences or 1,
         max_tokens_in_cache=args.max_tokens_in_cache,
     )

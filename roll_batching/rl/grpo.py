@@ -23,7 +23,7 @@ from roll_batching.rl.ahead import RolloutsAhead
 from roll_batching.rl.comparison import ModeComparison
 from roll_batching.rl.engine_sampler import EngineSampler
 from roll_batching.rl.evaluation import Evaluator
-from roll_batching.rl.from_config import Advantages
+from roll_batching.rl.from_config import Advantages, sampling_of
 from roll_batching.rl.prompts import prompt_stream
 from roll_batching.rl.rollout import Rollouts, StepScores, generate_rollouts, score_rollouts
 from roll_batching.rl.rows import comparison_row, merged, offload_row, score_row, timeline_row, update_row
@@ -163,7 +163,7 @@ class Grpo:
             prompts=inputs.heldout,
             tokenizer=inputs.tokenizer,
             reward=self.reward,
-            settings=self.shared.sampling,
+            settings=sampling_of(config, inputs.tokenizer, held_out=True),
             samples=config.eval_samples,
             prompt_length=config.prompt_length,
             seed=config.seed,

@@ -39,10 +39,14 @@ class SavedModel:
     config: JobConfig
     strategy: MegatronInferStrategy
 
-    def sampling(self, tokenizer: Tokenizer, **changes: Any) -> GenerationSettings:
-        """The job's own way to sample, one response per prompt, with those `changes` that are not None."""
+    def sampling(self, tokenizer: Tokenizer, *, held_out: bool = False, **changes: Any) -> GenerationSettings:
+        """The job's own way to sample, with those `changes` that are not None.
+
+        As rollouts, one response per prompt; or as the job answers prompts that are `held_out`.
+        """
         given = {name: value for name, value in changes.items() if value is not None}
-        return replace(sampling_of(self.config, tokenizer), **{"num_return_sequences": 1, **given})
+        own = sampling_of(self.config, tokenizer, held_out=held_out)
+        return replace(own if held_out else replace(own, num_return_sequences=1), **given)
 
     def answers(
         self, prompts: Sequence[Prompt], tokenizer: Tokenizer, settings: GenerationSettings

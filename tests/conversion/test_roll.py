@@ -141,7 +141,6 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
         "custom_envs",
         "logging_dir",
         "rewards.judge",
-        "validation.generating_args",
     }
     assert [one.key for one in done.left_out_as("unknown")] == ["actor_train.colour"]
     idle = {one.key: one.why for one in done.left_out_as("idle")}
@@ -166,6 +165,7 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
     assert settings["actor_train"]["data_args"]["response"] == "ground_truth"
     assert settings["actor_train"]["data_args"]["domain_interleave_probs"] == {"math": 0.625, "code": 0.375}
     assert settings["actor_train"]["data_args"]["long_prompts"] == "drop"
+    assert settings["validation"] == {"generating_args": {"top_p": 0.6}}
     assert "over their sum" in changed["actor_train.data_args.domain_interleave_probs.math"]
     assert "stays off until" in changed["rewards.code.worker_cls"] and "rewards.math.world_size" in idle
     assert [text.split(":")[0] for text in done.missing] == ["pretrain"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def roll_out(job: dict[str, Any]) -> dict[str, Any]:
         prompts=PromptDataset(prompts[1:4]),
         tokenizer=tokenizer,
         reward=reward,
-        settings=sampling,
+        settings=replace(sampling, num_return_sequences=1),
         samples=5,
         prompt_length=40,
         seed=3,
