@@ -12,8 +12,6 @@ SERVED = ("sglang", "vllm")
 """Engines that are servers."""
 _JOBS_OWN = ("model", "model_path", "host", "port")
 """Options of servers that follow from the job."""
-IDLE_OPTIONS = {"sleep_level": "a sleeping server forgets its weights (level 2): it wakes up to new ones"}
-"""Options of ROLL's that are none of a server's, and why they have no effect."""
 _GPUS = (("tensor_parallel_size", "tp_size"), ("pipeline_parallel_size", "pp_size"))
 """Options whose product is a server's number of devices; SGLang has two names for each."""
 
@@ -61,10 +59,19 @@ def engine_sleeps(job: JobKeys) -> bool:
     return uses_engine(job) and job.is_offload_states and not job.asynchronous and here
 
 
+def idle_option(name: str, value: Any) -> str | None:
+    """Why an option of ROLL's is not handed on to a server that the job starts; None where it is."""
+    if name == "sleep_level":
+        return "a sleeping server forgets its weights (level 2): it wakes up to new ones"
+    if name == "load_format" and value == "dummy":
+        return "a server reads later weights as it read its first ones, and so would read none"
+    return None
+
+
 def server_options(job: JobKeys) -> dict[str, Any]:
     """The options in `strategy_config` for the command line of a server that the job starts."""
     options = job.actor_infer.strategy_args.engine_options
-    return {name: value for name, value in options.items() if name not in IDLE_OPTIONS}
+    return {name: value for name, value in options.items() if idle_option(name, value) is None}
 
 
 def engine_problems(job: JobKeys) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from typing import Any
 from roll_batching.config.async_keys import idle_async_keys
 from roll_batching.config.batching import PASSES_OF_ROLES
 from roll_batching.config.diagnostics import KeyPath, Notice, dotted
-from roll_batching.config.engine_rules import IDLE_OPTIONS, starts_servers, uses_engine
+from roll_batching.config.engine_rules import idle_option, starts_servers, uses_engine
 from roll_batching.config.fields import Honoured, Noticed, Pass, Roles, use_of
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.key_paths import field_at, given_keys
@@ -111,8 +111,9 @@ def _under_an_engine(job: JobKeys, role: WorkerConfig, path: KeyPath) -> str | N
         )
     if path[1:3] == ("strategy_args", "strategy_config") and not starts_servers(job):
         return f"has no effect: a setting of {engine}, which is not started here"
-    if path[1:3] == ("strategy_args", "strategy_config") and path[-1] in IDLE_OPTIONS:
-        return f"has no effect: {IDLE_OPTIONS[str(path[-1])]}"
+    if path[1:3] == ("strategy_args", "strategy_config"):
+        idle = idle_option(str(path[-1]), role.strategy_args.engine_options.get(str(path[-1])))
+        return None if idle is None else f"has no effect: {idle}"
     if path[1:] in _OF_STARTED and asked and not starts_servers(job):
         return "has no effect: the job starts no server"
     if path[1] == "engine_args" and (not asked or (engine == "hf_infer" and path[2] not in _OF_HF)):

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from roll_batching.config import ConfigFileError, config_from_dict
+from roll_batching.config.engine_rules import server_options
 from roll_batching.observe.metrics_file import read_metrics
 from tests.engines.test_replicas import order, seen, start
 from tests.huggingface import tiny
@@ -145,6 +146,13 @@ def test_what_has_no_effect_on_an_engine_is_named(folder):
     assert "which is not started here" in texts["block_size"]
     (notice,) = config_from_dict(job(folder, actor_infer=vllm)).notices
     assert notice.path.endswith("sleep_level") and "wakes up to new ones" in notice.text
+    vllm["strategy_args"]["strategy_config"] = {"block_size": 16, "load_format": "dummy"}
+    dummy = config_from_dict(job(folder, actor_infer=vllm))
+    assert [notice.path.split(".")[-1] for notice in dummy.notices] == ["load_format"]
+    assert server_options(dummy) == {"block_size": 16}, "weights that come later are read as the first ones were"
+    vllm["strategy_args"]["strategy_config"]["load_format"] = "safetensors"
+    real = config_from_dict(job(folder, actor_infer=vllm))
+    assert real.notices == () and server_options(real)["load_format"] == "safetensors"
     with_servers = {**quiet, "device_mapping": [3], "generating_args": {"max_tokens_in_cache": 1000}}
     with_servers["strategy_args"] = {"strategy_name": "vllm", "strategy_config": {"block_size": 16}}
     said = {notice.path: notice.text for notice in config_from_dict(job(folder, actor_infer=with_servers)).notices}
