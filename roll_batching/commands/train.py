@@ -185,12 +185,11 @@ def _require_torch() -> None:
 def _ready(job: JobConfig) -> Iterator[Mapping[str, str]]:
     """Inputs checked and the run's folder held; yields the variables for the ranks."""
     _require_torch()
-    from roll_batching.observe.wandb_run import require_wandb
+    from roll_batching.observe.trackers import tracker_of
     from roll_batching.rl.folder import folder_of, held
     from roll_batching.rl.inputs import check_inputs
 
-    if job.track_with == "wandb":
-        require_wandb()
+    tracker_of(job.track_with)
     _show_notices(job.notices)
     _try_reward(job)
     with held(folder_of(job)) as hold:

@@ -17,6 +17,8 @@ from roll_batching.config.stream import TrainSection
 from roll_batching.config.worker import Environment, TrainingArgs, ValidationConfig, WorkerConfig
 from roll_batching.errors import LayoutError
 
+TRACKERS = ("wandb", "swanlab")
+"""Where metrics can go as well."""
 ROLES = ("actor_train", "actor_infer", "reference")
 Task = Literal["grpo", "sft", "dpo"]
 """What a job does."""
@@ -152,10 +154,12 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
     )
     track_with: str | None = honoured(
         None,
-        help="wandb: send the metrics to Weights & Biases as well. They always go to metrics.jsonl and TensorBoard.",
+        help="wandb or swanlab: send the metrics to Weights & Biases or to SwanLab as well. They always go to "
+        "metrics.jsonl and TensorBoard.",
     )
     tracker_kwargs: dict[str, Any] = honoured(
-        default_factory=dict, help="wandb: keyword arguments of `wandb.init` (project, entity, name, tags, mode, ...)."
+        default_factory=dict,
+        help="wandb or swanlab: keyword arguments of its `init` (project, name, tags, mode, ...).",
     )
 
     rollout_batch_size: int = honoured(128, help="Prompts per RL step.", ge=1)

@@ -10,7 +10,7 @@ from roll_batching.config.batching import PASSES_OF_ROLES
 from roll_batching.config.diagnostics import KeyPath, Notice, dotted
 from roll_batching.config.engine_rules import idle_option, starts_servers, uses_engine
 from roll_batching.config.fields import Honoured, Noticed, Pass, Roles, use_of
-from roll_batching.config.job_keys import JobKeys
+from roll_batching.config.job_keys import TRACKERS, JobKeys
 from roll_batching.config.key_paths import field_at, given_keys
 from roll_batching.config.losses import LOSSES
 from roll_batching.config.objective_rules import idle_objective_keys
@@ -157,13 +157,12 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
     yield from idle_objective_keys(job, data)
     yield from idle_supervised_keys(job, data)
     yield from idle_stream_keys(job, data)
-    if job.track_with != "wandb":
+    if job.track_with not in TRACKERS:
+        names = " and ".join(TRACKERS)
         if "track_with" in data:
-            why = " (swanlab 0.10 needs protobuf 6, and this is tested with 7)" if job.track_with == "swanlab" else ""
-            text = f"has no effect: metrics go to metrics.jsonl and TensorBoard; wandb alone adds to them{why}"
-            yield ("track_with",), text
+            yield ("track_with",), f"has no effect: metrics go to metrics.jsonl and TensorBoard; {names} add to them"
         if data.get("tracker_kwargs"):
-            yield ("tracker_kwargs",), "has no effect: track_with is not wandb"
+            yield ("tracker_kwargs",), f"has no effect: track_with is neither of {names}"
     yield from idle_async_keys(job, data)
     sampling = data.get("actor_infer") or {}
     number = (sampling.get("generating_args") or {}).get("num_return_sequences")

@@ -10,7 +10,7 @@ from roll_batching.config.engine_rules import engine_sleeps
 from roll_batching.config.supervised import supervised
 from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import start_processes
-from roll_batching.observe.wandb_run import require_wandb
+from roll_batching.observe.trackers import tracker_of
 from roll_batching.rl.engine_sampler import engine_sampler
 from roll_batching.rl.engine_servers import engine_servers
 from roll_batching.rl.export import export_at_the_end
@@ -29,8 +29,7 @@ def run_job(config: JobConfig) -> None:
     on all ranks, for what only shows while it runs.
     """
     config.check_runnable()
-    if config.track_with == "wandb":
-        require_wandb()
+    tracker_of(config.track_with)
     inputs = load_inputs(config)
     start_processes(config.actor_train.backend_timeout)
     loss = _loss(config) if config.max_steps else None

@@ -9,13 +9,14 @@ from typing import Any
 import yaml
 
 from roll_batching.config import JobConfig
+from roll_batching.config.job_keys import TRACKERS
 from roll_batching.files import whole_file
 from roll_batching.observe.curves import plot_learning_curve
 from roll_batching.observe.metrics_file import EVENTS, METRICS, MetricsWriter, Row, read_metrics, rows_until
 from roll_batching.observe.progress import ProgressReporter
 from roll_batching.observe.rollouts_file import RolloutsFile, cut_after, end_of_step
 from roll_batching.observe.summary import show_summary, summarize
-from roll_batching.observe.wandb_run import WandbRun
+from roll_batching.observe.trackers import TrackedRun
 from roll_batching.rl.folder import CONFIG, MODEL, EarlierRun, folder_of
 
 CURVE = "learning_curve.png"
@@ -71,12 +72,12 @@ class RunRecorder:
             earlier.keep(path)
             cut_after(path, end)
 
-    def _tracker(self) -> WandbRun | None:
+    def _tracker(self) -> TrackedRun | None:
         """Where rows go beside the folder."""
         config = self._config
-        if config.track_with != "wandb":
+        if config.track_with not in TRACKERS:
             return None
-        return WandbRun(self.folder, config.exp_name, config.to_dict(), config.tracker_kwargs)
+        return TrackedRun(config.track_with, self.folder, config.exp_name, config.to_dict(), config.tracker_kwargs)
 
     def start(self, phase: str, steps: int, done: int = 0) -> None:
         """A phase of `steps` steps begins, or goes on after `done` of them."""

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from roll_batching.config import ConfigFileError, config_from_dict, load_config
+from roll_batching.config.job_keys import TRACKERS
 from roll_batching.errors import ConfigError
-from roll_batching.observe import wandb_run
 from roll_batching.observe.metrics_file import read_metrics
+from roll_batching.observe.trackers import TrackedRun, tracker_of
 from roll_batching.rl.reward_pool import reward_of
 from tests.huggingface import tiny
 from tests.observe.rows import TIMES
@@ -249,16 +250,28 @@ def test_what_a_supervised_job_does_not_read_gets_a_notice(folder):
     assert not {notice.path for notice in config_from_dict(settings(folder)).notices}
 
 
-def test_wandb_is_refused_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"pip install 'roll-batching\[wandb\]'"):
-        wandb_run.require_wandb()
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_is_refused_where_it_is_not_installed(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'roll-batching\[{name}\]'"):
+        tracker_of(name)
 
 
-def test_rows_go_to_wandb(folder):
-    """wandb itself, without network: its own file of the run holds the rows."""
-    pytest.importorskip("wandb", reason="pip install wandb")
-    job = settings(folder, max_steps=2, track_with="wandb", tracker_kwargs={"mode": "offline", "name": "mine"})
+@pytest.mark.parametrize(
+    ("name", "kept"), [("wandb", "wandb/offline-run-*/run-*.wandb"), ("swanlab", "run-*/run-*.swanlab")]
+)
+def test_rows_go_to_a_tracker(name, kept, folder):
+    """The tracker itself, without network: its own file of the run holds the rows."""
+    pytest.importorskip(name, reason=f"pip install {name}")
+    job = settings(folder, max_steps=2, track_with=name, tracker_kwargs={"mode": "offline", "name": "mine"})
     run_ranks(1, RUN, job)
-    (file,) = (folder / "runs" / "tiny" / "wandb").glob("offline-run-*/run-*.wandb")
+    (file,) = (folder / "runs" / "tiny").glob(kept)
     assert b"sft/eval_loss" in file.read_bytes()
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", TRACKERS)
+def test_what_a_tracker_does_not_take_is_an_error(name, folder):
+    pytest.importorskip(name, reason=f"pip install {name}")
+    with pytest.raises(ConfigError, match=f"tracker_kwargs: {name}.init refuses them"):
+        TrackedRun(name, folder, "tiny", {}, {"mode": "nowhere"})
