@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roll_batching.config.job_keys import TRACKERS
 from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.observe.metrics_file import Row
 
 _FOLDER = {"wandb": "dir", "swanlab": "log_dir"}
-"""What the `init` of each calls the folder of its files."""
+"""The trackers, and what the `init` of each calls the folder of its files."""
 _OFFLINE = {"wandb": "set WANDB_MODE=offline", "swanlab": "set tracker_kwargs.mode to offline"}
 
 
@@ -21,7 +20,7 @@ def tracker_of(name: str | None) -> Any:
 
     Raises ConfigError, with its cure, where it is not installed.
     """
-    if name not in TRACKERS:
+    if name not in _FOLDER:
         return None
     try:
         return importlib.import_module(name)

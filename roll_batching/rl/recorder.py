@@ -9,14 +9,13 @@ from typing import Any
 import yaml
 
 from roll_batching.config import JobConfig
-from roll_batching.config.job_keys import TRACKERS
 from roll_batching.files import whole_file
 from roll_batching.observe.curves import plot_learning_curve
 from roll_batching.observe.metrics_file import EVENTS, METRICS, MetricsWriter, Row, read_metrics, rows_until
 from roll_batching.observe.progress import ProgressReporter
 from roll_batching.observe.rollouts_file import RolloutsFile, cut_after, end_of_step
 from roll_batching.observe.summary import show_summary, summarize
-from roll_batching.observe.trackers import TrackedRun
+from roll_batching.observe.trackers import TrackedRun, tracker_of
 from roll_batching.rl.folder import CONFIG, MODEL, EarlierRun, folder_of
 
 CURVE = "learning_curve.png"
@@ -75,7 +74,7 @@ class RunRecorder:
     def _tracker(self) -> TrackedRun | None:
         """Where rows go beside the folder."""
         config = self._config
-        if config.track_with not in TRACKERS:
+        if config.track_with is None or tracker_of(config.track_with) is None:
             return None
         return TrackedRun(config.track_with, self.folder, config.exp_name, config.to_dict(), config.tracker_kwargs)
 
