@@ -92,6 +92,15 @@ class StepClock:
         """What was timed so far is not read."""
         self._spans.clear()
 
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """The block is a step: of one that fails nothing is left to the figures of the next."""
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
+
     def read(self) -> dict[Phase, float]:
         """Seconds of every phase since the last reading. The device must have finished them."""
         seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)

@@ -339,35 +339,36 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         """
         self._host.require(KINDS, what)
         clock = self._clock
-        with clock.phase("pack", on_host=True), self._consensus(what) as facts:
-            loss = self._loss(loss)
-            spec = loss_spec(loss)
-            packs = self._pack_for(facts, local, plan, spec)
-            own = counts if counts is not None else counts_here(self.layout, local, plan, spec)
-            require_counts(own, spec)
-            facts.equal("counts", "those of the planned samples" if counts is None else counts)
-            if counts is None:
-                facts.count(own.vector())
-            if first is not None:
-                first()
-        counts = own.with_vector(facts.total) if counts is None else counts
-        config = self.chunks[0].config
-        scaling = Scaling(
-            per_token=config.calculate_per_token_loss,
-            num_micro_batches=plan.num_micro_batches,
-            dp_size=self.layout.dp_size,
-            apply=self.settings.apply_loss_scale,
-            router_tokens=plan.report.real_tokens if has_router_losses(config) else 0,
-        )
-        runner = LossRunner(loss, spec, counts, self._head(), scaling, train=True)
-        for chunk in self.chunks:
-            chunk.train()
-        if isinstance(packs, StepPacks):
-            packs.timed_by(lambda make: clock.timed("pack", make))
-        with clock.phase("forward_backward"), clock.timing("wait", config, "finalize_model_grads_func"):
-            records = self._run(plan, packs, lambda *given: clock.timed("loss", runner.bind(*given)))
-        with clock.phase("wait"):
-            return join_outcomes(self.layout, [r for r in records if r is not None], runner, gradient)
+        with clock.attempt():
+            with clock.phase("pack", on_host=True), self._consensus(what) as facts:
+                loss = self._loss(loss)
+                spec = loss_spec(loss)
+                packs = self._pack_for(facts, local, plan, spec)
+                own = counts if counts is not None else counts_here(self.layout, local, plan, spec)
+                require_counts(own, spec)
+                facts.equal("counts", "those of the planned samples" if counts is None else counts)
+                if counts is None:
+                    facts.count(own.vector())
+                if first is not None:
+                    first()
+            counts = own.with_vector(facts.total) if counts is None else counts
+            config = self.chunks[0].config
+            scaling = Scaling(
+                per_token=config.calculate_per_token_loss,
+                num_micro_batches=plan.num_micro_batches,
+                dp_size=self.layout.dp_size,
+                apply=self.settings.apply_loss_scale,
+                router_tokens=plan.report.real_tokens if has_router_losses(config) else 0,
+            )
+            runner = LossRunner(loss, spec, counts, self._head(), scaling, train=True)
+            for chunk in self.chunks:
+                chunk.train()
+            if isinstance(packs, StepPacks):
+                packs.timed_by(lambda make: clock.timed("pack", make))
+            with clock.phase("forward_backward"), clock.timing("wait", config, "finalize_model_grads_func"):
+                records = self._run(plan, packs, lambda *given: clock.timed("loss", runner.bind(*given)))
+            with clock.phase("wait"):
+                return join_outcomes(self.layout, [r for r in records if r is not None], runner, gradient)
 
 
 def _agree_on_phase(state: ModelState, training: TrainingArgs) -> None:

@@ -39,7 +39,7 @@ def _weights(strategy: Any) -> float:
 
 
 def attempt(case: str) -> tuple[str, str, bool]:
-    """(error class, message, whether a good step still works with weights untouched by the bad one)."""
+    """(error class, message, whether a good step still works, with weights and times untouched by the bad one)."""
     from roll_batching.data import distribute, gather_lengths
     from roll_batching.errors import RollBatchingError
     from roll_batching.losses import SFTLoss
@@ -56,7 +56,8 @@ def attempt(case: str) -> tuple[str, str, bool]:
     local = _batch(strategy)
     plan = strategy.plan(gather_lengths(local))
     good = strategy.train_step(distribute(local, plan), plan, SFTLoss())
-    return *caught, untouched and good.loss == good.loss and not good.skipped
+    own_times = sum(seconds for phase, seconds in good.phases.items() if phase != "plan") <= good.seconds
+    return *caught, untouched and own_times and good.loss == good.loss and not good.skipped
 
 
 def _train(strategy: Any, batch: Any, loss: Any = None) -> None:
