@@ -28,7 +28,7 @@ from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, hidden_states_of, logits_at
 from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import BatchingSpec, ParallelDims, PlanConstraints, plan_step
-from roll_batching.strategy.inputs import SAME_SAMPLES, check_tokens
+from roll_batching.strategy.inputs import SAME_SAMPLES, check_positions, check_tokens
 from roll_batching.strategy.sampling import GenerationSettings, Sampler
 from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.state import ModelState
@@ -43,7 +43,7 @@ COMPACT_BELOW = 0.75
 
 
 def check_generation(facts: Facts, prompts: SampleBatch, settings: GenerationSettings, state: ModelState) -> None:
-    """Raises `DataError` for no prompts, no settings, no room in the cache; `facts` hears what others must have too."""
+    """Raises `DataError` for what cannot be generated from; `facts` hears what others must have too."""
     require_batch("generate", prompts, "prompts")
     if len(prompts) and ("input_ids" not in prompts.schema or prompts.schema["input_ids"].kind != "token"):
         raise DataError("prompts need a field input_ids of kind token")
@@ -51,7 +51,9 @@ def check_generation(facts: Facts, prompts: SampleBatch, settings: GenerationSet
     if not isinstance(settings, GenerationSettings):
         raise DataError(f"settings is a {type(settings).__name__}: pass GenerationSettings")
     bound, longest = settings.max_tokens_in_cache, prompts.max_length
-    if bound is not None and longest and (needed := room_of_row(longest, settings, state.layout)) > bound:
+    needed = room_of_row(longest, settings, state.layout) if longest else 0
+    check_positions(needed, state)
+    if bound is not None and needed > bound:
         raise DataError(
             f"max_tokens_in_cache={bound} has no room for one row: the longest prompt of {longest} "
             f"tokens and max_new_tokens={settings.max_new_tokens} need {needed}. Raise it, or lower max_new_tokens"

@@ -47,6 +47,7 @@ def pack_inputs(
         judges=layout.is_last_stage,
     )
     check_tokens(local, state)
+    check_positions(max((int(pack.segments.max()) for pack in packs.layouts), default=0), state)
     if layout.tp_size * layout.cp_size * layout.pp_size > 1:
         content = local.origin or content_digest(local.ids, local.lengths, local.fields)
         facts.equal_in_part("the batch of a replica", content, SAME_SAMPLES)
@@ -72,6 +73,19 @@ def check_tokens(batch: SampleBatch, state: ModelState) -> None:
         f"the model the tokens 0 to {count - 1}: encode with the tokenizer that belongs to the model, or give the "
         "model the vocab_size that the tokenizer has with its added tokens"
     )
+
+
+def check_positions(longest: int, state: ModelState) -> None:
+    """Raises `DataError` where a sequence of `longest` positions, its padding among them, is longer than the model's
+    table of learned positions: nobody but the pipeline's first stage would, and only on the ranks that have it.
+    """
+    gpt = gpt_of(state.chunks[0])
+    if gpt.position_embedding_type == "learned_absolute" and longest > gpt.max_sequence_length:
+        raise DataError(
+            f"a sequence takes {longest} positions, alignment and padding included, and the model has learned "
+            f"{gpt.max_sequence_length} (max_sequence_length): leave longer samples out, cut them (oversize: "
+            "truncate, with a cap), lower padded_length or max_new_tokens, or build the model with more"
+        )
 
 
 def _check_plan(plan: Plan, layout: ParallelLayout) -> None:

@@ -257,3 +257,47 @@ def test_fewer_samples_than_ranks_trains_with_fillers_and_a_notice(report: Calla
     assert all(loss > 0 and fillers == 1 for loss, fillers, _ in outcomes)
     assert "filler" in outcomes[0][2]
     report(f"fewer samples than data-parallel ranks: no error; notice: {outcomes[0][2]}")
+
+
+def longer_than_the_table(_: None) -> list[str]:
+    """What a model of 32 learned positions says of a sample of 40 tokens, and of a prompt with a long answer, that one
+    rank has; then it takes a good step."""
+    from roll_batching.config import BatchingConfig
+    from roll_batching.data import SampleBatch, distribute, gather_lengths
+    from roll_batching.distributed.parallel_layout import make_layout, start_processes
+    from roll_batching.errors import RollBatchingError
+    from roll_batching.losses import SFTLoss
+    from roll_batching.planning import BatchingSpec, ParallelDims
+    from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
+    from tests.support.own_model import build
+
+    make_layout(ParallelDims(dp_size=2), start_processes())
+    one = BatchingSpec(mode="packed", max_tokens=48)
+    parts = build("packed", learned_positions=32)
+    strategy = MegatronTrainStrategy.from_parts(*parts, BatchingConfig(train=one, infer=one), vocab_size=61)
+    said = []
+
+    def attempted(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except RollBatchingError as error:
+            said.append(str(error))
+
+    attempted(lambda: _train(strategy, _batch(strategy, longest=40)))
+    local = _batch(strategy, longest=40)
+    plan = strategy.plan(gather_lengths(local), forward=True)
+    attempted(lambda: strategy.compute_log_probs(distribute(local, plan), plan))
+    length = 30 if strategy.layout.dp_rank else 3
+    prompts = SampleBatch.from_lists({"input_ids": [torch.ones(length, dtype=torch.int64)]}, {"input_ids": "token"})
+    attempted(lambda: strategy.generate(prompts, GenerationSettings(max_new_tokens=4, eos_token_id=0)))
+    local = _batch(strategy, longest=32)
+    plan = strategy.plan(gather_lengths(local))
+    assert strategy.train_step(distribute(local, plan), plan, SFTLoss()).loss > 0
+    return said
+
+
+def test_a_sequence_longer_than_the_table_of_positions_is_refused_on_every_rank() -> None:
+    first, second = run_ranks(2, "tests.strategy.test_bad_input:longer_than_the_table", timeout=SECONDS)
+    assert first == second and len(first) == 3
+    assert all("40 positions" in message and "has learned 32" in message for message in first[:2])
+    assert first[2].startswith("generate: rank 1:") and "34 positions" in first[2]

@@ -72,12 +72,14 @@ def build(
     wrapped: bool = True,
     bucketed: bool = False,
     frozen: bool = False,
+    learned_positions: int | None = None,
     optimizer: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[Any], Any]:
     """(chunks, optimizer). `core`: "stock", "packed" (our public spec, with the backend `attention`) or "rows" (above).
 
-    `frozen` takes every parameter of this rank out of training, `optimizer` holds OptimizerConfig's options.
+    `frozen` takes every parameter of this rank out of training, `optimizer` holds OptimizerConfig's options. With
+    `learned_positions` there is a table of so many instead of a rotation.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import (
@@ -138,6 +140,7 @@ def build(
     if core == "rows":
         layer.submodules.self_attention.submodules.core_attention = WholeRowAttention
     norm = layer.submodules.input_layernorm
+    positions = "none" if core == "rows" or rotate == "core" else "rope"
     chunks: list[Any] = []
     for stage in range(vpp):
         vp_stage = stage if vpp > 1 else None
@@ -145,8 +148,8 @@ def build(
             config,
             TransformerBlockSubmodules([layer] * (layers // pp // vpp), layer_norm=norm),
             vocab_size=a["vocab_size"] + a["vocab_size"] % config.tensor_model_parallel_size,
-            max_sequence_length=512,
-            position_embedding_type="none" if core == "rows" or rotate == "core" else "rope",
+            max_sequence_length=learned_positions or 512,
+            position_embedding_type="learned_absolute" if learned_positions else positions,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=False,
