@@ -107,8 +107,13 @@ class PlannedSteps:
         self._shares = self._encoded_ahead()
 
     def __next__(self) -> tuple[SampleBatch, Plan]:
-        with consensus(self.strategy.layout.host_group, "encoding texts"):
-            home, self._behind = next(self._shares)
+        try:
+            with consensus(self.strategy.layout.host_group, "encoding texts"):
+                home, behind = next(self._shares)
+        except Exception:  # the same on all ranks, which try this step again when they are asked again
+            self.load_state_dict(self._behind)
+            raise
+        self._behind = behind
         return home, planned(home, self.encoder, self.strategy)
 
     def _encoded_ahead(self) -> Generator[tuple[SampleBatch, dict[str, Any]]]:
