@@ -6,13 +6,13 @@
         def token_loss(self, tokens: TokenView) -> LossOutput: ...
 
 It has exactly one of `token_loss` (the whole pack, flat, see `TokenView`) and `sequence_loss` (one
-sequence at a time with its logits, see `SequenceView`; `gather_cp = True` asks for whole sequences
-under context parallelism). `sums` names fields whose totals over the step it divides by. An optional
-`check(batch, micro_batches)` sees this rank's samples on the host before the step; what it raises is
-raised on every rank. An optional `prepare(home, layout, seed)` sees this rank's samples of an RL step once
-they have log-probs, and returns them with fields of its own; all ranks call it, and it may be collective.
-The objectives of this package are such objects, and so is a strategy whose subclass defines one of the
-methods.
+sequence at a time with its logits, see `SequenceView`; `gather_cp = True` asks for whole sequences under
+context parallelism, and `needs = {"logits"}` for views without log-probs and entropies). `sums` names fields
+whose totals over the step it divides by. An optional `check(batch, micro_batches)` sees this rank's samples
+on the host before the step; what it raises is raised on every rank. An optional `prepare(home, layout, seed)`
+sees this rank's samples of an RL step once they have log-probs, and returns them with fields of its own; all
+ranks call it, and it may be collective. The objectives of this package are such objects, and so is a strategy
+whose subclass defines one of the methods.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def loss_spec(loss: Any) -> LossSpec:
         raise LossError(f"{name}.masks is empty: name at least one field that says which positions count")
     by_sequence = methods[0] == "sequence_loss"
     if by_sequence:
-        needs = {"logits"}
+        needs = {"logits", *needs}
     return LossSpec(
         needs=frozenset(needs),
         masks=tuple(masks),

@@ -183,7 +183,8 @@ class LossRunner:
     def _by_sequence(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any
     ) -> tuple[torch.Tensor, MicroBatchRecord | None]:
-        parts = SequenceParts(output, pack, chunk, self._head, whole=self._spec.gather_cp)
+        statistics = bool(self._spec.needs & {"log_probs", "entropy"})
+        parts = SequenceParts(output, pack, chunk, self._head, whole=self._spec.gather_cp, statistics=statistics)
 
         def call() -> tuple[torch.Tensor, MicroBatchRecord]:
             views = [SequenceView(self._counts, parts, place) for place in range(pack.samples)]

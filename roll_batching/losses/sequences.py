@@ -40,18 +40,33 @@ def row_counts(layout: PackLayout, cp_rank: int, cp_size: int) -> list[int]:
 
 
 class SequenceParts:
-    """A pack's logits, log-probs and fields as one piece per sequence, each cut on first use."""
+    """A pack's logits, log-probs and fields as one piece per sequence; fields are cut on first use.
 
-    def __init__(self, output: torch.Tensor, pack: PackedBatch, chunk: Any, head: HeadContext, *, whole: bool) -> None:
+    `statistics`: with log-probs and entropies. Ranks that share the vocabulary, or a sequence, compute them together,
+    so that it happens here and not when a loss asks: one that asks on some ranks alone would wait for the others.
+    """
+
+    def __init__(
+        self,
+        output: torch.Tensor,
+        pack: PackedBatch,
+        chunk: Any,
+        head: HeadContext,
+        *,
+        whole: bool,
+        statistics: bool,
+    ) -> None:
         layout = head.layout
         self.pack, self.tp_group, self.cp_group = pack, layout.tp_group, layout.cp_group
         cp_size, cp_rank = (1, 0) if whole else (layout.cp_size, layout.cp_rank)
         self._sizes = row_counts(pack.layout, cp_rank, cp_size)
         self._rows = None if cp_size == 1 else pack.params.rows
         local = head.logits(output, chunk)
-        self._head, self._local, self._whole = head, local, whole
         self.logits = self._cut(head.gather(local, pack) if whole else local)
         self._cached: dict[str, Sequence[torch.Tensor]] = {}
+        if statistics:
+            log_probs, entropy = head.statistics_of(local, pack, whole=whole)
+            self._cached |= {"log_probs": self._cut(log_probs), "entropy": self._cut(entropy)}
 
     def field(self, name: str, make: Callable[[], torch.Tensor]) -> Sequence[torch.Tensor]:
         """Pieces of a [tokens, ...] tensor in pack order, made once."""
@@ -61,10 +76,11 @@ class SequenceParts:
         return self._cached[name]
 
     def statistics(self, name: str) -> Sequence[torch.Tensor]:
-        """Pieces of "log_probs" or "entropy", computed for the whole pack at once."""
+        """Pieces of "log_probs" or "entropy"."""
         if name not in self._cached:
-            log_probs, entropy = self._head.statistics_of(self._local, self.pack, whole=self._whole)
-            self._cached["log_probs"], self._cached["entropy"] = self._cut(log_probs), self._cut(entropy)
+            raise LossError(
+                f"the loss asks for {name}(), which it does not declare: add {name!r} to the loss's `needs`"
+            )
         return self._cached[name]
 
     def per_sample(self, name: str, make: Callable[[], torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -127,7 +143,7 @@ class SequenceView(View):
     def log_probs(self) -> torch.Tensor:
         """[positions] fp32 log-probability of each position's label; 0 without gradient where no mask counts.
 
-        Computed for all sequences of the pack at once, on the first call; together with the entropy.
+        For losses whose `needs` hold log_probs or entropy, as they do by default.
         """
         return self._parts.statistics("log_probs")[self._place]
 

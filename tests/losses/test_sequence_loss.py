@@ -214,3 +214,48 @@ def split_backward(_: None) -> tuple[int, int]:
 def test_sequences_are_cut_by_one_split_and_cannot_be_overwritten() -> None:
     kinds, refused = run_ranks(1, HERE + "split_backward")[0]
     assert kinds == 2 and refused == 4
+
+
+def on_some_ranks_alone(megatron: dict[str, Any]) -> tuple[float, list[str]]:
+    """The loss of one that asks for log-probs on the last rank alone; what those hear that do not declare them."""
+    import torch.distributed as dist
+
+    from roll_batching.errors import LossError
+    from roll_batching.losses import LossOutput
+    from tests.support.models import random_batch
+
+    class OnTheLast:
+        masks = ("response_mask",)
+        gather_cp = True
+
+        def sequence_loss(self, s: Any) -> Any:
+            x = s.logits.float().sum(-1)
+            if dist.get_rank() == dist.get_world_size() - 1:
+                x = x + 0 * s.log_probs()
+            return LossOutput(s.mean(0 * x + 1))
+
+    class OfLogits(OnTheLast):
+        needs = {"logits"}
+
+    class OfLogitsAndEntropy(OfLogits):
+        def sequence_loss(self, s: Any) -> Any:
+            return LossOutput(s.mean(s.entropy()))
+
+    strategy, batch, said = make_strategy(megatron=megatron), random_batch(3, 5, 20), []
+    loss = step(strategy, batch, OnTheLast())[0].loss
+    for undeclared in (OfLogits(), OfLogitsAndEntropy()):
+        try:
+            step(strategy, batch, undeclared)
+        except LossError as error:
+            said.append(str(error))
+    return loss, said
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "key", ["context_parallel_size", pytest.param("tensor_model_parallel_size", marks=pytest.mark.slow)]
+)
+def test_a_loss_may_ask_for_log_probs_on_some_ranks_alone(key: str) -> None:
+    (loss, said), other = run_ranks(2, HERE + "on_some_ranks_alone", {key: 2}, timeout=60)
+    assert other == (loss, said) and loss == pytest.approx(1)
+    assert "log_probs(), which it does not declare: add 'log_probs'" in said[0] and "entropy()" in said[1]
