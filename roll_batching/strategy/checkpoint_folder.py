@@ -74,13 +74,24 @@ class Draft:
             raise
 
     def keep(self) -> None:
-        """Gives the folder, which is whole, its name."""
+        """Gives the folder, which is whole, its name. Where that fails, what was there before has it still."""
         with self.writing(), consensus(self.group, self.what):
             if dist.get_rank() == 0:
-                if self.path.exists():
-                    self.path.rename(self._replaced)
-                self.folder.rename(self.path)
-                shutil.rmtree(self._replaced, ignore_errors=True)
+                try:
+                    self._rename()
+                except OSError as error:
+                    raise CheckpointError(f"{self.folder} cannot be renamed {self.path}: {cause(error)}") from None
+
+    def _rename(self) -> None:
+        if self.path.exists():
+            self.path.rename(self._replaced)
+        try:
+            self.folder.rename(self.path)
+        except OSError:
+            if self._replaced.exists():
+                self._replaced.rename(self.path)
+            raise
+        shutil.rmtree(self._replaced, ignore_errors=True)
 
 
 @contextlib.contextmanager

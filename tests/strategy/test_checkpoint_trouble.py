@@ -215,3 +215,33 @@ def fail_to_save(path: str) -> None:
 
 def load_whole(path: str) -> None:
     strategy().load(path)
+
+
+def lose_what_was_written(path: str) -> tuple[str, bool]:
+    """What is said when somebody removes a folder that is about to get its name, where another one is."""
+    import torch.distributed as dist
+
+    from roll_batching.distributed import host_group
+    from roll_batching.distributed.parallel_layout import start_processes
+    from roll_batching.strategy.checkpoint_folder import RECORD, Draft
+
+    start_processes()
+    for text in ("before", "after"):
+        draft = Draft(path, host_group())
+        with draft.writing() as folder:
+            if dist.get_rank() == 0:
+                (folder / RECORD).write_text(text)
+        if text == "before":
+            draft.keep()
+    if dist.get_rank() == 0:
+        shutil.rmtree(draft.folder)
+    return said(draft.keep)
+
+
+@pytest.mark.bad_input
+def test_what_was_there_stays_where_the_new_one_cannot_get_its_name(tmp_path):
+    one, other = run_ranks(2, HERE + "lose_what_was_written", str(tmp_path / "state"))
+    assert one == other and one[1]
+    assert f"state.partial cannot be renamed {tmp_path}/state: No such file" in one[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert (tmp_path / "state" / "strategy.json").read_text() == "before"
