@@ -6,6 +6,8 @@ values are `ValueError`s too, so that generic code can catch them.
 
 from __future__ import annotations
 
+import re
+
 
 class RollBatchingError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -45,3 +47,16 @@ class EngineError(RollBatchingError, RuntimeError):
 
 class RankError(RollBatchingError, RuntimeError):
     """An error seen by at least one rank and raised, with the same message, on all of them."""
+
+
+_LOST = re.compile(
+    r"connection (was likely )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|failed to (recv|send), got"
+    r"|remote process exited|failed to pass monitoredBarrier|has died",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and torch's store say when the other end is gone."""
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether `error`, of a collective, may say no more than that another rank is gone."""
+    return bool(_LOST.search(str(error)))

@@ -99,7 +99,7 @@ def run_command(
     command: str, config: Path, overrides: Sequence[str] | None, start: _Start, task: Task | None = None
 ) -> None:
     """Starts the processes of the job that `config` describes with `command`, or is one of them."""
-    from roll_batching.launch.devices import sampler_device
+    from roll_batching.launch.devices import devices_under_torchrun, role_devices
     from roll_batching.launch.environment import check_world, rank_place
 
     changes = list(overrides or ())
@@ -113,7 +113,7 @@ def run_command(
         return
     if start.max_restarts:
         raise ConfigError("--max-restarts needs --launcher ray; torchrun has a --max-restarts of its own")
-    os.environ.update(sampler_device(job))
+    os.environ.update(role_devices(job))
     if place is None:
         _run_here(job, [command, "--config", str(config), *changes], start.nproc)
         return
@@ -124,6 +124,8 @@ def run_command(
         _show_notices(job.notices)
     # Nothing that reads them is imported yet. Our own launcher has set them before this process began.
     os.environ.update(job.environment())
+    if place.launcher is None:
+        os.environ.update(devices_under_torchrun(job))
     run_worker(job)
 
 
@@ -141,14 +143,15 @@ def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> No
 
 
 def _run_on_ray(job: JobConfig, start: _Start) -> None:
-    from roll_batching.launch.devices import process_count, sampler_device
+    from roll_batching.launch.devices import process_count, roles_apart
     from roll_batching.launch.on_ray.cluster import LOCAL, check_address, check_folder, connected
 
     count = process_count(job, start.nproc)
-    if job.actor_infer.device_mapping != job.actor_train.device_mapping and sampler_device(job, {}):
+    if apart := roles_apart(job):
         raise ConfigError(
-            "actor_infer.device_mapping names devices of its own, which --launcher ray has no room for: leave it out, "
-            "and rollouts share those of actor_train; or name servers that run in actor_infer.engine_args.urls"
+            f"{apart[0]}.device_mapping names devices of its own, which --launcher ray has no room for: leave it out, "
+            "and the role shares those of actor_train; or let engines sample, on servers of your own that "
+            "actor_infer.engine_args.urls names"
         )
     if start.max_restarts and not job.save_steps:
         raise ConfigError("--max-restarts goes on from checkpoints, and the job writes none: set save_steps")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 from roll_batching.config.fields import Settings, honoured
 
@@ -26,14 +24,14 @@ class AsyncKeys(Settings):
     )
     sampler_restarts: int = honoured(
         2,
-        help="async_generation_ratio: how often a sampler that was killed or stalls is started again, with what it was "
-        "asked for; after that, and with 0 at once, the job ends.",
+        help="How often the processes of a role of its own (the sampler of async_generation_ratio, roles on devices of "
+        "their own) are started again when one was killed or stalls, with what they were asked for; after that, and "
+        "with 0 at once, the job ends.",
         ge=0,
     )
     rollout_timeout: float = honoured(
         1800.0,
-        help="async_generation_ratio: seconds that training waits for rollouts without hearing of the sampler before "
-        "it takes it for stalled.",
+        help="Seconds that training waits for such processes without hearing of them before it takes them for stalled.",
         gt=0,
     )
 
@@ -46,10 +44,3 @@ class AsyncKeys(Settings):
     def staleness_bound(self) -> int:
         """RL steps that a sample's weights may be behind."""
         return math.ceil(self.async_generation_ratio) if self.max_staleness is None else self.max_staleness
-
-
-def idle_async_keys(job: AsyncKeys, given: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Paths of the `given` keys that synchronous rollouts do not read."""
-    for key in ("max_staleness", "sampler_restarts", "rollout_timeout"):
-        if key in given and not job.asynchronous:
-            yield (key,), "has no effect: async_generation_ratio is 0"

@@ -1,8 +1,9 @@
-"""What rollouts ahead of training ask of other keys."""
+"""What rollouts of processes that do not train ask of other keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.config.batching import LogprobPlan
@@ -24,9 +25,19 @@ def logprob_plan_of(job: JobKeys) -> LogprobPlan:
 
 
 def async_problems(job: JobKeys) -> Iterator[Problem]:
-    """What does not go together with rollouts ahead of training."""
-    if not job.asynchronous or not job.max_steps:
+    """What does not go together with rollouts of a process that does not train."""
+    if not job.has_sampler or not job.max_steps:
         return
+    if job.asynchronous:
+        yield from _old_log_probs(job)
+    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    if estimator is not None and estimator.greedy:
+        text = f"{estimator.name} compares with greedy answers of the weights in training, which a sampler has not"
+        cure = "set async_generation_ratio to 0" if job.asynchronous else "leave actor_infer.device_mapping out"
+        yield Problem(("adv_estimator",), f"{text}; {cure}, or choose another")
+
+
+def _old_log_probs(job: JobKeys) -> Iterator[Problem]:
     where = ("actor_train", "logprob_plan")
     plan = job.actor_train.logprob_plan
     if plan == "none":
@@ -38,12 +49,11 @@ def async_problems(job: JobKeys) -> Iterator[Problem]:
             "use rollout, or correct for them with loss_args.engine_ratio_cap (truncated importance sampling)"
         )
         yield Problem(where, text)
-    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
-    if estimator is not None and estimator.greedy:
-        text = f"{estimator.name} compares with greedy answers of the weights in training, which a sampler has not"
-        yield Problem(("adv_estimator",), f"{text}; set async_generation_ratio to 0, or choose another")
-    devices = job.actor_infer.device_mapping
-    engine = not job.actor_infer.strategy_args.runs_on_megatron  # its devices get a notice
-    if not engine and devices is not None and devices != job.actor_train.device_mapping and len(devices) != 1:
-        text = f"names {len(devices)} devices, and the sampler of async_generation_ratio is one process; name one"
-        yield Problem(("actor_infer", "device_mapping"), text)
+
+
+def idle_async_keys(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Paths of the `given` keys that this job does not read."""
+    apart = job.has_sampler or job.own_devices("reference") is not None
+    for key in ("max_staleness", "sampler_restarts", "rollout_timeout"):
+        if key in given and not (job.asynchronous if key == "max_staleness" else apart):
+            yield (key,), "has no effect: async_generation_ratio is 0"

@@ -243,12 +243,26 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
         mapping = self.actor_train.device_mapping
         return None if mapping is None else len(mapping)
 
+    def own_devices(self, name: str) -> tuple[int, ...] | None:
+        """The devices of a role that runs on others than actor_train, in processes of its own; None where it shares."""
+        role = self.roles.get(name)
+        if role is None or name == "actor_train" or not role.strategy_args.runs_on_megatron:
+            return None
+        return None if role.device_mapping == self.actor_train.device_mapping else role.device_mapping
+
+    @property
+    def has_sampler(self) -> bool:
+        """Whether processes that do not train draw rollouts: ahead of training, or on devices of their own."""
+        return self.asynchronous or self.own_devices("actor_infer") is not None
+
     def dp_size(self, world_size: int) -> int:
         """Data-parallel ranks of actor_train among `world_size` processes.
 
-        Raises ConfigFileError when they do not divide as the layout of any role asks.
+        Raises ConfigFileError when they do not divide as the layout of any role asks that runs on them.
         """
         for name, role in self.roles.items():
+            if self.own_devices(name) is not None:
+                continue
             layout, path = role.strategy_args.strategy_config, (name, "strategy_args", "strategy_config")
             if world_size % layout.model_size:
                 raise ConfigFileError([Problem(path, layout.misfit(world_size))])

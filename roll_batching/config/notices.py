@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from roll_batching.config.async_keys import idle_async_keys
+from roll_batching.config.async_rules import idle_async_keys
 from roll_batching.config.batching import PASSES_OF_ROLES
 from roll_batching.config.diagnostics import KeyPath, Notice, dotted
 from roll_batching.config.engine_rules import idle_option, starts_servers, uses_engine

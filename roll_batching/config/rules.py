@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.config.async_rules import async_problems
+from roll_batching.config.device_rules import device_problems
 from roll_batching.config.diagnostics import Problem
 from roll_batching.config.engine_rules import engine_problems
 from roll_batching.config.fields import Pass
@@ -36,6 +37,7 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += model_problems(job)
     problems += window_problems(job)
     problems += _roles(job)
+    problems += device_problems(job)
     problems += _environment(job)
     if not supervised(job):
         problems += _objective(job)
@@ -149,7 +151,9 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
         if name == "actor_train" or not role.strategy_args.runs_on_megatron:
             continue
         different = differing_keys(role, job.actor_train)
-        if name in OWN_LAYOUT:
+        if job.own_devices(name) is not None:  # see device_rules
+            different = []
+        elif name in OWN_LAYOUT:
             if different or role.model_args.architecture != job.actor_train.model_args.architecture:
                 yield from size_problems(name, role)
             different = []
@@ -160,10 +164,6 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
         if (own := role.strategy_args.strategy_config.transformer_impl) != shared.transformer_impl:
             text = f"is {own}, but {shared.transformer_impl} in actor_train, whose weights this role takes"
             yield Problem((name, "strategy_args", "strategy_config", "transformer_impl"), f"{text}; leave it out here")
-        apart = name == "actor_infer" and job.asynchronous  # the sampler's device
-        if role.device_mapping != job.actor_train.device_mapping and not apart:
-            text = "differs from actor_train's; the roles of one job run on the same devices; leave it out here"
-            yield Problem((name, "device_mapping"), text)
     ours, theirs_args = job.actor_infer.model_args, job.actor_train.model_args
     for key in ("model_name_or_path", "architecture", "dtype"):
         if getattr(ours, key) != getattr(theirs_args, key):

@@ -154,10 +154,10 @@ class WorkerConfig(RoleBatching, RollWorkerKeys):
     strategy_args: StrategyArgs = honoured(default_factory=StrategyArgs, help="The strategy.")
     device_mapping: tuple[int, ...] | None = honoured(
         None,
-        help="Devices of the job: as many processes start as it names. A list, `list(range(0,8))` or "
-        "`0-7`. On a machine "
-        "without GPUs it only counts processes. Read from actor_train; other Megatron roles must name "
-        "the same, but for actor_infer under async_generation_ratio: the sampler's device (default: that of rank 0).",
+        help="Devices of the role: as many processes start as it names. A list, `list(range(0,8))` or `0-7`. On a "
+        "machine without GPUs it only counts processes. actor_infer and reference share all devices of actor_train "
+        "(the default), or have others, and then processes and a layout of their own; under async_generation_ratio "
+        "the sampler is one process on the device of rank 0 unless actor_infer has devices of its own.",
     )
     system_envs: Environment = honoured(
         default_factory=dict, help="Environment variables, set before the workers import anything."

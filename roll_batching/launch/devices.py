@@ -59,17 +59,45 @@ def visible_devices(devices: Sequence[int], environment: Mapping[str, str] = os.
     return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
-def sampler_device(config: JobConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable that names the devices of the sampler, or of the servers that the job starts.
+def roles_apart(config: JobConfig) -> list[str]:
+    """The roles that run on other devices than actor_train, servers that the job starts included."""
+    return [name for name, devices in _numbered(config).items() if devices != config.actor_train.device_mapping]
 
-    Nothing where that is actor_train's first one. Raises ConfigError where actor_infer names one that is not there.
+
+def role_devices(config: JobConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that name the devices of roles that have their own, and of the servers that the job starts.
+
+    Raises ConfigError where a role names one that is not there.
     """
-    own, shared = config.actor_infer.device_mapping, config.actor_train.device_mapping
-    sampler = config.asynchronous and own != shared and config.actor_infer.strategy_args.runs_on_megatron
-    if own is None or not (sampler or starts_servers(config)):
-        return {}
-    from roll_batching.rl.sampler import DEVICE
+    from roll_batching.rl.role_world import DEVICES
 
-    if DEVICE in environment:  # the launcher has said it, who saw all devices
+    return {
+        DEVICES[name]: visible_devices(devices, environment)["CUDA_VISIBLE_DEVICES"]
+        for name, devices in _numbered(config).items()
+        if DEVICES[name] not in environment  # else the launcher has said it, who saw all devices
+    }
+
+
+def devices_under_torchrun(config: JobConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variable that shows this machine's ranks those of actor_train, where roles have others; else nothing.
+
+    Raises ConfigError where ranks are on several machines: roles of their own are processes on that of rank 0.
+    """
+    own = next((name for name in config.roles if config.own_devices(name) is not None), None)
+    if own is None or config.actor_train.device_mapping is None:
         return {}
-    return {DEVICE: visible_devices(own, environment)["CUDA_VISIBLE_DEVICES"]}
+    if environment.get("LOCAL_WORLD_SIZE", "") not in ("", environment.get("WORLD_SIZE")):
+        raise ConfigError(
+            f"{own}.device_mapping names devices of its own, which are sought on the machine of rank 0, and torchrun "
+            "has started ranks on several: leave it out, and the role shares those of actor_train; or let engines "
+            "sample, on servers of your own (actor_infer.engine_args.urls)"
+        )
+    return visible_devices(config.actor_train.device_mapping, environment)
+
+
+def _numbered(config: JobConfig) -> dict[str, tuple[int, ...]]:
+    """The devices of each role whose processes rank 0 starts on devices that its configuration numbers."""
+    found = {name: own for name in config.roles if (own := config.own_devices(name)) is not None}
+    if starts_servers(config) and config.actor_infer.device_mapping is not None:
+        found["actor_infer"] = config.actor_infer.device_mapping
+    return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 import traceback
@@ -16,17 +15,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from roll_batching.errors import RankError, RollBatchingError
+from roll_batching.errors import RankError, RollBatchingError, lost_a_peer
 from roll_batching.launch.logs import named
 
 FOLDER_VARIABLE = "ROLL_BATCHING_FAILURES"
-
-_LOST = re.compile(
-    r"connection (was likely )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|failed to (recv|send), got"
-    r"|remote process exited|failed to pass monitoredBarrier|has died",
-    re.IGNORECASE,
-)
-"""What gloo, NCCL and torch's store say when the other end is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +58,7 @@ def describe(rank: int, error: BaseException) -> Failure:
         message = f"{_place(error)} called sys.exit({error.code!r}) before the job was complete; raise an error instead"
     else:
         message = str(error) if expected else f"{type(error).__name__}: {error}"
-    aftermath = not expected and bool(_LOST.search(str(error)))
+    aftermath = not expected and lost_a_peer(error)
     return Failure(
         rank=rank,
         message=message,

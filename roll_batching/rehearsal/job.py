@@ -118,6 +118,9 @@ def rehearse_job(
         ConfigError: where the model's shape is not known, the layout does not fit, or data have no lengths.
         RehearsalError: what a rank raised.
     """
+    if job.own_devices("reference") is not None:
+        text = "differs from actor_train's, which a rehearsal cannot follow for now; leave it out to rehearse the rest"
+        raise job.error(Problem(("reference", "device_mapping"), text))
     if job.reference is not None and (different := differing_keys(job.reference, job.actor_train)):
         text = "differs from actor_train's, which a rehearsal cannot follow for now; leave it out to rehearse the rest"
         raise job.error(Problem(("reference", "strategy_args", "strategy_config", different[0]), text))

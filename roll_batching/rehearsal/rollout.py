@@ -28,7 +28,7 @@ from roll_batching.strategy.waves import room_of_row, waves_of
 
 def rolls_out(job: JobConfig) -> bool:
     """Whether the model in training answers prompts itself, as part of a step."""
-    return bool(job.max_steps) and not (supervised(job) or uses_engine(job) or job.asynchronous)
+    return bool(job.max_steps) and not (supervised(job) or uses_engine(job) or job.has_sampler)
 
 
 def fault_of(job: JobConfig, dims: ParallelDims) -> str | None:

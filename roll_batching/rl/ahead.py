@@ -3,7 +3,7 @@
 Requests are numbered in the order of the prompts, and a step takes those of its own prompts: every prompt is trained on
 once, in the order of a synchronous run, and the data's position is that of the steps done. After s steps the requests
 of at most 1 + s + `async_generation_ratio` steps have been made; so a sample is at most `async_generation_ratio` steps
-old (rounded up), and a sampler that is faster than training waits.
+old (rounded up), and a sampler that is faster than training waits. With a ratio of 0 the two take turns.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.engine_sampler import joined, weights_folder
 from roll_batching.rl.folder import folder_of
 from roll_batching.rl.prompts import Prompts, prompt_stream
+from roll_batching.rl.role_client import SAMPLER, RoleClient
+from roll_batching.rl.role_messages import Weights, patience_outside
 from roll_batching.rl.rollout import StepScores
 from roll_batching.rl.run import Run
-from roll_batching.rl.sampler import Sampler
-from roll_batching.rl.sampler_child import Answer, Request, Weights
+from roll_batching.rl.sampler_child import Answer, Request
 from roll_batching.rl.seeds import step_seed
 
 WEIGHTS = "weights"
 """Folder, in the run's, of weights on their way to the sampler."""
-_MARGIN = 300.0
-"""Seconds that ranks may be apart beside what the sampler may take."""
 _KINDS = {"input_ids": FieldSpec("token"), "response_mask": FieldSpec("token"), "log_probs": FieldSpec("next_token")}
 
 
@@ -54,7 +53,7 @@ class Drawn:
 
 
 class RolloutsAhead:
-    """The rollouts of an asynchronous job. Building it, and every method but `close`, is collective.
+    """The rollouts of a sampler that does not train. Building it, and every method but `close`, is collective.
 
     `served` is the job with the URLs of its engine's servers, as the sampler needs it.
 
@@ -65,7 +64,7 @@ class RolloutsAhead:
         self.config, self.strategy, self.stream = run.config, run.strategy, stream
         self.engine = uses_engine(run.config)
         self.parts = parts_of(self.config.async_generation_ratio, self.config.rollout_batch_size)
-        self.sampler = Sampler(served) if dist.get_rank() == 0 else None
+        self.sampler = RoleClient(served, SAMPLER) if dist.get_rank() == 0 else None
         self.folder = (weights_folder(self.config) if self.engine else folder_of(self.config)) / WEIGHTS
         self._made = 0
         self._prompts: list[Prompt] = []
@@ -110,8 +109,8 @@ class RolloutsAhead:
         """The rollouts of `step`, waited for; drawn again where their weights are older than `max_staleness`."""
         next(self.stream)  # the position of this step; its prompts were drawn from `_ahead`
         answers = self.parts if self.config.max_staleness is None else 2 * self.parts  # those that are dropped, again
-        patience = (self.config.sampler_restarts + 1) * (answers * self.config.rollout_timeout + _MARGIN) + _MARGIN
         found: list[Any] = [None]
+        patience = patience_outside(self.config, answers)
         with consensus(self.strategy.layout.host_group, "rollouts", patience=patience):
             if self.sampler is not None:
                 found = [self._taken(self.sampler, step)]
@@ -134,7 +133,7 @@ class RolloutsAhead:
     def _agreed(self, what: str) -> contextlib.AbstractContextManager[Any]:
         return consensus(self.strategy.layout.host_group, what)
 
-    def _ask(self, sampler: Sampler) -> None:
+    def _ask(self, sampler: RoleClient) -> None:
         """The next request."""
         step, part = divmod(self._made, self.parts)
         if part == 0:
@@ -149,7 +148,7 @@ class RolloutsAhead:
         sampler.ask(request)
         self._made += 1
 
-    def _taken(self, sampler: Sampler, step: int) -> tuple[SampleBatch, StepScores, Row]:
+    def _taken(self, sampler: RoleClient, step: int) -> tuple[SampleBatch, StepScores, Row]:
         """The rollouts of `step` as one batch, ids by place, and how they came. On rank 0."""
         began, figures = time.monotonic(), QueueFigures()
         wanted = range((step - 1) * self.parts, step * self.parts)

@@ -26,6 +26,7 @@ from roll_batching.distributed import consensus
 from roll_batching.errors import CheckpointError, RollBatchingError
 from roll_batching.planning import ParallelDims
 from roll_batching.rl.folder import EarlierRun
+from roll_batching.rl.reference_apart import ReferenceApart
 from roll_batching.rl.running import Resumable
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.checkpoint import check_saving, write_state
@@ -40,6 +41,10 @@ PHASES = ("warmup", "sft", "dpo", "rl")
 FOLDER = "checkpoints"
 _RECORD = "job.json"
 _NAME = re.compile(rf"({'|'.join(PHASES)})-(\d{{6,}})")
+
+
+Frozen = MegatronInferStrategy | ReferenceApart
+"""A reference, wherever it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +119,7 @@ class JobCheckpoints:
         """Whether the resumed point belongs to a later phase, so that `phase` is not run."""
         return self.resumed is not None and PHASES.index(self.resumed.phase) > PHASES.index(phase)
 
-    def restore(self, phase: str, stream: Resumable, reference: MegatronInferStrategy | None = None) -> int:
+    def restore(self, phase: str, stream: Resumable, reference: Frozen | None = None) -> int:
         """Puts model, optimizer, data and random numbers where they were; returns the steps done in `phase`.
 
         Does nothing and returns 0 when the run does not go on from inside this phase. To be called when everything
@@ -148,7 +153,7 @@ class JobCheckpoints:
         step: int,
         last: int,
         stream: Resumable,
-        reference: MegatronInferStrategy | None = None,
+        reference: Frozen | None = None,
     ) -> None:
         """Writes a checkpoint after every `save_steps`-th and the `last` step of a phase. Collective.
 
@@ -165,7 +170,9 @@ class JobCheckpoints:
             draft = Draft(self.folder / f"{phase}-{step:06d}", self._group)
             with draft.writing() as folder:
                 writings = [write_state(self.strategy.state, folder, aside=aside)]
-                if reference is not None:
+                if isinstance(reference, ReferenceApart):
+                    reference.write(folder / "reference")
+                elif reference is not None:
                     with consensus(self._group, "the job's checkpoints"):
                         if dist.get_rank() == 0:
                             (folder / "reference").mkdir()

@@ -25,7 +25,7 @@ from roll_batching.distributed import exchange, host_group
 from roll_batching.engines.servers import KINDS, Program, Servers, command_of, free_ports
 from roll_batching.errors import EngineError
 from roll_batching.rl.folder import folder_of
-from roll_batching.rl.sampler import DEVICE
+from roll_batching.rl.role_world import DEVICES
 
 LOGS = "engine_logs"
 """Folder, in the run's, of what the servers say: appended to, so that nothing of an earlier run is lost."""
@@ -117,12 +117,12 @@ def _host() -> str:
 
 def _device_names(config: JobConfig) -> list[str] | None:
     """The servers' devices, as CUDA_VISIBLE_DEVICES names them; None where none are numbered, and on a CPU."""
-    own = config.actor_infer.device_mapping
-    if own is None or (DEVICE not in os.environ and not torch.cuda.is_available()):
+    own, given = config.actor_infer.device_mapping, os.environ.get(DEVICES["actor_infer"])
+    if own is None or (given is None and not torch.cuda.is_available()):
         return None
-    shown = os.environ.get(DEVICE) or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, own))
+    shown = given or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, own))
     names = shown.split(",")
-    if len(names) < len(own) or (DEVICE not in os.environ and own != config.actor_train.device_mapping):
+    if len(names) < len(own) or (given is None and own != config.actor_train.device_mapping):
         raise EngineError(
             f"actor_infer.device_mapping names {len(own)} devices, and the machine of rank 0, which starts the "
             f"engine's servers, gives the job {len(names)} ({shown}): on several machines, and on devices of their own "

@@ -25,6 +25,7 @@ from roll_batching.rl.engine_sampler import EngineSampler
 from roll_batching.rl.evaluation import Evaluator
 from roll_batching.rl.from_config import Advantages, sampling_of
 from roll_batching.rl.prompts import prompt_stream
+from roll_batching.rl.reference_apart import ReferenceApart
 from roll_batching.rl.rollout import Rollouts, StepScores, generate_rollouts, score_rollouts
 from roll_batching.rl.rows import comparison_row, merged, offload_row, score_row, timeline_row, update_row
 from roll_batching.rl.run import Run
@@ -77,7 +78,7 @@ class Grpo:
         assert inputs.prompts is not None and inputs.reward is not None
         self.reward = inputs.reward
         self.stream = prompt_stream(config, inputs)
-        self.ahead = RolloutsAhead(run, self.stream, served) if config.asynchronous else None
+        self.ahead = RolloutsAhead(run, self.stream, served) if config.has_sampler else None
         self.progress = Together(self.stream, **objective.advantages.carried())
         self._columns: Row = {}
         self._said: list[dict[str, Any]] = []
@@ -88,19 +89,25 @@ class Grpo:
         )
         self.comparison = ModeComparison(config.actor_train, layout, sequence_length=config.sequence_length or 1)
         self.evaluator = self._evaluator()
-        self.reference = self._reference()
+        apart = wants_reference(config) and config.own_devices("reference") is not None
+        self.apart = ReferenceApart(config, run.strategy) if apart else None
+        self.reference = None if apart else self._reference()
 
     def run(self) -> None:
         """All steps. The first row holds the evaluation before any update, the last the one after all."""
         config, checkpoints = self.config, self.shared.checkpoints
-        self.strategy.start_phase(self.shared.schedule)
-        behind = checkpoints.restore(PHASE, self.progress, self.reference)
-        if self.reference is not None and config.is_offload_states:
-            self.reference.offload_states("parameters")
-        self.shared.begin(PHASE, config.max_steps, behind)
         with contextlib.ExitStack() as until_the_end:
+            for one in (self.ahead, self.apart):
+                if one is not None:
+                    until_the_end.callback(one.close)
+            self.strategy.start_phase(self.shared.schedule)
+            behind = checkpoints.restore(PHASE, self.progress, self.reference or self.apart)
+            if self.reference is not None and config.is_offload_states:
+                self.reference.offload_states("parameters")
+            self.shared.begin(PHASE, config.max_steps, behind)
+            if self.apart is not None:
+                self.apart.begin()
             if self.ahead is not None:
-                until_the_end.callback(self.ahead.close)
                 self.ahead.begin(behind)
             self._run(behind)
 
@@ -117,6 +124,8 @@ class Grpo:
             updates = list(self._train(scored, step))
             if self.ahead is not None:
                 self._columns |= self.ahead.trained(step)
+            if self.apart is not None:
+                self._columns |= self.apart.columns()
             done = time.perf_counter()
             due = step == config.max_steps or (config.eval_steps and step % config.eval_steps == 0)
             evaluated = before
@@ -137,7 +146,7 @@ class Grpo:
             shown = {"reward": row["reward"], "length": row["response_length_mean"]}
             recorder.step(step, row, shown=shown | {"held-out": row.get("eval_reward")}, said=self._said)
             self._said = []
-            checkpoints.save_if_due(PHASE, step, config.max_steps, self.progress, self.reference)
+            checkpoints.save_if_due(PHASE, step, config.max_steps, self.progress, self.reference or self.apart)
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:
@@ -268,6 +277,7 @@ class Grpo:
             seed=step_seed(self.config.seed, step),
             idle=scored.idle,
             reference=self.reference,
+            apart=self.apart,
             finish=None if self.objective.advantages.of_tokens is None and self.engine is None else self._finish,
         )
 

@@ -1,20 +1,14 @@
-"""The process that draws rollouts while another trains; `sampler` starts it and speaks with it.
+"""The sampler, which draws rollouts in processes that do not train.
 
-It holds a copy of the model in the layout of a single process, and takes over weights from checkpoints that training
-writes; or it asks an engine, which reads them as model directories. It does the lowest-numbered of what it was asked
-for, each with the newest weights there are when it begins.
+It holds a copy of the model, in the layout of actor_infer on devices of its own and else of a single process, and takes
+over weights from checkpoints that training writes; or it asks an engine, which reads them as model directories.
 """
 
 from __future__ import annotations
 
-import pickle
-import threading
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,22 +16,14 @@ import numpy as np
 from roll_batching.config import JobConfig, WorkerConfig
 from roll_batching.config.engine_rules import uses_engine
 from roll_batching.data.texts import Prompt
-from roll_batching.errors import RollBatchingError
 from roll_batching.lifetime import die_with_parent
-from roll_batching.registry import describe_error
+from roll_batching.rl.role_messages import Weights, patience_inside
 
 if TYPE_CHECKING:
+    from roll_batching.data import SampleBatch
+    from roll_batching.distributed.parallel_layout import ParallelLayout
     from roll_batching.rl.engine_sampler import EngineClient
     from roll_batching.strategy import MegatronInferStrategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """New weights: a checkpoint's folder, or a model directory."""
-
-    version: int
-    """RL steps that made them."""
-    path: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +35,11 @@ class Request:
     seed: int
     shown: int
     """Responses whose texts are told as well (-1: all)."""
+
+    @property
+    def size(self) -> int:
+        """Prompts."""
+        return len(self.prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,105 +60,28 @@ class Answer:
     figures: dict[str, float]
     """Of the engine, where one drew them."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Ready:
-    """The model is built and the reward answers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """Weights were taken over: those before them are read no more."""
-
-    version: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failed:
-    """The process ends: nothing that starting it again would mend."""
-
-    words: str
-
-
-def send(connection: Connection, message: Any) -> None:
-    """One message. Pickled as plain data: torch would share memory, which ends with its process."""
-    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-
-
-def receive(connection: Connection) -> Any:
-    """The next message. Raises EOFError or OSError when there will be none."""
-    return pickle.loads(connection.recv_bytes())
+    @property
+    def size(self) -> int:
+        """Responses."""
+        return len(self.lengths)
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Builds what the first message, a `JobConfig`'s plain data, describes, then works until the other end closes."""
-    die_with_parent(parent)
-    connection = Connection(descriptor)
-    try:
-        sampler = _Sampler(JobConfig.model_validate(receive(connection)))
-        send(connection, Ready())
-        inbox = _Inbox(connection)
-        while True:
-            weights, request = inbox.next()
-            if weights is not None:
-                sampler.load(weights)
-                send(connection, Loaded(version=weights.version))
-            if request is not None:
-                send(connection, sampler.answer(request))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # training is over
-    except RollBatchingError as error:
-        send(connection, Failed(words=f"{type(error).__name__}: {error}"))
-    except Exception as error:
-        send(connection, Failed(words=describe_error(error)))
-        raise
+    """One process of the sampler's world; see `role_child.work`."""
+    die_with_parent(parent)  # before imports that take seconds
+    from roll_batching.rl.role_child import work
 
-
-class _Inbox:
-    """Reads all the time, so that whoever asks never waits for it to be read."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._requests: dict[int, Request] = {}
-        self._weights: Weights | None = None
-        self._closed = False
-        self._changed = threading.Condition()
-        threading.Thread(target=self._read, args=(connection,), name="inbox", daemon=True).start()
-
-    def next(self) -> tuple[Weights | None, Request | None]:
-        """Waits for work: weights to take over, the request to answer then. Raises EOFError when no more comes."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._weights is not None or self._requests or self._closed)
-            if self._closed:
-                raise EOFError
-            weights, self._weights = self._weights, None
-            number = min(self._requests, default=None)
-            return weights, None if number is None else self._requests.pop(number)
-
-    def _read(self, connection: Connection) -> None:
-        try:
-            while True:
-                message = receive(connection)
-                with self._changed:
-                    if isinstance(message, Weights):
-                        self._weights = message
-                    else:
-                        self._requests[message.number] = message
-                    self._changed.notify()
-        except (EOFError, OSError):
-            with self._changed:
-                self._closed = True
-                self._changed.notify()
+    work(descriptor, _Sampler)
 
 
 class _Sampler:
     """The model, the tokenizer and the reward."""
 
     def __init__(self, config: JobConfig) -> None:
-        # Megatron says several times per process that it does without these; on a CPU it always does.
-        warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
         from roll_batching.rl.from_config import sampling_of
         from roll_batching.rl.inputs import load_tokenizer
         from roll_batching.rl.reward_pool import reward_of
+        from roll_batching.rl.rollout import start_reward
 
         self.config = config
         self.tokenizer = load_tokenizer(config)
@@ -179,7 +93,7 @@ class _Sampler:
             _engine(config) if uses_engine(config) else _model(config, self.sampling.temperature)
         )
         self.version = -1
-        self.reward.start()
+        start_reward(self.source.layout, reward)
 
     def load(self, weights: Weights) -> None:
         """Draws with `weights` from now on."""
@@ -191,8 +105,8 @@ class _Sampler:
             self.source.load(weights.path)
         self.version = weights.version
 
-    def answer(self, request: Request) -> Answer:
-        """Draws and scores."""
+    def answer(self, request: Request) -> Answer | None:
+        """Draws and scores: each replica its share of the prompts."""
         from roll_batching.rl.engine_sampler import EngineClient
         from roll_batching.rl.rollout import generate_rollouts, score_rollouts
 
@@ -205,7 +119,9 @@ class _Sampler:
             prompt_length=self.config.prompt_length,
         )
         scores = score_rollouts(self.source, rollouts, self.reward, shown=request.shown)
-        batch = rollouts.batch
+        batch = _whole(self.source.layout, rollouts.batch)
+        if batch is None:
+            return None
         return Answer(
             number=request.number,
             version=self.version,
@@ -215,6 +131,22 @@ class _Sampler:
             scores=scores,
             figures=self.source.figures() if isinstance(self.source, EngineClient) else {},
         )
+
+
+def _whole(layout: ParallelLayout, batch: SampleBatch) -> SampleBatch | None:
+    """The samples of all replicas by id, on the first process; None on the others. Collective."""
+    import torch.distributed as dist
+
+    from roll_batching.data import SampleBatch
+
+    mine = batch.to("cpu") if layout.reports else None
+    parts: list[SampleBatch | None] = [None] * dist.get_world_size()
+    first = dist.get_rank() == 0
+    dist.gather_object(mine, parts if first else None, dst=0, group=layout.host_group)
+    if not first:
+        return None
+    whole = SampleBatch.concat([part for part in parts if part is not None])
+    return whole.select_ids(np.sort(whole.ids.numpy()))
 
 
 def _engine(config: JobConfig) -> EngineClient:
@@ -234,22 +166,26 @@ def _model(config: JobConfig, temperature: float) -> MegatronInferStrategy:
 
 
 def sampler_worker(config: JobConfig) -> WorkerConfig:
-    """The settings of the sampler's model: actor_train's, in the layout of a single process."""
+    """The settings of the sampler's model: actor_train's, in actor_infer's layout or that of a single process."""
     worker = config.actor_train
-    alone = worker.strategy_args.strategy_config.model_copy(
-        update={
-            "tensor_model_parallel_size": 1,
-            "pipeline_model_parallel_size": 1,
-            "virtual_pipeline_model_parallel_size": None,
-            "microbatch_group_size_per_vp_stage": None,
-            "context_parallel_size": 1,
-            "expert_model_parallel_size": 1,
-            "sequence_parallel": False,
-        }
-    )
+    if config.own_devices("actor_infer") is not None:
+        layout = config.actor_infer.strategy_args.strategy_config
+    else:
+        layout = worker.strategy_args.strategy_config.model_copy(
+            update={
+                "tensor_model_parallel_size": 1,
+                "pipeline_model_parallel_size": 1,
+                "virtual_pipeline_model_parallel_size": None,
+                "microbatch_group_size_per_vp_stage": None,
+                "context_parallel_size": 1,
+                "expert_model_parallel_size": 1,
+                "sequence_parallel": False,
+            }
+        )
     return worker.model_copy(
         update={
-            "strategy_args": worker.strategy_args.model_copy(update={"strategy_config": alone}),
+            "strategy_args": worker.strategy_args.model_copy(update={"strategy_config": layout}),
             "device_mapping": None,
+            "backend_timeout": patience_inside(config),
         }
     )

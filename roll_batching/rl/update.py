@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,6 +47,16 @@ class Update:
     result: StepResult
 
 
+class LogProbsApart(Protocol):
+    """A frozen model elsewhere, which computes while others do. Methods are collective."""
+
+    def ask(self, home: SampleBatch, masks: Sequence[str]) -> None:
+        """Wants log-probs of the samples of all ranks, `home` being this rank's, where `masks` say so."""
+
+    def log_probs(self, home: SampleBatch) -> torch.Tensor:
+        """next_token `[tokens]` of `home`: what was asked for, waited for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _MiniBatch:
     epoch: int
@@ -80,12 +90,14 @@ def train_on_rollouts(
     seed: int,
     idle: SampleBatch | None = None,
     reference: MegatronInferStrategy | None = None,
+    apart: LogProbsApart | None = None,
     finish: Callable[[SampleBatch], SampleBatch] | None = None,
 ) -> Iterator[Update]:
     """Train on the samples of all ranks, `home` being this rank's, and yield after each optimizer step. Collective.
 
     `home` has `input_ids` and what `loss` reads, such as `response_mask` and `advantages`; old and reference log-probs
-    are added here, as the strategy's `logprob_plan` and `reference` ask. `seed` is this step's own, for membership.
+    are added here, as the strategy's `logprob_plan` and `reference` ask; `apart` is a reference elsewhere, which works
+    while old log-probs are computed. `seed` is this step's own, for membership.
     `idle` is the part of `home` that has no gradient: it is not computed, and counts in the loss's denominators as far
     as its mask says. All ranks pass it (empty, where they have no such sample), or none. `finish` makes of `home`, once
     it has log-probs, what is trained on; it may be collective.
@@ -101,6 +113,8 @@ def train_on_rollouts(
     if settings.batch_balance:
         homes = batch_balance(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
     samples = _Samples(table=table, working=working, homes=homes)
+    if apart is not None:
+        apart.ask(home, masks)
     batches: Iterator[_MiniBatch] = one_ahead(_mini_batches(strategy, samples, settings, seed=seed))
     if strategy.batching.logprob_plan == "rollout":
         drawn_with = home["rollout_log_probs"]
@@ -116,6 +130,8 @@ def train_on_rollouts(
     if reference is not None:
         with reference.loaded("parameters"):
             home = with_reference(strategy, reference, home, lambda: samples.forward_plan(reference), masks)
+    if apart is not None:
+        home = home.with_fields({REFERENCE: apart.log_probs(home)}, {REFERENCE: FieldSpec("next_token")})
     if finish is not None:
         home = finish(home)
     if spec.prepare is not None:

@@ -18,10 +18,11 @@ from roll_batching.commands.train import Launcher, _Start, run_command
 from roll_batching.config import JobConfig, load_config
 from roll_batching.data.texts import Prompt
 from roll_batching.errors import ConfigError
-from roll_batching.launch.devices import sampler_device
+from roll_batching.launch.devices import role_devices
 from roll_batching.observe.metrics_file import read_metrics
 from roll_batching.rl.ahead import parts_of
-from roll_batching.rl.sampler import DEVICE, Sampler
+from roll_batching.rl.role_client import SAMPLER, RoleClient
+from roll_batching.rl.role_world import DEVICES
 from roll_batching.rl.sampler_child import Request
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
@@ -221,10 +222,10 @@ def test_truncated_importance_sampling_weighs_by_the_age_of_samples(folder):
 
 
 def test_nobody_waits_for_a_sampler_that_reads_nothing(folder):
-    sampler = Sampler(JobConfig.model_validate(job_of(folder)))
+    sampler = RoleClient(JobConfig.model_validate(job_of(folder)), SAMPLER)
     sampler.start()
     try:
-        os.kill(sampler._process.pid, signal.SIGSTOP)
+        os.kill(sampler.world.pids[0], signal.SIGSTOP)
         prompts = [Prompt("x" * 1_000_000, "")]
         asking = threading.Thread(
             target=lambda: [sampler.ask(Request(number=i, prompts=prompts, seed=0, shown=0)) for i in range(4)],
@@ -262,7 +263,6 @@ def test_ratios_follow_the_policy_that_drew():
         ({"actor_train.logprob_plan": "none"}, "takes the samples for those of the weights in training"),
         ({"actor_train.logprob_plan": "train"}, "loss_args.engine_ratio_cap"),
         ({"adv_estimator": "remax"}, "greedy answers of the weights in training"),
-        ({"actor_infer.device_mapping": "[2,3]"}, "names 2 devices"),
         ({"async_generation_ratio": "-1"}, "must be at least 0"),
         ({"sampler_restarts": "-1"}, "must be at least 0"),
     ],
@@ -276,11 +276,14 @@ def test_what_does_not_go_with_rollouts_ahead_is_refused(changes, words):
 def test_a_sampler_may_have_a_device_of_its_own():
     file = Path(__file__).resolve().parents[2] / "configs" / "grpo_async_demo.yaml"
     job = load_config(file, ["actor_infer.device_mapping=[2]"])
-    assert sampler_device(job, {"CUDA_VISIBLE_DEVICES": "4,5,7"}) == {DEVICE: "7"}
-    assert sampler_device(job, {}) == {DEVICE: "2"} and sampler_device(job, {DEVICE: "7"}) == {}
-    assert sampler_device(load_config(file), {}) == {}
+    assert role_devices(job, {"CUDA_VISIBLE_DEVICES": "4,5,7"}) == {DEVICES["actor_infer"]: "7"}
+    assert (
+        role_devices(job, {}) == {DEVICES["actor_infer"]: "2"}
+        and role_devices(job, {DEVICES["actor_infer"]: "7"}) == {}
+    )
+    assert role_devices(load_config(file), {}) == {}
     with pytest.raises(ConfigError, match="device 2 is not there: CUDA_VISIBLE_DEVICES=4,5 shows 2"):
-        sampler_device(job, {"CUDA_VISIBLE_DEVICES": "4,5"})
+        role_devices(job, {"CUDA_VISIBLE_DEVICES": "4,5"})
     with pytest.raises(ConfigError, match="which --launcher ray has no room for"):
         run_command(
             "train",

@@ -1,0 +1,84 @@
+"""The reference on devices of its own: a frozen copy of the policy that gives log-probs of the samples of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_batching.config import JobConfig
+from roll_batching.lifetime import die_with_parent
+from roll_batching.rl.role_messages import Weights, patience_inside
+
+if TYPE_CHECKING:
+    from roll_batching.data import SampleBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Samples whose log-probs are wanted."""
+
+    number: int
+    samples: SampleBatch
+    """`input_ids` and the masks."""
+    masks: tuple[str, ...]
+    """Fields that say which rows are wanted."""
+
+    @property
+    def size(self) -> int:
+        """Samples."""
+        return len(self.samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The log-probs of the samples of a request, in their order."""
+
+    number: int
+    size: int
+    log_probs: np.ndarray
+    """`[tokens]`, next_token."""
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """One process of the reference's world; see `role_child.work`."""
+    die_with_parent(parent)  # before imports that take seconds
+    from roll_batching.rl.role_child import work
+
+    work(descriptor, _Reference)
+
+
+class _Reference:
+    """The model, in the layout of the role."""
+
+    def __init__(self, config: JobConfig) -> None:
+        from roll_batching.strategy import MegatronInferStrategy
+
+        assert config.reference is not None
+        role = config.reference.model_copy(
+            update={"device_mapping": None, "backend_timeout": patience_inside(config)},
+        )
+        temperature = config.actor_infer.generating_args.temperature
+        self.strategy = MegatronInferStrategy(role, seed=config.seed, temperature=temperature)
+        self.strategy.initialize(weights=False)
+
+    def load(self, weights: Weights) -> None:
+        """Computes with `weights` from now on."""
+        self.strategy.load(weights.path)
+
+    def answer(self, request: Request) -> Answer | None:
+        """Log-probs by the role's own plan, of samples that lie on the world's first replica as it begins."""
+        import torch.distributed as dist
+
+        from roll_batching.data import gather_lengths
+        from roll_batching.rl.update import REFERENCE, with_log_probs
+
+        samples, layout = request.samples, self.strategy.layout
+        here = samples if layout.dp_rank == 0 else samples.select(np.arange(0))
+        table = gather_lengths(here)
+        plan = self.strategy.plan(table.select(np.argsort(table.ids)), forward=True)
+        found = with_log_probs(self.strategy, here, [plan], REFERENCE, request.masks)
+        if dist.get_rank() != 0:
+            return None
+        return Answer(number=request.number, size=len(samples), log_probs=found[REFERENCE].numpy())
