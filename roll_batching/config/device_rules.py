@@ -6,12 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from roll_batching.config.diagnostics import Problem
 from roll_batching.config.job_keys import JobKeys
-from roll_batching.config.layout_rules import size_problems
+from roll_batching.config.layout_rules import sampling_problems, size_problems
 from roll_batching.config.supervised import supervised
 from roll_batching.errors import LayoutError
-
-_NOT_SAMPLING = ("virtual_pipeline_model_parallel_size", "context_parallel_size")
-"""Sizes above 1 with which no model samples."""
 
 
 def device_problems(job: JobKeys) -> Iterator[Problem]:
@@ -45,10 +42,8 @@ def _problems(job: JobKeys, name: str, own: Sequence[int]) -> Iterator[Problem]:
             layout.parallel_dims(len(own))
         except LayoutError as error:
             yield Problem(sizes, str(error))
-    for key in _NOT_SAMPLING if name == "actor_infer" else ():
-        if (getattr(layout, key) or 1) > 1:
-            text = f"is {getattr(layout, key)}, and no model samples with more than 1"
-            yield Problem((*sizes, key), f"{text}; set it to 1 here (left out it is actor_train's)")
+    if name == "actor_infer":
+        yield from sampling_problems(name, role, job.actor_train)
 
 
 def _in_part(own: Sequence[int], other: Sequence[int]) -> bool:

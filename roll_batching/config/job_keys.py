@@ -201,7 +201,8 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
     actor_train: WorkerConfig = honoured(default_factory=WorkerConfig, help="The policy in training.")
     actor_infer: WorkerConfig = honoured(
         default_factory=WorkerConfig,
-        help="Rollouts: they run on actor_train's model, with these generating_args.",
+        help="Rollouts: actor_train's model samples them with these generating_args, in a parallel layout of its own "
+        "where strategy_config gives other sizes (docs/roles-and-placement.md).",
     )
     validation: ValidationConfig = honoured(
         default_factory=ValidationConfig, help="The evaluation of held-out prompts."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll_batching.config.diagnostics import Problem
+from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.model import ArchitectureConfig
 from roll_batching.config.strategy import OPTIMIZER_DTYPES, MegatronConfig
 from roll_batching.config.worker import WorkerConfig
@@ -28,6 +29,17 @@ def differing_keys(role: WorkerConfig, train: WorkerConfig) -> list[str]:
     if own.vpp_size == theirs.vpp_size:
         found = [key for key in found if key != "virtual_pipeline_model_parallel_size"]  # 1 and none
     return found
+
+
+def sampling_role(job: JobKeys) -> WorkerConfig:
+    """The role whose layout the model has that answers a step's prompts."""
+    own = job.own_devices("actor_infer") is not None or not job.asynchronous
+    return job.actor_infer if own and job.actor_infer.strategy_args.runs_on_megatron else job.actor_train
+
+
+def samples_apart(job: JobKeys) -> bool:
+    """Whether rollouts are sampled by a copy of the model in training, in a layout of its own on the same ranks."""
+    return not job.has_sampler and bool(differing_keys(sampling_role(job), job.actor_train))
 
 
 def layout_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
@@ -59,6 +71,16 @@ def size_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
         yield Problem((name, "device_mapping"), layout.misfit(len(role.device_mapping)))
     if role.model_args.architecture is not None:
         yield from model_fits(name, role.model_args.architecture, layout)
+
+
+def sampling_problems(name: str, role: WorkerConfig, train: WorkerConfig) -> Iterator[Problem]:
+    """What keeps a model from sampling in the layout of the role `name`, which is not the model that trains."""
+    path = (name, "strategy_args", "strategy_config")
+    for key in ("virtual_pipeline_model_parallel_size", "context_parallel_size"):
+        size, theirs = (getattr(one.strategy_args.strategy_config, key) or 1 for one in (role, train))
+        if size > 1:
+            words = f"is {size}, as in actor_train" if size == theirs else f"is {size}"
+            yield Problem((*path, key), f"{words}, and no model samples with more than 1; set it to 1 here")
 
 
 def _precision_of_the_optimizer(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from roll_batching.config.engine_rules import idle_option, starts_servers, uses_
 from roll_batching.config.fields import Honoured, Noticed, Pass, Roles, use_of
 from roll_batching.config.job_keys import TRACKERS, JobKeys
 from roll_batching.config.key_paths import field_at, given_keys
+from roll_batching.config.layout_rules import sampling_role
 from roll_batching.config.losses import LOSSES
 from roll_batching.config.objective_rules import idle_objective_keys
 from roll_batching.config.strategy import ENGINE_STRATEGIES
@@ -169,7 +170,7 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
     if number is not None and "num_return_sequences_in_group" in data and number != job.group_size:
         path = ("actor_infer", "generating_args", "num_return_sequences")
         yield path, f"has no effect: num_return_sequences_in_group = {job.group_size} is used"
-    stages = job.actor_train.strategy_args.strategy_config.pipeline_model_parallel_size
+    stages = sampling_role(job).strategy_args.strategy_config.pipeline_model_parallel_size
     if job.actor_infer.generating_args.max_tokens_in_cache is not None and stages > 1:
         path = ("actor_infer", "generating_args", "max_tokens_in_cache")
         yield path, f"has no effect: with {stages} pipeline stages generation keeps no cache"
@@ -194,10 +195,7 @@ def _derived(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]
                 text = f"no cap is given: packs hold up to {cap} tokens, {rows} x sequence_length"
                 yield (name, "use_sequence_packing"), f"{text} (sequence_packing_args.max_packed_sequence_length_train)"
         layout = (given.get("strategy_args") or {}).get("strategy_config") or {}
-        if (
-            layout.get("sequence_parallel")
-            and job.actor_train.strategy_args.strategy_config.tensor_model_parallel_size == 1
-        ):
+        if layout.get("sequence_parallel") and role.strategy_args.strategy_config.tensor_model_parallel_size == 1:
             path = (name, "strategy_args", "strategy_config", "sequence_parallel")
             yield path, "has no effect: tensor_model_parallel_size is 1"
     for key in ("difficulty_low_threshold", "difficulty_high_threshold"):

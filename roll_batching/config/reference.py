@@ -53,8 +53,9 @@ effect* marks those that are accepted with a notice, *refused* those that have o
 """
 
 ROLES_NOTE = """The roles are `actor_train`, `actor_infer` and `reference`. Model and parallel layout are given
-in `actor_train`; the other roles take them over and may repeat them, but not differ. Some keys have no effect
-in some roles, and then get a notice:
+in `actor_train`; the other roles take over what they leave out. Their model is the same; `actor_infer` and
+`reference` may have parallel sizes of their own ([roles and placement](roles-and-placement.md)). Some keys have no
+effect in some roles, and then get a notice:
 
 """
 

@@ -11,7 +11,13 @@ from roll_batching.config.diagnostics import Problem
 from roll_batching.config.engine_rules import engine_problems
 from roll_batching.config.fields import Pass
 from roll_batching.config.job_keys import JobKeys
-from roll_batching.config.layout_rules import differing_keys, layout_problems, size_problems
+from roll_batching.config.layout_rules import (
+    differing_keys,
+    layout_problems,
+    sampling_problems,
+    sampling_role,
+    size_problems,
+)
 from roll_batching.config.objective_rules import objective_problems, whitens
 from roll_batching.config.pretrained import missing_model, model_problems, window_problems
 from roll_batching.config.rewards import reward_problems, share_problems
@@ -21,8 +27,6 @@ from roll_batching.config.supervised import missing_for_supervised, supervised, 
 from roll_batching.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
 
-OWN_LAYOUT = ("reference",)
-"""Roles that may have a parallel layout of their own, on the same processes."""
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -151,16 +155,19 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
         if name == "actor_train" or not role.strategy_args.runs_on_megatron:
             continue
         different = differing_keys(role, job.actor_train)
-        if job.own_devices(name) is not None:  # see device_rules
-            different = []
-        elif name in OWN_LAYOUT:
+        apart, samples = job.own_devices(name) is not None, name == "actor_infer"
+        if samples and job.asynchronous and not apart:
+            for key in different:
+                text = (
+                    f"is {getattr(role.strategy_args.strategy_config, key)}, and the sampler of async_generation_ratio "
+                )
+                text += "is one process where it shares actor_train's devices; leave it out, or name devices of its own"
+                yield Problem((name, "strategy_args", "strategy_config", key), f"{text} (actor_infer.device_mapping)")
+        elif not apart:  # else see device_rules
             if different or role.model_args.architecture != job.actor_train.model_args.architecture:
                 yield from size_problems(name, role)
-            different = []
-        for key in different:
-            own, theirs = getattr(role.strategy_args.strategy_config, key), getattr(shared, key)
-            text = f"is {own}, but {theirs} in actor_train, on whose model this role runs"
-            yield Problem((name, "strategy_args", "strategy_config", key), f"{text}; leave it out here")
+            if different and samples and not supervised(job):
+                yield from sampling_problems(name, role, job.actor_train)
         if (own := role.strategy_args.strategy_config.transformer_impl) != shared.transformer_impl:
             text = f"is {own}, but {shared.transformer_impl} in actor_train, whose weights this role takes"
             yield Problem((name, "strategy_args", "strategy_config", "transformer_impl"), f"{text}; leave it out here")
@@ -265,7 +272,7 @@ def _lengths(job: JobKeys) -> Iterator[Problem]:
             yield Problem(path, f"is {tokens}, more than the job's response_length {response}")
     tokens = job.actor_infer.generating_args.max_new_tokens
     bound, longest = job.actor_infer.generating_args.max_tokens_in_cache, tokens or response
-    layout = job.actor_train.strategy_args.strategy_config
+    layout = sampling_role(job).strategy_args.strategy_config
     if bound is not None and longest is not None:
         needed = job.prompt_length + longest + (layout.tensor_model_parallel_size - 1) * layout.sequence_parallel
         if bound < needed:

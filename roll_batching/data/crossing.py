@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
@@ -29,9 +28,7 @@ from roll_batching.data.samples import SampleBatch
 from roll_batching.data.table import LengthTable, require_batch
 from roll_batching.distributed import Facts, exchange, host_group
 from roll_batching.errors import DataError
-
-if TYPE_CHECKING:
-    from roll_batching.planning import Plan
+from roll_batching.planning import BatchingSpec, ParallelDims, Plan, PlanConstraints
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +50,22 @@ class Crossing:
         """`table` for plans of the other layout: each sample lies on one of its ranks that hold it."""
         first = np.array([np.flatnonzero(self.home == part)[0] for part in range(int(self.home.max()) + 1)])
         return LengthTable(table.ids, table.lengths, self.away[first[table.location]])
+
+    @property
+    def back(self) -> Crossing:
+        """The way from the other layout into this one."""
+        return Crossing(self.away, self.home)
+
+    def plan_of(self, table: LengthTable, parts: np.ndarray) -> Plan:
+        """The plan by which each sample of `table` goes to a data-parallel rank of the other layout, int64 [n].
+
+        For samples that are moved and not packed there. A rank's come in the order of the table.
+        """
+        size = int(self.away.max()) + 1
+        bins = [[np.flatnonzero(parts == part).tolist()] for part in range(size)]
+        one_each = BatchingSpec(max_tokens=int(table.lengths.sum()), algorithm="none")
+        constraints = PlanConstraints.of(ParallelDims(dp_size=size), one_each)
+        return Plan.from_bins(bins, table.lengths, constraints, ids=table.ids)
 
     def distribute(self, batch: SampleBatch, plan: Plan, table: LengthTable) -> SampleBatch:
         """As `data.distribute`, where `plan` is of the other layout, from `seen(table)`. Collective.

@@ -14,7 +14,7 @@ from roll_batching.rehearsal.experts import READS
 from roll_batching.rehearsal.job_data import lengths_of_data
 from roll_batching.rehearsal.margins import Margin, margins_of
 from roll_batching.rehearsal.process import run_tasks
-from roll_batching.rehearsal.rollout import fault_of
+from roll_batching.rehearsal.rollout import fault_of, rolls_out
 from roll_batching.rehearsal.scaling import at_layers
 from roll_batching.rehearsal.task import RankReport, RankTask
 
@@ -118,12 +118,14 @@ def rehearse_job(
         ConfigError: where the model's shape is not known, the layout does not fit, or data have no lengths.
         RehearsalError: what a rank raised.
     """
-    if job.own_devices("reference") is not None:
+    for name, role in job.roles.items():
         text = "differs from actor_train's, which a rehearsal cannot follow for now; leave it out to rehearse the rest"
-        raise job.error(Problem(("reference", "device_mapping"), text))
-    if job.reference is not None and (different := differing_keys(job.reference, job.actor_train)):
-        text = "differs from actor_train's, which a rehearsal cannot follow for now; leave it out to rehearse the rest"
-        raise job.error(Problem(("reference", "strategy_args", "strategy_config", different[0]), text))
+        if name == "actor_infer" and not rolls_out(job):
+            continue
+        if job.own_devices(name) is not None:
+            raise job.error(Problem((name, "device_mapping"), text))
+        if different := differing_keys(role, job.actor_train):
+            raise job.error(Problem((name, "strategy_args", "strategy_config", different[0]), text))
     world, megatron, architecture = _shape(job, world_size)
     dims = megatron.parallel_dims(world)
     if lengths == "data":

@@ -44,8 +44,9 @@ class Change:
         """`job`, changed."""
         for path, value in self.settings.items():
             job = with_value(job, path, value)
-            if path.startswith(_LAYOUT) and job.reference is not None:
-                job = with_value(job, path.replace("actor_train", "reference", 1), value)
+            for role in ("actor_infer", "reference") if path.startswith(_LAYOUT) else ():
+                if getattr(job, role) is not None:
+                    job = with_value(job, path.replace("actor_train", role, 1), value)
         return job
 
 

@@ -26,6 +26,7 @@ from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.folder import folder_of
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
 from roll_batching.strategy.generation import as_batch
+from roll_batching.strategy.offload import Moved
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,11 @@ class EngineSampler(EngineClient):
         self._sleeps = sleeps
         self._version: int | None = None
         self._transfer_seconds = self._sleep_seconds = 0.0
+
+    @property
+    def moved(self) -> Moved:
+        """Nothing: an engine makes room in its own ways."""
+        return Moved()
 
     def update(self, version: int) -> None:
         """The engine answers with the strategy's weights from now on, which are those of `version`.

@@ -21,12 +21,11 @@ from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.advantages import outside_difficulty, shuffled, zero_groups
 from roll_batching.rl.ahead import RolloutsAhead
 from roll_batching.rl.comparison import ModeComparison
-from roll_batching.rl.engine_sampler import EngineSampler
 from roll_batching.rl.evaluation import Evaluator
 from roll_batching.rl.from_config import Advantages, sampling_of
 from roll_batching.rl.prompts import prompt_stream
 from roll_batching.rl.reference_apart import ReferenceApart
-from roll_batching.rl.rollout import Rollouts, StepScores, generate_rollouts, score_rollouts
+from roll_batching.rl.rollout import CopySource, Rollouts, StepScores, generate_rollouts, score_rollouts
 from roll_batching.rl.rows import comparison_row, merged, offload_row, score_row, timeline_row, update_row
 from roll_batching.rl.run import Run
 from roll_batching.rl.running import Together
@@ -68,11 +67,11 @@ class Grpo:
         run: what the job's phases share.
         objective: what the policy learns from.
         served: the job's settings, with the URLs of its engine's servers.
-        engine: what samples; None: the model in training, or who draws ahead of it.
+        copy: what samples; None: the model in training, or who draws ahead of it.
     """
 
-    def __init__(self, run: Run, objective: Objective, served: JobConfig, engine: EngineSampler | None = None) -> None:
-        self.engine = engine
+    def __init__(self, run: Run, objective: Objective, served: JobConfig, copy: CopySource | None = None) -> None:
+        self.copy = copy
         self.shared, self.config, self.strategy, self.objective = run, run.config, run.strategy, objective
         inputs, config, layout = run.inputs, run.config, run.strategy.layout
         assert inputs.prompts is not None and inputs.reward is not None
@@ -150,19 +149,19 @@ class Grpo:
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:
-        """The policy answers prompts: what only training needs makes room, and an engine makes room for it after."""
+        """The policy answers prompts: what only training needs makes room, and a copy that samples makes it after."""
         if not self.config.is_offload_states:
             yield
             return
         with self.strategy.offloaded("gradients", "optimizer"):
             yield
-            if self.engine is not None:
-                self.engine.rest()
+            if self.copy is not None:
+                self.copy.rest()
 
     @property
     def _moved(self) -> Moved:
         """What moving states took so far."""
-        return self.strategy.moved + (Moved() if self.reference is None else self.reference.moved)
+        return sum((one.moved for one in (self.strategy, self.reference, self.copy) if one is not None), Moved())
 
     def _evaluator(self) -> Evaluator | None:
         inputs, config = self.shared.inputs, self.config
@@ -194,9 +193,9 @@ class Grpo:
         """Held-out figures after `updates` RL steps; nothing without held-out prompts."""
         if self.evaluator is None:
             return {}
-        if self.engine is not None:
-            self.engine.update(updates)
-        found = self.evaluator(self.engine or self.strategy, number=updates)
+        if self.copy is not None:
+            self.copy.update(updates)
+        found = self.evaluator(self.copy or self.strategy, number=updates)
         self._told("eval", updates, found.said)
         return {"eval_updates": updates, **found.figures}
 
@@ -236,8 +235,8 @@ class Grpo:
             self._columns = drawn.columns
             return drawn.batch, drawn.scores, {}
         self._columns = {}
-        if self.engine is not None:
-            self.engine.update(step - 1)
+        if self.copy is not None:
+            self.copy.update(step - 1)
         prompts, sampling = next(self.stream), replace(self.shared.sampling, seed=step_seed(self.config.seed, step))
         if not self.objective.advantages.greedy:
             rollouts, scores = self._scored(prompts, sampling)
@@ -248,7 +247,7 @@ class Grpo:
 
     def _scored(self, prompts: Sequence[Prompt], sampling: GenerationSettings) -> tuple[Rollouts, StepScores]:
         rollouts = generate_rollouts(
-            self.engine or self.strategy,
+            self.copy or self.strategy,
             prompts,
             self.shared.inputs.tokenizer,
             sampling,
@@ -278,12 +277,12 @@ class Grpo:
             idle=scored.idle,
             reference=self.reference,
             apart=self.apart,
-            finish=None if self.objective.advantages.of_tokens is None and self.engine is None else self._finish,
+            finish=None if self.objective.advantages.of_tokens is None and self.copy is None else self._finish,
         )
 
     def _finish(self, home: SampleBatch) -> SampleBatch:
-        if self.engine is not None:
-            self._columns |= self.engine.columns(home)
+        if self.copy is not None:
+            self._columns |= self.copy.columns(home)
         if self.objective.advantages.of_tokens is not None:
             home, columns = self.objective.advantages.of_tokens(home, self.strategy.layout)
             self._columns |= columns

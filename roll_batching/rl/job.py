@@ -17,6 +17,7 @@ from roll_batching.rl.export import export_at_the_end
 from roll_batching.rl.from_config import Advantages, advantages_of, loss_of
 from roll_batching.rl.grpo import Grpo, Objective
 from roll_batching.rl.inputs import load_inputs
+from roll_batching.rl.layout_sampler import layout_sampler
 from roll_batching.rl.run import Run
 from roll_batching.rl.supervised import train_on_texts, warm_up
 
@@ -46,7 +47,7 @@ def run_job(config: JobConfig) -> None:
                 train_on_texts(run, loss)
             if objective is not None:
                 with engine_sampler(served, run.strategy, sleeps=engine_sleeps(config)) as engine:
-                    Grpo(run, objective, served, engine).run()
+                    Grpo(run, objective, served, engine or layout_sampler(config, run.strategy)).run()
             model = export_at_the_end(config, run.strategy)
         finally:
             run.recorder.close()

@@ -19,10 +19,12 @@ from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
+from roll_batching.observe.metrics_file import Row
 from roll_batching.planning import batch_balance
 from roll_batching.rl.reward_pool import RewardPool
 from roll_batching.rl.rewards import Completion, Scored
 from roll_batching.strategy import GenerationSettings
+from roll_batching.strategy.offload import Moved
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,23 @@ class Source(Protocol):
 
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
         """Responses to this data-parallel rank's prompts, as the strategy gives them. Collective."""
+
+
+class CopySource(Source, Protocol):
+    """A source whose weights are a copy of those in training. Every method is collective."""
+
+    @property
+    def moved(self) -> Moved:
+        """What making room for its weights on devices that it shares, and taking it again, took so far."""
+
+    def update(self, version: int) -> None:
+        """From now on it answers with the weights in training, which are those of `version`."""
+
+    def rest(self) -> None:
+        """The model is about to train, and takes the memory of devices that both have."""
+
+    def columns(self, home: SampleBatch) -> Row:
+        """A row's figures of the rollouts `home`, and of what led to them."""
 
 
 def generate_rollouts(

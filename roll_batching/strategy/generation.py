@@ -29,7 +29,7 @@ from roll_batching.modeling.head import gpt_of, hidden_states_of, logits_at
 from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import BatchingSpec, ParallelDims, PlanConstraints, plan_step
 from roll_batching.strategy.inputs import SAME_SAMPLES, check_positions, check_tokens
-from roll_batching.strategy.sampling import GenerationSettings, Sampler
+from roll_batching.strategy.sampling import GenerationSettings, Sampler, draws_of
 from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.state import ModelState
 from roll_batching.strategy.waves import most_of_all, positions_of_a_step, room_of_row, waves_of
@@ -42,7 +42,9 @@ COMPACT_BELOW = 0.75
 """Finished rows are taken out when fewer than this share of rows still runs."""
 
 
-def check_generation(facts: Facts, prompts: SampleBatch, settings: GenerationSettings, state: ModelState) -> None:
+def check_generation(
+    facts: Facts, prompts: SampleBatch, settings: GenerationSettings, state: ModelState, draws: torch.Tensor | None
+) -> None:
     """Raises `DataError` for what cannot be generated from; `facts` hears what others must have too."""
     require_batch("generate", prompts, "prompts")
     if len(prompts) and ("input_ids" not in prompts.schema or prompts.schema["input_ids"].kind != "token"):
@@ -58,6 +60,9 @@ def check_generation(facts: Facts, prompts: SampleBatch, settings: GenerationSet
             f"max_tokens_in_cache={bound} has no room for one row: the longest prompt of {longest} "
             f"tokens and max_new_tokens={settings.max_new_tokens} need {needed}. Raise it, or lower max_new_tokens"
         )
+    wanted = len(prompts) * settings.num_return_sequences, settings.max_new_tokens
+    if draws is not None and not settings.greedy and draws.shape != wanted:
+        raise DataError(f"draws has the shape {list(draws.shape)}, and the responses need {list(wanted)}")
     facts.equal("the settings", settings)
     same = content_digest(prompts.ids, prompts.lengths, prompts.fields)
     facts.equal_in_part("the prompts of a replica", same, SAME_SAMPLES)
@@ -68,18 +73,22 @@ def check_layout(dims: ParallelDims) -> None:
     if dims.vpp_size > 1 or dims.cp_size > 1:
         raise LayoutError(
             f"generate is not possible with virtual pipeline {dims.vpp_size} and context parallel size "
-            f"{dims.cp_size}: roll out with an engine, or in a job without them"
+            f"{dims.cp_size}: give actor_infer a layout without them (its strategy_args.strategy_config), or roll out "
+            "with an engine"
         )
 
 
 @torch.no_grad()
-def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
+def generate(
+    model: ModelState, prompts: SampleBatch, settings: GenerationSettings, draws: torch.Tensor | None = None
+) -> SampleBatch:
     """Samples `num_return_sequences` responses to each of this data-parallel rank's prompts.
 
     Args:
         model: the model to sample from, its parameters whole.
         prompts: samples with a token field `input_ids`; may be empty. Tensor-parallel ranks pass the same.
         settings: sampling settings; `seed` and the data-parallel rank seed the draws.
+        draws: the random numbers of these responses, as `draws_of` gives them, where others are wanted.
 
     Returns:
         Prompts and responses, `num_return_sequences` consecutive rows per prompt, ids 0, 1, ..., with the
@@ -98,7 +107,7 @@ def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettin
     check_layout(layout)
     rows = [row.to(layout.device) for row in prompts.to_lists("input_ids")] if len(prompts) else []
     rows = [row for row in rows for _ in range(settings.num_return_sequences)]
-    sampler = sampler_of(model, settings, max(len(rows), 1))
+    sampler = sampler_of(model, settings, max(len(rows), 1), draws if rows else None)
     bound = settings.max_tokens_in_cache if keeps_cache(model) else None
     waves = waves_of([room_of_row(len(row), settings, layout) for row in rows], bound, layout)
     responses: dict[int, Response] = {}
@@ -110,16 +119,14 @@ def generate(model: ModelState, prompts: SampleBatch, settings: GenerationSettin
     return as_batch(rows, [responses[i] for i in range(len(rows))], model.result_dtype)
 
 
-def sampler_of(model: ModelState, settings: GenerationSettings, rows: int) -> Sampler:
-    """Draws the tokens of so many rows."""
-    return Sampler(
-        settings,
-        model.vocab_size or gpt_of(model.chunks[0]).vocab_size,
-        rows,
-        device=model.layout.device,
-        dtype=model.result_dtype,
-        seed=settings.seed * 1_000_003 + model.layout.dp_rank,
-    )
+def sampler_of(
+    model: ModelState, settings: GenerationSettings, rows: int, draws: torch.Tensor | None = None
+) -> Sampler:
+    """Draws the tokens of so many rows; `draws` as for `generate`."""
+    device = model.layout.device
+    if draws is None:
+        draws = draws_of(settings, rows, part=model.layout.dp_rank, device=device, dtype=model.result_dtype)
+    return Sampler(settings, model.vocab_size or gpt_of(model.chunks[0]).vocab_size, draws.to(device))
 
 
 def keeps_cache(model: ModelState) -> bool:

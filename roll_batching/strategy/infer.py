@@ -271,13 +271,15 @@ class MegatronInferStrategy(TakesWeights):
         total, metrics, _ = join_outcomes(self.layout, [r for r in records if r is not None], runner)
         return {"loss": total, **as_numbers(metrics)}
 
-    def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
+    def generate(
+        self, prompts: SampleBatch, settings: GenerationSettings, draws: torch.Tensor | None = None
+    ) -> SampleBatch:
         """Samples responses to this rank's prompts; see `strategy.generation.generate`."""
         with self._consensus("generate") as facts:
-            check_generation(facts, prompts, settings, self.state)
+            check_generation(facts, prompts, settings, self.state, draws)
         self.gather_parameters()  # not in the forward pass: ranks without prompts make none
         with self._evaluating():
-            return generate(self.state, prompts, settings)
+            return generate(self.state, prompts, settings, draws)
 
     # ---- checkpoints
 

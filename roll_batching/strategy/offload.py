@@ -45,7 +45,7 @@ class _Away:
     size: int
     """Its bytes."""
     host: Tensor | None
-    """uint8 `[size]`: what it held; None for what is zeroed before it is read again."""
+    """uint8 `[size]`: what it held; None for what comes back as zeros."""
 
 
 @dataclass
@@ -59,15 +59,21 @@ class HostStates:
     _kept: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """Host memory by kind and number, used again: page-locked memory is slow to get."""
 
-    def offload(self, state: ModelState, kinds: Sequence[str]) -> Moved:
-        """Frees the device memory of `kinds`, whose contents go to the host; those that are there stay there."""
+    def offload(self, state: ModelState, kinds: Sequence[str], *, keep: bool = True) -> Moved:
+        """Frees the device memory of `kinds`, whose contents go to the host; those that are there stay there.
+
+        Gradients are not kept, and without `keep` nothing is: it comes back as zeros.
+        """
         started, freed, device = time.perf_counter(), 0, state.device
         _wait(device)  # nothing may still compute with them
         for kind in _checked(kinds):
             if kind in self.away:
                 continue
             storages = list(_storages(_tensors(state, kind), device))
-            gone = [_Away(one, one.nbytes(), self._copied(kind, n, one)) for n, one in enumerate(storages)]
+            kept = keep and kind != "gradients"
+            gone = [
+                _Away(one, one.nbytes(), self._copied(kind, n, one) if kept else None) for n, one in enumerate(storages)
+            ]
             _wait(device)  # the copies are whole
             for one in gone:
                 one.storage.resize_(0)
@@ -105,9 +111,7 @@ class HostStates:
         self.moved += now
         return now
 
-    def _copied(self, kind: str, number: int, storage: torch.UntypedStorage) -> Tensor | None:
-        if kind == "gradients":
-            return None
+    def _copied(self, kind: str, number: int, storage: torch.UntypedStorage) -> Tensor:
         flat = _flat(storage)
         host = self._kept.get((kind, number))
         if host is None or host.numel() != flat.numel():
@@ -128,13 +132,14 @@ class MovableStates(ABC):
     def state(self) -> ModelState:
         """The model and everything that belongs to it."""
 
-    def offload_states(self, *kinds: str) -> Moved:
+    def offload_states(self, *kinds: str, keep: bool = True) -> Moved:
         """Frees the device memory of `kinds` (of `KINDS`; none named: all), until `load_states`.
 
         Weights and optimizer state wait on the host, in page-locked memory beside a GPU; gradients are not kept, and
-        are zeros afterwards. Whatever needs what is away raises LayoutError. All ranks are to call it alike.
+        are zeros afterwards, as everything is without `keep`, for weights that are about to be copied from elsewhere.
+        Whatever needs what is away raises LayoutError. All ranks are to call it alike.
         """
-        return self._host.offload(self.state, kinds or KINDS)
+        return self._host.offload(self.state, kinds or KINDS, keep=keep)
 
     @property
     def moved(self) -> Moved:

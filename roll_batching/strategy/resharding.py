@@ -102,7 +102,7 @@ class Resharding:
     """
 
     def __init__(self, source: ModelState, target: ModelState, group: Any, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.source, self.target = source, target
+        self.source, self.target, self._group = source, target, group
         theirs, mine = _tensors(source), _tensors(target)
         everyone = exchange(group, "comparing the models", lambda: (list(theirs), list(mine)))
         with consensus(group, "comparing the models"):
@@ -119,14 +119,18 @@ class Resharding:
 
     @torch.no_grad()
     def copy(self) -> Transfer:
-        """Writes the source's weights, as they are now, into the target."""
+        """Writes the source's weights, as they are now, into the target.
+
+        Raises `RankError` on all ranks where one has no memory for its buckets.
+        """
         began, received, largest = time.perf_counter(), 0, 0
         for rows in self._padding:
             rows.zero_()
         for theirs, mine in self._local:
             mine.copy_(theirs)
         device = group_device(dist.group.WORLD, self.source.device)
-        buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._largest()]
+        with consensus(self._group, "memory for weights on their way"):
+            buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._largest()]
         for going, coming in self._rounds:
             sent, taken = _exchanged(going, coming, *buckets)
             received, largest = received + taken, max(largest, sent, taken)

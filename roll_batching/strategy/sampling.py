@@ -38,26 +38,25 @@ class GenerationSettings:
             )
 
 
+def draws_of(
+    settings: GenerationSettings, rows: int, *, part: int, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """[rows, max_new_tokens] uniform numbers for the rows of the data-parallel rank `part`; greedy: [0, ...]."""
+    generator = torch.Generator(device=device).manual_seed(settings.seed * 1_000_003 + part)
+    shape = 0 if settings.greedy else rows, settings.max_new_tokens
+    return torch.rand(shape, generator=generator, device=device, dtype=dtype)
+
+
 class Sampler:
     """Next tokens and their log-probs from full-vocabulary logits.
 
-    Every row has random numbers of its own, so that its tokens do not depend on which rows are sampled beside it.
+    `draws` are the random numbers of all rows, as `draws_of` gives them: each row has its own, so that its tokens do
+    not depend on which rows are sampled beside it.
     """
 
-    def __init__(
-        self,
-        settings: GenerationSettings,
-        vocab_size: int,
-        rows: int,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        seed: int,
-    ) -> None:
+    def __init__(self, settings: GenerationSettings, vocab_size: int, draws: torch.Tensor) -> None:
         self.settings, self.vocab_size = settings, vocab_size
-        generator = torch.Generator(device=device).manual_seed(seed)
-        shape = 0 if settings.greedy else rows, settings.max_new_tokens
-        self._uniform = torch.rand(shape, generator=generator, device=device, dtype=dtype)
+        self._uniform = draws
 
     def __call__(self, logits: torch.Tensor, rows: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, vocabulary] of these rows -> tokens [n], log-probs [n] of the untruncated distribution."""

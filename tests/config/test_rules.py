@@ -8,6 +8,7 @@ from roll_batching.config import ConfigFileError, config_from_dict
 from tests.config.jobs import BASE, changed
 
 LAYOUT = "actor_train.strategy_args.strategy_config"
+SAMPLING = "actor_infer.strategy_args.strategy_config"
 ARCHITECTURE = "actor_train.model_args.architecture"
 DYNAMIC = {"actor_train.use_sequence_packing": False, "actor_train.use_dynamic_batching_in_train": True}
 
@@ -123,14 +124,37 @@ BROKEN = {
         {"reference.strategy_args.strategy_config": {"virtual_pipeline_model_parallel_size": 2}},
         {"reference.strategy_args.strategy_config.virtual_pipeline_model_parallel_size": "of at least 2, which is 1"},
     ),
-    "rollouts in another layout": (
+    "rollouts in a layout that cannot generate": (
+        {f"{SAMPLING}.context_parallel_size": 2},
+        {f"{SAMPLING}.context_parallel_size": "is 2, and no model samples with more than 1; set it to 1 here"},
+    ),
+    "rollouts with another layout's context parallelism": (
+        {f"{LAYOUT}.context_parallel_size": 2, f"{SAMPLING}.tensor_model_parallel_size": 2},
+        {f"{SAMPLING}.context_parallel_size": "is 2, as in actor_train, and no model samples with more than 1"},
+    ),
+    "rollouts in an impossible layout": (
         {
-            "actor_infer.strategy_args": {
-                "strategy_name": "megatron_infer",
-                "strategy_config": {"context_parallel_size": 2},
-            }
+            "actor_train.device_mapping": "0-5",
+            f"{SAMPLING}.tensor_model_parallel_size": 4,
         },
-        {"actor_infer.strategy_args.strategy_config.context_parallel_size": "on whose model this role runs"},
+        {
+            "actor_infer.device_mapping": "6 processes do not divide",
+            "actor_infer.model_args.architecture.num_query_groups": "2 query groups do not divide among TP = 4",
+        },
+    ),
+    "rollouts ahead in another layout": (
+        {"async_generation_ratio": 1, f"{SAMPLING}.tensor_model_parallel_size": 2},
+        {f"{SAMPLING}.tensor_model_parallel_size": "is one process where it shares actor_train's devices"},
+    ),
+    "a row of rollouts in their own layout": (
+        {
+            "prompt_length": 10,
+            "response_length": 10,
+            f"{SAMPLING}.tensor_model_parallel_size": 2,
+            f"{SAMPLING}.sequence_parallel": True,
+            "actor_infer.generating_args": {"max_tokens_in_cache": 20},
+        },
+        {"actor_infer.generating_args.max_tokens_in_cache": "is 20, and one row may need 21"},
     ),
     "reference on other devices": (
         {"reference.device_mapping": "0-3"},

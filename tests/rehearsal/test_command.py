@@ -65,6 +65,15 @@ def test_a_job_that_does_not_fit_exits_with_1(capsys):
     assert "does not fit 0.00 GiB" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("role", ["actor_infer", "reference"])
+def test_a_layout_of_a_role_s_own_is_refused_by_name(role, capsys):
+    sizes = f"{role}.strategy_args.strategy_config.tensor_model_parallel_size=2"
+    with pytest.raises(SystemExit) as end:
+        main([*DEMO, "--no-advice", sizes])
+    assert end.value.code == 2
+    assert "which a rehearsal cannot follow for now" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_size_that_is_none(capsys):
     with pytest.raises(SystemExit) as end:
         main([*DEMO, "--gpu-memory", "much"])

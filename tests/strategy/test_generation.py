@@ -83,7 +83,7 @@ def recorded_against_packed(payload: tuple[str, float]) -> float:
 
 def sampling_rules(_: None) -> None:
     from roll_batching.strategy import GenerationSettings
-    from roll_batching.strategy.sampling import Sampler
+    from roll_batching.strategy.sampling import Sampler, draws_of
 
     strategy = _strategy("fp32")
     prompts = _prompts(3)
@@ -119,7 +119,7 @@ def sampling_rules(_: None) -> None:
     logits = torch.cat([shares.log(), torch.tensor([99.0])]).repeat(count, 1)
     for limits, kept in (({"top_k": 2}, 2), ({"top_p": 0.8}, 3), ({"top_p": 0.7}, 2), ({"top_k": 9}, 4)):
         limited = GenerationSettings(max_new_tokens=2, eos_token_id=0, **limits)
-        sampler = Sampler(limited, 4, count, device=cpu, dtype=torch.float32, seed=0)
+        sampler = Sampler(limited, 4, draws_of(limited, count, part=0, device=cpu, dtype=torch.float32))
         drawn = [sampler(logits, torch.arange(count), step) for step in range(2)]
         for tokens, log_probs in drawn:
             assert set(tokens.tolist()) == set(range(kept))
