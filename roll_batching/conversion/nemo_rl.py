@@ -11,14 +11,16 @@ from typing import Any
 
 from roll_batching.compat.nemo_rl import convert_policy
 from roll_batching.config.key_paths import field_at
-from roll_batching.conversion.nemo_rl_given import REWARDS, Given
+from roll_batching.conversion.nemo_rl_data import data as texts
+from roll_batching.conversion.nemo_rl_generation import devices, generation
+from roll_batching.conversion.nemo_rl_given import Given
+from roll_batching.conversion.nemo_rl_grpo import algorithm, loss
+from roll_batching.conversion.nemo_rl_supervised import supervised, task_of
 from roll_batching.conversion.settle import Draft
 from roll_batching.errors import ConfigError, PlanError
 
 _TRAIN = ("actor_train", "training_args")
 _LAYOUT = ("actor_train", "strategy_args", "strategy_config")
-_SAMPLING = ("actor_infer", "generating_args")
-
 
 _PACKING, _DYNAMIC = "sequence_packing", "dynamic_batching"
 _BATCHING: Mapping[tuple[str, ...], str] = {
@@ -43,21 +45,22 @@ def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     given = Given(copy.deepcopy(data), Draft(source))
     if not isinstance(given.data.get("policy"), dict):
         raise ConfigError(f"{source} has no section `policy`")
-    supervised = isinstance(given.data.get("sft"), dict)
+    task = task_of(given)
     _model(given)
     _layout(given)
-    _batching(given, source)
-    _optimizer(given)
-    _lengths(given, supervised)
-    if supervised:
-        _supervised(given)
+    devices(given, task)
+    _batching(given, source, task)
+    _optimizer(given, task)
+    _lengths(given, task)
+    if task == "grpo":
+        algorithm(given)
+        loss(given)
+        generation(given)
     else:
-        _algorithm(given)
-        _loss(given)
-        given.move("policy.generation.temperature", (*_SAMPLING, "temperature"))
-        given.move("policy.generation.top_p", (*_SAMPLING, "top_p"))
-        given.move("policy.generation.top_k", (*_SAMPLING, "top_k"))
+        supervised(given, task)
+    texts(given, task)
     _checkpoints(given)
+    _tracker(given)
     given.leave_out_the_rest()
     return given.draft
 
@@ -66,6 +69,10 @@ def _model(given: Given) -> None:
     name = given.peek("policy.model_name")
     given.move("policy.model_name", ("pretrain",))
     tokenizer = given.take("policy.tokenizer.name")
+    template = given.take("policy.tokenizer.chat_template")
+    if template not in (None, "default"):
+        text = "texts go through the template in the tokenizer's folder: save this one there as chat_template.jinja"
+        given.draft.leave_out("policy.tokenizer.chat_template", "refused", text)
     if tokenizer not in (None, name):
         given.draft.put(("tokenizer",), {"type": "hf", "name_or_path": tokenizer}, "policy.tokenizer.name")
     precisions = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
@@ -104,22 +111,9 @@ def _layout(given: Given) -> None:
             strategy = given.draft.values.get("actor_train", {}).get("strategy_args", {}).get("strategy_config", {})
             if strategy.pop(name, None) is not None:
                 given.draft.leave_out(f"{section}.{name}", "idle", "activation_checkpointing is off")
-    _devices(given)
 
 
-def _devices(given: Given) -> None:
-    nodes, each = given.take("cluster.num_nodes", 1), given.take("cluster.gpus_per_node", 1)
-    devices = nodes * each
-    text = "the devices that train and generate"
-    if given.peek("policy.generation.colocated.enabled", True) is False:
-        resources = given.peek("policy.generation.colocated.resources") or {}
-        own = (resources.get("num_nodes") or 1) * (resources.get("gpus_per_node") or each)
-        devices = max(1, devices - own)
-        text = "the devices that train, which also generate; there, generation has devices of its own"
-    given.draft.put(("actor_train", "device_mapping"), f"list(range(0,{devices}))", "cluster", text)
-
-
-def _batching(given: Given, source: str) -> None:
+def _batching(given: Given, source: str, task: str) -> None:
     policy = given.peek("policy")
     try:
         worker, notices = convert_policy({key: _whole(value) for key, value in policy.items()})
@@ -139,7 +133,10 @@ def _batching(given: Given, source: str) -> None:
     devices = int(given.draft.values["actor_train"]["device_mapping"].rpartition(",")[2].rstrip(")"))
     ranks = max(1, devices // (model[0] * model[1] * model[2]))
     size, rows = given.take("policy.train_global_batch_size"), given.take("policy.train_micro_batch_size", 1)
-    given.draft.put((*_TRAIN, "per_device_train_batch_size"), rows, "policy.train_micro_batch_size")
+    text = ""
+    if task == "dpo" and isinstance(size, int) and isinstance(rows, int):
+        size, rows, text = 2 * size, 2 * rows, "counts sequences, two of each pair; there, it counts pairs"
+    given.draft.put((*_TRAIN, "per_device_train_batch_size"), rows, "policy.train_micro_batch_size", text)
     if isinstance(size, int) and isinstance(rows, int):
         steps, rest = divmod(size, rows * ranks)
         text = f"{size} sequences per optimizer step are {rows} x this x {ranks} data-parallel ranks"
@@ -163,7 +160,12 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _optimizer(given: Given) -> None:
+def _optimizer(given: Given, task: str) -> None:
+    if given.draft.origins.get((*_LAYOUT, "tensor_model_parallel_size"), "").startswith("policy.megatron_cfg"):
+        for name in ("optimizer", "scheduler"):
+            if given.take(f"policy.{name}") is not None:
+                text = f"DTensor's; Megatron's is policy.megatron_cfg.{name}"
+                given.draft.leave_out(f"policy.{name}", "idle", text)
     names = {"lr": "learning_rate", "eps": "adam_epsilon", "adam_eps": "adam_epsilon"}
     for section in ("policy.megatron_cfg.optimizer", "policy.optimizer.kwargs"):
         betas = given.take(f"{section}.betas")
@@ -184,8 +186,14 @@ def _optimizer(given: Given) -> None:
             why += "TransformerEngine's); precision is model_args.dtype"
             given.draft.leave_out(f"policy.megatron_cfg.optimizer.{name}", "idle", why)
     scheduler = "policy.megatron_cfg.scheduler"
+    constant = given.peek(f"{scheduler}.lr_decay_style", "constant") == "constant"
     given.move(f"{scheduler}.lr_decay_style", (*_TRAIN, "lr_scheduler_type"))
     given.move(f"{scheduler}.lr_warmup_iters", (*_TRAIN, "warmup_steps"))
+    if constant or task != "grpo":
+        why = "is constant" if constant else "ends with the job's last step"
+        if given.take(f"{scheduler}.lr_decay_iters") is not None:
+            key = f"{scheduler}.lr_decay_iters"
+            given.draft.leave_out(key, "idle" if constant else "refused", f"the learning rate's schedule {why}")
     given.move(f"{scheduler}.lr_decay_iters", (*_TRAIN, "max_steps"))
     for name in ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "lr_warmup_init"):
         if given.take(f"{scheduler}.{name}") is not None:
@@ -205,13 +213,13 @@ def _torch_schedule(given: Given) -> None:
             given.draft.leave_out(f"policy.scheduler ({name})", "refused", "set lr_scheduler_type, min_lr, max_steps")
 
 
-def _lengths(given: Given, supervised: bool) -> None:
+def _lengths(given: Given, task: str) -> None:
     whole, longest = given.take("policy.max_total_sequence_length"), given.take("data.max_input_seq_length")
     if not isinstance(whole, int):
         return
     given.draft.put(("sequence_length",), whole, "policy.max_total_sequence_length")
     answer = given.take("policy.generation.max_new_tokens")
-    if supervised:
+    if task != "grpo":
         return
     text = "prompts and responses have a limit each; there, they share max_total_sequence_length"
     prompt = longest if isinstance(longest, int) and longest < whole else max(1, whole // 4)
@@ -219,130 +227,6 @@ def _lengths(given: Given, supervised: bool) -> None:
     if isinstance(answer, int):
         response = min(answer, whole - prompt)
         given.draft.put(("response_length",), response, "policy.generation.max_new_tokens", text)
-
-
-def _supervised(given: Given) -> None:
-    """The section `sft` as the job's warm-up, with nothing after it."""
-    given.move("sft.seed", ("seed",))
-    arguments = given.draft.values["actor_train"].get("training_args", {})
-    for key, value in arguments.items():
-        path = (*_TRAIN, key)
-        given.draft.put(("warmup", *path[1:]), value, given.draft.origins.get(path), given.draft.meanings.get(path, ""))
-    given.move("sft.max_num_steps", ("warmup", "training_args", "max_steps"))
-    epochs = given.take("sft.max_num_epochs")
-    if epochs is not None:
-        given.draft.leave_out("sft.max_num_epochs", "refused", "max_num_steps ends the warm-up alone")
-    text = "supervised training is the section `warmup`; RL makes no step after it"
-    given.draft.put(("max_steps",), 0, "sft", text)
-    given.draft.put(("eval_samples",), 0, "sft.val_period", "a held-out loss is not measured for now")
-
-
-def _algorithm(given: Given) -> None:
-    for key, ours in (
-        ("num_prompts_per_step", "rollout_batch_size"),
-        ("num_generations_per_prompt", "num_return_sequences_in_group"),
-        ("seed", "seed"),
-        ("val_period", "eval_steps"),
-        ("max_val_samples", "eval_samples"),
-        ("overlong_filtering", "max_len_mask"),
-    ):
-        given.move(f"grpo.{key}", (ours,))
-    given.move("grpo.max_num_steps", ("max_steps",), meaning="ends the job alone; there, max_num_epochs ends it, too")
-    name = given.take("grpo.adv_estimator.name", "grpo")
-    normalised, others = (
-        given.take("grpo.normalize_rewards", True),
-        given.take("grpo.use_leave_one_out_baseline", False),
-    )
-    minus = given.take("grpo.adv_estimator.minus_baseline", True)
-    given.take("grpo.adv_estimator.normalize_rewards")
-    given.take("grpo.adv_estimator.use_leave_one_out_baseline")
-    key = "grpo.adv_estimator.name"
-    if name == "reinforce_plus_plus":
-        given.draft.put(("adv_estimator",), f"{name}_baseline" if minus else name, key)
-    elif name != "grpo":
-        given.draft.put(("adv_estimator",), name, key)
-    elif normalised:
-        text = "minus the group's mean; there, the mean of the others, which is larger by n / (n - 1)" if others else ""
-        given.draft.put(("adv_estimator",), "grpo", key, text)
-    else:
-        given.draft.put(("adv_estimator",), "rloo" if others else "reinforce", key)
-        if not others:
-            given.draft.put(("norm_mean_type",), "group", "grpo.normalize_rewards")
-    given.off("grpo.use_dynamic_sampling", why="prompts are not sampled again; drop_zero_advantage_groups is near")
-    given.off("grpo.async_grpo", why="here async_generation_ratio draws rollouts ahead of training: set it")
-    given.off("grpo.reward_scaling", "grpo.reward_shaping", "reward_penalties", why=REWARDS)
-    for name in ("dynamic_sampling_max_gen_batches", "batch_multiplier"):
-        if given.take(f"grpo.{name}") is not None:
-            given.draft.leave_out(f"grpo.{name}", "idle", "belongs to use_dynamic_sampling")
-    if given.peek("grpo.max_rollout_turns", 1) not in (None, 1):
-        turns = given.take("grpo.max_rollout_turns")
-        given.draft.leave_out("grpo.max_rollout_turns", "refused", f"{turns}: rollouts have one turn")
-    for name in ("max_rollout_turns", "max_num_epochs", "val_batch_size", "val_num_generations_per_prompt"):
-        if given.take(f"grpo.{name}") is not None:
-            given.draft.leave_out(f"grpo.{name}", "idle", "max_steps ends the job; eval_samples are answered once each")
-    for name in ("val_start_at", "val_at_start", "val_at_end"):
-        if given.take(f"grpo.{name}") is not None:
-            given.draft.leave_out(f"grpo.{name}", "idle", "first and last step are always evaluated")
-
-
-def _loss(given: Given) -> None:
-    weight = given.take("loss_fn.reference_policy_kl_penalty")
-    if weight:
-        given.draft.put(("use_kl_loss",), True, "loss_fn.reference_policy_kl_penalty")
-        given.draft.put(("kl_loss_coef",), weight, "loss_fn.reference_policy_kl_penalty")
-        given.draft.put(("reference",), {}, "loss_fn.reference_policy_kl_penalty")
-        given.move("loss_fn.reference_policy_kl_type", ("loss_args", "kl_estimator"))
-        given.move("loss_fn.kl_output_clamp_value", ("kl_loss_bound",))
-        weighted = given.take("loss_fn.use_on_policy_kl_approximation")
-        key = "loss_fn.use_on_policy_kl_approximation" if weighted else "loss_fn.reference_policy_kl_penalty"
-        gradient = "importance" if weighted else "score_function"
-        text = "weighted by the ratio to the old policy; there, to the engine's" if weighted else ""
-        given.draft.put(("loss_args", "kl_gradient"), gradient, key, text)
-    for name in ("reference_policy_kl_type", "kl_output_clamp_value"):
-        if given.take(f"loss_fn.{name}") is not None:
-            given.draft.leave_out(f"loss_fn.{name}", "idle", "reference_policy_kl_penalty is 0")
-    low, high = given.peek("loss_fn.ratio_clip_min"), given.peek("loss_fn.ratio_clip_max")
-    if low is not None and high is not None:
-        given.draft.put(("use_pg_clip_range",), True, "loss_fn.ratio_clip_min")
-        given.move("loss_fn.ratio_clip_min", ("pg_clip_low",))
-        given.move("loss_fn.ratio_clip_max", ("pg_clip_high",))
-    dual = given.take("loss_fn.ratio_clip_c")
-    if given.take("loss_fn.use_cispo"):
-        given.draft.put(("loss_function",), "cispo", "loss_fn.use_cispo")
-    elif dual is not None:
-        given.draft.put(("dual_clip_loss",), True, "loss_fn.ratio_clip_c")
-        given.draft.put(("dual_clip_ratio",), dual, "loss_fn.ratio_clip_c")
-    given.move(
-        "loss_fn.token_level_loss",
-        ("loss_agg_mode",),
-        lambda tokens: "token-mean" if tokens else "seq-mean-token-mean",
-    )
-    if given.take("loss_fn.sequence_level_importance_ratios"):
-        given.draft.put(("importance_sampling",), "seq", "loss_fn.sequence_level_importance_ratios")
-    _engine_correction(given)
-    if given.take("loss_fn.kl_input_clamp_value") is not None:
-        given.draft.leave_out("loss_fn.kl_input_clamp_value", "idle", "log-ratios are bounded at 20 before exp")
-    if given.take("loss_fn.use_on_policy_kl_approximation") is not None:
-        given.draft.leave_out("loss_fn.use_on_policy_kl_approximation", "idle", "reference_policy_kl_penalty is 0")
-
-
-_CORRECTIONS = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-tis": "mask_sequences"}
-
-
-def _engine_correction(given: Given) -> None:
-    key = "loss_fn.truncated_importance_sampling"
-    corrected = given.take("loss_fn.use_importance_sampling_correction")
-    kind, cap = given.take(f"{key}_type"), given.take(f"{key}_ratio")
-    lowest = given.take(f"{key}_ratio_min")
-    if corrected and cap is None:
-        text = "the correction needs a cap here: loss_args.engine_ratio_cap"
-        given.draft.leave_out("loss_fn.use_importance_sampling_correction", "refused", text)
-    elif corrected:
-        given.draft.put(("loss_args", "engine_ratio_cap"), cap, f"{key}_ratio")
-        if lowest is not None:
-            given.draft.put(("loss_args", "engine_ratio_min"), lowest, f"{key}_ratio_min")
-        if _CORRECTIONS[kind] != "truncate":
-            given.draft.put(("loss_args", "engine_correction"), _CORRECTIONS[kind], f"{key}_type")
 
 
 def _checkpoints(given: Given) -> None:
@@ -354,3 +238,13 @@ def _checkpoints(given: Given) -> None:
         text = "the latest are kept; there, the best"
         given.move("checkpointing.keep_top_k", ("save_total_limit",), meaning=text)
         given.move("policy.megatron_cfg.checkpoint.async_save", ("async_save",))
+
+
+def _tracker(given: Given) -> None:
+    if given.take("logger.wandb_enabled"):
+        given.draft.put(("track_with",), "wandb", "logger.wandb_enabled")
+        for name in ("project", "name", "entity"):
+            given.move(f"logger.wandb.{name}", ("tracker_kwargs", name))
+    given.take("logger.wandb")
+    for name in ("mlflow", "swanlab"):
+        given.off(f"logger.{name}_enabled", why="metrics go to metrics.jsonl, TensorBoard and Weights & Biases")

@@ -8,7 +8,8 @@ from typing import Any
 from roll_batching.conversion.settle import Draft
 
 REWARDS = "rewards come from one Python function: name it in reward_function"
-ENGINE = "engines are not started: rollouts run on the Megatron model itself"
+ENGINE = "speaks to NeMo-RL's own workers; actor_infer says how engines are started and asked here"
+ROUTERS = "of a mixture of experts, whose routers"
 
 _REASONS: tuple[tuple[str, str, str], ...] = (
     ("policy.generation", "idle", ENGINE),
@@ -18,10 +19,35 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("policy.generation_batch_size", "idle", ENGINE),
     ("policy.megatron_cfg.peft", "refused", "LoRA is not supported for now"),
     ("policy.megatron_cfg.fp8_cfg", "refused", "FP8 is not supported for now"),
-    ("policy.megatron_cfg.freeze_moe_router", "refused", "routers are trained like everything else"),
-    ("policy.megatron_cfg.moe_router_dtype", "refused", "routers compute in the precision of the model"),
+    ("policy.megatron_cfg.freeze_moe_router", "refused", f"{ROUTERS} are trained like everything else"),
+    ("policy.megatron_cfg.moe_router_dtype", "refused", f"{ROUTERS} compute in the precision of the model"),
+    ("policy.megatron_cfg.moe_router_load_balancing_type", "refused", f"{ROUTERS} have model_args.architecture's loss"),
+    ("policy.megatron_cfg.moe_router_enable_expert_bias", "refused", f"{ROUTERS} are as the model's config.json says"),
+    ("policy.megatron_cfg.moe_router_bias_update_rate", "refused", f"{ROUTERS} are as the model's config.json says"),
+    ("policy.megatron_cfg.num_layers_in_first_pipeline_stage", "refused", "stages have equal numbers of layers"),
+    ("policy.megatron_cfg.num_layers_in_last_pipeline_stage", "refused", "stages have equal numbers of layers"),
+    ("policy.megatron_cfg.mtp_", "refused", "multi-token prediction (MTP) is not supported for now"),
+    ("policy.megatron_cfg.train_iters", "idle", "max_steps is the job's length"),
+    (
+        "policy.megatron_cfg.scheduler.override_opt_param_scheduler",
+        "idle",
+        "a resumed job goes on with its checkpoint's schedule",
+    ),
+    (
+        "policy.optimizer.kwargs",
+        "idle",
+        "AdamW keeps fp32 parameters and moments; which of its kernels computes does not change them",
+    ),
+    ("policy.hf_config_overrides", "refused", "the model directory's config.json is read as it is: change it there"),
+    ("policy.is_vlm", "refused", "vision-language models are not supported for now"),
+    ("policy.router_replay", "refused", "router replay is not supported for now"),
+    ("policy.quant_", "refused", "quantised weights are not trained here"),
+    ("async_rl", "idle", "engine_args, sampler_restarts and rollout_timeout say what failures of rollouts do"),
+    ("grpo.seq_logprob_error_threshold", "refused", "loss_args.engine_correction: mask_sequences is near"),
+    ("grpo.skip_reference_policy_logprobs_calculation", "idle", "without a weight there is no reference"),
+    ("grpo.calculate_advantages_on_gpu", "idle", "changes speed or memory, not what is computed"),
     ("policy.draft", "refused", "draft models are not trained for now"),
-    ("logger", "idle", "metrics go to metrics.jsonl and, where it is installed, TensorBoard"),
+    ("logger", "idle", "metrics go to metrics.jsonl, TensorBoard and, with track_with: wandb, Weights & Biases"),
     ("cluster", "idle", "one process per device of device_mapping; Ray or torchrun starts them on several machines"),
     ("data_plane", "idle", "samples travel between ranks directly"),
     (
@@ -30,8 +56,10 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "save_steps and save_total_limit say when and how many; the model is exported at the end",
     ),
     ("env", "refused", REWARDS),
-    ("data", "refused", "prompts are read from the JSONL files of actor_train.data_args"),
-    ("dpo", "refused", "preference training has no phase here: DPOLoss is called from Python"),
+    ("data.custom_dataloader", "refused", "texts are drawn in shuffled order from all files alike"),
+    ("data.num_prompts_per_dataloader", "refused", "texts are drawn in shuffled order from all files alike"),
+    ("data.use_multiple_dataloader", "refused", "texts are drawn in shuffled order from all files alike"),
+    ("dpo.preference_loss", "refused", "dpo is the loss of NeMo-RL's own; loss_function names others"),
     ("rm", "refused", "reward models are not trained here"),
     ("ppo", "refused", "critics and value heads are not supported for now"),
     ("value", "refused", "critics and value heads are not supported for now"),
@@ -102,8 +130,10 @@ class Given:
     def _rest(self, section: Mapping[str, Any], above: str) -> None:
         for name, value in section.items():
             key = f"{above}{name}"
-            reason = next((one for one in _REASONS if key == one[0] or key.startswith(one[0] + ".")), None)
-            if _is_off(value):
+            reason = next((one for one in _REASONS if _speaks_of(one[0], key)), None)
+            if value == {}:
+                continue  # all of it was taken
+            if _is_off(value) and (not isinstance(value, dict) or "enabled" in value or (reason and key == reason[0])):
                 self.draft.leave_out(key, "idle", "is off, as it is here")
             elif name in _SPEED or (name == "expert_tensor_parallel_size" and value == 1):
                 self.draft.leave_out(key, "idle", "changes speed or memory, not what is computed")
@@ -113,6 +143,11 @@ class Given:
                 self._rest(value, f"{key}.")
             else:
                 self.draft.leave_out(key, "unknown", "there is no such setting here")
+
+
+def _speaks_of(beginning: str, key: str) -> bool:
+    """Whether `key` is the section `beginning` or lies in it; one that ends in `_` is the beginning of a name."""
+    return key == beginning or key.startswith(beginning if beginning.endswith("_") else f"{beginning}.")
 
 
 def _is_off(value: Any) -> bool:

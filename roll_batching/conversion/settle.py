@@ -35,6 +35,8 @@ class Draft:
     meanings: dict[KeyPath, str] = field(default_factory=dict)
     """What a key means here, where that is not what it meant there."""
     left_out: dict[str, tuple[Kind, str]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    """What a run needs beyond what the loader asks for, as `key: what`."""
 
     def put(self, path: KeyPath, value: Any, origin: str | None = None, meaning: str = "") -> None:
         """Sets the value at `path`."""
@@ -64,7 +66,7 @@ def settled(draft: Draft) -> Conversion:
     job = _accepted(data, draft)
     for path in absent:
         del data[str(path[0])][path[1]]
-    missing = [f"{dotted(path)}: is missing" for path in absent]
+    missing = [*draft.missing, *(f"{dotted(path)}: is missing" for path in absent)]
     if job is not None:
         try:
             job.check_runnable()

@@ -85,7 +85,8 @@ def test_a_file_inherits_and_its_numbers_are_computed(tmp_path):
     assert job.prompt_length + job.response_length == job.sequence_length == 512
     assert job.actor_train.training_args.learning_rate == 5e-6
     assert {one.key for one in done.left_out_as("refused", "unknown")} == {
-        "data",
+        "data.train",
+        "data.default.env_name",
         "env",
         "policy.megatron_cfg.freeze_moe_router",
     }
@@ -100,12 +101,232 @@ def test_checkpoints_are_written_as_there(tmp_path, enabled):
 
 
 def test_dtensors_layout_and_what_is_not_done_here(tmp_path):
-    child = "defaults: base.yaml\ngrpo: {async_grpo: {enabled: true}}\nloss_fn: {force_on_policy_ratio: true}\n"
+    child = (
+        "defaults: base.yaml\ngrpo: {use_dynamic_sampling: true}\npolicy: {dtensor_cfg: {lora_cfg: {enabled: true}}}\n"
+    )
     done = converted(tmp_path, child)
     assert done.settings["actor_train"]["strategy_args"]["strategy_config"] == {"tensor_model_parallel_size": 1}
-    assert {"grpo.async_grpo", "loss_fn.force_on_policy_ratio"} <= {
-        one.key for one in done.left_out_as("refused", "unknown")
+    assert {"grpo.use_dynamic_sampling", "policy.dtensor_cfg.lora_cfg"} <= {
+        one.key for one in done.left_out_as("refused")
     }
+
+
+RL = """
+defaults: base.yaml
+grpo:
+  val_period: 10
+  val_at_end: false
+  max_val_samples: 40
+  val_batch_size: 16
+  val_num_generations_per_prompt: 4
+  advantage_clip_low: -5
+  advantage_clip_high: 5
+  async_grpo: {enabled: AHEAD, max_trajectory_age_steps: 2, in_flight_weight_updates: true}
+loss_fn: {use_importance_sampling_correction: AHEAD, force_on_policy_ratio: true}
+policy:
+  dtensor_cfg: {_override_: true, enabled: false}
+  megatron_cfg: {enabled: true}
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 9.0}}
+  scheduler: [{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 99}}]
+  generation:
+    backend: BACKEND
+    val_temperature: 0
+    val_top_k: null
+    vllm_cfg:
+      {tensor_parallel_size: 2, pipeline_parallel_size: 1, expert_parallel_size: 2, gpu_memory_utilization: 0.7,
+       enforce_eager: true, precision: bfloat16, load_format: dummy, async_engine: true, kv_cache_dtype: auto}
+    vllm_kwargs: {max_num_seqs: 64, compilation_config: {level: 3}}
+    sglang_cfg:
+      {model_path: models/small, tp_size: 2, dp_size: 1, mem_fraction_static: 0.6, sglang_server_config: {num_gpus: 2}}
+    mcore_generation_config: {num_cuda_graphs: 4}
+    colocated: {enabled: SHARED, resources: {gpus_per_node: 2, num_nodes: null}}
+data:
+  shuffle: true
+  train: {_override_: true, data_path: data/train.jsonl, input_key: question}
+  validation: {data_path: data/held_out.jsonl, input_key: question}
+  default: {dataset_name: ResponseDataset, processor: math_hf_data_processor, env_name: math, prompt_file: null}
+env: {math: {num_workers: 8, math_verify_impl: dapo_math_verify}}
+logger: {wandb_enabled: true, wandb: {project: mine, name: first, log_nemo_gym_full_result_tables: false}}
+"""
+
+
+def rl(folder: Path, *, backend: str = "vllm", shared: bool = True, ahead: bool = False) -> Conversion:
+    values = {"BACKEND": backend, "SHARED": str(shared).lower(), "AHEAD": str(ahead).lower()}
+    text = RL
+    for name, value in values.items():
+        text = text.replace(name, value)
+    done = converted(folder, text)
+    loads_quietly(done, folder)
+    return done
+
+
+def loads_quietly(done: Conversion, folder: Path) -> None:
+    """What was written loads, and nothing of it is without effect."""
+    (folder / "job.yaml").write_text(done.to_yaml())
+    assert [notice for notice in load_config(folder / "job.yaml").notices if "no effect" in notice.text] == []
+
+
+@pytest.mark.config
+def test_engine_data_reward_and_evaluation_are_kept(tmp_path):
+    done = rl(tmp_path)
+    settings = done.settings
+    infer = settings["actor_infer"]
+    assert infer["strategy_args"] == {
+        "strategy_name": "vllm",
+        "strategy_config": {
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 1,
+            "gpu_memory_utilization": 0.7,
+            "enforce_eager": True,
+            "dtype": "bfloat16",
+            "enable_expert_parallel": True,
+            "max_num_seqs": 64,
+            "compilation_config": {"level": 3},
+        },
+    }
+    assert infer["device_mapping"] == settings["actor_train"]["device_mapping"] == "list(range(0,8))"
+    assert settings["is_offload_states"] is True and "async_generation_ratio" not in settings
+    assert infer["generating_args"]["temperature"] == 0.8
+    assert settings["validation"]["generating_args"] == {"do_sample": False, "num_return_sequences": 4}
+    assert (settings["eval_steps"], settings["eval_samples"], settings["advantage_clip"]) == (10, 32, 5)
+    assert settings["actor_train"]["data_args"] == {
+        "file_name": "data/train.jsonl",
+        "eval_file_name": "data/held_out.jsonl",
+        "prompt": "question",
+        "response": "output",
+        "chat": True,
+        "long_prompts": "drop",
+    }
+    assert (settings["reward_function"], settings["reward_args"]) == ("math_verify", {"after": "Answer:"})
+    assert (settings["track_with"], settings["tracker_kwargs"]) == ("wandb", {"project": "mine", "name": "first"})
+    assert settings["actor_train"]["logprob_plan"] == "none", "force_on_policy_ratio"
+    training = settings["actor_train"]["training_args"]
+    assert (training["learning_rate"], training["warmup_steps"]) == (5e-6, 13), "Megatron's, not DTensor's"
+    assert not {one.key for one in done.left_out_as("unknown")}
+    assert {one.key for one in done.left_out_as("refused")} == {"policy.megatron_cfg.freeze_moe_router"}
+    assert [text.split(":")[0] for text in done.missing] == ["pretrain"], "nothing but the model is missing"
+
+
+@pytest.mark.config
+def test_rollouts_ahead_of_training_on_devices_of_their_own(tmp_path):
+    done = rl(tmp_path, shared=False, ahead=True)
+    settings = done.settings
+    assert settings["actor_train"]["device_mapping"] == "list(range(0,6))"
+    assert settings["actor_infer"]["device_mapping"] == "list(range(6,8))"
+    assert settings["async_generation_ratio"] == 2 and "is_offload_states" not in settings
+    assert settings["loss_args"]["engine_ratio_cap"] > 4.9e8, "there is no cap there: exp(20) stays below this one"
+    assert "logprob_plan" not in settings["actor_train"], "the ratio is to the weights that drew them"
+    assert "grpo.async_grpo.in_flight_weight_updates" in {one.key for one in done.left_out_as("refused")}
+
+
+@pytest.mark.config
+def test_other_engines(tmp_path):
+    sglang = rl(tmp_path, backend="sglang").settings["actor_infer"]["strategy_args"]
+    assert sglang == {
+        "strategy_name": "sglang",
+        "strategy_config": {"tp_size": 2, "dp_size": 1, "mem_fraction_static": 0.6},
+    }
+    done = rl(tmp_path, backend="trtllm")
+    assert done.settings["actor_infer"]["strategy_args"] == {"strategy_name": "megatron_infer"}
+    assert "trtllm" in {one.key: one.meaning for one in done.changed}["policy.generation.backend"]
+    assert "device_mapping" not in done.settings["actor_infer"] and "is_offload_states" not in done.settings
+
+
+@pytest.mark.config
+def test_engines_on_several_machines_are_to_be_started(tmp_path):
+    done = converted(tmp_path, CHILD + "cluster: {num_nodes: 2}\n")
+    assert any(text.startswith("actor_infer.engine_args.urls") for text in done.missing)
+
+
+SUPERVISED = """
+TASK:
+  max_num_steps: STEPS
+  max_num_epochs: 3
+  val_period: 5
+  val_batches: 2
+  val_global_batch_size: 16
+  val_at_start: false
+  seed: 7
+policy:
+  model_name: models/small
+  train_global_batch_size: 16
+  train_micro_batch_size: 2
+  max_total_sequence_length: 256
+  precision: bfloat16
+  dtensor_cfg: {enabled: true, tensor_parallel_size: 2}
+  tokenizer: {name: models/small, chat_template: TEMPLATE}
+data:
+  add_bos: true
+  add_generation_prompt: true
+  train: {data_path: data/train.jsonl, subset: null, split: train}
+  validation: {data_path: data/held_out.jsonl}
+  default: {dataset_name: KIND, OWN}
+cluster: {gpus_per_node: 4, num_nodes: 1}
+"""
+
+
+def supervised(folder: Path, task: str, kind: str, *, steps: int = 60, template: str = "default", own: str = "a: ~"):
+    text = SUPERVISED
+    values = {"TASK": task, "KIND": kind, "STEPS": str(steps), "TEMPLATE": template, "OWN": own}
+    for name, value in values.items():
+        text = text.replace(name, value)
+    (folder / "supervised.yaml").write_text(text)
+    done = convert_file(folder / "supervised.yaml", ORIGINS["nemo_rl"])
+    loads_quietly(done, folder)
+    return done
+
+
+@pytest.mark.config
+def test_supervised_training_is_a_job_of_its_own(tmp_path):
+    done = supervised(tmp_path, "sft", "ResponseDataset", own="output_key: solution")
+    settings = done.settings
+    assert (settings["task"], settings["max_steps"], settings["seed"]) == ("sft", 60, 7)
+    assert (settings["eval_steps"], settings["eval_samples"], settings["sequence_length"]) == (5, 32, 256)
+    assert settings["actor_train"]["data_args"] == {
+        "file_name": "data/train.jsonl",
+        "eval_file_name": "data/held_out.jsonl",
+        "prompt": "input",
+        "response": "solution",
+        "chat": True,
+    }
+    training = settings["actor_train"]["training_args"]
+    assert (training["per_device_train_batch_size"], training["gradient_accumulation_steps"]) == (2, 4)
+    assert {one.key for one in done.left_out_as("refused", "unknown")} == {"data.add_bos"}
+    assert "warmup" not in settings and "actor_infer" not in settings
+    endless = supervised(tmp_path, "sft", "openai_format", steps=-1, template="'{{ messages }}'")
+    assert (endless.settings["num_train_epochs"], "max_steps" in endless.settings) == (3, False)
+    assert endless.settings["actor_train"]["data_args"]["messages"] == "messages"
+    assert "policy.tokenizer.chat_template" in {one.key for one in endless.left_out_as("refused")}
+
+
+LOSS_OF_PAIRS = "reference_policy_kl_penalty: 0.2, preference_average_log_probs: true, "
+
+
+@pytest.mark.config
+def test_learning_from_pairs_is_a_job_of_its_own(tmp_path):
+    from roll_batching.losses.preference import DPOLoss
+    from roll_batching.rl.from_config import loss_of
+
+    task = f"dpo: {{{LOSS_OF_PAIRS}preference_loss_weight: 2, sft_loss_weight: 0.5, sft_average_log_probs: true}}"
+    (tmp_path / "loss.yaml").write_text(task)
+    done = supervised(tmp_path, "defaults: loss.yaml\ndpo", "BinaryPreferenceDataset", own="prompt_key: context")
+    settings = done.settings
+    assert (settings["task"], settings["reference"]) == ("dpo", {})
+    texts = settings["actor_train"]["data_args"]
+    assert (texts["prompt"], texts["chosen"], texts["rejected"], texts["chat"]) == (
+        "context",
+        "chosen",
+        "rejected",
+        True,
+    )
+    training = settings["actor_train"]["training_args"]
+    assert (training["per_device_train_batch_size"], training["gradient_accumulation_steps"]) == (4, 4), "sequences"
+    loss = loss_of(load_config(tmp_path / "job.yaml"))
+    assert loss == DPOLoss(beta=0.2, average_log_probs=True, sft_coef=0.25, sft_average_log_probs=True)
+    assert "dpo.preference_loss_weight" in {one.key for one in done.left_out_as("refused")}, "the loss is halved"
+    ranked = supervised(tmp_path, "dpo", "PreferenceDataset")
+    assert "one pair a line" in {one.key: one.why for one in ranked.left_out}["data.train"]
+    assert [text.split(":")[0] for text in ranked.missing] == ["pretrain", "actor_train.data_args.file_name"]
 
 
 TIS = "use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 5.0"
