@@ -112,13 +112,13 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the files. Safe to call twice."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # flushed after every row: what is left was told of already
+        with contextlib.suppress(OSError):  # flushed after every row: what is left was told of already
+            if self._file is not None:
                 self._file.close()
-            self._file = None
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        with contextlib.suppress(OSError):
+            if self._events is not None:
+                self._events.close()
+        self._file = self._events = None
         if self._tracker is not None:
             self._tracker.close()
             self._tracker = None

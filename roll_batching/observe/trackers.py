@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import ConfigError, RollBatchingError
 from roll_batching.observe.metrics_file import Row
+
+logger = logging.getLogger(__name__)
 
 _FOLDER = {"wandb": "dir", "swanlab": "log_dir"}
 """The trackers, and what the `init` of each calls the folder of its files."""
@@ -44,7 +47,7 @@ class TrackedRun:
     def __init__(
         self, name: str, folder: Path, job: str, config: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
-        tracker = tracker_of(name)
+        self._name, tracker = name, tracker_of(name)
         chosen = {"project": "roll-batching", "name": job, _FOLDER[name]: str(folder), "config": dict(config)}
         try:
             self._run = tracker.init(**{**chosen, **options})
@@ -57,10 +60,22 @@ class TrackedRun:
             ) from None
 
     def add(self, row: Row) -> None:
-        """Logs the numbers of `row` under the names that TensorBoard has, `phase/column`."""
+        """Logs the numbers of `row` under the names that TensorBoard has, `phase/column`.
+
+        Raises RollBatchingError when the tracker does not take them.
+        """
         numbers = {f"{row['phase']}/{key}": value for key, value in row.items() if isinstance(value, (int, float))}
-        self._run.log(numbers)
+        try:
+            self._run.log(numbers)
+        except Exception as error:  # its own kinds, and those of its libraries
+            raise RollBatchingError(
+                f"{self._name} does not take the step's figures ({type(error).__name__}: {error}): "
+                f"{_OFFLINE[self._name]}, or leave track_with out, then resume the run"
+            ) from None
 
     def close(self) -> None:
-        """Finishes the run."""
-        self._run.finish()
+        """Finishes the run; where the tracker cannot, that is said: metrics.jsonl has all that it was given."""
+        try:
+            self._run.finish()
+        except Exception as error:
+            logger.warning("%s cannot finish the run (%s: %s)", self._name, type(error).__name__, error)

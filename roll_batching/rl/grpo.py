@@ -111,8 +111,7 @@ class Grpo:
             self._run(behind)
 
     def _run(self, behind: int) -> None:
-        config, strategy, recorder = self.config, self.strategy, self.shared.recorder
-        checkpoints = self.shared.checkpoints
+        config, strategy, checkpoints = self.config, self.strategy, self.shared.checkpoints
         for step in range(behind + 1, config.max_steps + 1):
             started, moved = time.perf_counter(), self._moved
             with self._sampling():
@@ -143,7 +142,7 @@ class Grpo:
             row = merged(update_row(updates), score_row(scored.scores), *figures)
             row |= timeline_row(row, ahead=self.ahead is not None)
             shown = {"reward": row["reward"], "length": row["response_length_mean"]}
-            recorder.step(step, row, shown=shown | {"held-out": row.get("eval_reward")}, said=self._said)
+            self.shared.record(step, row, shown=shown | {"held-out": row.get("eval_reward")}, said=self._said)
             self._said = []
             checkpoints.save_if_due(PHASE, step, config.max_steps, self.progress, self.reference or self.apart)
 

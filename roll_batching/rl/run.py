@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from roll_batching.config import JobConfig
 from roll_batching.config.supervised import supervised
 from roll_batching.distributed import consensus
+from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.checkpoint import JobCheckpoints
 from roll_batching.rl.folder import EarlierRun, folder_of, held
 from roll_batching.rl.from_config import sampling_of, schedule_of, supervised_schedule_of
@@ -65,3 +68,13 @@ class Run:
                     self.recorder.open(earlier, self.checkpoints.kept_rows)
             self._open = True
         self.recorder.start(phase, steps, done)
+
+    def record(
+        self, step: int, row: Row, *, shown: Mapping[str, float | None], said: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """A step is over: as `RunRecorder.step`. Collective.
+
+        Raises RankError, the same on all ranks, when the one that records cannot.
+        """
+        with consensus(self.strategy.layout.host_group, "recording the step"):
+            self.recorder.step(step, row, shown=shown, said=said)

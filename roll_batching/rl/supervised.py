@@ -86,7 +86,7 @@ def _train(run: Run, phase: _Phase) -> None:
             evaluated = validation(step)
         row = merged(update_row([update]), {"reward": None, "skipped_steps": strategy.skipped_steps}, evaluated)
         row["seconds"] = time.perf_counter() - started
-        run.recorder.step(step, row, shown=_shown(row))
+        run.record(step, row, shown=_shown(row))
         run.checkpoints.save_if_due(phase.name, step, step if final else last, phase.steps, reference)
 
 
