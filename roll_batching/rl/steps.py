@@ -20,6 +20,7 @@ from roll_batching.distributed import consensus
 from roll_batching.packing.ahead import one_ahead
 from roll_batching.planning import Plan
 from roll_batching.planning.arrays import Ints
+from roll_batching.rl.agreed_plans import agreed
 from roll_batching.rl.running import Resumable
 from roll_batching.strategy import MegatronInferStrategy
 
@@ -137,4 +138,5 @@ class PlannedSteps:
 def planned(home: SampleBatch, encoder: Encoder, strategy: MegatronInferStrategy, *, forward: bool = False) -> Plan:
     """The plan of all ranks' samples, `home` being this rank's. Collective. `forward`: of a pass without gradient."""
     table = gather_lengths(home)
-    return strategy.plan(table, forward=forward, group_ids=encoder.groups_of(table))
+    groups = encoder.groups_of(table)
+    return agreed(strategy, lambda: strategy.plan(table, forward=forward, group_ids=groups))

@@ -26,6 +26,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.planning import Plan
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.pipeline.num_micro_batches import legal_count
+from roll_batching.rl.agreed_plans import agreed
 from roll_batching.rl.steps import Encoder
 from roll_batching.strategy import MegatronInferStrategy
 
@@ -102,7 +103,8 @@ class StreamedSteps:
         bins = gather_bins(home, [] if drawn[0] is None else [len(batch) * of_each for batch in drawn[0]])
         table = gather_lengths(home)
         if self.stream.train_policy.load_balanced_across_ranks:
-            return home, self.strategy.plan(table, group_ids=self.encoder.groups_of(table))
+            groups = self.encoder.groups_of(table)
+            return home, agreed(self.strategy, lambda: self.strategy.plan(table, group_ids=groups))
         return home, self._plan_of(bins, table)
 
     def _loader(self) -> DataLoader[StepBatches]:

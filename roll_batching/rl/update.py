@@ -21,6 +21,7 @@ from roll_batching.data.membership import mini_batches, mini_batches_by_rank
 from roll_batching.losses import loss_spec
 from roll_batching.packing.ahead import one_ahead
 from roll_batching.planning import Plan, batch_balance
+from roll_batching.rl.agreed_plans import agreed, agreed_one_by_one
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy, StepResult
 
 REFERENCE = "ref_log_probs"
@@ -115,13 +116,14 @@ def train_on_rollouts(
     samples = _Samples(table=table, working=working, homes=homes)
     if apart is not None:
         apart.ask(home, masks)
-    batches: Iterator[_MiniBatch] = one_ahead(_mini_batches(strategy, samples, settings, seed=seed))
+    ahead = one_ahead(_mini_batches(strategy, samples, settings, seed=seed))
+    batches: Iterator[_MiniBatch] = agreed_one_by_one(strategy, ahead)
     if strategy.batching.logprob_plan == "rollout":
         drawn_with = home["rollout_log_probs"]
         home = home.with_fields({"old_log_probs": drawn_with}, {"old_log_probs": FieldSpec("next_token")})
     elif strategy.batching.logprob_plan != "none":
         if strategy.batching.logprob_plan == "own":
-            plans = iter([samples.forward_plan(strategy)])
+            plans = iter([agreed(strategy, lambda: samples.forward_plan(strategy))])
         else:
             batches, again = itertools.tee(batches)
             first_epoch = itertools.takewhile(lambda batch: batch.epoch == 0, again)
@@ -186,7 +188,7 @@ def with_reference(
     """
     crossing = crossing_between(strategy, reference)
     if crossing is None:
-        return with_log_probs(reference, home, [plan()], REFERENCE, masks)
+        return with_log_probs(reference, home, [agreed(strategy, plan)], REFERENCE, masks)
     return with_log_probs_over(crossing, reference, home, gather_lengths(home), REFERENCE, masks)
 
 
@@ -199,7 +201,7 @@ def with_log_probs_over(
     masks: Sequence[str] | None,
 ) -> SampleBatch:
     """`with_log_probs` of a strategy in another layout than that in which `home` lies, as `table` says. Collective."""
-    plan = strategy.plan(crossing.seen(table), forward=True)
+    plan = agreed(strategy, lambda: strategy.plan(crossing.seen(table), forward=True))
     local = crossing.distribute(home, plan, table)
     found = crossing.collect(strategy.compute_log_probs(local, plan, masks=masks), plan, table, like=home)
     return home.with_fields({name: found["log_probs"]}, {name: FieldSpec("next_token")})

@@ -1,0 +1,64 @@
+"""A packer of somebody's own that fails on one rank alone, or plans otherwise there: one error on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rl.jobs import settings
+from tests.support.ranks import run_ranks
+
+
+def said_by_each(payload):
+    """On a rank: what planned steps of texts and updates on rollouts end with, by the packer's mood."""
+    import numpy as np
+    import torch
+
+    from roll_batching.config import JobConfig
+    from roll_batching.data import SampleBatch
+    from roll_batching.data.texts import Document, TextDataset
+    from roll_batching.data.tokenizers import CharTokenizer
+    from roll_batching.errors import RankError
+    from roll_batching.losses import SFTLoss
+    from roll_batching.rl.steps import Encoder, PlannedSteps
+    from roll_batching.rl.update import UpdateSettings, train_on_rollouts
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.rl import own_packer
+
+    strategy = MegatronTrainStrategy(JobConfig.model_validate(payload["job"]).actor_train, seed=1)
+    strategy.initialize()
+    encoder = Encoder(tokenizer=CharTokenizer("ab$", eos="$", pad="$"), max_length=40)
+    texts = TextDataset([Document("b", "a" * n) for n in range(3, 11)])
+    rows = [np.arange(n).tolist() for n in range(3, 11)]
+    batch = SampleBatch.from_lists(
+        {"input_ids": rows, "response_mask": [[1] * len(row) for row in rows]},
+        {"input_ids": "token", "response_mask": "token"},
+    )
+    home = batch.select(torch.arange(strategy.layout.dp_rank, len(batch), 2))
+
+    def planned_texts():
+        next(PlannedSteps(texts, encoder, strategy, size=8, seed=1))
+
+    def updates():
+        list(train_on_rollouts(strategy, home, SFTLoss(), UpdateSettings(mini_batch_size=4), seed=1))
+
+    said = {}
+    for mood, act in (("fails", planned_texts), ("fails", updates), ("differs", updates), ("well", updates)):
+        own_packer.mood = mood
+        try:
+            act()
+        except RankError as error:
+            said[mood, act.__name__] = str(error)
+    return said
+
+
+@pytest.mark.bad_input
+def test_a_packer_that_fails_or_differs_on_one_rank_is_one_error_on_all(tmp_path, report):
+    packing = {"algorithm": "tests.rl.own_packer:pack", "max_packed_sequence_length_train": 64}
+    job = settings(tmp_path, warmup=None, max_steps=1, actor_train__sequence_packing_args=packing)
+    one, other = run_ranks(2, "tests.rl.test_own_packer:said_by_each", {"job": job}, timeout=60)
+    assert one == other and len(one) == 3
+    for act in ("planned_texts", "updates"):
+        assert one["fails", act].startswith("planning: rank 1: PlanError: algorithm='tests.rl.own_packer:pack' raised")
+        assert "FileNotFoundError: my table of costs" in one["fails", act]
+    assert "ranks differ in the plan" in one["differs", "updates"]
+    report(one["fails", "updates"])
