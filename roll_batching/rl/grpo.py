@@ -242,7 +242,11 @@ class Grpo:
             return rollouts.batch, scores, {}
         _, answers = self._scored(prompts, replace(sampling, greedy=True, num_return_sequences=1))
         rollouts, scores = self._scored(prompts, sampling)
-        return rollouts.batch, scores.after(answers), {"baselines": answers.rewards}
+        scores = scores.after(answers)
+        self._columns["baseline_failures"] = int(answers.failed.sum())
+        if self.config.reward_failure == "drop":  # an advantage needs both rewards
+            scores = scores.failing_with(answers)
+        return rollouts.batch, scores, {"baselines": answers.rewards}
 
     def _scored(self, prompts: Sequence[Prompt], sampling: GenerationSettings) -> tuple[Rollouts, StepScores]:
         rollouts = generate_rollouts(

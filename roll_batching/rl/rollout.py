@@ -169,6 +169,11 @@ class StepScores:
             reward_seconds=self.reward_seconds + others.reward_seconds.mean(),
         )
 
+    def failing_with(self, baselines: StepScores) -> StepScores:
+        """These scores, failed as well where `baselines`, one per group in the order of the groups, failed."""
+        groups = baselines.failed.repeat(len(self.ids) // len(baselines.ids))
+        return replace(self, failed=self.failed | groups)
+
 
 def start_reward(layout: ParallelLayout, reward: RewardPool) -> None:
     """Starts `reward` on the ranks that score. Collective; raises RankError, the same on all ranks, when one cannot."""

@@ -193,3 +193,31 @@ def test_jobs_learn_from_tokens_and_resume(tmp_path, ranks: int) -> None:
     assert np.isfinite(row["loss"]) and row["grad_norm"] > 0 and 0 <= row["clip_fraction"] <= 1
     assert row["held_back"] == pytest.approx(0.25, abs=0.02)
     assert row["reward_seconds"] >= 1, "scoring the greedy answers is part of it"
+
+
+def fails_at_first(completion, folder: str) -> float:
+    """The first call, for one of the greedy answers, fails."""
+    called = Path(folder) / "called"
+    if not called.exists():
+        called.touch()
+        raise ValueError("no reward for this one")
+    return completion.tokens / 10
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("policy", ["drop", pytest.param("zero", marks=pytest.mark.slow)])
+def test_a_greedy_answer_without_a_reward(tmp_path, policy: str) -> None:
+    """Its prompt's responses have nothing to be compared with: they are left out, or compared with 0."""
+    write_data(tmp_path)
+    job = settings(tmp_path, warmup=None, max_steps=1, eval_samples=0, rollout_samples=-1, adv_estimator="remax")
+    job |= {"reward_failure": policy, "reward_function": f"{__name__}:fails_at_first"}
+    job |= {"reward_args": {"folder": str(tmp_path)}}
+    (seen,) = run_ranks(1, "tests.rl.jobs:run_and_count", job)
+    (row,) = read_metrics(tmp_path / "runs/tiny/metrics.jsonl")
+    said = [json.loads(line) for line in (tmp_path / "runs/tiny/rollouts.jsonl").read_text().splitlines()]
+    assert row["baseline_failures"] == 1 and not any(line["failed"] for line in said)
+    assert row["reward_failures"] == (3 if policy == "drop" else 0)
+    if policy == "drop":
+        tokens = [line["response_tokens"] for line in said]  # of four prompts, three responses each
+        counted = sum(tokens for _, tokens in seen)
+        assert counted in [sum(tokens) - sum(tokens[first : first + 3]) for first in range(0, 12, 3)]
