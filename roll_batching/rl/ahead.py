@@ -139,8 +139,7 @@ class RolloutsAhead:
         if part == 0:
             self._prompts = next(self._ahead)
         prompts = self._prompts[rank_slice(len(self._prompts), part, self.parts)]
-        # In one part: the seed of a synchronous run.
-        seed = step_seed(self.config.seed, step + 1, *([part] if part else []))
+        seed = step_seed(self.config.seed, step + 1, part)  # in one part: that of a synchronous run
         shown = self.config.rollout_samples  # of the whole step; -1: all
         shown = -(-shown // self.parts) if shown > 0 else shown
         request = Request(number=self._made, prompts=prompts, seed=seed, shown=shown)

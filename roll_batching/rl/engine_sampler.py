@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,6 +23,7 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.engines.protocol import Answer, Engine, Question
 from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.folder import folder_of
+from roll_batching.rl.seeds import response_seed
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
 from roll_batching.strategy.generation import as_batch
 from roll_batching.strategy.offload import Moved
@@ -242,14 +242,10 @@ def engine_sampler(
 def _questions(prompts: SampleBatch, settings: GenerationSettings) -> list[Question]:
     group = settings.num_return_sequences
     return [
-        Question(tokens=row.tolist(), seed=_seed(settings.seed, number * group + member), group=number)
+        Question(tokens=row.tolist(), seed=response_seed(settings.seed, number * group + member), group=number)
         for number, row in zip(prompts.ids.tolist(), prompts.to_lists("input_ids"), strict=True)
         for member in range(group)
     ]
-
-
-def _seed(step: int, response: int) -> int:
-    return int(np.random.SeedSequence([step, response]).generate_state(1)[0]) >> 1  # 31 bits
 
 
 def _replica_group(layout: ParallelLayout) -> tuple[Any, int] | None:

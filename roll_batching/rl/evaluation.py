@@ -12,10 +12,8 @@ from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.rl.reward_pool import RewardPool
 from roll_batching.rl.rollout import Source, generate_rollouts, score_rollouts
 from roll_batching.rl.rows import means_of_domains
+from roll_batching.rl.seeds import evaluation_seed
 from roll_batching.strategy import GenerationSettings
-
-_STREAM = 3
-"""Keeps the draws of evaluations apart from those of rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +52,7 @@ class Evaluator:
         out where no answer is of that kind).
         """
         prompts = [self.prompts[i % len(self.prompts)] for i in range(self.samples)]
-        seed = int(np.random.SeedSequence([_STREAM, self.seed, number]).generate_state(1)[0])
-        settings = replace(self.settings, seed=seed)
+        settings = replace(self.settings, seed=evaluation_seed(self.seed, number))
         rollouts = generate_rollouts(source, prompts, self.tokenizer, settings, prompt_length=self.prompt_length)
         scores = score_rollouts(source, rollouts, self.reward, shown=self.shown)
         figures = {

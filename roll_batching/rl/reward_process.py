@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-
 from roll_batching.errors import ConfigError, DataError
 from roll_batching.rl.child_process import how_it_ended, start_child
 from roll_batching.rl.rewards import Completion
+from roll_batching.rl.seeds import reward_seed
 
 _SECONDS_BETWEEN_LOOKS = 0.05
 _SECONDS_TO_START = 60.0
@@ -87,9 +86,8 @@ class RewardProcess:
         """
         self.start()
         self._calls += 1
-        own = int(np.random.SeedSequence([seed, sample]).generate_state(1)[0])
         where = f"sample {sample} (prompt {_short(completion.prompt)}, response {_short(completion.response)})"
-        self._send((self._calls, own, completion), where, self.limits.seconds)
+        self._send((self._calls, reward_seed(seed, sample), completion), where, self.limits.seconds)
 
     def answer(self, wait: float = 0.0) -> dict[str, Any] | None:
         """The answer to the latest call; None when there is none after `wait` seconds.

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from roll_batching.config import JobConfig, MegatronConfig, WorkerConfig, load_config
 from roll_batching.config.attention_backends import ATTENTION_BACKENDS
 from roll_batching.data.texts import Prompt, PromptDataset
@@ -22,6 +20,7 @@ from roll_batching.rl.from_config import sampling_of
 from roll_batching.rl.inputs import load_tokenizer
 from roll_batching.rl.reward_pool import reward_of
 from roll_batching.rl.rollout import Rollouts, generate_rollouts
+from roll_batching.rl.seeds import answers_seed
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
 from roll_batching.strategy.checkpoint import RECORD
 from roll_batching.strategy.checkpoint_files import reading
@@ -53,7 +52,7 @@ class SavedModel:
     ) -> Iterator[Rollouts]:
         """Responses to `prompts`, some prompts at a time, in their order."""
         for start in range(0, len(prompts), _AT_ONCE):
-            seed = int(np.random.SeedSequence([settings.seed, start]).generate_state(1)[0])
+            seed = answers_seed(settings.seed, start)
             some = prompts[start : start + _AT_ONCE]
             yield generate_rollouts(
                 self.strategy, some, tokenizer, replace(settings, seed=seed), prompt_length=self.config.prompt_length
