@@ -14,6 +14,8 @@ from roll_batching.strategy.sampling import GenerationSettings
 
 _AT_ONCE = 32
 """Questions that are answered together."""
+_LONGEST = 24 * 3600.0
+"""Seconds: it computes as long as it takes, and nothing but this process's end ends it."""
 
 
 class HFEngine:
@@ -35,6 +37,14 @@ class HFEngine:
     def figures(self) -> dict[str, float]:
         """Nothing happens that would be counted."""
         return {}
+
+    def seconds_to_answer(self, questions: int) -> float:
+        """Nobody knows."""
+        return _LONGEST
+
+    def seconds_to_update(self) -> float:
+        """Nobody knows."""
+        return _LONGEST
 
     def sleep(self) -> None:
         """Forgets the model."""

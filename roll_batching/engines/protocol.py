@@ -48,6 +48,12 @@ class Engine(Protocol):
     def sleep(self) -> None:
         """Gives its device memory back, weights and cache, until it gets weights again. Raises EngineError."""
 
+    def seconds_to_answer(self, questions: int) -> float:
+        """What so many answers may take at most."""
+
+    def seconds_to_update(self) -> float:
+        """What new weights, or going to sleep, may take at most."""
+
     @property
     def live(self) -> tuple[str, ...]:
         """The replicas that answer."""

@@ -100,6 +100,16 @@ class Replicas:
         """Ask these from now on, which have the weights of `version`."""
         self._live, self.version = tuple(live), version
 
+    def seconds_to_answer(self, questions: int) -> float:
+        """Every attempt of every question, at one server, `in_flight` at once, each as long as it may."""
+        rounds = -(-questions * (self.limits.retries + 1) // self.limits.in_flight)
+        return rounds * (self.limits.seconds + _SECONDS_FOR_HEALTH + _LONGEST_PAUSE)
+
+    def seconds_to_update(self) -> float:
+        """One request after the other, each as long as it may."""
+        most = max(self.dialect.update(Path(), 0, asleep=True), self.dialect.sleep(), key=len)
+        return len(most) * self.limits.seconds
+
     def figures(self) -> dict[str, float]:
         """Requests, attempts that failed and servers that were dropped since the last call; servers that answer."""
         counts, self._counts = self._counts, Counter()

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 WEIGHTS = "engine_weights"
 """Folder of the model directories that engines read, in the run's folder where the job names none."""
 _VERSION = re.compile(r"\d{6,}")
-_LONGEST_ROUND = 24 * 3600.0
-"""Seconds that ranks may be apart while engines answer: each request has a limit of its own."""
+_MARGIN = 60.0
+"""Seconds that ranks may be apart beside what the engine takes."""
 
 
 def weights_folder(config: JobConfig) -> Path:
@@ -70,7 +70,7 @@ class EngineClient:
                 self.engine.update_weights(path.resolve(), version, asleep=self._asleep)
             return self.engine.live
 
-        live = exchange(self.layout.host_group, "sending weights to the engine", load, patience=_LONGEST_ROUND)
+        live = exchange(self.layout.host_group, "sending weights to the engine", load, patience=self._for_an_update)
         self.engine.use(live[0], version)
         self._asleep = False
 
@@ -79,7 +79,7 @@ class EngineClient:
 
         Raises RankError, the same on all ranks, where no replica does.
         """
-        with consensus(self.layout.host_group, "putting the engine to sleep", patience=_LONGEST_ROUND):
+        with consensus(self.layout.host_group, "putting the engine to sleep", patience=self._for_an_update):
             if self._speaks:
                 self.engine.sleep()
         self._asleep = True
@@ -96,7 +96,8 @@ class EngineClient:
         """
         rows = [row for row in prompts.to_lists("input_ids") for _ in range(settings.num_return_sequences)]
         answers: list[Answer] = []
-        with consensus(self.layout.host_group, "rollouts", patience=_LONGEST_ROUND):
+        most = (len(prompts) + 1) * settings.num_return_sequences  # ranks have as many prompts, or one more
+        with consensus(self.layout.host_group, "rollouts", patience=self.engine.seconds_to_answer(most) + _MARGIN):
             if self.layout.reports and rows:
                 answers = self.engine.generate(_questions(prompts, settings), settings)
         if self._replica is not None:
@@ -110,6 +111,11 @@ class EngineClient:
     def figures(self) -> dict[str, float]:
         """What happened to this rank's requests since the last call. Not collective."""
         return self.engine.figures()
+
+    @property
+    def _for_an_update(self) -> float:
+        """Seconds that the others wait for those who speak to the engine."""
+        return self.engine.seconds_to_update() + _MARGIN
 
     @property
     def _speaks(self) -> bool:
