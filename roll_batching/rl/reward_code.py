@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.lifetime import die_with_parent
+from roll_batching.rl.reward_container import Contained, names_container
 from roll_batching.rl.rewards import Completion, Score
 
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -67,8 +68,12 @@ def check_run(run: str | Sequence[str] | None = None, **others: Any) -> None:
             "it runs what the model wrote, and nothing says that it may: set reward_args.run to subprocess (limits on "
             "time and memory, no security boundary) or to a command that runs it in a container"
         )
-    if run != "subprocess" and (not isinstance(run, list) or not run):
+    if run == "subprocess":
+        return
+    if not isinstance(run, list) or not run or not all(isinstance(word, str) for word in run):
         raise ValueError(f"reward_args.run is {run!r}: write subprocess, or a command as a list of words")
+    if names_container(run):
+        raise ValueError("reward_args.run names its container: leave --name out, every test's container gets its own")
 
 
 code_tests.check_arguments = check_run  # type: ignore[attr-defined]
@@ -105,7 +110,8 @@ def _passes(
         return False
     local = run == "subprocess"
     with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, ".said"), "w+b") as said:
-        words = [*run, program]
+        container = Contained([] if local else run)
+        words = [*container.words, program]
         if local:  # from a file, which may be longer than a word of a command
             file = Path(folder, ".program")
             file.write_text(program, encoding="utf-8", errors="replace")
@@ -120,10 +126,12 @@ def _passes(
             process_group=0,
             preexec_fn=_bound(_limits(seconds, memory) if local else {}),
         )
+        ended = False
         try:
             ended = _finished(process, given.encode("utf-8", "replace"), seconds)
         finally:
             _end(process)
+            container.close(ended=ended and process.returncode >= 0)
         if not ended or process.returncode != 0:
             return False
         said.seek(0 if expected is not None else max(0, said.seek(0, os.SEEK_END) - 2 * len(reached)))

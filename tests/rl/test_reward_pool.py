@@ -204,9 +204,59 @@ def test_code_through_a_command(tmp_path):
     assert code_tests(completion("no code", test_cases=TESTS), run="subprocess").marks["has_code"] is False
 
 
+STAND_IN = """#!/usr/bin/env python
+# Stands in for docker: `run` starts a "container" that is no child of its client's group and outlives it; `rm` ends it.
+import os, subprocess, sys
+action, *words = sys.argv[1:]
+home = os.path.dirname(os.path.abspath(__file__))
+if action == "run":
+    assert words[0] == "--name" and words[2:5] == ["--rm", "-i", "python:3"], words
+    container = subprocess.Popen([sys.executable, *words[6:]], start_new_session=True)
+    open(os.path.join(home, words[1]), "w").write(str(container.pid))
+    code = container.wait()
+    os.remove(os.path.join(home, words[1]))
+    sys.exit(code)
+assert action == "rm" and words[0] == "--force", words
+file = os.path.join(home, words[1])
+os.kill(int(open(file).read()), 9)
+os.remove(file)
+"""
+
+
+@pytest.mark.bad_input
+def test_no_container_outlives_its_limit_or_the_process_that_judges(tmp_path):
+    client = tmp_path / "docker"
+    client.write_text(STAND_IN)
+    client.chmod(0o755)
+    run = [str(client), "run", "--rm", "-i", "python:3", "python", "-c"]
+    code = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+
+    def is_gone():
+        pid = int((tmp_path / "pid").read_text())
+        (tmp_path / "pid").unlink()
+        wait_for(lambda: not psutil.pid_exists(pid), 20)
+        wait_for(lambda: sorted(path.name for path in tmp_path.iterdir()) == ["docker"], 20)
+
+    assert code_tests(wrote(code), run=run, seconds=3).reward == 0
+    is_gone()
+    path, arguments = "roll_batching.rl.reward_code:code_tests", {"run": run, "seconds": 300}
+    with RewardPool(RewardDomain(path=path, arguments=arguments), limits=RewardLimits(seconds=5)) as pool:
+        with pytest.raises(DataError, match="did not return within 5 s"):
+            pool.score([wrote(code)], [0], seed=0)
+    is_gone()
+    fine = "double = lambda x: 2 * x\nimport sys\ns = sys.stdin.read()\nif s: print(double(int(s)))"
+    assert code_tests(wrote(fine), run=run, seconds=60).reward == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["docker"]
+
+
 @pytest.mark.bad_input
 def test_code_does_not_run_unless_asked():
-    for arguments, words in (({}, "nothing says that it may"), ({"run": "docker"}, "a command as a list of words")):
+    named = {"run": ["podman", "run", "--name=mine", "python:3", "python", "-c"]}
+    for arguments, words in (
+        ({}, "nothing says that it may"),
+        ({"run": "docker"}, "a command as a list of words"),
+        (named, "leave --name out"),
+    ):
         with RewardPool(RewardDomain(path="roll_batching.rl.reward_code:code_tests", arguments=arguments)) as pool:
             with pytest.raises(ConfigError, match=words):
                 pool.start()
