@@ -72,12 +72,14 @@ class _Reference:
         import torch.distributed as dist
 
         from roll_batching.data import gather_lengths
+        from roll_batching.rl.agreed_plans import agreed
         from roll_batching.rl.update import REFERENCE, with_log_probs
 
         samples, layout = request.samples, self.strategy.layout
         here = samples if layout.dp_rank == 0 else samples.select(np.arange(0))
         table = gather_lengths(here)
-        plan = self.strategy.plan(table.select(np.argsort(table.ids)), forward=True)
+        table = table.select(np.argsort(table.ids))
+        plan = agreed(self.strategy, lambda: self.strategy.plan(table, forward=True))
         found = with_log_probs(self.strategy, here, [plan], REFERENCE, request.masks)
         if dist.get_rank() != 0:
             return None

@@ -240,7 +240,7 @@ def test_what_a_supervised_job_does_not_read_gets_a_notice(folder):
         "rollout_batch_size": 4,
         "ppo_epochs": 2,
         "reward_function": "a:b",
-        "track_with": "swanlab",
+        "track_with": "tensorboard",
         "reference": {},
     }
     config = config_from_dict(settings(folder, actor_train__data_args__chosen="better", **given))
