@@ -90,8 +90,29 @@ def engine_problems(job: JobKeys) -> Iterator[Problem]:
         yield Problem(path, "names a server twice")
     if role.engine_args.command == []:
         yield Problem(("actor_infer", "engine_args", "command"), "is empty; leave it out, or name a program")
+    if role.engine_args.update_weights_from == "distributed":
+        yield from _distributed(job)
     if starts_servers(job):
         yield from _own_servers(job)
+
+
+def _distributed(job: JobKeys) -> Iterator[Problem]:
+    """What keeps weights from going over process groups."""
+    role, path = job.actor_infer, ("actor_infer", "engine_args", "update_weights_from")
+    name, own, shared = role.strategy_args.strategy_name, role.device_mapping, job.actor_train.device_mapping
+    if name == "vllm":
+        text = "vLLM's servers receive weights through vLLM's own communicator, which the job's processes do not have"
+        yield Problem(path, f"distributed is for sglang: {text}; use disk")
+    elif name != "sglang":
+        yield Problem(
+            path, f"distributed is for sglang, and actor_infer.strategy_args.strategy_name is {name}; use disk"
+        )
+    elif job.asynchronous:
+        text = "the process that draws ahead of training reads them as model directories"
+        yield Problem(path, f"distributed is not for async_generation_ratio: {text}; use disk")
+    elif starts_servers(job) and own is not None and set(own) & set(shared or ()):
+        text = "NCCL has no two ranks on one device"
+        yield Problem(path, f"distributed needs servers on devices that actor_train does not use: {text}; use disk")
 
 
 def _own_servers(job: JobKeys) -> Iterator[Problem]:
@@ -104,6 +125,10 @@ def _own_servers(job: JobKeys) -> Iterator[Problem]:
             yield Problem((*path, name), f"expected a whole number of at least 1, got {value!r}")
             return
     mapping, size = role.device_mapping, server_size(job)
+    stages = next((options[name] for name in _GPUS[1] if options.get(name) is not None), 1)
+    if stages > 1 and role.engine_args.update_weights_from == "distributed":
+        text = "SGLang's servers take weights from a process group under tensor parallelism alone"
+        yield Problem((*path, "pp_size"), f"{text}; use update_weights_from: disk")
     if mapping is not None and len(mapping) % size:
         text = f"names {len(mapping)} devices, and tensor and pipeline parallelism give {size} to a server"
         yield Problem(("actor_infer", "device_mapping"), f"{text}; name a multiple")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from roll_batching.config.fields import Settings, honoured
 from roll_batching.registry import Entry, Registry
 
@@ -33,6 +35,11 @@ class EngineArgs(Settings):
     max_in_flight: int = honoured(128, help="Requests that a server has at once from one data-parallel rank.", ge=1)
     retries: int = honoured(
         3, help="Attempts of a request after the first, at other servers where there are some.", ge=0
+    )
+    update_weights_from: Literal["disk", "distributed"] = honoured(
+        "disk",
+        help="How new weights come to the engine. disk: as a model directory that it reads. distributed: from rank 0 "
+        "over a process group with each server, in buckets, without a file; for sglang.",
     )
     weights_folder: str | None = honoured(
         None,

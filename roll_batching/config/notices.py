@@ -119,6 +119,8 @@ def _under_an_engine(job: JobKeys, role: WorkerConfig, path: KeyPath) -> str | N
         return "has no effect: the job starts no server"
     if path[1] == "engine_args" and (not asked or (engine == "hf_infer" and path[2] not in _OF_HF)):
         return f"has no effect: {engine} asks no server"
+    if path[1:] == ("engine_args", "weights_folder") and role.engine_args.update_weights_from == "distributed":
+        return "has no effect: weights go to the engine without a file (update_weights_from: distributed)"
     if path[1:] == ("generating_args", "max_tokens_in_cache") and asked:
         return "has no effect: it bounds the Megatron model's cache; the engine has a limit of its own"
     if path[1:] == ("device_mapping",) and role.device_mapping != job.actor_train.device_mapping:

@@ -10,6 +10,8 @@ from roll_batching.engines.protocol import Engine
 from roll_batching.engines.replicas import EngineLimits, Replicas
 from roll_batching.engines.sglang import SGLang
 from roll_batching.engines.vllm import VLLM
+from roll_batching.engines.weight_broadcast import WeightBroadcast
+from roll_batching.errors import EngineError
 
 
 def sglang(settings: EngineArgs, device: torch.device) -> Engine:
@@ -25,6 +27,13 @@ def vllm(settings: EngineArgs, device: torch.device) -> Engine:
 def hf(settings: EngineArgs, device: torch.device) -> Engine:
     """Transformers on this process's device."""
     return HFEngine(device)
+
+
+def weight_broadcast(engine: Engine, device: torch.device) -> WeightBroadcast:
+    """What sends weights on `device` to the servers of `engine`. Raises EngineError where they take none so."""
+    if not isinstance(engine, Replicas) or not isinstance(engine.dialect, SGLang):
+        raise EngineError("update_weights_from=distributed is for servers of sglang")
+    return WeightBroadcast(engine, engine.dialect, device)
 
 
 def _limits(settings: EngineArgs) -> EngineLimits:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from roll_batching.engines.protocol import Answer, Malformed, Question, checked
-from roll_batching.engines.replicas import Call
+from roll_batching.engines.dialect import Call, not_understood, response, sampling_words
+from roll_batching.engines.protocol import Answer, Question
 from roll_batching.strategy.sampling import GenerationSettings
 
 
@@ -24,18 +24,13 @@ class VLLM:
     health = "/health"
 
     def call(self, question: Question, settings: GenerationSettings) -> Call:
-        """The request for one response. All that the model's generation_config.json could change is said."""
+        """The request for one response."""
         return Call(
             "/v1/completions",
             {
+                **sampling_words(settings),
                 "prompt": question.tokens,
                 "max_tokens": settings.max_new_tokens,
-                "stop_token_ids": sorted({settings.eos_token_id, *settings.stop_token_ids}),
-                "temperature": 0.0 if settings.greedy else settings.temperature,
-                "top_p": settings.top_p,
-                "top_k": settings.top_k or -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
                 "seed": question.seed,
                 "n": 1,
                 "logprobs": 1,
@@ -50,19 +45,24 @@ class VLLM:
             tokens, reason = list(choice["token_ids"]), choice["finish_reason"]
             log_probs = list(choice["logprobs"]["token_logprobs"])
         except (KeyError, TypeError, ValueError) as error:
-            raise Malformed(f"{type(error).__name__}: {error} in {str(reply)[:200]}") from None
-        if reason not in ("stop", "length"):
-            raise Malformed(f"the request ended with {reason!r}")
-        return checked(Answer(tokens=tokens, log_probs=log_probs), settings, ended=reason == "stop")
+            raise not_understood(error, reply) from None
+        return response(tokens, log_probs, reason, settings)
 
-    def update(self, folder: Path, version: int, *, asleep: bool) -> list[Call]:
-        """What gives a server new weights, and empties its cache. To one that sleeps: room, weights, cache."""
-        read = Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        before, after = [Call("/pause", None, {"mode": "abort"})], [Call("/reset_prefix_cache"), Call("/resume")]
-        if asleep:
-            before, room = ([Call("/wake_up", None, {"tags": tag})] for tag in ("weights", "kv_cache"))
-            after = room + after  # an update that was cut off may have left it paused
-        return [*before, read, *after]
+    def before_update(self, *, asleep: bool) -> list[Call]:
+        """It ends what it generates, and waits; one that sleeps gets room for weights."""
+        return [Call("/wake_up", None, {"tags": "weights"}) if asleep else Call("/pause", None, {"mode": "abort"})]
+
+    def read(self, folder: Path, version: int) -> Call:
+        """It reads a model directory."""
+        return Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+
+    def after_update(self, *, asleep: bool) -> list[Call]:
+        """It empties its cache and goes on; one that sleeps gets room for its cache before.
+
+        It goes on after sleep too: an update that was cut off may have left it paused.
+        """
+        room = [Call("/wake_up", None, {"tags": "kv_cache"})] if asleep else []
+        return [*room, Call("/reset_prefix_cache"), Call("/resume")]
 
     def sleep(self) -> list[Call]:
         """What makes a server give its device memory back. It forgets its weights: it will wake up to others."""

@@ -27,7 +27,8 @@ from roll_batching.data.rollout_queue import QueueFigures
 from roll_batching.data.texts import Prompt
 from roll_batching.distributed import consensus
 from roll_batching.observe.metrics_file import Row
-from roll_batching.rl.engine_sampler import joined, weights_folder
+from roll_batching.rl.engine_client import joined
+from roll_batching.rl.engine_weights import weights_folder
 from roll_batching.rl.folder import folder_of
 from roll_batching.rl.prompts import Prompts, prompt_stream
 from roll_batching.rl.role_client import SAMPLER, RoleClient

@@ -22,7 +22,7 @@ from roll_batching.rl.role_messages import Weights, patience_inside
 if TYPE_CHECKING:
     from roll_batching.data import SampleBatch
     from roll_batching.distributed.parallel_layout import ParallelLayout
-    from roll_batching.rl.engine_sampler import EngineClient
+    from roll_batching.rl.engine_client import EngineClient
     from roll_batching.strategy import MegatronInferStrategy
 
 
@@ -97,7 +97,7 @@ class _Sampler:
 
     def load(self, weights: Weights) -> None:
         """Draws with `weights` from now on."""
-        from roll_batching.rl.engine_sampler import EngineClient
+        from roll_batching.rl.engine_client import EngineClient
 
         if isinstance(self.source, EngineClient):
             self.source.load(weights.path, weights.version)
@@ -107,7 +107,7 @@ class _Sampler:
 
     def answer(self, request: Request) -> Answer | None:
         """Draws and scores: each replica its share of the prompts."""
-        from roll_batching.rl.engine_sampler import EngineClient
+        from roll_batching.rl.engine_client import EngineClient
         from roll_batching.rl.rollout import generate_rollouts, score_rollouts
 
         began = time.perf_counter()
@@ -152,7 +152,7 @@ def _whole(layout: ParallelLayout, batch: SampleBatch) -> SampleBatch | None:
 def _engine(config: JobConfig) -> EngineClient:
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
-    from roll_batching.rl.engine_sampler import EngineClient
+    from roll_batching.rl.engine_client import EngineClient
 
     return EngineClient(config, make_layout(ParallelDims.of_world(1), start_processes()))
 

@@ -1,7 +1,6 @@
 """A model written as a directory of Hugging Face's: the tensors that the one it came from has, and its other files.
 
-Tensor-parallel shards meet on the first rank of their group, which writes what it has of the model: every stage and
-every expert's rank writes its own files, and no rank ever holds more than one of them.
+Every rank that owns tensors (`whole_tensors`) writes its own files, and none ever holds more than one of them.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,20 @@ import torch.distributed as dist
 from roll_batching.distributed import consensus, exchange
 from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
-from roll_batching.huggingface.directory import INDEX, SINGLE, directory_of, files_beside_weights
-from roll_batching.huggingface.families import HEAD, rules_of
-from roll_batching.huggingface.stored import DERIVED, StoredTensors, torch_dtype
-from roll_batching.huggingface.tensors import Sizes, expected_tensors, pieces
-from roll_batching.modeling.pretrained import PlacedParameter, family_of, placed_parameters
+from roll_batching.huggingface.directory import INDEX, SINGLE, files_beside_weights
+from roll_batching.huggingface.families import HEAD
+from roll_batching.huggingface.stored import DERIVED, StoredTensors
 from roll_batching.strategy.checkpoint_files import words
 from roll_batching.strategy.checkpoint_folder import whole_or_nothing, write_text
 from roll_batching.strategy.checkpoint_writer import check_room
 from roll_batching.strategy.state import ModelState
 from roll_batching.strategy.weights import gather_parameters
+from roll_batching.strategy.whole_tensors import gathered, in_precision, whole_tensors
 
 EXPORTING = "writing the model"
 _LARGEST_FILE = 4 * 10**9
 """Bytes; a file holds one tensor at least."""
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,69 +57,22 @@ def export_model(
     Collective; `path` is on a file system that all ranks see. It appears when it is whole. A folder that lies there is
     replaced where `replaces` says so, and else refused. Raises RankError on all ranks with what went wrong on any.
     """
-    architecture, group = state.architecture, state.layout.host_group
+    group = state.layout.host_group
     with consensus(group, EXPORTING):
-        if architecture is None:
-            raise CheckpointError("a model that was built outside (from_parts) has no model directory to be written as")
-        origin = directory_of(source)
-        family = family_of(origin)
-        parameters = list(placed_parameters(state.chunks, family, architecture))
-        stored = StoredTensors(origin)
-        sizes = Sizes.of(architecture)
-        expected = expected_tensors(rules_of(family, architecture), sizes)
-        problems = stored.misfits(expected, [HEAD.theirs[0][0]])
-        if problems:
-            raise CheckpointError(f"{origin} is not the directory that this model came from: {'; '.join(problems)}")
-        dtypes = {name: torch_dtype(stored.dtypes[name]) for name in expected}
+        tensors = whole_tensors(state, source)
     gather_parameters(state.chunks)
     with whole_or_nothing(path, group, what=EXPORTING, replaces=replaces) as folder:
         with consensus(group, EXPORTING):
             if dist.get_rank() == 0:
-                check_room(
-                    folder, sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in expected.items())
-                )
+                check_room(folder, sum(tensors.bytes_of(name) for name in tensors.shapes))
         writer = _Writer(folder, largest_file)
-        for name, tensor in _whole_tensors(parameters, sizes, tied=architecture.tie_word_embeddings):
-            writer.add(name, tensor, dtypes[name])
+        for placed in tensors.parameters:
+            for name, tensor in (gathered(placed, tensors.sizes, _HOST) or {}).items():
+                writer.add(name, tensor, tensors.dtypes[name])
         files = exchange(group, EXPORTING, writer.finish)
         with consensus(group, EXPORTING):
             if dist.get_rank() == 0:
-                _conclude(folder, origin, [file for one in files for file in one], stored)
-
-
-@torch.no_grad()
-def _whole_tensors(
-    parameters: list[PlacedParameter], sizes: Sizes, *, tied: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors that this rank writes, whole, on the host. Collective among tensor-parallel ranks."""
-    for placed in parameters:
-        if not placed.is_first_replica or (tied and placed.rule.ours == HEAD.ours):
-            continue
-        shards = _gathered(placed)
-        if shards is None:
-            continue
-        found: dict[str, torch.Tensor] = {}
-        for rank, shard in enumerate(shards):
-            for piece in pieces(placed.rule, sizes, rank, placed.ranks):
-                if piece.name not in found:
-                    shape = next(sizes.shape(shape) for name, shape in placed.rule.theirs if name == piece.name)
-                    found[piece.name] = torch.empty(shape, dtype=shard.dtype)
-                whole = found[piece.name]
-                target = whole[piece.rows] if piece.columns is None else whole[piece.rows, piece.columns]
-                target.copy_(shard[piece.at])
-        yield from found.items()
-
-
-def _gathered(placed: PlacedParameter) -> list[torch.Tensor] | None:
-    """The shards of a parameter on the host, on the first rank that has one; None on the others."""
-    mine = placed.parameter.detach().contiguous()
-    if placed.ranks == 1 or placed.rule.join == "copy":
-        return [mine.cpu()] * placed.ranks if placed.rank == 0 else None
-    first = dist.get_global_rank(placed.group, 0)
-    raw = mine.view(torch.uint8)  # of any precision, whatever the group's backend knows
-    parts = [torch.empty_like(raw) for _ in range(placed.ranks)] if placed.rank == 0 else None
-    dist.gather(raw, parts, dst=first, group=placed.group)
-    return None if parts is None else [part.view(mine.dtype).cpu() for part in parts]
+                _conclude(folder, tensors.origin, [file for one in files for file in one], tensors.stored)
 
 
 class _Writer:
@@ -136,10 +88,10 @@ class _Writer:
         """One more tensor, in the precision of its file."""
         if self._error is not None:
             return
-        converted = tensor.to(dtype)
-        if dtype is torch.float16 and not bool(converted.isfinite().all()) and bool(tensor.isfinite().all()):
-            text = f"{name} has values beyond fp16, the precision of the files that the model came from"
-            self._error = CheckpointError(f"{text}: set their dtype to bfloat16 (config.json) and convert them")
+        try:
+            converted = in_precision(name, tensor, dtype)
+        except CheckpointError as error:
+            self._error = error
             return
         waiting = sum(one.nbytes for one in self._waiting.values())
         if self._waiting and waiting + converted.nbytes > self.largest:

@@ -38,6 +38,7 @@ from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.state import ModelState
+from roll_batching.strategy.tensor_stream import TensorStream
 
 logger = logging.getLogger(__name__)
 
@@ -318,14 +319,24 @@ class MegatronInferStrategy(TakesWeights):
         Raises:
             RankError: on all ranks: `path` is there, the model came from no such directory, or a rank could not write.
         """
-        with self._consensus("export"):
+        export_model(self.state, self._directory("export"), path, replaces=replaces)
+
+    def tensor_stream(self) -> TensorStream:
+        """The model's tensors under the names of its model directory, on rank 0, bucket by bucket. Collective.
+
+        Raises `RankError` on all ranks where the model came from no such directory.
+        """
+        return TensorStream(self.state, self._directory("tensor_stream"))
+
+    def _directory(self, what: str) -> str:
+        with self._consensus(what):
             source = self._configured().model_args.model_name_or_path
             if source is None:
                 raise CheckpointError(
                     "this model started from model_args.architecture: only one that came from a model directory "
                     "(model_name_or_path) can be written as one"
                 )
-        export_model(self.state, source, path, replaces=replaces)
+        return source
 
     # ---- shared by the strategies
 

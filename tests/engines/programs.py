@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.engines.replica import Options
 from tests.engines.server import serve
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +89,8 @@ def main(words: list[str]) -> None:
     processed = kind == "vllm" and args.logprobs_mode == "processed_logprobs"
     dev = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
     sleeps = bool(args.enable_memory_saver if kind == "sglang" else args.enable_sleep_mode and dev)
-    asyncio.run(serve(args.model_path, kind, [int(args.port)], processed, sleeps, args.host))
+    options = Options(processed=processed, sleeps=sleeps, ranks=int(getattr(args, "tp_size", None) or 1))
+    asyncio.run(serve(args.model_path, kind, [int(args.port)], options, args.host))
 
 
 if __name__ == "__main__":

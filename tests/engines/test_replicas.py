@@ -30,11 +30,21 @@ DIALECTS = {"sglang": SGLang(), "vllm": VLLM()}
 ROOT = Path(__file__).parents[2]
 
 
+def launched(folder, *options):
+    """A process of servers, which are about to start."""
+    command = [sys.executable, "-m", "tests.engines.server", str(folder), *options]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def urls_of(process):
+    """The URLs of its servers, which answer."""
+    return json.loads(process.stdout.readline())
+
+
 def start(folder, *options):
     """Servers, and their URLs."""
-    command = [sys.executable, "-m", "tests.engines.server", str(folder), *options]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    return process, json.loads(process.stdout.readline())
+    process = launched(folder, *options)
+    return process, urls_of(process)
 
 
 @pytest.fixture(scope="module")

@@ -94,10 +94,35 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
             one["again"] = log_probs(strategy)
         if "export" in wanted:
             strategy.export(wanted["export"])
+            one["streamed"] = streamed(strategy, wanted["export"])
         found.append(one)
         del strategy
         part()
     return found
+
+
+def streamed(strategy: Any, written: str, bucket_bytes: int = 20_000) -> list[int]:
+    """Bytes of the buckets in which the model's tensors come to rank 0; they are those in the directory, no others."""
+    from safetensors.torch import load_file
+
+    from roll_batching.strategy.tensor_stream import TensorStream
+
+    stream = TensorStream(strategy.state, written, bucket_bytes)
+    found, sizes = {}, []
+    for bucket in stream.buckets():
+        assert bucket.error is None
+        assert bool(bucket.tensors) == (dist.get_rank() == 0)
+        sizes.append(sum(tensor.nbytes for _, tensor in bucket.tensors))
+        found |= dict(bucket.tensors)
+    assert bucket.last
+    if dist.get_rank() == 0:
+        expected = {}
+        for file in Path(written).glob("*.safetensors"):
+            expected |= load_file(file)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype is tensor.dtype and torch.equal(found[name], tensor), name
+    return sizes
 
 
 def _greedy(strategy: Any, new_tokens: int) -> list[list[int]]:

@@ -52,10 +52,15 @@ def test_what_was_read_is_written_to_the_bit(tmp_path, names, layouts, report):
         for name in names
         for n, layout in enumerate(layouts)
     ]
-    run_ranks(4, "tests.huggingface.ranks:answers", cases, timeout=300)
-    for source, layout, wanted in cases:
+    (first, *_) = run_ranks(4, "tests.huggingface.ranks:answers", cases, timeout=300)
+    for (source, layout, wanted), answer in zip(cases, first, strict=True):
         files = check_equal(tmp_path / wanted["export"], tmp_path / source)
-        report(f"{source.rsplit('/', 1)[1]:10} {layout!s:28} written in {len(files)} files, equal to the bit")
+        sizes = answer["streamed"]
+        assert len(sizes) > 3 and max(sizes) <= max(20_000, *(t.nbytes for t in tensors(tmp_path / source)[0].values()))
+        report(
+            f"{source.rsplit('/', 1)[1]:10} {layout!s:28} written in {len(files)} files, streamed in {len(sizes)} "
+            "buckets of 20 KB, equal to the bit"
+        )
 
 
 def test_what_was_trained_is_loaded_by_transformers(tmp_path, report):

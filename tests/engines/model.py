@@ -1,0 +1,78 @@
+"""A small transformers model on the CPU that samples token by token, with a seed per request."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import torch
+
+_LOADING = threading.Lock()
+"""Transformers reads one model at a time: side by side, tied weights of one stayed as they were made, at random."""
+
+
+class Model:
+    """Weights and how they sample."""
+
+    def __init__(self, folder: str) -> None:
+        self.load(folder)
+
+    def load(self, folder: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        with _LOADING:
+            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.clone()  # a file's places are not memory's, and sums depend on those
+        ends = self.model.generation_config.eos_token_id
+        self.ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+    def make_room(self, folder: str) -> None:
+        """Memory for weights that will come; until then they are no numbers."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with _LOADING:
+            config = AutoConfig.from_pretrained(folder)
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for parameter in self.model.parameters():
+            parameter.data.fill_(math.nan)
+
+    @torch.no_grad()
+    def take(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Other values for these parameters."""
+        mine = dict(self.model.named_parameters())
+        for name, tensor in tensors.items():
+            if name not in mine or mine[name].shape != tensor.shape:
+                raise ValueError(f"{name} of shape {list(tensor.shape)} is none of this model's")
+            mine[name].copy_(tensor)
+
+    @torch.no_grad()
+    def sample(self, prompt: list[int], how: dict[str, Any]) -> tuple[list[int], list[float], list[float], str]:
+        """Tokens; their log-probs at the temperature and without it; why it ended."""
+        generator = torch.Generator().manual_seed(how["seed"] or 0)
+        stops = {*self.ends, *how["stops"]}
+        tokens, scaled, raw = [], [], []
+        rows, cache = torch.tensor([prompt]), None
+        while len(tokens) < how["most"]:
+            made = self.model(rows, past_key_values=cache, use_cache=True)
+            cache, logits = made.past_key_values, made.logits[0, -1].float()
+            hot = (logits / (how["temperature"] or 1.0)).log_softmax(-1)
+            token = int(hot.argmax()) if not how["temperature"] else self._draw(hot, how, generator)
+            tokens.append(token)
+            scaled.append(float(hot[token]))
+            raw.append(float(logits.log_softmax(-1)[token]))
+            if token in stops:
+                return tokens, scaled, raw, "stop"
+            rows = torch.tensor([[token]])
+        return tokens, scaled, raw, "length"
+
+    @staticmethod
+    def _draw(log_probs: torch.Tensor, how: dict[str, Any], generator: torch.Generator) -> int:
+        kept = log_probs.clone()
+        if how["top_k"] and how["top_k"] > 0:
+            kept[kept < kept.topk(min(how["top_k"], len(kept))).values[-1]] = -math.inf
+        if how["top_p"] < 1:
+            ordered, index = kept.softmax(-1).sort(descending=True)
+            kept[index[ordered.cumsum(-1) - ordered >= how["top_p"]]] = -math.inf
+        return int(torch.multinomial(kept.exp(), 1, generator=generator))
