@@ -241,10 +241,13 @@ def _checkpoints(given: Given) -> None:
 
 
 def _tracker(given: Given) -> None:
-    if given.take("logger.wandb_enabled"):
-        given.draft.put(("track_with",), "wandb", "logger.wandb_enabled")
-        for name in ("project", "name", "entity"):
-            given.move(f"logger.wandb.{name}", ("tracker_kwargs", name))
+    """Weights & Biases, or else SwanLab: a job has one tracker beside its own files."""
+    asked = [name for name in ("wandb", "swanlab") if given.take(f"logger.{name}_enabled")]
+    for name in asked[:1]:
+        given.draft.put(("track_with",), name, f"logger.{name}_enabled")
+        for key in ("project", "name", "entity"):
+            given.move(f"logger.{name}.{key}", ("tracker_kwargs", key))
+    for name in asked[1:]:
+        given.draft.leave_out(f"logger.{name}_enabled", "refused", f"track_with names one tracker, {asked[0]}")
     given.take("logger.wandb")
-    for name in ("mlflow", "swanlab"):
-        given.off(f"logger.{name}_enabled", why="metrics go to metrics.jsonl, TensorBoard and Weights & Biases")
+    given.off("logger.mlflow_enabled", why="track_with knows wandb and swanlab; metrics.jsonl has all metrics")

@@ -63,6 +63,10 @@ def data(given: Given, task: str) -> None:
     keys = trained or held_out
     for ours, (value, origin) in keys.items():
         given.draft.put((*_DATA, ours), value, origin)
+    if not keys:
+        for ours, (theirs, plain) in next(iter(_KINDS[task].values())).items():
+            text = f"the key of the lines that you write; {theirs} names it there"
+            given.draft.put((*_DATA, ours), plain, "data.train", text)
     if "messages" not in keys:
         text = "texts are turns of a chat, which go through the tokenizer's own template"
         given.draft.put((*_DATA, "chat"), True, "data", text)
@@ -114,7 +118,7 @@ def _local(task: str, one: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]
         made = "is fetched and rewritten by NeMo-RL" if not path else "is read by code of NeMo-RL's"
         return path, {}, f"{kind} {made}: write its lines as JSONL, and name them in actor_train.data_args"
     suffix = Path(path).suffix
-    if suffix not in _READ and not Path(path).is_dir():
+    if not path or (suffix not in _READ and not Path(path).is_dir()):
         what = f"a {suffix} file" if suffix in (".arrow", ".csv", ".txt") else "a data set on the Hub, or not here"
         return path, {}, f"{path or 'data_path'} is {what}: JSONL, Parquet and saved folders are read"
     keys = {ours: one.get(theirs) or plain for ours, (theirs, plain) in _KINDS[task][kind].items()}

@@ -22,6 +22,13 @@ _OF_VLLM = (
     "enable_prefix_caching",
 )
 """Keys of `vllm_cfg` that are options of vLLM's own."""
+_OF_MEGATRON = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+)
+"""Keys of `mcore_generation_config` that lay out the model that samples."""
 _NOT_SGLANGS = ("model_path", "random_seed", "skip_tokenizer_init", "sglang_server_config", "sglang_router_config")
 """Keys of `sglang_cfg` that follow from the job, or are none of SGLang's own."""
 SERVERS = "the job's servers follow from actor_infer: engine_args, strategy_config and device_mapping"
@@ -35,25 +42,25 @@ def devices(given: Given, task: str) -> None:
         resources = given.peek(f"{_SECTION}.colocated.resources") or {}
         own = min(total - 1, (resources.get("num_nodes") or 1) * (resources.get("gpus_per_node") or each))
     backend = given.peek(f"{_SECTION}.backend", "vllm")
+    apart = own and (backend in _ENGINES or (backend == "megatron" and nodes == 1))
     text = "the devices that train" + (" and generate" if task == "grpo" else "")
     if own:
         text = "the devices that train; generation has others of its own"
-        if backend not in _ENGINES:
+        if not apart:
             text = "the devices that train, which also generate; there, generation has devices of its own"
     given.draft.put(("actor_train", "device_mapping"), f"list(range(0,{total - own}))", "cluster", text)
-    if task != "grpo" or backend not in _ENGINES:
+    if task != "grpo" or not (backend in _ENGINES or apart):
         return
     key = f"{_SECTION}.colocated"
-    text = "numbered after those that train" if own else "those that train, too"
-    if nodes > 1:
-        text += "; the job starts servers on one machine alone"
-        what = f"actor_infer.engine_args.urls: is missing: the file is for {nodes} machines, and the job starts servers"
-        given.draft.missing.append(f"{what} on that of rank 0 alone; start them on the others yourself, and name all")
-    first = total - own if own else 0
-    given.draft.put(("actor_infer", "device_mapping"), f"list(range({first},{total}))", key, text)
-    if not own and not _ahead(given):
+    if own:
+        where = f"list(range({total - own},{total}))"
+        given.draft.put(("actor_infer", "device_mapping"), where, key, "numbered after those that train")
+    elif not _ahead(given):  # else the engine draws while the model trains
         text = "the engine sleeps while the model trains, and the model's states wait on the host while it samples"
         given.draft.put(("is_offload_states",), True, key, text)
+    if nodes > 1:
+        what = f"actor_infer.engine_args.urls: is missing: the file is for {nodes} machines, and the job starts servers"
+        given.draft.missing.append(f"{what} on that of rank 0 alone; start them on the others yourself, and name all")
 
 
 def generation(given: Given) -> None:
@@ -66,7 +73,10 @@ def generation(given: Given) -> None:
         _sglang(given)
     else:
         given.draft.put((*_ROLE, "strategy_name"), "megatron_infer", f"{_SECTION}.backend")
-        if backend != "megatron":
+        if backend == "megatron":
+            for name in _OF_MEGATRON:
+                given.move(f"{_SECTION}.mcore_generation_config.{name}", (*_ROLE, "strategy_config", name))
+        else:
             text = f"{backend}: no such engine exists here, and the model in training samples; vllm and sglang do"
             given.draft.meanings[(*_ROLE, "strategy_name")] = text
     _ahead_of_training(given)

@@ -7,7 +7,7 @@ from typing import Any
 
 from roll_batching.conversion.settle import Draft
 
-REWARDS = "rewards come from one Python function: name it in reward_function"
+REWARDS = "no such reward exists here: write a function, and name it in reward_function or rewards"
 ENGINE = "speaks to NeMo-RL's own workers; actor_infer says how engines are started and asked here"
 ROUTERS = "of a mixture of experts, whose routers"
 

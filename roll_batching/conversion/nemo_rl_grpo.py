@@ -29,7 +29,7 @@ def algorithm(given: Given) -> None:
     elif name != "grpo":
         given.draft.put(("adv_estimator",), name, key)
     elif normalised:
-        text = "minus the group's mean; there, the mean of the others, which is larger by n / (n - 1)" if others else ""
+        text = "mean and deviation of the whole group; there, those of the others in it" if others else ""
         given.draft.put(("adv_estimator",), "grpo", key, text)
     else:
         given.draft.put(("adv_estimator",), "rloo" if others else "reinforce", key)

@@ -138,7 +138,7 @@ policy:
     vllm_kwargs: {max_num_seqs: 64, compilation_config: {level: 3}}
     sglang_cfg:
       {model_path: models/small, tp_size: 2, dp_size: 1, mem_fraction_static: 0.6, sglang_server_config: {num_gpus: 2}}
-    mcore_generation_config: {num_cuda_graphs: 4}
+    mcore_generation_config: {num_cuda_graphs: 4, tensor_model_parallel_size: 1}
     colocated: {enabled: SHARED, resources: {gpus_per_node: 2, num_nodes: null}}
 data:
   shuffle: true
@@ -184,7 +184,7 @@ def test_engine_data_reward_and_evaluation_are_kept(tmp_path):
             "compilation_config": {"level": 3},
         },
     }
-    assert infer["device_mapping"] == settings["actor_train"]["device_mapping"] == "list(range(0,8))"
+    assert settings["actor_train"]["device_mapping"] == "list(range(0,8))" and "device_mapping" not in infer
     assert settings["is_offload_states"] is True and "async_generation_ratio" not in settings
     assert infer["generating_args"]["temperature"] == 0.8
     assert settings["validation"]["generating_args"] == {"do_sample": False, "num_return_sequences": 4}
@@ -226,6 +226,12 @@ def test_other_engines(tmp_path):
         "strategy_name": "sglang",
         "strategy_config": {"tp_size": 2, "dp_size": 1, "mem_fraction_static": 0.6},
     }
+    own = rl(tmp_path, backend="megatron", shared=False).settings["actor_infer"]
+    assert own["strategy_args"] == {
+        "strategy_name": "megatron_infer",
+        "strategy_config": {"tensor_model_parallel_size": 1},
+    }
+    assert own["device_mapping"] == "list(range(6,8))"
     done = rl(tmp_path, backend="trtllm")
     assert done.settings["actor_infer"]["strategy_args"] == {"strategy_name": "megatron_infer"}
     assert "trtllm" in {one.key: one.meaning for one in done.changed}["policy.generation.backend"]
