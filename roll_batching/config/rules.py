@@ -157,12 +157,10 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
         different = differing_keys(role, job.actor_train)
         apart, samples = job.own_devices(name) is not None, name == "actor_infer"
         if samples and job.asynchronous and not apart:
+            text = "is not as in actor_train, and the sampler of async_generation_ratio is one process where it shares "
+            text += "actor_train's devices; leave it out, or name devices of its own (actor_infer.device_mapping)"
             for key in different:
-                text = (
-                    f"is {getattr(role.strategy_args.strategy_config, key)}, and the sampler of async_generation_ratio "
-                )
-                text += "is one process where it shares actor_train's devices; leave it out, or name devices of its own"
-                yield Problem((name, "strategy_args", "strategy_config", key), f"{text} (actor_infer.device_mapping)")
+                yield Problem((name, "strategy_args", "strategy_config", key), text)
         elif not apart:  # else see device_rules
             if different or role.model_args.architecture != job.actor_train.model_args.architecture:
                 yield from size_problems(name, role)
