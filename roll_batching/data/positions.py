@@ -12,8 +12,17 @@ def sample_of(batch: SampleBatch) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
 
 
+def by_prediction(batch: SampleBatch, name: str) -> torch.Tensor:
+    """[tokens, ...] a token or next_token field where losses see it: at each position, what it says of the next token.
+
+    A sample's last position, which has no next token, holds anything.
+    """
+    values: torch.Tensor = batch[name].cpu()
+    return values.roll(-1, 0) if batch.schema[name].kind == "token" else values
+
+
 def counted_positions(batch: SampleBatch, mask: str = "response_mask") -> torch.Tensor:
-    """[tokens] bool: positions whose next token the `token` field `mask` counts; a sample's last position never."""
-    following = (batch[mask].cpu() != 0).roll(-1, 0)
-    following[batch.offsets[1:] - 1] = False
-    return following
+    """[tokens] bool: positions whose next token the token or next_token field `mask` counts; a sample's last never."""
+    counted = by_prediction(batch, mask) != 0
+    counted[batch.offsets[1:] - 1] = False
+    return counted

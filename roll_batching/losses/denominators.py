@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from roll_batching.data import SampleBatch
+from roll_batching.data.positions import by_prediction, counted_positions
 from roll_batching.data.ragged import row_indices
 from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossSpec
@@ -79,50 +80,42 @@ def local_counts(
 ) -> StepCounts:
     """Counts over the samples of `local` (this data-parallel rank's part of the mini-batch), or those at `rows`.
 
-    `used_lengths` maps ids of truncated samples to the tokens that are kept. A `token` mask counts
-    from a sample's second token on, because its first is never predicted; a `next_token` mask counts
-    up to its last but one position. Raises `DataError` for fields that are missing or not numeric.
+    `used_lengths` maps ids of truncated samples to the tokens that are kept. What predictions count is what
+    `counted_positions` says. Raises `DataError` for fields that are missing or not numeric.
     """
     used = local.lengths.clone()
     for identity, length in (used_lengths or {}).items():
         used[local.rows_of([identity])] = length
     rows = torch.arange(len(local)) if rows is None else rows
-    begins, used = local.offsets[:-1][rows], used[rows]
+    begins, predicted = local.offsets[:-1][rows], (used[rows] - 1).clamp(min=0)
     tokens, sequences, totals = {}, {}, {}
     first: torch.Tensor | None = None
+    first_counted: torch.Tensor | None = None
     for name in masks:
         if name not in local.schema or not local.schema[name].per_token:
             raise DataError(f"the loss counts over {name!r}, which is not a token or next_token field of the batch")
-        per_sample = _counted(local.fields[name].cpu() != 0, *_predicted(local, name, begins, used))
-        first = per_sample if first is None else first
+        counted = counted_positions(local, name)
+        per_sample = _counted(counted, begins, begins + predicted)
+        if first is None:
+            first, first_counted = per_sample, counted
         tokens[name], sequences[name] = int(per_sample.sum()), int((per_sample > 0).sum())
     for name in sums:
         spec = local.schema.get(name)
         if spec is None or spec.kind == "static":
             raise DataError(f"the loss sums {name!r}, which is not a token, next_token or sample field of the batch")
-        values = local.fields[name].cpu().double()
         if spec.per_token:
-            if masks:
-                values = torch.where(_as(spec.kind, local, masks[0]), values, 0.0)
-            start, end = _predicted(local, name, begins, used)
-            totals[name] = float(values[row_indices(start, end - start)].sum())
+            values = by_prediction(local, name).double()
+            values = values if first_counted is None else torch.where(first_counted, values, 0.0)
+            totals[name] = float(values[row_indices(begins, predicted)].sum())
         else:
-            values = values[rows]
+            values = local.fields[name].cpu().double()[rows]
             totals[name] = float((values if first is None else values[first > 0]).sum())
     return StepCounts(tokens=tokens, sequences=sequences, sums=totals)
 
 
 def counted_per_sample(batch: SampleBatch, mask: str) -> torch.Tensor:
     """[samples] int32: the predictions that the token or next_token field `mask` counts."""
-    return _counted(batch[mask].cpu() != 0, *_predicted(batch, mask, batch.offsets[:-1], batch.lengths))
-
-
-def _predicted(
-    local: SampleBatch, name: str, begins: torch.Tensor, used: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the values of a field that speak of predictions begin and end, per sample: a token's own, or its next."""
-    shift = int(local.schema[name].kind == "token")
-    return begins + shift, begins + (used - 1).clamp(min=0) + shift
+    return _counted(counted_positions(batch, mask), batch.offsets[:-1], batch.offsets[1:])
 
 
 def _counted(mask: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -130,13 +123,6 @@ def _counted(mask: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> to
     before = torch.zeros(len(mask) + 1, dtype=torch.int32)
     torch.cumsum(mask, 0, dtype=torch.int32, out=before[1:])
     return before[ends] - before[begins]
-
-
-def _as(kind: str, local: SampleBatch, mask: str) -> torch.Tensor:
-    """[tokens] bool: a mask at the places of a field of this kind, where a token is spoken of by the place before."""
-    counted = local.fields[mask].cpu() != 0
-    have = local.schema[mask].kind
-    return counted if have == kind else counted.roll(1 if kind == "token" else -1, 0)
 
 
 def truncated_lengths(plan: Plan, dp_rank: int) -> dict[int, int]:

@@ -33,13 +33,15 @@ from roll_batching.losses.views import TokenView
 def mismatched(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
     """Each prompt of `batch` with the response of the sample before it, the first with the last's.
 
-    A response is what lies from the first token on that the `token` field `mask` counts; the result has `input_ids`,
-    `mask` and the ids of the prompts. Raises `DataError` for a sample without prompt or response, and for a lone one.
+    A response is what lies from the first token on that `mask`, a token or next_token field, counts; the result has
+    `input_ids`, `mask` and the ids of the prompts. Raises `DataError` for a sample without prompt or response, and for
+    a lone one.
     """
     if len(batch) < 2:
         raise DataError("a batch of one sample has no other response: give at least two")
-    counted = batch[mask].cpu() != 0
-    within = torch.arange(batch.num_tokens) - batch.offsets[:-1][sample_of(batch)]
+    of_next = batch.schema[mask].kind == "next_token"
+    counted = counted_positions(batch, mask) if of_next else batch[mask].cpu() != 0
+    within = torch.arange(batch.num_tokens) - batch.offsets[:-1][sample_of(batch)] + int(of_next)
     first = torch.where(counted, within, batch.max_length)
     prompts = torch.full((len(batch),), batch.max_length).scatter_reduce(0, sample_of(batch), first, "amin")
     if len(wrong := batch.ids[(prompts == 0) | (prompts >= batch.lengths)]):
