@@ -57,6 +57,8 @@ class StreamedSteps:
         self.ended = False
         self._positions: list[dict[str, Any]] = []
         """Of all data-parallel ranks, behind the step that was given last."""
+        self._begin: list[dict[str, Any]] = []
+        """Where the next step begins: those, or what was loaded; empty at the beginning of the data."""
         layout, policy, constraints = strategy.layout, stream.train_policy, strategy.constraints()
         self._texts = _Encoded(texts, encoder)
         self._example = encoder.encode(texts[:1])
@@ -95,9 +97,14 @@ class StreamedSteps:
                 state = self._positions[layout.dp_rank]
             return layout.dp_rank, step is None or step.last, state
 
-        said = {rank: (last, state) for rank, last, state in exchange(layout.host_group, "drawing samples", draw)}
+        try:
+            everyone = exchange(layout.host_group, "drawing samples", draw)
+        except Exception:  # the same on all ranks, which draw this step again when they are asked again
+            self._go_back()
+            raise
+        said = {rank: (last, state) for rank, last, state in everyone}
         self.ended = all(last for last, _ in said.values())
-        self._positions = [said[rank][1] for rank in range(layout.dp_size)]
+        self._begin = self._positions = [said[rank][1] for rank in range(layout.dp_size)]
         home = self.encoder.numbered(number_globally(self._batch(drawn[0])))
         of_each = self.encoder.samples_of_each
         bins = gather_bins(home, [] if drawn[0] is None else [len(batch) * of_each for batch in drawn[0]])
@@ -106,6 +113,14 @@ class StreamedSteps:
             groups = self.encoder.groups_of(table)
             return home, agreed(self.strategy, lambda: self.strategy.plan(table, group_ids=groups))
         return home, self._plan_of(bins, table)
+
+    def _go_back(self) -> None:
+        """The next step is the one behind the last that was given."""
+        self._steps = None
+        if self._begin:
+            self._dataset.load_state_dict(self._begin, repartition=self.stream.train_policy.repartition)
+        else:
+            self._dataset.set_epoch(0)
 
     def _loader(self) -> DataLoader[StepBatches]:
         workers = self.stream.train_policy.dataloader_num_workers
@@ -139,7 +154,8 @@ class StreamedSteps:
         Raises DataError for other texts, another seed, or, without `repartition`, another number of ranks.
         """
         self.ended = bool(state["ended"])
-        self._dataset.load_state_dict(state["ranks"], repartition=self.stream.train_policy.repartition)
+        self._begin = state["ranks"]
+        self._dataset.load_state_dict(self._begin, repartition=self.stream.train_policy.repartition)
 
 
 class _Encoded:

@@ -181,6 +181,53 @@ def test_a_model_that_cannot_take_packs_is_an_error_on_all_ranks(report):
     report(one)
 
 
+def asked_again(payload):
+    """On a rank: the lengths of steps where rank 1 cannot read a text at first, and of those where it can."""
+    import torch.distributed as dist
+
+    from roll_batching.config import JobConfig
+    from roll_batching.data.texts import Document, TextDataset
+    from roll_batching.data.tokenizers import CharTokenizer
+    from roll_batching.errors import DataError, RankError
+    from roll_batching.rl.steps import Encoder
+    from roll_batching.rl.stream_steps import StreamedSteps
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    class Texts(TextDataset):
+        failures = 0
+
+        def __getitem__(self, index):
+            if self.failures and dist.get_rank() == 1 and index in (7, 17):
+                self.failures -= 1
+                raise DataError("this text cannot be read")
+            return super().__getitem__(index)
+
+    config = config_from_dict(payload)
+    strategy = MegatronTrainStrategy(JobConfig.model_validate(config.to_dict()).actor_train, seed=1)
+    strategy.initialize()
+    encoder = Encoder(tokenizer=CharTokenizer("ab$", eos="$", pad="$"), max_length=40)
+    found, errors = [], []
+    for failures in (0, 3):
+        texts = Texts([Document("b", "a" * (n + 1)) for n in range(20)])
+        steps = StreamedSteps(texts, encoder, strategy, config.stream)
+        texts.failures, said = failures, []
+        while len(said) < 6:
+            try:
+                home, plan = next(steps)
+                said.append((home.lengths.tolist(), plan.fingerprint))
+            except RankError as error:
+                errors.append(str(error))
+        found.append(said)
+    return found, errors
+
+
+@pytest.mark.bad_input
+def test_a_step_that_one_rank_could_not_draw_is_drawn_again_by_all(folder):
+    (one, errors), (other, same) = run_ranks(2, OWN + "asked_again", streamed(folder))
+    assert errors == same and len(errors) == 3 and "rank 1: DataError: Sample 17 cannot be read" in errors[0]
+    assert one[0] == one[1] and other[0] == other[1]
+
+
 def test_the_documents_file_as_toml(folder):
     """Its example with packing, as it stands there, beside what our job needs."""
     (folder / "job.toml").write_text(
