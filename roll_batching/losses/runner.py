@@ -111,7 +111,7 @@ class LossRunner:
 
     def bind(self, pack: PackedBatch, chunk: Any) -> Callable[[torch.Tensor], tuple[Any, ...]]:
         """The loss function of one micro-batch, as Megatron's schedule calls it with the model's output."""
-        tokens = int(pack.layout.real[pack.layout.rows(self._head.layout.cp_rank)].sum())
+        tokens = int(pack.layout.real_rows(self._head.layout.cp_rank).sum())
 
         def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
             if not pack.samples:

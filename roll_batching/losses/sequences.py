@@ -27,13 +27,10 @@ def row_counts(layout: PackLayout, cp_rank: int, cp_size: int) -> list[int]:
     """Positions of a pack's segments on one context-parallel rank, cut into real ones and padding.
 
     Two numbers per sample (its real positions here, then padding of its slot), then one for the tail
-    filler, if any. Under the zigzag a sequence's real positions are always the first ones of its slot.
+    filler, if any. `cp_size` is the layout's, or 1 where the positions were gathered.
     """
     slots = layout.segments[: layout.samples]
-    real = layout.lengths
-    if cp_size > 1:
-        chunk = slots // (2 * cp_size)
-        real = sum(np.clip(layout.lengths - at * chunk, 0, chunk) for at in (cp_rank, 2 * cp_size - 1 - cp_rank))
+    real = layout.lengths if cp_size == 1 else layout.real_rows(cp_rank)
     both = np.stack([real, slots // cp_size - real], axis=1).reshape(-1)
     tail = int(layout.segments[layout.samples :].sum()) // cp_size
     return [*both.tolist(), *([tail] if tail else [])]

@@ -126,6 +126,19 @@ class PackLayout:
         owner = np.minimum(chunk, 2 * self.cp_size - 1 - chunk)
         return np.flatnonzero(owner == cp_rank)
 
+    def real_rows(self, cp_rank: int) -> IntArray:
+        """Of each sample, how many of the rows that `cp_rank` holds are real, [samples].
+
+        Under the zigzag these are the first of its rows there.
+        """
+        if self.cp_size == 1:
+            return self.lengths
+        chunk = self.segments[: self.samples] // (2 * self.cp_size)
+        held = (cp_rank, 2 * self.cp_size - 1 - cp_rank)
+        first, second = (np.clip(self.lengths - at * chunk, 0, chunk) for at in held)
+        real: IntArray = first + second
+        return real
+
     @cached_property
     def restore(self) -> IntArray:
         """Permutation from rows concatenated over CP ranks back to pack order, [tokens]."""

@@ -126,6 +126,9 @@ def test_rows_of_all_ranks_tile_the_pack_and_restore_puts_them_back(case) -> Non
         rows = [layout.rows(r) for r in range(cp)]
         assert {len(r) for r in rows} == {layout.tokens // cp}
         assert np.array_equal(np.concatenate(rows)[layout.restore], np.arange(layout.tokens))
+        for rank, held in enumerate(rows):
+            real = layout.segment_ids[held][layout.real[held]]
+            assert np.array_equal(layout.real_rows(rank), np.bincount(real, minlength=layout.samples))
         assert int(layout.real.sum()) == int(mb.lengths.sum())
         assert int(layout.predicts.sum()) == int((mb.lengths - 1).sum())
 
