@@ -61,8 +61,8 @@ class SGLang:
         return [Call("/pause_generation", {"mode": "abort"})]
 
     def read(self, folder: Path, version: int) -> Call:
-        """It reads a model directory, and empties its cache."""
-        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        """It reads a model directory, whatever it was started with (`--load-format dummy`), and empties its cache."""
+        body = {"model_path": str(folder), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
         return Call("/update_weights_from_disk", body)
 
     def after_update(self, *, asleep: bool) -> list[Call]:

@@ -38,6 +38,11 @@ class Model:
         for parameter in self.model.parameters():
             parameter.data.fill_(math.nan)
 
+    def forget(self) -> None:
+        """Weights that say nothing."""
+        for parameter in self.model.parameters():
+            parameter.data.zero_()
+
     @torch.no_grad()
     def take(self, tensors: dict[str, torch.Tensor]) -> None:
         """Other values for these parameters."""

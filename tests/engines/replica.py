@@ -23,6 +23,8 @@ class Options:
     """As --enable-sleep-mode, --enable-memory-saver."""
     ranks: int = 1
     """As --tp-size."""
+    dummy: bool = False
+    """As --load-format dummy: without real weights, until it is told otherwise to read some."""
     older: bool = False
     """sglang: /get_server_info, and no /server_info yet."""
 
@@ -33,6 +35,8 @@ class Replica:
     def __init__(self, folder: str, options: Options) -> None:
         self.folder, self.options = folder, options
         self.model = Model(folder)
+        if options.dummy:
+            self.model.forget()
         self.asleep: set[str] = set()
         """Of "weights" and "kv_cache", what has no memory at the moment."""
         self.version = "default"

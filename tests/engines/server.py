@@ -59,13 +59,20 @@ def main() -> None:
     parser.add_argument("--processed", action="store_true", help="vllm: as --logprobs-mode processed_logprobs")
     parser.add_argument("--sleeps", action="store_true", help="as --enable-sleep-mode, --enable-memory-saver")
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that take weights from a process group")
+    parser.add_argument("--dummy", action="store_true", help="as --load-format dummy")
     parser.add_argument("--older", action="store_true", help="sglang: /get_server_info, and no /server_info yet")
     args = parser.parse_args()
     torch.set_num_threads(1)
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     ports = [args.port + n if args.port else 0 for n in range(args.replicas)]
     with contextlib.suppress(KeyboardInterrupt):
-        options = Options(processed=args.processed, sleeps=args.sleeps, ranks=args.tp_size, older=args.older)
+        options = Options(
+            processed=args.processed,
+            sleeps=args.sleeps,
+            ranks=args.tp_size,
+            dummy=args.dummy,
+            older=args.older,
+        )
         asyncio.run(serve(args.model, args.kind, ports, options))
 
 

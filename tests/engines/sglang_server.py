@@ -114,7 +114,8 @@ class SGLangServer(Replica):
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         body = await fields(request, FROM_DISK)
         try:
-            await self.load(body["model_path"])
+            if (body.get("load_format") or ("dummy" if self.options.dummy else "auto")) != "dummy":
+                await self.load(body["model_path"])
         except Exception as error:
             return web.json_response({"success": False, "message": str(error)[:200]}, status=400)
         if body.get("weight_version") is not None:

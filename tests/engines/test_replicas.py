@@ -162,6 +162,19 @@ def one_server(model):
     process.wait()
 
 
+def test_a_server_that_began_with_dummy_weights_reads_real_ones(model):
+    """SGLang reads later weights as it was told to read the first, where a request does not say."""
+    answers = []
+    for options in ([], ["--dummy"]):
+        process, urls = start(model[0], *options)
+        engine = Replicas(urls, SGLang())
+        engine.update_weights(model[0].resolve(), 1)
+        answers.append(engine.generate(questions(2, 1), SETTINGS))
+        process.kill()
+        process.wait()
+    assert answers[0] == answers[1]
+
+
 def test_a_slow_server_is_not_waited_for(one_server):
     engine = Replicas([one_server], SGLang(), EngineLimits(seconds=2, retries=1))
     engine.use(engine.urls, "default")
