@@ -61,8 +61,8 @@ def servers(request, model):
     process.wait()
 
 
-def order(url, kind, times=1):
-    body = json.dumps({"kind": kind, "times": times}).encode()
+def order(url, kind, times=1, after=0):
+    body = json.dumps({"kind": kind, "times": times, "after": after}).encode()
     urllib.request.urlopen(urllib.request.Request(f"{url}/_fault", data=body, method="POST")).read()
 
 

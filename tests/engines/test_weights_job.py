@@ -1,16 +1,20 @@
-"""Jobs whose weights go to servers without a file: the rows of those that read directories."""
+"""Jobs whose weights go to servers without a file: the rows of those that read directories, and servers that die."""
 
 from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
 
 import pytest
 
 from roll_batching.config import ConfigFileError, config_from_dict
 from tests.engines.test_job import rows_of
-from tests.engines.test_replicas import seen, start
+from tests.engines.test_replicas import launched, order, seen, start, urls_of
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job
 from tests.observe.rows import TIMES
-from tests.rl.jobs import write_data
+from tests.rl.jobs import length, write_data
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("aiohttp")
@@ -63,6 +67,45 @@ def test_rows_do_not_depend_on_how_weights_come_to_the_servers(ranks, folder, re
     assert once < files <= found["disk"][0]["weights_bytes"]
     assert not (folder / "runs" / "distributed" / "engine_weights").exists()
     report(f"{ranks} ranks: {once} bytes of weights to each server, rows as by disk")
+
+
+def kills(completion, pid, after, folder):
+    """The length; the server `pid` is gone from the `after`-th call on."""
+    calls = Path(folder) / "calls"
+    with calls.open("a") as file:
+        file.write(".")
+    if calls.stat().st_size == after:
+        os.kill(pid, signal.SIGKILL)
+    return length(completion)
+
+
+@pytest.mark.slow
+def test_servers_may_die_between_updates_and_in_one(folder, report):
+    """Of three servers, one is gone when the second update begins, one dies in the third; the last one answers."""
+    processes = [launched(folder / "model") for _ in range(3)]
+    urls = [urls_of(process)[0] for process in processes]
+    changes = {"warmup": None, "max_steps": 4, "eval_samples": 0}
+    try:
+        alone = job(folder, exp_name="alone", actor_infer=role(urls[:1]), **changes)
+        run_ranks(2, "tests.rl.jobs:run", alone, timeout=600)
+        order(urls[1], "weights_die", after=2)
+        dying = job(folder, exp_name="dying", actor_infer=role(urls), **changes)
+        reward = {"pid": processes[2].pid, "after": 12, "folder": str(folder)}
+        dying |= {"reward_function": "tests.engines.test_weights_job:kills", "reward_args": reward}
+        run_ranks(2, "tests.rl.jobs:run", dying, timeout=600)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    ours, theirs = rows_of(folder, "alone"), rows_of(folder, "dying")
+    for name in ("reward", "loss", "grad_norm"):
+        assert [row[name] for row in theirs] == [row[name] for row in ours], name
+    # A server that is gone is tried, and dropped, with every update.
+    assert [row["engine_replicas"] for row in theirs] == [3, 2, 1, 1]
+    assert [row["engine_dropped"] for row in theirs] == [0, 1, 2, 2]
+    once = ours[0]["weights_bytes"]
+    assert [row["weights_bytes"] / once for row in theirs] == [3, 2, 2, 1]
+    report(f"servers by step {[row['engine_replicas'] for row in theirs]}, rows as with one alone")
 
 
 @pytest.mark.bad_input
