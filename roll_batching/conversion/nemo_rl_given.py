@@ -9,6 +9,8 @@ from roll_batching.conversion.settle import Draft
 
 REWARDS = "no such reward exists here: write a function, and name it in reward_function or rewards"
 ENGINE = "speaks to NeMo-RL's own workers; actor_infer says how engines are started and asked here"
+MARKED = "tokens of tool calls and thoughts have no advantages of their own: a reward function may judge them"
+BEST = "a group is judged by all of its responses; adv_estimator: pass_at_k is near"
 ROUTERS = "of a mixture of experts, whose routers"
 
 _REASONS: tuple[tuple[str, str, str], ...] = (
@@ -39,11 +41,22 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "AdamW keeps fp32 parameters and moments; which of its kernels computes does not change them",
     ),
     ("policy.hf_config_overrides", "refused", "the model directory's config.json is read as it is: change it there"),
+    (
+        "policy.tokenizer.chat_template_kwargs",
+        "refused",
+        "chat templates are called without arguments: write what they say into chat_template.jinja",
+    ),
+    ("policy.refit_buffer_size_gb", "idle", ENGINE),
     ("policy.is_vlm", "refused", "vision-language models are not supported for now"),
     ("policy.router_replay", "refused", "router replay is not supported for now"),
     ("policy.quant_", "refused", "quantised weights are not trained here"),
     ("async_rl", "idle", "engine_args, sampler_restarts and rollout_timeout say what failures of rollouts do"),
     ("grpo.seq_logprob_error_threshold", "refused", "loss_args.engine_correction: mask_sequences is near"),
+    ("grpo.invalid_tool_call_", "refused", MARKED),
+    ("grpo.malformed_thinking_", "refused", MARKED),
+    ("grpo.penalize_", "refused", MARKED),
+    ("grpo.best_at_k_", "refused", BEST),
+    ("grpo.combined_training_", "refused", BEST),
     ("grpo.skip_reference_policy_logprobs_calculation", "idle", "without a weight there is no reference"),
     ("grpo.calculate_advantages_on_gpu", "idle", "changes speed or memory, not what is computed"),
     ("policy.draft", "refused", "draft models are not trained for now"),
@@ -63,6 +76,9 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("rm", "refused", "reward models are not trained here"),
     ("ppo", "refused", "critics and value heads are not supported for now"),
     ("value", "refused", "critics and value heads are not supported for now"),
+    ("value_loss_fn", "refused", "critics and value heads are not supported for now"),
+    ("loss_fn.kl_type", "refused", "distillation is not supported for now"),
+    ("loss_fn.mixed_kl_weight", "refused", "distillation is not supported for now"),
     ("distillation", "refused", "distillation is not supported for now"),
     ("on_policy_distillation", "refused", "distillation is not supported for now"),
     ("teacher", "refused", "distillation is not supported for now"),
