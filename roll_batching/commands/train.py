@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from roll_batching.config import JobConfig, Notice, load_config
+from roll_batching.config.engine_rules import starts_servers
 from roll_batching.config.job_keys import Task
 from roll_batching.errors import ConfigError, RollBatchingError
 
@@ -143,40 +144,46 @@ def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> No
 
 
 def _run_on_ray(job: JobConfig, start: _Start) -> None:
-    from roll_batching.launch.devices import process_count, roles_apart
+    from roll_batching.launch.devices import process_count
     from roll_batching.launch.on_ray.cluster import LOCAL, check_address, check_folder, connected
 
     count = process_count(job, start.nproc)
-    if apart := roles_apart(job):
+    if starts_servers(job) and job.actor_infer.device_mapping != job.actor_train.device_mapping:
         raise ConfigError(
-            f"{apart[0]}.device_mapping names devices of its own, which --launcher ray has no room for: leave it out, "
-            "and the role shares those of actor_train; or let engines sample, on servers of your own that "
-            "actor_infer.engine_args.urls names"
+            "actor_infer.device_mapping names devices of its own, which --launcher ray has no room for where the job "
+            "starts servers: leave it out, and they share those of actor_train; or name servers that run in "
+            "actor_infer.engine_args.urls"
         )
     if start.max_restarts and not job.save_steps:
         raise ConfigError("--max-restarts goes on from checkpoints, and the job writes none: set save_steps")
     check_folder(job.output_dir)
     check_address(start.address)
     if start.address == LOCAL:
-        os.environ.update(_devices_here(job, count, start.nproc))
+        os.environ.update(_devices_here(job, count, start.nproc, of_roles=True))
     with _ready(job) as variables:
         from roll_batching.launch.on_ray.restarts import run_on_ray
 
-        with connected(start.address, max(count, os.cpu_count() or 1)):
+        seats = count + sum(len(job.own_devices(name) or ()) for name in job.roles)
+        with connected(start.address, max(seats, os.cpu_count() or 1)):
             failure = run_on_ray(job, count, variables, max_restarts=start.max_restarts)
     if failure is not None:
         raise RollBatchingError(failure)
 
 
-def _devices_here(job: JobConfig, count: int, nproc: int | None) -> dict[str, str]:
-    """The variable that shows the job's GPUs, of those of this machine; nothing on a machine without."""
-    from roll_batching.launch.devices import choose_devices, visible_devices
+def _devices_here(job: JobConfig, count: int, nproc: int | None, *, of_roles: bool = False) -> dict[str, str]:
+    """The variable that shows the ranks' GPUs, of those of this machine; nothing on a machine without.
+
+    With `of_roles` also those of roles that have others.
+    """
+    from roll_batching.launch.devices import choose_devices, devices_of_roles, visible_devices
 
     _require_torch()
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return visible_devices(choose_devices(job.actor_train.device_mapping, count, gpus, forced=nproc is not None))
+    chosen = choose_devices(job.actor_train.device_mapping, count, gpus, forced=nproc is not None)
+    others = devices_of_roles(job, chosen, gpus)
+    return visible_devices([*chosen, *(device for device in others if of_roles)])
 
 
 def _require_torch() -> None:

@@ -59,9 +59,27 @@ def visible_devices(devices: Sequence[int], environment: Mapping[str, str] = os.
     return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
-def roles_apart(config: JobConfig) -> list[str]:
-    """The roles that run on other devices than actor_train, servers that the job starts included."""
-    return [name for name, devices in _numbered(config).items() if devices != config.actor_train.device_mapping]
+def devices_of_roles(config: JobConfig, chosen: Sequence[int], gpus: int) -> list[int]:
+    """The GPUs of roles that do not share those that were `chosen` for the ranks; empty on a machine without.
+
+    Raises ConfigError for one that is not among the `gpus` of the machine, or that is chosen already.
+    """
+    found: list[int] = []
+    for name in config.roles if gpus else ():
+        own = config.own_devices(name) or ()
+        if missing := [device for device in own if device >= gpus]:
+            have = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+            raise ConfigError(
+                f"{name}.device_mapping names device {missing[0]}, but this machine has {have} (numbered from 0); "
+                "use another device_mapping"
+            )
+        if taken := sorted(set(own) & set(chosen)):
+            raise ConfigError(
+                f"--nproc asks for {len(chosen)} processes, which take device {taken[0]} of {name}.device_mapping: "
+                "name other devices there, or start as many processes as actor_train.device_mapping names"
+            )
+        found += [device for device in own if device not in found]
+    return found
 
 
 def role_devices(config: JobConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -7,6 +7,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from roll_batching.config import JobConfig
@@ -15,6 +16,7 @@ from roll_batching.launch.failures import describe, record_completion, record_fa
 from roll_batching.launch.logs import keep_log, named, note
 from roll_batching.lifetime import end_with_parent, forks_die_with_us
 from roll_batching.rl.folder import folder_of
+from roll_batching.rl.role_world import StartWorld, start_here
 
 
 def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None) -> None:
@@ -36,8 +38,15 @@ def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None
     record_completion(rank)
 
 
-def do_job(config: JobConfig, place: RankPlace, job: Callable[[JobConfig], None] | None = None) -> None:
+def do_job(
+    config: JobConfig,
+    place: RankPlace,
+    job: Callable[[JobConfig], None] | None = None,
+    start_world: StartWorld = start_here,
+) -> None:
     """Does the part of `place` in the job: returns when it is done, and raises what it failed with.
+
+    `start_world` starts the processes of roles that have devices of their own.
 
     What this process forks is bound to it, and a signal ends it at once without a word: who sent it speaks.
     """
@@ -46,7 +55,7 @@ def do_job(config: JobConfig, place: RankPlace, job: Callable[[JobConfig], None]
     forks_die_with_us()
     if job is None:
         keep_log(folder_of(config), place, resumes=bool(config.resume_from_checkpoint))
-        job, _store = _default_job(), _met(config, place)
+        job, _store = partial(_default_job(), start_world=start_world), _met(config, place)
     job(config)
     _leave()
 
@@ -57,7 +66,7 @@ def _met(config: JobConfig, place: RankPlace) -> object:
     return meet(place, config.actor_train.backend_timeout)
 
 
-def _default_job() -> Callable[[JobConfig], None]:
+def _default_job() -> Callable[..., None]:
     hide_known_warnings()
     from roll_batching.rl.job import run_job
 

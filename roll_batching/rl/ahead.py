@@ -65,7 +65,7 @@ class RolloutsAhead:
         self.config, self.strategy, self.stream = run.config, run.strategy, stream
         self.engine = uses_engine(run.config)
         self.parts = parts_of(self.config.async_generation_ratio, self.config.rollout_batch_size)
-        self.sampler = RoleClient(served, SAMPLER) if dist.get_rank() == 0 else None
+        self.sampler = RoleClient(served, SAMPLER, run.start_world) if dist.get_rank() == 0 else None
         self.folder = (weights_folder(self.config) if self.engine else folder_of(self.config)) / WEIGHTS
         self._made = 0
         self._prompts: list[Prompt] = []

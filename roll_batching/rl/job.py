@@ -18,12 +18,15 @@ from roll_batching.rl.from_config import Advantages, advantages_of, loss_of
 from roll_batching.rl.grpo import Grpo, Objective
 from roll_batching.rl.inputs import load_inputs
 from roll_batching.rl.layout_sampler import layout_sampler
+from roll_batching.rl.role_world import StartWorld, start_here
 from roll_batching.rl.run import Run
 from roll_batching.rl.supervised import train_on_texts, warm_up
 
 
-def run_job(config: JobConfig) -> None:
+def run_job(config: JobConfig, start_world: StartWorld = start_here) -> None:
     """Run the job that `config` describes, as one of its ranks. Every rank calls it.
+
+    `start_world` starts the processes of roles that have devices of their own.
 
     Leaves metrics, the resolved configuration and the learning curve in the run's folder. Raises ConfigError or
     DataError before the model is built when files or settings are wrong, and RankError or LossError, the same
@@ -39,7 +42,7 @@ def run_job(config: JobConfig) -> None:
     )
     with contextlib.ExitStack() as until_the_end:
         served = config if objective is None else until_the_end.enter_context(engine_servers(config))
-        run = Run(config, inputs, until_the_end)
+        run = Run(config, inputs, until_the_end, start_world)
         try:
             if config.warmup is not None:
                 warm_up(run)

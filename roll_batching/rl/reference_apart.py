@@ -21,6 +21,7 @@ from roll_batching.rl.folder import folder_of
 from roll_batching.rl.reference_child import Request
 from roll_batching.rl.role_client import Kind, RoleClient
 from roll_batching.rl.role_messages import Weights, patience_outside
+from roll_batching.rl.role_world import StartWorld, start_here
 from roll_batching.strategy import MegatronInferStrategy
 
 WEIGHTS = "reference_weights"
@@ -41,11 +42,13 @@ class ReferenceApart:
     same on all ranks, when they fail or may not be started again.
     """
 
-    def __init__(self, config: JobConfig, strategy: MegatronInferStrategy) -> None:
+    def __init__(
+        self, config: JobConfig, strategy: MegatronInferStrategy, start_world: StartWorld = start_here
+    ) -> None:
         self.config, self.strategy = config, strategy
         self.folder = folder_of(config) / WEIGHTS
         self._group, self._reports = strategy.layout.host_group, strategy.layout.reports
-        self._client = RoleClient(config, _REFERENCE) if dist.get_rank() == 0 else None
+        self._client = RoleClient(config, _REFERENCE, start_world) if dist.get_rank() == 0 else None
         self._source: Path | None = None
         self._number = 0
         self._homes: list[torch.Tensor] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,11 +43,16 @@ class Answer:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """One process of the reference's world; see `role_child.work`."""
+    """One process of the reference's world, as a child of the process that it works for."""
     die_with_parent(parent)  # before imports that take seconds
+    join(Connection(descriptor))
+
+
+def join(connection: Connection) -> None:
+    """One process of the reference's world; see `role_child.work`."""
     from roll_batching.rl.role_child import work
 
-    work(descriptor, _Reference)
+    work(connection, _Reference)
 
 
 class _Reference:

@@ -33,14 +33,13 @@ class Worker(Protocol):
         """The answer, on the world's first process; None on the others."""
 
 
-def work(descriptor: int, make: Callable[[JobConfig], Worker]) -> None:
+def work(connection: Connection, make: Callable[[JobConfig], Worker]) -> None:
     """Makes the worker of the job that the first message describes, then works until the other end closes.
 
     `make` joins the processes of the world that the environment names.
     """
     # Megatron says several times per process that it does without these; on a CPU it always does.
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
-    connection = Connection(descriptor)
     try:
         worker = make(JobConfig.model_validate(receive(connection)))
         first = dist.get_rank() == 0

@@ -7,7 +7,6 @@ answer that nobody waits for any more is not taken.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import shutil
 import sys
@@ -21,14 +20,15 @@ from typing import Any
 from roll_batching.config import JobConfig
 from roll_batching.config.engine_rules import SERVED, uses_engine
 from roll_batching.errors import DataError
-from roll_batching.rl.child_process import how_it_ended
 from roll_batching.rl.role_messages import Failed, Loaded, Ready, Request, Weights, receive, send
-from roll_batching.rl.role_world import DEVICES, RoleWorld
+from roll_batching.rl.role_world import StartWorld, World, start_here
 
 _SECONDS_BEFORE_NOTICE = 30.0
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_FOR_LAST_WORDS = 1.0
 """How long after the first of its processes failed the others may say why: it may be the cause."""
+_SECONDS_FOR_THE_CAUSE = 20.0
+"""How long when all that is known are connections lost to others."""
 _SECONDS_TO_START = 300.0
 """What building the model may take at least, however short `rollout_timeout` is."""
 
@@ -42,7 +42,7 @@ class Kind:
     name: str
     """And in messages."""
     module: str
-    """Whose `serve` its processes run."""
+    """Whose `join` its processes call."""
     asked: str
     """What requests hold."""
     given: str
@@ -64,16 +64,26 @@ class RoleClient:
     Args:
         config: the job.
         kind: which role.
+        start_world: what starts its processes, where it has devices of its own.
         notice_after: seconds of waiting after which, and again after twice as long, a notice says what for.
     """
 
-    def __init__(self, config: JobConfig, kind: Kind, *, notice_after: float = _SECONDS_BEFORE_NOTICE) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        kind: Kind,
+        start_world: StartWorld = start_here,
+        *,
+        notice_after: float = _SECONDS_BEFORE_NOTICE,
+    ) -> None:
         self.config, self.kind, self.notice_after = config, kind, notice_after
-        self.count = len(config.own_devices(kind.role) or (0,))
+        own = config.own_devices(kind.role)
+        self.count = 1 if own is None else len(own)
         """Processes."""
+        self._start_world = start_here if own is None else start_world
         self.restarts = 0
         """How often they were started again so far."""
-        self.world: RoleWorld | None = None
+        self.world: World | None = None
         self._asked: dict[int, Request] = {}
         self._weights: list[Weights] = []
         self._answers: dict[int, Any] = {}
@@ -92,12 +102,9 @@ class RoleClient:
 
     def start(self) -> None:
         """Starts the processes. They build their model while this one goes on."""
-        environment, devices = dict(os.environ), DEVICES[self.kind.role]
-        if self.kind is SAMPLER and self._asks_servers:
-            environment |= {"CUDA_VISIBLE_DEVICES": ""}  # it needs no device
-        elif devices in environment:
-            environment |= {"CUDA_VISIBLE_DEVICES": environment[devices]}
-        world = self.world = RoleWorld(self.kind.module, self.count, environment)
+        needs_none = self.kind is SAMPLER and self._asks_servers
+        variables = {"CUDA_VISIBLE_DEVICES": ""} if needs_none else {}
+        world = self.world = self._start_world(self.kind.role, self.kind.module, self.count, variables)
         self._heard, self._started, self._outbox = time.monotonic(), False, queue.SimpleQueue()
         with self._changed:
             self._failed = {}
@@ -182,19 +189,22 @@ class RoleClient:
         assert self.world is not None
         if not self._failed and not self.world.ended():
             return None
-        until = time.monotonic() + _SECONDS_FOR_LAST_WORDS
-        while time.monotonic() < until and len(self.world.ended()) < self.count:
+        began = time.monotonic()
+        while True:
+            ended, waited = self.world.ended(), time.monotonic() - began
+            with self._changed:
+                failed = dict(self._failed)
+            causes = [message.words for message in failed.values() if not message.aftermath]
+            silent = [rank for rank in sorted(ended) if rank not in failed]
+            limit = _SECONDS_FOR_LAST_WORDS if causes or silent else _SECONDS_FOR_THE_CAUSE
+            if waited > limit or len(ended) == self.count:
+                break
             time.sleep(_SECONDS_BETWEEN_LOOKS / 10)
-        ended = self.world.ended()
-        with self._changed:
-            failed = dict(self._failed)
-        causes = [message.words for message in failed.values() if not message.aftermath]
-        silent = [rank for rank in sorted(ended) if rank not in failed]
         if causes or not silent:
             words = causes or [message.words for message in failed.values()]
             raise DataError(f"{self.kind.name} ended: {words[0]}")
-        how, which = how_it_ended(ended[silent[0]]), f": rank {silent[0]} of its {self.count}"
-        return f"{self.kind.name} ended{which if self.count > 1 else ''} {how}; its output is above"
+        which = f": rank {silent[0]} of its {self.count}" if self.count > 1 else ""
+        return f"{self.kind.name} ended{which} {ended[silent[0]]}; its output is above"
 
     def _again(self, cause: str) -> None:
         """Starts it anew after `cause`, with the latest weights and what is still wanted, or raises DataError."""
@@ -216,7 +226,7 @@ class RoleClient:
         for message in (*latest, *wanted):
             self._outbox.put(message)
 
-    def _read(self, world: RoleWorld, rank: int) -> None:
+    def _read(self, world: World, rank: int) -> None:
         """In a thread of its own: what a process says, until it says no more."""
         with contextlib.suppress(EOFError, OSError):
             if rank:  # the first one hears more, from `_write`

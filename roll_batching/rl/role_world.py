@@ -6,10 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from typing import Protocol
 
-from roll_batching.rl.child_process import start_child
+from roll_batching.rl.child_process import how_it_ended, start_child
 
 DEVICES = {"actor_infer": "ROLL_BATCHING_SAMPLER_DEVICES", "reference": "ROLL_BATCHING_REFERENCE_DEVICES"}
 """By role: the variable by which rank 0 hears which devices are the role's, as CUDA_VISIBLE_DEVICES has them."""
@@ -17,12 +18,40 @@ _LAUNCHED = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLL_BATCHING_FAILURES", "ROLL_B
 """Variables that say which rank of the job a process is: these are none."""
 
 
-class RoleWorld:
-    """`count` new interpreters that run `serve` of `module`, as torchrun would start them as the ranks of one world.
+class World(Protocol):
+    """Processes that hold one model between them. None outlives the process that started them."""
 
-    They meet at a store that lives here, and none outlives this process. `environment` is this process's own, changed
-    as the role needs it.
+    @property
+    def connections(self) -> Sequence[Connection]:
+        """To each process, by rank."""
+
+    def ended(self) -> Mapping[int, str]:
+        """How those ended that have, by rank."""
+
+    def end(self) -> None:
+        """Ends all of them. Connections stay open, and say nothing more."""
+
+
+class StartWorld(Protocol):
+    """Starts the `count` processes of a `role`, each of which calls `join` of `module` with a connection to this one.
+
+    They know their ranks as torchrun would tell them; `variables` change their environment.
     """
+
+    def __call__(self, role: str, module: str, count: int, variables: Mapping[str, str]) -> World:
+        """The world, on its way. Raises DataError where it cannot be."""
+
+
+def start_here(role: str, module: str, count: int, variables: Mapping[str, str]) -> World:
+    """On this machine, on the devices that the launcher has named."""
+    environment = {**os.environ, **variables}
+    if DEVICES[role] in environment:
+        environment |= {"CUDA_VISIBLE_DEVICES": environment[DEVICES[role]], **variables}
+    return ChildWorld(module, count, environment)
+
+
+class ChildWorld:
+    """New interpreters that run `serve` of `module`. They meet at a store that lives here."""
 
     def __init__(self, module: str, count: int, environment: Mapping[str, str]) -> None:
         from torch.distributed import TCPStore
@@ -45,13 +74,13 @@ class RoleWorld:
         """Of the processes, by rank."""
         return [process.pid for process in self._processes]
 
-    def ended(self) -> dict[int, int]:
-        """Exit codes of the processes that have ended, by rank; negative for a signal."""
+    def ended(self) -> dict[int, str]:
+        """How those ended that have, by rank."""
         codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
-        return {rank: code for rank, code in codes.items() if code is not None}
+        return {rank: how_it_ended(code) for rank, code in codes.items() if code is not None}
 
     def end(self) -> None:
-        """Ends all processes, with their groups. Connections stay open, and say nothing more."""
+        """Ends all processes, with their groups."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -18,6 +18,7 @@ from roll_batching.rl.folder import EarlierRun, folder_of, held
 from roll_batching.rl.from_config import sampling_of, schedule_of, supervised_schedule_of
 from roll_batching.rl.inputs import JobInputs
 from roll_batching.rl.recorder import RunRecorder
+from roll_batching.rl.role_world import StartWorld, start_here
 from roll_batching.rl.rollout import start_reward
 from roll_batching.strategy import MegatronTrainStrategy
 
@@ -28,8 +29,14 @@ class Run:
     Building it is collective. What it takes is given back when `until_the_end` closes.
     """
 
-    def __init__(self, config: JobConfig, inputs: JobInputs, until_the_end: contextlib.ExitStack) -> None:
-        self.config, self.inputs = config, inputs
+    def __init__(
+        self,
+        config: JobConfig,
+        inputs: JobInputs,
+        until_the_end: contextlib.ExitStack,
+        start_world: StartWorld = start_here,
+    ) -> None:
+        self.config, self.inputs, self.start_world = config, inputs, start_world
         self.sampling = sampling_of(config, inputs.tokenizer)
         dp_size = config.dp_size(int(os.environ.get("WORLD_SIZE", "1")))
         self.texts_per_step = config.mini_batch_size(dp_size) // (2 if config.task == "dpo" else 1)

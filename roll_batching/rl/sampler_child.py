@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,11 +68,16 @@ class Answer:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """One process of the sampler's world; see `role_child.work`."""
+    """One process of the sampler's world, as a child of the process that it works for."""
     die_with_parent(parent)  # before imports that take seconds
+    join(Connection(descriptor))
+
+
+def join(connection: Connection) -> None:
+    """One process of the sampler's world; see `role_child.work`."""
     from roll_batching.rl.role_child import work
 
-    work(descriptor, _Sampler)
+    work(connection, _Sampler)
 
 
 class _Sampler:

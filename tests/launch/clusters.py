@@ -51,11 +51,11 @@ def _started(machines: list[dict[str, int]], tries: int = 4) -> Any:
 
 
 def ranks() -> list[psutil.Process]:
-    """The processes of all ranks that are actors, on this machine, oldest first."""
+    """The processes of all ranks that are actors, those of roles too, on this machine, oldest first."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied, IndexError):
-            if process.cmdline()[0].startswith("ray::Rank"):
+            if process.cmdline()[0].startswith(("ray::Rank", "ray::RoleRank")):
                 found.append(process)
     return sorted(found, key=lambda process: process.create_time())
 

@@ -128,6 +128,40 @@ def reward(completion):
 
 
 @pytest.mark.slow
+def test_roles_have_actors_of_their_own_which_are_started_again_and_change_no_bit(tmp_path, report):
+    """A sampler and a reference on devices of their own, on whichever machine; one process is killed, then rank 0."""
+    ours, theirs = tmp_path / "ray", tmp_path / "here"
+    ours.mkdir(), theirs.mkdir()
+    roles = {"use_kl_loss": True, "kl_loss_coef": 0.1, "warmup": None, "max_steps": 6, "rollout_samples": -1}
+    roles |= {"actor_train__device_mapping": [0], "reference": {"device_mapping": [3]}}
+    roles |= {"actor_infer": {"device_mapping": [1, 2]}}
+    code, said = done(theirs, *train(write_job(theirs, **SMALL, **roles), ranks=1), timeout=600)
+    assert code == 0, said
+    with cluster(2, 2) as made:
+        job = write_job(ours, **SMALL, **roles)
+        with started(ours, *on_ray(job, ranks=1, address=made.address)) as driver:
+            wait_for(lambda: steps_done(ours) > 1, 400)
+            assert len(ranks()) == 4
+            next(one for one in ranks() if "RoleRank" in one.cmdline()[0]).kill()
+            assert driver.wait(timeout=400) == 0, (ours / "said").read_text()
+        wait_for(lambda: not ranks(), LIMIT)
+        long = write_job(tmp_path, **SMALL, **roles | {"max_steps": 10_000, "exp_name": "long"})
+        with started(tmp_path, *on_ray(long, ranks=1, address=made.address)) as driver:
+            wait_for((tmp_path / "runs" / "long" / "metrics.jsonl").exists, 400)
+            next(one for one in ranks() if "RoleRank" not in one.cmdline()[0]).kill()
+            assert driver.wait(timeout=LIMIT) == 1
+            wait_for(lambda: not ranks(), LIMIT)
+    said = (ours / "said").read_text()
+    assert "actor_infer placed by Ray: " in said and "reference placed by Ray: rank 0 on " in said
+    assert re.search(r"the (sampler|reference) ended(: rank [01] of its 2)? with its process: ", said), said
+    restarts = {"sampler_restarts", "reference_restarts"}
+    assert [{k: v for k, v in row.items() if k not in restarts} for row in rows(ours)] == [
+        {k: v for k, v in row.items() if k not in restarts} for row in rows(theirs)
+    ]
+    report("a sampler and a reference as actors of their own, one killed: the rows of processes on one machine")
+
+
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job(two_machines, tmp_path, report):
     with started(tmp_path, *on_ray(write_job(tmp_path, **LONG), address=two_machines.address)) as driver:
         wait_for(lambda: steps_done(tmp_path) > 5, 300)

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from roll_batching.commands.train import Launcher, _Start, run_command
 from roll_batching.config import JobConfig, load_config
 from roll_batching.data.texts import Prompt
 from roll_batching.errors import ConfigError
@@ -284,13 +283,6 @@ def test_a_sampler_may_have_a_device_of_its_own():
     assert role_devices(load_config(file), {}) == {}
     with pytest.raises(ConfigError, match="device 2 is not there: CUDA_VISIBLE_DEVICES=4,5 shows 2"):
         role_devices(job, {"CUDA_VISIBLE_DEVICES": "4,5"})
-    with pytest.raises(ConfigError, match="which --launcher ray has no room for"):
-        run_command(
-            "train",
-            file,
-            ["actor_infer.device_mapping=[2]"],
-            _Start(nproc=1, launcher=Launcher.ray, address="local", max_restarts=0),
-        )
 
 
 def test_keys_without_effect_get_a_notice():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -16,21 +15,21 @@ import torch
 
 from roll_batching.config import JobConfig, load_config
 from roll_batching.errors import ConfigError
-from roll_batching.launch.devices import devices_under_torchrun, role_devices
+from roll_batching.launch.devices import devices_of_roles, devices_under_torchrun, role_devices
 from roll_batching.observe.metrics_file import read_metrics
 from roll_batching.rl.role_client import SAMPLER, RoleClient
-from roll_batching.rl.role_world import DEVICES
+from roll_batching.rl.role_world import DEVICES, ChildWorld
 from tests.observe.rows import TIMES
 from tests.rl.jobs import settings, write_data
 from tests.rl.test_ahead import trained_on
+from tests.rl.worlds import MARK, left_of
 from tests.support.own_attention import MaskedSoftmax
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.layouts
 
 RUN = "tests.rl.jobs:run"
-MARK = "ROLL_BATCHING_OWN_DEVICES_TEST"
-"""Variable by which processes of a test are told from others."""
+WORLDS = "tests.rl.worlds:"
 HERE = "tests.rl.test_own_devices:"
 APART = {"staleness_mean", "staleness_max", "dropped_samples", "queue_depth", "sampler_restarts"} | TIMES
 APART |= {"reference_restarts"}
@@ -69,34 +68,7 @@ def run(count: int, job: dict[str, Any], **options: Any) -> list[Any]:
     return run_ranks(count, RUN, job, timeout=600, env={MARK: job["output_dir"]}, **options)
 
 
-def left_of(folder: Path) -> list[psutil.Process]:
-    """Processes that jobs in `folder` have started, and that live."""
-    found = []
-    for one in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if one.environ().get(MARK) == str(folder / "runs") and one.status() != psutil.STATUS_ZOMBIE:
-                found.append(one)
-    return found
-
-
 # ---- what goes wrong
-
-
-def kills_a_rank(completion: Any, folder: str, role: str, rank: int) -> float:
-    """The length; at the 15th call a process of the role's world is killed, once."""
-    calls, done = Path(folder) / "calls", Path(folder) / "killed"
-    with calls.open("a") as file:
-        file.write(".")
-    if calls.stat().st_size >= 15 and not done.exists():
-        done.touch()
-        world = [one for one in left_of(Path(folder)) if f"{role}_child" in " ".join(one.cmdline())]
-        next(one for one in world if one.environ()["RANK"] == str(rank)).kill()
-        time.sleep(3)
-    return completion.tokens / 10
-
-
-def refuses(completion: Any) -> float:
-    raise ValueError("no reward today")
 
 
 class FailsOnRankOne(MaskedSoftmax):
@@ -117,7 +89,7 @@ def end_with_a_world(payload: dict[str, Any]) -> None:
     """On a rank: a sampler's world is started, its processes are told, and this one is killed."""
     client = RoleClient(JobConfig.model_validate(payload), SAMPLER)
     client.start()
-    assert client.world is not None
+    assert isinstance(client.world, ChildWorld)
     (Path(payload["output_dir"]).parent / "pids").write_text(json.dumps(client.world.pids))
     time.sleep(2)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -136,7 +108,7 @@ def test_a_sampler_that_takes_turns_writes_the_rows_of_a_policy_that_samples_its
         "apart",
         actor_train__strategy_args=TP2,
         actor_infer={"device_mapping": [2, 3]},
-        reward_function=f"{HERE}kills_a_rank",
+        reward_function=f"{WORLDS}kills_a_rank",
         reward_args=killing,
     )
     outcomes = run(2, job, check=False)
@@ -165,7 +137,7 @@ def test_a_sampler_of_several_processes_draws_ahead_in_a_layout_of_its_own(folde
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"reward_function": f"{HERE}refuses"}, "DataError: reward function"),
+        ({"reward_function": f"{WORLDS}refuses"}, "DataError: reward function"),
         (
             {"actor_train__strategy_args__strategy_config": {"attention_backend": f"{HERE}FailsOnRankOne"}},
             "ValueError: this process alone cannot attend",
@@ -203,7 +175,7 @@ def test_a_reference_on_its_own_devices_writes_the_rows_of_one_that_shares(folde
     layout = {"strategy_config": {"pipeline_model_parallel_size": 2}}
     apart = {"reference": {"device_mapping": "2-3", "strategy_args": layout}, **divergence}
     killing = {"folder": str(folder), "role": "reference", "rank": 1}
-    dying = {"reward_function": f"{HERE}kills_a_rank", "reward_args": killing}
+    dying = {"reward_function": f"{WORLDS}kills_a_rank", "reward_args": killing}
     outcomes = run(2, job_of(folder, "apart", **apart, **dying), check=False)
     assert [outcome.returncode for outcome in outcomes] == [0, 0], outcomes[0].output
     assert "the reference ended: rank 1 of its 2 by signal 9 (SIGKILL)" in outcomes[0].output, outcomes[0].output
@@ -253,3 +225,8 @@ def test_a_job_says_which_processes_get_which_devices() -> None:
     assert devices_under_torchrun(load_config(DEMO), several) == {}
     with pytest.raises(ConfigError, match="torchrun has started ranks on several"):
         devices_under_torchrun(job, several)
+    assert devices_of_roles(job, [0, 1], gpus=6) == [4, 5, 2] and devices_of_roles(job, [], gpus=0) == []
+    with pytest.raises(ConfigError, match="actor_infer.device_mapping names device 5, but this machine has 5 GPUs"):
+        devices_of_roles(job, [0, 1], gpus=5)
+    with pytest.raises(ConfigError, match="take device 2 of reference.device_mapping"):
+        devices_of_roles(job, [0, 1, 2], gpus=6)

@@ -69,7 +69,7 @@ class Ranks:
         self.failure = cause(failures) if failures else None
         return [answers[rank] for rank in sorted(answers)]
 
-    def settle(self, seats: Sequence[Seat], caught: Sequence[object] = ()) -> list[dict[str, str]]:
+    def settle(self, seats: Sequence[Seat], caught: Sequence[object] = (), who: str = "") -> list[dict[str, str]]:
         """Brings all ranks into this process's folder, says where they are, and opens the store where they will meet.
 
         Returns the variables that tell each rank its place; nothing where one has failed or a signal was `caught`.
@@ -78,7 +78,7 @@ class Ranks:
         if self.failure is not None or caught:
             return []
         self.whereabouts = found
-        _tell(seats, found)
+        _tell(seats, found, who)
         port = self.ask("open_store", [()], caught)
         return _places(seats, found, *port) if self.failure is None and not caught else []
 
@@ -93,7 +93,7 @@ class Ranks:
             init_failed = getattr(error, "actor_init_failed", False)
             return Failure(
                 rank=rank,
-                message=f"rank {rank}{where} ended without a message: {_reason(error)}",
+                message=f"rank {rank}{where} ended without a message: {reason_of(error)}",
                 nanoseconds=time.time_ns(),
                 agreed=True,
                 silent=True,
@@ -161,17 +161,17 @@ def _places(seats: Sequence[Seat], found: Sequence[Whereabouts], port: int) -> l
     return places
 
 
-def _tell(seats: Sequence[Seat], found: Sequence[Whereabouts]) -> None:
-    """One line: which ranks run where."""
+def _tell(seats: Sequence[Seat], found: Sequence[Whereabouts], who: str) -> None:
+    """One line: which ranks, of `who`, run where."""
     told = []
     for _, together in groupby(seats, key=lambda seat: seat.node):
         ranks = [seat.rank for seat in together]
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
         told.append(f"{named} on {found[ranks[0]].host} ({found[ranks[0]].address})")
-    print(f"placed by Ray: {', '.join(told)}", file=sys.stderr, flush=True)
+    print(f"{who and who + ' '}placed by Ray: {', '.join(told)}", file=sys.stderr, flush=True)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """The part of Ray's words that says what happened to this actor."""
     text = str(error)
     start = text.find("The actor ", text.find("\n") + 1)

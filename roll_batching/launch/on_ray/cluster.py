@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roll_batching.errors import ConfigError, RollBatchingError
@@ -131,34 +131,50 @@ class Room:
     """Each rank has a GPU; else a CPU of Ray's count."""
     cpus: Mapping[str, float]
     """CPUs of each machine, by its id."""
+    roles: Mapping[str, list[Seat]] = field(default_factory=dict)
+    """Seats of the roles that have devices of their own."""
 
 
 @contextlib.contextmanager
-def room_for(count: int, tp_size: int, minutes: float, stopped: Callable[[], bool]) -> Iterator[Room | None]:
+def room_for(
+    count: int,
+    tp_size: int,
+    minutes: float,
+    stopped: Callable[[], bool],
+    roles: Mapping[str, tuple[int, int]] | None = None,
+) -> Iterator[Room | None]:
     """Room for `count` ranks, taken in one piece, so that two jobs never wait for each other's half.
 
-    Each tensor-parallel group lies on one machine where any machine is large enough; else a notice says that it does
-    not. Waits up to `minutes` for devices that are in use or still to come, and says so; gives None when `stopped`
-    says so meanwhile. Raises RollBatchingError when there is still no room then.
+    `roles` are those with devices of their own: how many, and the size of their tensor-parallel groups. They are part
+    of the piece. Each tensor-parallel group lies on one machine where any machine is large enough; else a notice says
+    that it does not. Waits up to `minutes` for devices that are in use or still to come, and says so; gives None when
+    `stopped` says so meanwhile. Raises RollBatchingError when there is still no room then.
     """
     import ray
 
     found = machines()
     on_gpus = any(machine.gpus for machine in found)
     roomiest = max(machine.room(on_gpus) for machine in found)
-    size = bundle_size(tp_size, roomiest)
-    if size < tp_size:
-        _say(
-            f"no machine of this Ray has room for a tensor-parallel group of {tp_size}: it spans machines, {size} each"
-        )
-    devices = {"CPU": size, "GPU": size} if on_gpus else {"CPU": size}
-    group = ray.util.placement_group([devices] * (count // size), strategy="PACK")
+    worlds = {"": (count, tp_size), **(roles or {})}
+    sizes = {name: bundle_size(tp, roomiest) for name, (_, tp) in worlds.items()}
+    for name, (_, tp) in worlds.items():
+        if sizes[name] < tp:
+            whose = f" of {name}" if name else ""
+            said = f"no machine of this Ray has room for a tensor-parallel group{whose} of {tp}"
+            _say(f"{said}: it spans machines, {sizes[name]} each")
+    bundles = [sizes[name] for name, (ranks, _) in worlds.items() for _ in range(ranks // sizes[name])]
+    devices = [{"CPU": size, "GPU": size} if on_gpus else {"CPU": size} for size in bundles]
+    group = ray.util.placement_group(devices, strategy="PACK")
     try:
-        if _ready(group, count, on_gpus, minutes, stopped):
+        if _ready(group, sum(bundles), on_gpus, minutes, stopped):
             nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-            places = seats([nodes[bundle] for bundle in range(count // size)], size)
             cpus = {machine.node: machine.cpus for machine in machines()}
-            yield Room(group=group, seats=places, on_gpus=on_gpus, cpus=cpus)
+            places, first = {}, 0
+            for name, (ranks, _) in worlds.items():
+                own = [nodes[first + bundle] for bundle in range(ranks // sizes[name])]
+                places[name] = [replace(seat, bundle=first + seat.bundle) for seat in seats(own, sizes[name])]
+                first += len(own)
+            yield Room(group=group, seats=places.pop(""), on_gpus=on_gpus, cpus=cpus, roles=places)
         else:
             yield None
     finally:

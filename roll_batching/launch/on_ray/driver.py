@@ -10,6 +10,7 @@ from roll_batching.launch.failures import Failure
 from roll_batching.launch.on_ray.actors import started
 from roll_batching.launch.on_ray.cluster import room_for
 from roll_batching.launch.on_ray.rank import Whereabouts
+from roll_batching.launch.on_ray.worlds import Worlds
 
 
 def attempt(
@@ -25,16 +26,18 @@ def attempt(
     by which rank 0 must see the run's folder as it is seen here. No rank is alive afterwards.
     """
     minutes = job.actor_train.backend_timeout
-    tp_size = job.actor_train.strategy_args.strategy_config.tensor_model_parallel_size
-    with room_for(count, tp_size, minutes, lambda: bool(caught)) as room:
+    tp_size = {name: role.strategy_args.strategy_config.tensor_model_parallel_size for name, role in job.roles.items()}
+    roles = {name: (len(own), tp_size[name]) for name in job.roles if (own := job.own_devices(name)) is not None}
+    with room_for(count, tp_size["actor_train"], minutes, lambda: bool(caught), roles) as room:
         if room is None:
             return None
         with started(room, variables) as ranks:
             places = ranks.settle(room.seats, caught)
             if places and shared is not None and ranks.ask("sees", [shared], caught) == [False]:
                 return _not_shared(shared[0], ranks.whereabouts[0])
+            worlds = Worlds(room, variables)
             if places and ranks.failure is None and not caught:
-                ranks.ask("run", [(job, own) for own in places], caught)
+                ranks.ask("run", [(job, own, worlds) for own in places], caught)
             return ranks.failure
 
 

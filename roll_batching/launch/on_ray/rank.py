@@ -13,6 +13,7 @@ from roll_batching.config import JobConfig
 from roll_batching.launch.environment import rank_place
 from roll_batching.launch.failures import Failure, describe
 from roll_batching.launch.logs import note
+from roll_batching.rl.role_world import StartWorld
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +68,15 @@ class Rank:
         path = Path(file)
         return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(text)
 
-    def run(self, config: JobConfig, variables: Mapping[str, str]) -> Failure | None:
-        """Does this rank's part of the job; None when it is done, else why it failed."""
+    def run(self, config: JobConfig, variables: Mapping[str, str], start_world: StartWorld) -> Failure | None:
+        """Does this rank's part of the job; None when it is done, else why it failed. `start_world` as for `do_job`."""
         from roll_batching.launch.worker import do_job
 
         os.environ.update(variables)
         try:
             place = rank_place()
             assert place is not None, "a rank has a place"
-            do_job(config, place)
+            do_job(config, place, start_world=start_world)
         except BaseException as error:  # whatever it was, it must reach the driver
             failure = describe(self.number, error)
             note(failure.frames + failure.line)

@@ -1,0 +1,41 @@
+"""Rewards for jobs whose roles have processes of their own, and who those processes are; quick to import."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MARK = "ROLL_BATCHING_OWN_DEVICES_TEST"
+"""Variable by which processes of a test are told from others."""
+
+
+def left_of(folder: Path) -> list[psutil.Process]:
+    """Processes that jobs in `folder` have started, and that live."""
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if one.environ().get(MARK) == str(folder / "runs") and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
+    return found
+
+
+def kills_a_rank(completion: Any, folder: str, role: str, rank: int) -> float:
+    """The length; at the 15th call a process of the role's world is killed, once."""
+    calls, done = Path(folder) / "calls", Path(folder) / "killed"
+    with calls.open("a") as file:
+        file.write(".")
+    if calls.stat().st_size >= 15:
+        with contextlib.suppress(FileExistsError):
+            done.touch(exist_ok=False)
+            world = [one for one in left_of(Path(folder)) if f"{role}_child" in " ".join(one.cmdline())]
+            next(one for one in world if one.environ()["RANK"] == str(rank)).kill()
+            time.sleep(3)
+    return completion.tokens / 10
+
+
+def refuses(completion: Any) -> float:
+    raise ValueError("no reward today")
