@@ -76,7 +76,7 @@ class WeightGroup:
 
     def abort(self) -> None:
         """Ends it at once, whatever it waits for."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, AttributeError):  # gloo's of older versions knows no such word
             self._group.abort()
 
 

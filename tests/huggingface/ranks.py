@@ -125,6 +125,33 @@ def streamed(strategy: Any, written: str, bucket_bytes: int = 20_000) -> list[in
     return sizes
 
 
+def beyond_fp16(payload: tuple[str, Layout, str]) -> list[str]:
+    """What writing and streaming say of a model with values beyond the precision of its files, fp16."""
+    from roll_batching.distributed import consensus
+    from roll_batching.errors import RankError
+    from roll_batching.strategy.tensor_stream import TensorStream
+
+    directory, layout, target = payload
+    strategy = strategy_of(directory, layout)
+    with torch.no_grad():
+        for name, parameter in strategy.state.chunks[0].named_parameters():
+            if name.endswith("final_layernorm.weight"):
+                parameter.fill_(1e6)
+    said = []
+    try:
+        strategy.export(target)
+    except RankError as error:
+        said.append(str(error))
+    try:
+        for bucket in TensorStream(strategy.state, directory, 20_000).buckets():
+            with consensus(strategy.layout.host_group, "streaming"):
+                if bucket.error is not None:
+                    raise bucket.error
+    except RankError as error:
+        said.append(str(error))
+    return said
+
+
 def _greedy(strategy: Any, new_tokens: int) -> list[list[int]]:
     from roll_batching.strategy import GenerationSettings
 

@@ -81,6 +81,21 @@ def test_what_was_trained_is_loaded_by_transformers(tmp_path, report):
     assert gap < 1e-5 and moved > 1e-2
 
 
+@pytest.mark.slow
+@pytest.mark.bad_input
+def test_values_beyond_the_precision_of_the_files_are_named_on_all_ranks(tmp_path, report):
+    """Those of the last stage: both ranks hear of them, whether files are written or tensors streamed."""
+    tiny.write_model(tmp_path / "model", "qwen3", torch.float16)
+    tiny.write_tokenizer(tmp_path / "model")
+    payload = (str(tmp_path / "model"), Layout(pp=2), str(tmp_path / "written"))
+    first, second = run_ranks(2, "tests.huggingface.ranks:beyond_fp16", payload)
+    assert first == second and len(first) == 2
+    for text in first:
+        assert "rank 1: CheckpointError: model.norm.weight has values beyond fp16" in text
+    assert not (tmp_path / "written").exists()
+    report("; ".join(first))
+
+
 @pytest.mark.bad_input
 def test_a_folder_that_is_there_is_left_alone(tmp_path, report):
     tiny.write_model(tmp_path / "model", "llama3")
