@@ -208,7 +208,7 @@ def _ready(job: JobConfig) -> Iterator[Mapping[str, str]]:
 
 def _try_reward(job: JobConfig) -> None:
     """Raises ConfigError when the reward function cannot be imported: said here, once, and before anything is built."""
-    from roll_batching.rl.reward_pool import reward_of
+    from roll_batching.rl.rewards.pool import reward_of
 
     reward = reward_of(job)
     if reward is not None:

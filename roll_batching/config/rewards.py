@@ -26,13 +26,13 @@ REWARDS: Registry[Entry] = Registry(
     ),
     Entry(
         name="math_verify",
-        target="roll_batching.rl.reward_math:math_verify",
+        target="roll_batching.rl.rewards.mathematics:math_verify",
         summary="1 when the response's answer equals the right one as mathematics (the library math-verify, extra "
         "`math`); reward_args `after`, such as `</think>`",
     ),
     Entry(
         name="code_tests",
-        target="roll_batching.rl.reward_code:code_tests",
+        target="roll_batching.rl.rewards.code:code_tests",
         summary="the share of its tests that the response's code passes. Runs what the model wrote: off until "
         "reward_args `run` says how (docs/rewards.md)",
     ),

@@ -87,7 +87,7 @@ def role_devices(config: JobConfig, environment: Mapping[str, str] = os.environ)
 
     Raises ConfigError where a role names one that is not there.
     """
-    from roll_batching.rl.role_world import DEVICES
+    from roll_batching.rl.roles.world import DEVICES
 
     return {
         DEVICES[name]: visible_devices(devices, environment)["CUDA_VISIBLE_DEVICES"]

@@ -16,7 +16,7 @@ from roll_batching.launch.failures import describe, record_completion, record_fa
 from roll_batching.launch.logs import keep_log, named, note
 from roll_batching.lifetime import end_with_parent, forks_die_with_us
 from roll_batching.rl.folder import folder_of
-from roll_batching.rl.role_world import StartWorld, start_here
+from roll_batching.rl.roles.world import StartWorld, start_here
 
 
 def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None) -> None:

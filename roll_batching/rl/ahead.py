@@ -27,15 +27,15 @@ from roll_batching.data.rollout_queue import QueueFigures
 from roll_batching.data.texts import Prompt
 from roll_batching.distributed import consensus
 from roll_batching.observe.metrics_file import Row
-from roll_batching.rl.engine_client import joined
-from roll_batching.rl.engine_weights import weights_folder
+from roll_batching.rl.engine.client import joined
+from roll_batching.rl.engine.weights import weights_folder
 from roll_batching.rl.folder import folder_of
 from roll_batching.rl.prompts import Prompts, prompt_stream
-from roll_batching.rl.role_client import SAMPLER, RoleClient
-from roll_batching.rl.role_messages import Weights, patience_outside
+from roll_batching.rl.roles.client import SAMPLER, RoleClient
+from roll_batching.rl.roles.messages import Weights, patience_outside
+from roll_batching.rl.roles.sampler import Answer, Request
 from roll_batching.rl.rollout import StepScores
 from roll_batching.rl.run import Run
-from roll_batching.rl.sampler_child import Answer, Request
 from roll_batching.rl.seeds import step_seed
 
 WEIGHTS = "weights"

@@ -26,7 +26,7 @@ from roll_batching.distributed import consensus
 from roll_batching.errors import CheckpointError, RollBatchingError
 from roll_batching.planning import ParallelDims
 from roll_batching.rl.folder import EarlierRun
-from roll_batching.rl.reference_apart import ReferenceApart
+from roll_batching.rl.roles.reference_apart import ReferenceApart
 from roll_batching.rl.running import Resumable
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.checkpoint import check_saving, write_state

@@ -9,7 +9,7 @@ import numpy as np
 
 from roll_batching.data.texts import PromptDataset
 from roll_batching.data.tokenizers import Tokenizer
-from roll_batching.rl.reward_pool import RewardPool
+from roll_batching.rl.rewards.pool import RewardPool
 from roll_batching.rl.rollout import Source, generate_rollouts, score_rollouts
 from roll_batching.rl.rows import means_of_domains
 from roll_batching.rl.seeds import evaluation_seed

@@ -24,7 +24,7 @@ from roll_batching.rl.comparison import ModeComparison
 from roll_batching.rl.evaluation import Evaluator
 from roll_batching.rl.from_config import Advantages, sampling_of
 from roll_batching.rl.prompts import prompt_stream
-from roll_batching.rl.reference_apart import ReferenceApart
+from roll_batching.rl.roles.reference_apart import ReferenceApart
 from roll_batching.rl.rollout import CopySource, Rollouts, StepScores, generate_rollouts, score_rollouts
 from roll_batching.rl.rows import comparison_row, merged, offload_row, score_row, timeline_row, update_row
 from roll_batching.rl.run import Run

@@ -40,7 +40,7 @@ from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 from roll_batching.errors import ConfigError, DataError
 from roll_batching.observe.reading import ReadingProgress
 from roll_batching.planning.arrays import Ints
-from roll_batching.rl.reward_pool import RewardPool, reward_of
+from roll_batching.rl.rewards.pool import RewardPool, reward_of
 
 logger = logging.getLogger(__name__)
 

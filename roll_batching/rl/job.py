@@ -11,14 +11,14 @@ from roll_batching.config.supervised import supervised
 from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import start_processes
 from roll_batching.observe.trackers import tracker_of
-from roll_batching.rl.engine_sampler import engine_sampler
-from roll_batching.rl.engine_servers import engine_servers
+from roll_batching.rl.engine.sampler import engine_sampler
+from roll_batching.rl.engine.servers import engine_servers
 from roll_batching.rl.export import export_at_the_end
 from roll_batching.rl.from_config import Advantages, advantages_of, loss_of
 from roll_batching.rl.grpo import Grpo, Objective
 from roll_batching.rl.inputs import load_inputs
-from roll_batching.rl.layout_sampler import layout_sampler
-from roll_batching.rl.role_world import StartWorld, start_here
+from roll_batching.rl.roles.layout_sampler import layout_sampler
+from roll_batching.rl.roles.world import StartWorld, start_here
 from roll_batching.rl.run import Run
 from roll_batching.rl.supervised import train_on_texts, warm_up
 

@@ -21,8 +21,8 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
 from roll_batching.observe.metrics_file import Row
 from roll_batching.planning import batch_balance
-from roll_batching.rl.reward_pool import RewardPool
 from roll_batching.rl.rewards import Completion, Scored
+from roll_batching.rl.rewards.pool import RewardPool
 from roll_batching.strategy import GenerationSettings
 from roll_batching.strategy.offload import Moved
 

@@ -18,7 +18,7 @@ from roll_batching.rl.folder import EarlierRun, folder_of, held
 from roll_batching.rl.from_config import sampling_of, schedule_of, supervised_schedule_of
 from roll_batching.rl.inputs import JobInputs
 from roll_batching.rl.recorder import RunRecorder
-from roll_batching.rl.role_world import StartWorld, start_here
+from roll_batching.rl.roles.world import StartWorld, start_here
 from roll_batching.rl.rollout import start_reward
 from roll_batching.strategy import MegatronTrainStrategy
 

@@ -18,7 +18,7 @@ from roll_batching.rl.evaluation import Evaluation, Evaluator
 from roll_batching.rl.folder import CONFIG, MODEL
 from roll_batching.rl.from_config import sampling_of
 from roll_batching.rl.inputs import load_tokenizer
-from roll_batching.rl.reward_pool import reward_of
+from roll_batching.rl.rewards.pool import reward_of
 from roll_batching.rl.rollout import Rollouts, generate_rollouts
 from roll_batching.rl.seeds import answers_seed
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy

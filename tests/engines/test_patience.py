@@ -32,7 +32,7 @@ def silent_on_rank_1(payload):
     from roll_batching.data import SampleBatch
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
-    from roll_batching.rl import engine_client
+    from roll_batching.rl.engine import client as asking
     from roll_batching.strategy import GenerationSettings
 
     class Silent(Replicas):
@@ -40,9 +40,9 @@ def silent_on_rank_1(payload):
             time.sleep(60 * layout.dp_rank)
             return []
 
-    engine_client._MARGIN = 1.0
+    asking._MARGIN = 1.0
     layout = make_layout(ParallelDims(dp_size=2), start_processes())
-    client = engine_client.EngineClient(JobConfig.model_validate(payload), layout)
+    client = asking.EngineClient(JobConfig.model_validate(payload), layout)
     client.engine = Silent(["http://here"], VLLM(), EngineLimits(seconds=0.1, retries=0))
     prompts = SampleBatch.from_lists({"input_ids": [torch.ones(3, dtype=torch.int64)]}, {"input_ids": "token"})
     began = time.monotonic()

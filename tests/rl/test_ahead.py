@@ -20,9 +20,9 @@ from roll_batching.errors import ConfigError
 from roll_batching.launch.devices import role_devices
 from roll_batching.observe.metrics_file import read_metrics
 from roll_batching.rl.ahead import parts_of
-from roll_batching.rl.role_client import SAMPLER, RoleClient
-from roll_batching.rl.role_world import DEVICES
-from roll_batching.rl.sampler_child import Request
+from roll_batching.rl.roles.client import SAMPLER, RoleClient
+from roll_batching.rl.roles.sampler import Request
+from roll_batching.rl.roles.world import DEVICES
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 

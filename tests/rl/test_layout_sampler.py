@@ -24,7 +24,7 @@ def _worker(sizes: dict[str, Any], options: dict[str, Any]) -> Any:
 
 def _models(options: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
     """What trains, what answers in its own way, and the samplers beside it."""
-    from roll_batching.rl.layout_sampler import LayoutSampler
+    from roll_batching.rl.roles.layout_sampler import LayoutSampler
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.experts import let_experts_run
     from tests.support.models import fill

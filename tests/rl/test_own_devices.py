@@ -17,8 +17,8 @@ from roll_batching.config import JobConfig, load_config
 from roll_batching.errors import ConfigError
 from roll_batching.launch.devices import devices_of_roles, devices_under_torchrun, role_devices
 from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.role_client import SAMPLER, RoleClient
-from roll_batching.rl.role_world import DEVICES, ChildWorld
+from roll_batching.rl.roles.client import SAMPLER, RoleClient
+from roll_batching.rl.roles.world import DEVICES, ChildWorld
 from tests.observe.rows import TIMES
 from tests.rl.jobs import settings, write_data
 from tests.rl.test_ahead import trained_on

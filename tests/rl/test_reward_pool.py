@@ -13,10 +13,10 @@ import pytest
 from roll_batching.config import ConfigFileError, config_from_dict
 from roll_batching.errors import ConfigError, DataError
 from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.reward_code import check_run, code_tests
-from roll_batching.rl.reward_pool import RewardDomain, RewardPool, reward_of
-from roll_batching.rl.reward_process import RewardLimits
 from roll_batching.rl.rewards import Completion, exact_match
+from roll_batching.rl.rewards.code import check_run, code_tests
+from roll_batching.rl.rewards.pool import RewardDomain, RewardPool, reward_of
+from roll_batching.rl.rewards.process import RewardLimits
 from tests.launch.commands import wait_for
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
@@ -84,7 +84,7 @@ def test_a_process_that_was_killed_between_two_calls_is_started_again(capfd):
     with RewardPool(RewardDomain(path=HERE + "one"), workers=2) as pool:
         pool.score([completion() for _ in range(4)], range(4), seed=0)
         for child in psutil.Process().children():
-            if "reward_child" in " ".join(child.cmdline()):
+            if "rewards.child" in " ".join(child.cmdline()):
                 child.kill()
                 while child.status() != psutil.STATUS_ZOMBIE:  # ended, and the pool's to hear of
                     time.sleep(0.01)
@@ -145,7 +145,7 @@ def test_exact_match():
 )
 def test_math_verify(answer, response, reward, has_answer):
     pytest.importorskip("math_verify")
-    from roll_batching.rl.reward_math import math_verify
+    from roll_batching.rl.rewards.mathematics import math_verify
 
     score = math_verify(completion(response, answer=answer))
     assert (score.reward, score.marks) == (reward, {"has_answer": has_answer})
@@ -185,7 +185,7 @@ def test_code_against_tests(code, reward):
 def test_code_ends_with_the_process_that_runs_it(tmp_path):
     code = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     arguments = {"run": "subprocess", "seconds": 300}
-    domain = RewardDomain(path="roll_batching.rl.reward_code:code_tests", arguments=arguments)
+    domain = RewardDomain(path="roll_batching.rl.rewards.code:code_tests", arguments=arguments)
     with RewardPool(domain, limits=RewardLimits(seconds=5)) as pool:
         with pytest.raises(DataError, match="did not return within 5 s"):
             pool.score([wrote(code)], [0], seed=0)
@@ -239,7 +239,7 @@ def test_no_container_outlives_its_limit_or_the_process_that_judges(tmp_path):
 
     assert code_tests(wrote(code), run=run, seconds=3).reward == 0
     is_gone()
-    path, arguments = "roll_batching.rl.reward_code:code_tests", {"run": run, "seconds": 300}
+    path, arguments = "roll_batching.rl.rewards.code:code_tests", {"run": run, "seconds": 300}
     with RewardPool(RewardDomain(path=path, arguments=arguments), limits=RewardLimits(seconds=5)) as pool:
         with pytest.raises(DataError, match="did not return within 5 s"):
             pool.score([wrote(code)], [0], seed=0)
@@ -257,7 +257,7 @@ def test_code_does_not_run_unless_asked():
         ({"run": "docker"}, "a command as a list of words"),
         (named, "leave --name out"),
     ):
-        with RewardPool(RewardDomain(path="roll_batching.rl.reward_code:code_tests", arguments=arguments)) as pool:
+        with RewardPool(RewardDomain(path="roll_batching.rl.rewards.code:code_tests", arguments=arguments)) as pool:
             with pytest.raises(ConfigError, match=words):
                 pool.start()
     check_run("subprocess", seconds=3)

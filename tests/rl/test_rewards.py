@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from roll_batching.errors import ConfigError, DataError
-from roll_batching.rl.reward_pool import RewardDomain, RewardPool
-from roll_batching.rl.reward_process import RewardLimits
 from roll_batching.rl.rewards import Completion, final_answer
+from roll_batching.rl.rewards.pool import RewardDomain, RewardPool
+from roll_batching.rl.rewards.process import RewardLimits
 from tests.launch.commands import wait_for
 
 HERE = "tests.rl.reward_functions:"
@@ -76,7 +76,7 @@ def test_a_function_of_the_users_own_is_found_in_the_working_directory(tmp_path,
 
 
 def test_neither_torch_nor_megatron_is_imported_for_it():
-    code = "import sys, roll_batching.rl.reward_child; print({'torch', 'megatron', 'pydantic'} & set(sys.modules))"
+    code = "import sys, roll_batching.rl.rewards.child; print({'torch', 'megatron', 'pydantic'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 

@@ -35,7 +35,7 @@ def roll_out(job: dict[str, Any]) -> dict[str, Any]:
     from roll_batching.data import CharTokenizer
     from roll_batching.data.texts import Prompt, PromptDataset
     from roll_batching.rl.evaluation import Evaluator
-    from roll_batching.rl.reward_pool import RewardDomain, RewardPool
+    from roll_batching.rl.rewards.pool import RewardDomain, RewardPool
     from roll_batching.rl.rollout import generate_rollouts, score_rollouts
     from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
 
@@ -85,7 +85,7 @@ def score_slowly(job: dict[str, Any]) -> list[float]:
     from roll_batching.config import JobConfig
     from roll_batching.data import CharTokenizer
     from roll_batching.data.texts import Prompt
-    from roll_batching.rl.reward_pool import RewardDomain, RewardPool
+    from roll_batching.rl.rewards.pool import RewardDomain, RewardPool
     from roll_batching.rl.rollout import generate_rollouts, score_rollouts, start_reward
     from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
 

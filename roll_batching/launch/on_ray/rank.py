@@ -13,7 +13,7 @@ from roll_batching.config import JobConfig
 from roll_batching.launch.environment import rank_place
 from roll_batching.launch.failures import Failure, describe
 from roll_batching.launch.logs import note
-from roll_batching.rl.role_world import StartWorld
+from roll_batching.rl.roles.world import StartWorld
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from roll_batching.errors import DataError
 from roll_batching.launch.on_ray.actors import Ranks, reason_of, started
 from roll_batching.launch.on_ray.cluster import Room
 from roll_batching.launch.on_ray.rank import Rank
-from roll_batching.rl.role_world import World, start_here
+from roll_batching.rl.roles.world import World, start_here
 
 _SECONDS_TO_CALL = 120.0
 """How long its processes may take to speak to rank 0, once they are there."""
@@ -100,7 +100,7 @@ class Worlds:
         self.room, self.variables = room, variables
 
     def __call__(self, role: str, module: str, count: int, variables: Mapping[str, str]) -> World:
-        """See `role_world.StartWorld`."""
+        """See `rl.roles.world.StartWorld`."""
         if role not in self.room.roles:
             return start_here(role, module, count, variables)
         room = replace(self.room, seats=self.room.roles[role])

@@ -17,7 +17,7 @@ from roll_batching.distributed import consensus, exchange
 from roll_batching.engines.make import weight_broadcast
 from roll_batching.engines.weight_broadcast import WeightBroadcast
 from roll_batching.errors import EngineError
-from roll_batching.rl.engine_client import EngineClient
+from roll_batching.rl.engine.client import EngineClient
 from roll_batching.rl.folder import folder_of
 from roll_batching.strategy import MegatronInferStrategy
 from roll_batching.strategy.tensor_stream import TensorStream

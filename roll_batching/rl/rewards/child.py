@@ -1,4 +1,4 @@
-"""The process that a reward function runs in; `reward_process` starts it and speaks with it.
+"""The process that a reward function runs in; `process` starts it and speaks with it.
 
 Neither torch nor Megatron is imported here, so that it starts in a fraction of a second. Standard input is empty;
 standard output is the function's to use, or to close: answers have a socket of their own.
@@ -19,7 +19,7 @@ import numpy as np
 from roll_batching.errors import ConfigError
 from roll_batching.lifetime import die_with_parent
 from roll_batching.registry import describe_error
-from roll_batching.rl.rewards import Completion, RewardFunction, checked, load_reward
+from roll_batching.rl.rewards.contract import Completion, RewardFunction, checked, load_reward
 
 
 def serve(descriptor: int, parent: int, memory: int) -> None:

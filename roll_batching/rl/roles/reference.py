@@ -10,7 +10,7 @@ import numpy as np
 
 from roll_batching.config import JobConfig
 from roll_batching.lifetime import die_with_parent
-from roll_batching.rl.role_messages import Weights, patience_inside
+from roll_batching.rl.roles.messages import Weights, patience_inside
 
 if TYPE_CHECKING:
     from roll_batching.data import SampleBatch
@@ -49,8 +49,8 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def join(connection: Connection) -> None:
-    """One process of the reference's world; see `role_child.work`."""
-    from roll_batching.rl.role_child import work
+    """One process of the reference's world; see `child.work`."""
+    from roll_batching.rl.roles.child import work
 
     work(connection, _Reference)
 

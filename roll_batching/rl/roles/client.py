@@ -20,8 +20,8 @@ from typing import Any
 from roll_batching.config import JobConfig
 from roll_batching.config.engine_rules import SERVED, uses_engine
 from roll_batching.errors import DataError
-from roll_batching.rl.role_messages import Failed, Loaded, Ready, Request, Weights, receive, send
-from roll_batching.rl.role_world import StartWorld, World, start_here
+from roll_batching.rl.roles.messages import Failed, Loaded, Ready, Request, Weights, receive, send
+from roll_batching.rl.roles.world import StartWorld, World, start_here
 
 _SECONDS_BEFORE_NOTICE = 30.0
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -52,7 +52,7 @@ class Kind:
 SAMPLER = Kind(
     role="actor_infer",
     name="the sampler",
-    module="roll_batching.rl.sampler_child",
+    module="roll_batching.rl.roles.sampler",
     asked="prompts",
     given="rollouts",
 )

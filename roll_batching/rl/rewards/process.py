@@ -16,7 +16,7 @@ from typing import Any
 
 from roll_batching.errors import ConfigError, DataError
 from roll_batching.rl.child_process import how_it_ended, start_child
-from roll_batching.rl.rewards import Completion
+from roll_batching.rl.rewards.contract import Completion
 from roll_batching.rl.seeds import reward_seed
 
 _SECONDS_BETWEEN_LOOKS = 0.05
@@ -67,7 +67,7 @@ class RewardProcess:
             how = how_it_ended(code)  # between two calls, so that no sample is to blame
             print(f"notice: a process of {self.path} ended {how} and is started again", file=sys.stderr, flush=True)
             self.close()
-        self._process, self.connection = start_child("roll_batching.rl.reward_child", self.limits.memory or 0)
+        self._process, self.connection = start_child("roll_batching.rl.rewards.child", self.limits.memory or 0)
         self._calls = 0
         try:
             self._send((self.path, self.arguments), "the import of its module", self.limits.start)

@@ -15,8 +15,8 @@ from roll_batching.config.engine_rules import uses_engine
 from roll_batching.data import SampleBatch
 from roll_batching.distributed import exchange
 from roll_batching.observe.metrics_file import Row
-from roll_batching.rl.engine_client import EngineClient, joined
-from roll_batching.rl.engine_weights import engine_weights
+from roll_batching.rl.engine.client import EngineClient, joined
+from roll_batching.rl.engine.weights import engine_weights
 from roll_batching.strategy import MegatronInferStrategy
 from roll_batching.strategy.offload import Moved
 

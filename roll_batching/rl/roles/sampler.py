@@ -18,12 +18,12 @@ from roll_batching.config import JobConfig, WorkerConfig
 from roll_batching.config.engine_rules import uses_engine
 from roll_batching.data.texts import Prompt
 from roll_batching.lifetime import die_with_parent
-from roll_batching.rl.role_messages import Weights, patience_inside
+from roll_batching.rl.roles.messages import Weights, patience_inside
 
 if TYPE_CHECKING:
     from roll_batching.data import SampleBatch
     from roll_batching.distributed.parallel_layout import ParallelLayout
-    from roll_batching.rl.engine_client import EngineClient
+    from roll_batching.rl.engine.client import EngineClient
     from roll_batching.strategy import MegatronInferStrategy
 
 
@@ -74,8 +74,8 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def join(connection: Connection) -> None:
-    """One process of the sampler's world; see `role_child.work`."""
-    from roll_batching.rl.role_child import work
+    """One process of the sampler's world; see `child.work`."""
+    from roll_batching.rl.roles.child import work
 
     work(connection, _Sampler)
 
@@ -86,7 +86,7 @@ class _Sampler:
     def __init__(self, config: JobConfig) -> None:
         from roll_batching.rl.from_config import sampling_of
         from roll_batching.rl.inputs import load_tokenizer
-        from roll_batching.rl.reward_pool import reward_of
+        from roll_batching.rl.rewards.pool import reward_of
         from roll_batching.rl.rollout import start_reward
 
         self.config = config
@@ -103,7 +103,7 @@ class _Sampler:
 
     def load(self, weights: Weights) -> None:
         """Draws with `weights` from now on."""
-        from roll_batching.rl.engine_client import EngineClient
+        from roll_batching.rl.engine.client import EngineClient
 
         if isinstance(self.source, EngineClient):
             self.source.load(weights.path, weights.version)
@@ -113,7 +113,7 @@ class _Sampler:
 
     def answer(self, request: Request) -> Answer | None:
         """Draws and scores: each replica its share of the prompts."""
-        from roll_batching.rl.engine_client import EngineClient
+        from roll_batching.rl.engine.client import EngineClient
         from roll_batching.rl.rollout import generate_rollouts, score_rollouts
 
         began = time.perf_counter()
@@ -158,7 +158,7 @@ def _whole(layout: ParallelLayout, batch: SampleBatch) -> SampleBatch | None:
 def _engine(config: JobConfig) -> EngineClient:
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
-    from roll_batching.rl.engine_client import EngineClient
+    from roll_batching.rl.engine.client import EngineClient
 
     return EngineClient(config, make_layout(ParallelDims.of_world(1), start_processes()))
 

@@ -25,7 +25,7 @@ from roll_batching.distributed import exchange, host_group
 from roll_batching.engines.servers import KINDS, Program, Servers, command_of, free_ports
 from roll_batching.errors import EngineError
 from roll_batching.rl.folder import folder_of
-from roll_batching.rl.role_world import DEVICES
+from roll_batching.rl.roles.world import DEVICES
 
 LOGS = "engine_logs"
 """Folder, in the run's, of what the servers say: appended to, so that nothing of an earlier run is lost."""

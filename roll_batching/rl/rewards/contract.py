@@ -1,8 +1,8 @@
-"""Rewards: functions that a user can replace, called with what the model answered.
+"""What a reward function is: what it is called with, and what it may return; and two simple ones.
 
 A reward function takes one `Completion` and returns a number, or a `Score` when it has more to say. It is named in the
 YAML by a registered name (`config.rewards`) or by dotted path, `package.module:function`; the module must be importable
-where the job runs (the working directory is on the path). It runs in processes of its own (`reward_process`),
+where the job runs (the working directory is on the path). It runs in processes of its own (`rewards.process`),
 `reward_workers` per data-parallel rank, and may take `reward_timeout` seconds per call. The generators of `random` and
 `numpy.random`, and torch's where the module imports it, are seeded anew for each call, by step and sample: a resumed
 run draws as one that was never stopped.

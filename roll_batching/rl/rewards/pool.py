@@ -14,8 +14,8 @@ import numpy as np
 from roll_batching.config import JobConfig
 from roll_batching.config.rewards import REWARDS
 from roll_batching.errors import DataError
-from roll_batching.rl.reward_process import RewardLimits, RewardProcess
-from roll_batching.rl.rewards import MOST_MARKS, Completion, Scored
+from roll_batching.rl.rewards.contract import MOST_MARKS, Completion, Scored
+from roll_batching.rl.rewards.process import RewardLimits, RewardProcess
 
 DOMAIN = "domain"
 """Key of a prompt's line that names its domain."""

@@ -1,4 +1,4 @@
-"""A process of a role's world: `role_client` starts it and speaks with it.
+"""A process of a role's world: `client` starts it and speaks with it.
 
 Its first process hears what is asked, and tells the others. They do the lowest-numbered of what they were asked for,
 each with the newest weights there are when it begins.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from roll_batching.config import JobConfig
 from roll_batching.errors import RollBatchingError, lost_a_peer
 from roll_batching.registry import describe_error
-from roll_batching.rl.role_messages import Answer, Failed, Loaded, Ready, Request, Weights, receive, send
+from roll_batching.rl.roles.messages import Answer, Failed, Loaded, Ready, Request, Weights, receive, send
 
 _AS_LONG_AS_TRAINING = datetime.timedelta(days=365)
 

@@ -18,10 +18,10 @@ from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
 from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.folder import folder_of
-from roll_batching.rl.reference_child import Request
-from roll_batching.rl.role_client import Kind, RoleClient
-from roll_batching.rl.role_messages import Weights, patience_outside
-from roll_batching.rl.role_world import StartWorld, start_here
+from roll_batching.rl.roles.client import Kind, RoleClient
+from roll_batching.rl.roles.messages import Weights, patience_outside
+from roll_batching.rl.roles.reference import Request
+from roll_batching.rl.roles.world import StartWorld, start_here
 from roll_batching.strategy import MegatronInferStrategy
 
 WEIGHTS = "reference_weights"
@@ -29,7 +29,7 @@ WEIGHTS = "reference_weights"
 _REFERENCE = Kind(
     role="reference",
     name="the reference",
-    module="roll_batching.rl.reference_child",
+    module="roll_batching.rl.roles.reference",
     asked="samples",
     given="log-probs",
 )

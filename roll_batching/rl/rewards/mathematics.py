@@ -7,7 +7,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from roll_batching.rl.rewards import Completion, Score
+from roll_batching.rl.rewards.contract import Completion, Score
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # what it cannot read is no news here
 

@@ -1,0 +1,1 @@
+"""Rollouts by engines: how a job asks them, starts their servers, and gives them weights."""
