@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.lifetime import die_with_parent
-from roll_batching.rl.rewards.contract import Completion, Score
 from roll_batching.rl.rewards.container import Contained, names_container
+from roll_batching.rl.rewards.contract import Completion, Score
 
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _MOST_OUTPUT = 1 << 20
