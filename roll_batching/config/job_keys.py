@@ -177,8 +177,8 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
     is_offload_states: bool = honoured(
         False,
         help="States wait on the host while they are not used: gradients and optimizer of the policy while it samples, "
-        "the reference's weights except for its log-probs. A rollout engine on the same devices sleeps while the model "
-        "trains.",
+        "the reference's weights except for its log-probs. A sampler in a layout of its own has weights only while it "
+        "samples. A rollout engine on the same devices sleeps while the model trains.",
     )
     prompt_length: int = honoured(
         1024, help="Longest prompt in tokens; a longer one is an error that names its line.", ge=1
