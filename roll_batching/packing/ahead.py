@@ -76,7 +76,7 @@ def flattened(thing: T, *, pin: bool) -> tuple[torch.Tensor, Callable[[torch.Ten
     A tensor that is there twice is there once.
     """
     tensors: dict[int, torch.Tensor] = {}
-    _mapped(thing, lambda tensor: tensors.setdefault(id(tensor), tensor))
+    mapped(thing, lambda tensor: tensors.setdefault(id(tensor), tensor))
     offsets, size = {}, 0
     for key, tensor in tensors.items():
         offsets[key] = size
@@ -91,7 +91,7 @@ def flattened(thing: T, *, pin: bool) -> tuple[torch.Tensor, Callable[[torch.Ten
 
     def place(where: torch.Tensor) -> T:
         placed = within(where)
-        again: T = _mapped(thing, lambda tensor: placed[id(tensor)])
+        again: T = mapped(thing, lambda tensor: placed[id(tensor)])
         return again
 
     return buffer, place
@@ -102,21 +102,21 @@ def _within(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tens
     return buffer[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
 
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`value` with every tensor in it changed, inside dicts, lists, tuples and dataclasses; itself without any."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
+        return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_mapped(item, change) for item in value]
+        items = [mapped(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     found = {}
     for field in dataclasses.fields(value):
         held = getattr(value, field.name)
-        new = _mapped(held, change)
+        new = mapped(held, change)
         if new is not held:
             found[field.name] = new
     if not found:
