@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll_batching.config.diagnostics import Problem
+from roll_batching.config.engine_rules import uses_engine
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.model import ArchitectureConfig
 from roll_batching.config.strategy import OPTIMIZER_DTYPES, MegatronConfig
@@ -73,10 +74,29 @@ def size_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
         yield from model_fits(name, role.model_args.architecture, layout)
 
 
+_NOT_SAMPLING = ("virtual_pipeline_model_parallel_size", "context_parallel_size")
+"""Sizes above 1 with which no model samples."""
+
+
+def policy_cannot_sample(job: JobKeys) -> Iterator[Problem]:
+    """What keeps the model in training from the answers that it is asked for, where nobody else gives them."""
+    if job.has_sampler and job.eval_samples:
+        cure = "answers held-out prompts: set eval_samples to 0, or train without"
+    elif not job.has_sampler and not uses_engine(job) and not samples_apart(job):
+        cure = "samples: set it to 1 in actor_infer.strategy_args.strategy_config, which gives it a layout of its own"
+    else:
+        return
+    layout = job.actor_train.strategy_args.strategy_config
+    for key in _NOT_SAMPLING:
+        if (size := getattr(layout, key) or 1) > 1:
+            text = f"is {size}, and no model samples with more than 1; the one in training {cure}"
+            yield Problem(("actor_train", "strategy_args", "strategy_config", key), text)
+
+
 def sampling_problems(name: str, role: WorkerConfig, train: WorkerConfig) -> Iterator[Problem]:
     """What keeps a model from sampling in the layout of the role `name`, which is not the model that trains."""
     path = (name, "strategy_args", "strategy_config")
-    for key in ("virtual_pipeline_model_parallel_size", "context_parallel_size"):
+    for key in _NOT_SAMPLING:
         size, theirs = (getattr(one.strategy_args.strategy_config, key) or 1 for one in (role, train))
         if size > 1:
             words = f"is {size}, as in actor_train" if size == theirs else f"is {size}"

@@ -14,6 +14,7 @@ from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.layout_rules import (
     differing_keys,
     layout_problems,
+    policy_cannot_sample,
     sampling_problems,
     sampling_role,
     size_problems,
@@ -326,4 +327,4 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     if estimator is not None and estimator.compares:
         text = f"is {job.group_size}: {estimator.name} compares the responses of a prompt and needs at least 2"
         need(job.group_size > 1, ("num_return_sequences_in_group",), text)
-    return problems
+    return [*problems, *policy_cannot_sample(job)]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from roll_batching.config import ConfigFileError, config_from_dict
+from roll_batching.config import ConfigFileError, config_from_dict, load_config
 from tests.config.jobs import BASE, changed
+
+ROOT = Path(__file__).parents[2]
 
 LAYOUT = "actor_train.strategy_args.strategy_config"
 SAMPLING = "actor_infer.strategy_args.strategy_config"
@@ -286,3 +290,25 @@ def test_processes_must_fit_the_layout():
     assert config.dp_size(4) == 2
     with pytest.raises(ConfigFileError, match="3 processes do not divide into copies of TP 2"):
         config.dp_size(3)
+
+
+@pytest.mark.bad_input
+def test_a_policy_that_cannot_sample_is_refused_before_the_run():
+    demo, train = (
+        ROOT / "configs" / "demo_grpo.yaml",
+        "actor_train.strategy_args.strategy_config.context_parallel_size=2",
+    )
+
+    def said(*changes: str) -> str:
+        try:
+            load_config(demo, [train, *changes]).check_runnable()
+        except ConfigFileError as error:
+            return str(error)
+        return ""
+
+    own = "actor_infer.strategy_args.strategy_config.context_parallel_size=1"
+    assert "the one in training samples: set it to 1 in actor_infer" in said()
+    assert said(own) == ""
+    assert "answers held-out prompts: set eval_samples to 0" in said("async_generation_ratio=1", own)
+    assert said("async_generation_ratio=1", own, "eval_samples=0") == ""
+    assert said("max_steps=0") == ""
