@@ -301,14 +301,14 @@ def test_a_policy_that_cannot_sample_is_refused_before_the_run():
 
     def said(*changes: str) -> str:
         try:
-            load_config(demo, [train, *changes]).check_runnable()
+            load_config(demo, [f"actor_train.{key}=2", *changes]).check_runnable()
         except ConfigFileError as error:
             return str(error)
         return ""
 
-    own = "actor_infer.strategy_args.strategy_config.context_parallel_size=1"
+    own = f"actor_infer.{key}=1"
     assert "the one in training samples: set it to 1 in actor_infer" in said()
     assert said(own) == ""
-    assert "answers held-out prompts: set eval_samples to 0" in said("async_generation_ratio=1", own)
-    assert said("async_generation_ratio=1", own, "eval_samples=0") == ""
+    assert "answers held-out prompts: set eval_samples to 0" in said("async_generation_ratio=1")
+    assert said("async_generation_ratio=1", "eval_samples=0") == ""
     assert said("max_steps=0") == ""
