@@ -294,10 +294,8 @@ def test_processes_must_fit_the_layout():
 
 @pytest.mark.bad_input
 def test_a_policy_that_cannot_sample_is_refused_before_the_run():
-    demo, train = (
-        ROOT / "configs" / "demo_grpo.yaml",
-        "actor_train.strategy_args.strategy_config.context_parallel_size=2",
-    )
+    demo = ROOT / "configs" / "demo_grpo.yaml"
+    key = "strategy_args.strategy_config.context_parallel_size"
 
     def said(*changes: str) -> str:
         try:
