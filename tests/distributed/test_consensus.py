@@ -162,7 +162,11 @@ def hang(layout: dict[str, int]) -> dict[str, float]:
     return seconds
 
 
-@pytest.mark.parametrize("layout", [{"tp_size": 2, "pp_size": 2}, {"cp_size": 2, "ep_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp_size": 2, "pp_size": 2}, pytest.param({"cp_size": 2, "ep_size": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_timeout_ends_a_hang_on_every_group(layout: dict[str, int], report: Any) -> None:
     _, *others = run_ranks(4, "tests.distributed.test_consensus:hang", layout, timeout=60)
     for seconds in others:

@@ -53,6 +53,7 @@ def silent_on_rank_1(payload):
         raise
 
 
+@pytest.mark.slow
 def test_nobody_waits_longer(tmp_path):
     job = settings(tmp_path, actor_infer__strategy_args__strategy_name="vllm", warmup=None)
     job["actor_infer"]["engine_args"] = {"urls": ["http://here"]}

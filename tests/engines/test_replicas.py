@@ -162,6 +162,7 @@ def one_server(model):
     process.wait()
 
 
+@pytest.mark.slow
 def test_a_server_that_began_with_dummy_weights_reads_real_ones(model):
     """SGLang reads later weights as it was told to read the first, where a request does not say."""
     answers = []

@@ -90,7 +90,13 @@ except LayoutError as error:
             "for rank 0, which should answer at 127.0.0.1:",
             "rank 1 of 3 could not meet the others at 127.0.0.1:",
         ),
-        ("0", "0.15", "for ranks 1, 2 of 3, which did not start", "ranks 1, 2 of 3 did not start within 0.15 minutes"),
+        pytest.param(
+            "0",
+            "0.15",
+            "for ranks 1, 2 of 3, which did not start",
+            "ranks 1, 2 of 3 did not start within 0.15 minutes",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_who_does_not_come_is_named(rank, minutes, waiting, end, tmp_path, report):

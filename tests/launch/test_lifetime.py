@@ -23,7 +23,7 @@ def writing(folder: Path) -> bool:
     return bool(list(folder.glob("runs/tiny/checkpoints/*.partial")))
 
 
-@pytest.mark.parametrize(("when", "saved"), [(training, 0), (writing, 1)])
+@pytest.mark.parametrize(("when", "saved"), [pytest.param(training, 0, marks=pytest.mark.slow), (writing, 1)])
 def test_nothing_outlives_a_killed_launcher(when, saved, tmp_path):
     job = write_job(tmp_path, **LONG, save_steps=saved, save_total_limit=1 if saved else None)
     with started(tmp_path, *train(job)) as launcher:

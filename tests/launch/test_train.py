@@ -38,6 +38,7 @@ def test_a_reward_that_leaves_on_import_is_found_before_ranks_are_started(tmp_pa
     report(said.strip())
 
 
+@pytest.mark.slow
 @pytest.mark.bad_input
 def test_a_reward_that_never_returns_ends_the_job_at_its_limit(tmp_path, report):
     code, said = trained(tmp_path, **SHORT, reward_function=REWARDS + "never", reward_timeout=2)

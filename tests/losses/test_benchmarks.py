@@ -16,7 +16,7 @@ from tests.support.ranks import ROOT
 pytestmark = pytest.mark.loss
 
 
-@pytest.mark.parametrize("name, cases", [("bench_logprob", 6), ("bench_loss", 2)])
+@pytest.mark.parametrize("name, cases", [pytest.param("bench_logprob", 6, marks=pytest.mark.slow), ("bench_loss", 2)])
 def test_the_benchmark_runs_and_its_gradients_agree(name: str, cases: int, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     command = [sys.executable, f"scripts/{name}.py", "--device", "cpu", "--rounds", "1", "--json", str(file)]

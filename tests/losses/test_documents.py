@@ -120,7 +120,7 @@ def test_and_in_other_layouts_too() -> None:
                 assert value == pytest.approx(whole[name][0], rel=1e-5) and tokens == whole[name][1], (name, megatron)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_example_learns(processes: int) -> None:
     path = Path("examples") / "custom_loss.py"
     assert len((ROOT / path).read_text().splitlines()) < 60

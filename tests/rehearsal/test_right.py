@@ -49,7 +49,7 @@ def of_the_model(report: RankReport) -> dict[str, tuple[float, float]]:
     return {key: calls for key, calls in report.collectives.items() if "GROUP" in key}
 
 
-SLOW = {"experts, EP2", "DPO"}
+SLOW = {"experts, EP2", "DPO", "padded, full recompute", "dynamic, selective recompute", "CP2, padded"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in JOBS])

@@ -223,6 +223,7 @@ os.remove(file)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.bad_input
 def test_no_container_outlives_its_limit_or_the_process_that_judges(tmp_path):
     client = tmp_path / "docker"

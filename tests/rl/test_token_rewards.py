@@ -173,6 +173,7 @@ def slow_at_first(completion, folder: str) -> float:
     return completion.tokens / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2])
 def test_jobs_learn_from_tokens_and_resume(tmp_path, ranks: int) -> None:
     """The row of step 2 is the same whether step 1 was made by this process or came from a checkpoint."""

@@ -26,7 +26,12 @@ if message:
 
 @pytest.mark.parametrize(
     ("where", "how"),
-    [("forward", "raised"), ("backward", "raised"), ("backward", "killed"), ("optimizer step", "raised")],
+    [
+        pytest.param("forward", "raised", marks=pytest.mark.slow),
+        pytest.param("backward", "raised", marks=pytest.mark.slow),
+        ("backward", "killed"),
+        ("optimizer step", "raised"),
+    ],
 )
 def test_a_dying_rank_ends_the_job(where: str, how: str, tmp_path: Path, report: Any) -> None:
     done = subprocess.run(

@@ -256,7 +256,7 @@ def test_what_cannot_work_is_said_at_construction() -> None:
         assert part in said[name], (name, said[name])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_example_prints_equal_losses(ranks: int) -> None:
     launcher = [sys.executable, "-W", "ignore"]
     if ranks > 1:
