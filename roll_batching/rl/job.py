@@ -17,6 +17,7 @@ from roll_batching.rl.export import export_at_the_end
 from roll_batching.rl.from_config import Advantages, advantages_of, loss_of
 from roll_batching.rl.grpo import Grpo, Objective
 from roll_batching.rl.inputs import load_inputs
+from roll_batching.rl.prompts import prompts_by_domain
 from roll_batching.rl.roles.layout_sampler import layout_sampler
 from roll_batching.rl.roles.world import StartWorld, start_here
 from roll_batching.rl.run import Run
@@ -35,6 +36,8 @@ def run_job(config: JobConfig, start_world: StartWorld = start_here) -> None:
     config.check_runnable()
     tracker_of(config.track_with)
     inputs = load_inputs(config)
+    if inputs.prompts is not None and inputs.reward is not None:
+        prompts_by_domain(config, inputs.prompts, inputs.reward)  # said before anything is built
     start_processes(config.actor_train.backend_timeout)
     loss = _loss(config) if config.max_steps else None
     objective = (

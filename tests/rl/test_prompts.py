@@ -18,7 +18,7 @@ from roll_batching.rl.inputs import check_inputs, load_inputs
 from roll_batching.rl.prompts import prompt_stream
 from tests.rl.jobs import settings, write_data
 from tests.rl.test_resume import TIMES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RanksFailed, run_ranks
 
 REWARDS = {
     "even": {"reward_function": "tests.rl.jobs:length", "tag_included": ["e"]},
@@ -122,9 +122,9 @@ def test_parts_that_cannot_be_are_refused(tmp_path, shares, words):
 def test_a_domain_without_prompts_is_named(tmp_path):
     made = job(tmp_path, {"even": 0.5, "odd": 0.25, "none": 0.25})
     made["rewards"] = {**REWARDS, "none": {"reward_function": "tests.rl.jobs:length", "tag_included": ["n"]}}
-    config = config_from_dict(made)
-    with pytest.raises(DataError, match="draws from none, and no prompt of the files belongs there"):
-        prompt_stream(config, load_inputs(config))
+    with pytest.raises(RanksFailed, match="draws from none, and no prompt of the files belongs there") as caught:
+        run_ranks(1, "tests.rl.jobs:run", made)
+    assert "in run_job" in str(caught.value) and "Grpo" not in str(caught.value), "before the model is built"
 
 
 def test_long_prompts_are_left_out_where_the_job_says_so(tmp_path, caplog, monkeypatch):
