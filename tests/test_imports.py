@@ -14,7 +14,7 @@ PACKAGE = ROOT / "roll_batching"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("files", "lifetime", "registry"),
+    ("files", "known_warnings", "lifetime", "registry"),
     ("planning",),
     ("distributed", "simulation", "compat", "observe", "huggingface"),
     ("config", "data"),

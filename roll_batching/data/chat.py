@@ -24,10 +24,10 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if not isinstance(tokenizer, HFTokenizer):
-            raise DataError("messages need a tokenizer with a chat template: tokenizer.type hf")
+            raise DataError("chats (messages, or chat: true) need a tokenizer with a chat template: tokenizer.type hf")
         if not tokenizer.tokenizer.chat_template:
             raise DataError(
-                f"the tokenizer {tokenizer.name!r} has no chat template, which messages need: add chat_template.jinja "
+                f"the tokenizer {tokenizer.name!r} has no chat template, which chats need: add chat_template.jinja "
                 "to its folder, or write prompts as texts"
             )
         self._own = tokenizer

@@ -18,10 +18,10 @@ from roll_batching.driver.columns import join, share_of
 from roll_batching.driver.handout import Handout, Part, Station, call_ranks, hand_out, with_fields
 from roll_batching.driver.rank import Role, StrategyRank
 from roll_batching.errors import RankError, RollBatchingError
+from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.launch.failures import Failure, told
 from roll_batching.launch.on_ray.actors import Ranks, started
 from roll_batching.launch.on_ray.cluster import room_for
-from roll_batching.launch.worker import hide_known_warnings
 from roll_batching.planning import Plan, RolePlanner
 
 

@@ -48,8 +48,8 @@ class StrategyRank(Rank):
             return self._failed(error)
 
     def _build(self, role: Role) -> tuple[Station, RolePlanner]:
+        from roll_batching.known_warnings import hide_known_warnings
         from roll_batching.launch.meeting import meet
-        from roll_batching.launch.worker import hide_known_warnings
         from roll_batching.lifetime import forks_die_with_us
 
         place = rank_place()

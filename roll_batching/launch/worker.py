@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
 from roll_batching.config import JobConfig
+from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.launch.environment import RankPlace, rank_place
 from roll_batching.launch.failures import describe, record_completion, record_failure
 from roll_batching.launch.logs import keep_log, named, note
@@ -78,12 +78,6 @@ def _leave() -> None:
         from roll_batching.distributed.parallel_layout import leave_processes
 
         leave_processes()
-
-
-def hide_known_warnings() -> None:
-    """What Megatron says several times per process that it lacks, and torch of old names that Megatron uses."""
-    warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
-    warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
 
 
 def _end(rank: int, error: BaseException, config: JobConfig) -> NoReturn:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from roll_batching.config import JobConfig
+from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.launch.failures import told
 from roll_batching.launch.local import caught_signals
 from roll_batching.launch.logs import RESTARTS
 from roll_batching.launch.on_ray.driver import attempt
-from roll_batching.launch.worker import hide_known_warnings
 from roll_batching.rl.folder import folder_of, mark_of
 
 

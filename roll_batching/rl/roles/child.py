@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import threading
-import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from roll_batching.config import JobConfig
 from roll_batching.errors import RollBatchingError, lost_a_peer
+from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.registry import describe_error
 from roll_batching.rl.roles.messages import Answer, Failed, Loaded, Ready, Request, Weights, receive, send
 
@@ -38,8 +38,7 @@ def work(connection: Connection, make: Callable[[JobConfig], Worker]) -> None:
 
     `make` joins the processes of the world that the environment names.
     """
-    # Megatron says several times per process that it does without these; on a CPU it always does.
-    warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
+    hide_known_warnings()
     try:
         worker = make(JobConfig.model_validate(receive(connection)))
         first = dist.get_rank() == 0
