@@ -76,7 +76,12 @@ class Grpo:
         inputs, config, layout = run.inputs, run.config, run.strategy.layout
         assert inputs.prompts is not None and inputs.reward is not None
         self.reward = inputs.reward
-        self.stream = prompt_stream(config, inputs)
+        with consensus(layout.host_group, "the job's prompts") as facts:
+            self.stream = prompt_stream(config, inputs)
+            # A line's domain is no part of the texts, which were compared.
+            facts.equal(
+                "the prompts of each domain", repr(self.stream.state_dict()), "Give all machines the same files"
+            )
         self.ahead = RolloutsAhead(run, self.stream, served) if config.has_sampler else None
         self.progress = Together(self.stream, **objective.advantages.carried())
         self._columns: Row = {}

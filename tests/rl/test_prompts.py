@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -125,6 +126,29 @@ def test_a_domain_without_prompts_is_named(tmp_path):
     with pytest.raises(RanksFailed, match="draws from none, and no prompt of the files belongs there") as caught:
         run_ranks(1, "tests.rl.jobs:run", made)
     assert "in run_job" in str(caught.value) and "Grpo" not in str(caught.value), "before the model is built"
+
+
+def run_with_own_file(payload: dict[str, Any]) -> None:
+    """On a rank: the job with the prompts of this rank."""
+    from tests.rl.jobs import run
+
+    texts = payload["actor_train"]["data_args"]
+    run({**payload, "actor_train": {**payload["actor_train"], "data_args": {**texts, "file_name": own_file(texts)}}})
+
+
+def own_file(texts: dict[str, Any]) -> str:
+    return str(texts["file_name"]).replace(".jsonl", f"{os.environ['RANK']}.jsonl")
+
+
+@pytest.mark.bad_input
+def test_ranks_that_have_other_domains_for_the_same_texts_do_not_begin(tmp_path):
+    made = job(tmp_path, {"even": 0.5, "odd": 0.5})
+    text = (tmp_path / "prompts.jsonl").read_text()
+    (tmp_path / "prompts0.jsonl").write_text(text)
+    (tmp_path / "prompts1.jsonl").write_text(text.replace('"domain": "odd"', '"domain": "even"'))
+    with pytest.raises(RanksFailed, match="the prompts of each domain") as caught:
+        run_ranks(2, "tests.rl.test_prompts:run_with_own_file", made)
+    assert "Give all machines the same files" in str(caught.value)
 
 
 def test_long_prompts_are_left_out_where_the_job_says_so(tmp_path, caplog, monkeypatch):
