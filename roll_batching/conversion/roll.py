@@ -124,8 +124,8 @@ def _mixture(draft: Draft) -> None:
         del texts["domain_interleave_probs"]
         why = "divides prompts by the domains of `rewards`, none of which is here: all are drawn alike"
         draft.leave_out(dotted(path), "refused", why)
-    elif len(here) < len(shares):
-        total = sum(here.values())
+    elif len(here) < len(shares) and all(isinstance(share, (int, float)) and share > 0 for share in here.values()):
+        total = sum(here.values())  # what is no part is left to the loader, which says so
         meaning = f"parts of the domains that are here, over their sum; there, of {', '.join(shares)}"
         draft.put(path, {name: round(share / total, 4) for name, share in here.items()}, meaning=meaning)
     meaning = "as there, where those of 5 tokens or fewer are left out, too"

@@ -172,6 +172,18 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
 
 
 @pytest.mark.config
+@pytest.mark.bad_input
+@pytest.mark.parametrize("share", ["much", "0", "null", "-1"])
+def test_parts_of_domains_that_are_none_are_left_out(rlvr, tmp_path, share):
+    rlvr.write_text(RLVR.replace("{math: 0.5, code: 0.3, judge: 0.2}", f"{{math: {share}, judge: 0.2}}"))
+    done = converted(rlvr)
+    loads_quietly(done, tmp_path)
+    assert "domain_interleave_probs" not in str(done.settings)
+    left = [one.key for one in done.left_out_as("refused", "idle")]
+    assert any(key.startswith("actor_train.data_args.domain_interleave_probs") for key in left)
+
+
+@pytest.mark.config
 def test_supervised_training_is_a_job_of_its_own(tmp_path):
     path = tmp_path / "sft.yaml"
     path.write_text(SFT)
