@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -13,23 +15,34 @@ Flags = NDArray[np.bool_]
 
 def as_lengths(lengths: ArrayLike) -> Ints:
     """`lengths` as int64[n]; `PlanError` for anything that is not a one-dimensional array of integers."""
-    array = np.asarray(lengths)
+    array = _array_of(lengths, "lengths")
     if array.ndim != 1 or len(array) == 0:
         raise PlanError(f"lengths must be one-dimensional with at least one sample, got {array.shape}")
-    return as_ints(array, "lengths", len(array))
+    sizes = as_ints(array, "lengths", len(array))
+    if len(sizes) * int(sizes.max()) > 1 << 50:
+        raise PlanError(f"lengths has {len(sizes)} samples of up to {sizes.max()} tokens, more than 2^50 in all")
+    return sizes
 
 
 def as_ints(values: ArrayLike, name: str, count: int) -> Ints:
     """`values` as int64[count]; `PlanError` by `name` for another shape, or for what is no whole number."""
-    array = np.asarray(values)
+    array = _array_of(values, name)
     if array.shape != (count,):
         raise PlanError(f"{name} has shape {array.shape}, expected ({count},), one value per sample")
     if array.dtype.kind not in "iu":
         if array.dtype.kind != "f" or not np.all(np.isfinite(array)) or np.any(array != np.floor(array)):
             raise PlanError(f"{name} must be integers, got dtype {array.dtype}")
-    if len(array) and not -(2**63) <= int(array.max()) < 2**63:
-        raise PlanError(f"{name} must fit into 64 bits with a sign, got {array.max()}")
+    for end in (array.min(), array.max()) if len(array) else ():
+        if not -(2**63) <= int(end) < 2**63:
+            raise PlanError(f"{name} must fit into 64 bits with a sign, got {end}")
     return np.array(array, dtype=np.int64)
+
+
+def _array_of(values: ArrayLike, name: str) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except Exception as error:  # ragged lists, tensors with a gradient or on a device: each has its own
+        raise PlanError(f"{name} cannot be read as an array of integers: {error}") from error
 
 
 def round_up(values: Ints, multiple: int) -> Ints:

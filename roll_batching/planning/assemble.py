@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from roll_batching.errors import PlanError
-from roll_batching.planning.arrays import Ints, largest_of, offsets_of, round_up, sums_of
+from roll_batching.planning.arrays import Ints, as_ints, largest_of, offsets_of, round_up, sums_of
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.invariants import check_plan
 from roll_batching.planning.pipeline.num_micro_batches import check_count, group_size_of
 from roll_batching.planning.placement import Placement
+from roll_batching.planning.plain_values import kind_of
 from roll_batching.planning.plan_arrays import PlanArrays
 from roll_batching.planning.problem import PlanProblem
 
@@ -97,8 +99,11 @@ def _largest_of_ranks(values: Ints, dp_size: int) -> Ints:
 def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]]) -> PlanArrays:
     """A plan from `bins[dp_rank][k]`, checked; see `Plan.from_bins`."""
     constraints = problem.constraints
+    _require_list("bins", bins)
     if len(bins) != constraints.dp_size:
         raise PlanError(f"bins has {len(bins)} ranks, dp_size={constraints.dp_size}")
+    for place, rank in enumerate(bins):
+        _require_list(f"bins[{place}]", rank)
     per_rank = [len(rank) for rank in bins]
     if len(set(per_rank)) != 1:
         raise PlanError(
@@ -107,7 +112,7 @@ def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]])
         )
     count = per_rank[0]
     check_count(count, constraints)
-    flat = [np.asarray(one, dtype=np.int64).reshape(-1) for rank in bins for one in rank]
+    flat = [_bin(f"bins[{place}][{k}]", one) for place, rank in enumerate(bins) for k, one in enumerate(rank)]
     offsets = offsets_of(np.array([len(one) for one in flat], dtype=np.int64))
     samples = np.concatenate(flat) if flat else np.zeros(0, dtype=np.int64)
     outside = (samples < 0) | (samples >= len(problem.lengths))
@@ -119,3 +124,13 @@ def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]])
         before = np.concatenate([[0], np.cumsum(kept)])
         samples, offsets = samples[kept], before[offsets].astype(np.int64)
     return _assemble_samples(problem, samples, offsets, count)
+
+
+def _require_list(name: str, value: object) -> None:
+    if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
+        raise PlanError(f"{name} is {kind_of(value)}: bins[dp_rank][k] is a list of sample indices")
+
+
+def _bin(name: str, value: Any) -> Ints:
+    _require_list(name, value)
+    return as_ints(value, name, len(value))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from roll_batching.errors import ConfigError, PlanError
+from roll_batching.planning.plain_values import integer_of, switch_of
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
 
 Mode = Literal["packed", "dynamic", "padded"]
@@ -73,22 +74,26 @@ class BatchingSpec:
                 raise PlanError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
         if self.algorithm is None:
             object.__setattr__(self, "algorithm", ALGORITHMS[self.mode].names[0])
+        if isinstance(self.sequence_multiple, str) and self.sequence_multiple != "2*cp*tp":
+            raise PlanError(f'sequence_multiple={self.sequence_multiple!r} must be an integer, None or "2*cp*tp"')
         for name in ("sequence_length_round", "min_num_micro_batches"):
-            require_positive(name, getattr(self, name))
+            self._take_integer(name)
         for name in ("max_tokens", "rows", "padded_length"):
             if getattr(self, name) is not None:
-                require_positive(name, getattr(self, name))
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise PlanError(f"seed={self.seed!r} must be an integer of at least 0")
-        if isinstance(self.sequence_multiple, str):
-            if self.sequence_multiple != "2*cp*tp":
-                raise PlanError(f'sequence_multiple={self.sequence_multiple!r} must be an integer, None or "2*cp*tp"')
-        elif self.sequence_multiple is not None:
-            require_positive("sequence_multiple", self.sequence_multiple)
+                self._take_integer(name)
+        if self.sequence_multiple not in (None, "2*cp*tp"):
+            self._take_integer("sequence_multiple")
+        self._take_integer("seed", lowest=0)
+        object.__setattr__(self, "shared_shapes", switch_of("shared_shapes", self.shared_shapes))
         self._check_algorithm()
         self._check_mode()
 
+    def _take_integer(self, name: str, lowest: int = 1) -> None:
+        object.__setattr__(self, name, integer_of(name, getattr(self, name), lowest))
+
     def _check_algorithm(self) -> None:
+        if not isinstance(self.algorithm, str):
+            raise PlanError(f"algorithm={self.algorithm!r} must be a name, or your own packer as package.module:name")
         try:
             algorithm = algorithm_of(self.mode, self.algorithm)
         except ConfigError:
@@ -125,12 +130,6 @@ class BatchingSpec:
     def batching(self) -> BatchingSpec:
         """The batching alone, of a subclass that knows more."""
         return BatchingSpec(**{field.name: getattr(self, field.name) for field in fields(BatchingSpec)})
-
-
-def require_positive(name: str, value: Any) -> None:
-    """Raises `PlanError` unless `value` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{name}={value!r} must be an integer of at least 1")
 
 
 def load_algorithm(spec: BatchingSpec) -> Any:

@@ -17,6 +17,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -42,6 +43,9 @@ def compiled(function: F) -> F:
         return cast(F, numba.njit(cache=True, nogil=True)(function))
 
 
+SAID_SECONDS = 60.0
+"""Within them one process says for all that the planner is compiled."""
+
 _here: set[str] = set()
 """Kinds of plans whose code this process has compiled or loaded."""
 
@@ -50,7 +54,7 @@ _here: set[str] = set()
 def compiled_once(kind: str) -> Iterator[None]:
     """Where the first plan of a `kind` is made: of all processes of this user on this machine one compiles for it.
 
-    Says that it compiles, once per process, as a warning of this module's logger.
+    Says that it compiles, once for the processes of a job, as a warning of this module's logger.
     """
     if kind in _here:
         yield
@@ -86,10 +90,26 @@ class _FirstCompilation(event.Listener):
     def on_start(self, event: Any) -> None:
         if not _FirstCompilation.said:
             _FirstCompilation.said = True
-            logger.warning("compiling the planner, once on this machine (about ten seconds; later plans do without)")
+            _say_once()
 
     def on_end(self, event: Any) -> None:
         pass
+
+
+def _say_once() -> None:
+    """Warns that the planner is compiled, unless a process of this user has said so within `SAID_SECONDS`.
+
+    The ranks of a job take turns: each may compile another kind of plan.
+    """
+    folder = _own_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            mark = folder / "said"
+            is_recent = mark.exists() and time.time() - mark.stat().st_mtime < SAID_SECONDS
+            mark.touch()
+            if is_recent:
+                return
+    logger.warning("compiling the planner, once on this machine (about ten seconds; later plans do without)")
 
 
 def _own_folder() -> Path | None:

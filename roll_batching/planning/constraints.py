@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from roll_batching.errors import LayoutError, PlanError
-from roll_batching.planning.batching_spec import BatchingSpec, require_positive
+from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.parallel_dims import ParallelDims
+from roll_batching.planning.plain_values import LARGEST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,14 @@ class PlanConstraints(BatchingSpec, ParallelDims):
         except LayoutError as error:
             raise PlanError(str(error)) from None
         BatchingSpec.__post_init__(self)
-        require_positive("pack_multiple", self.pack_multiple)
+        self._take_integer("pack_multiple")
         self._check_group_size()
+        if self.rectangle_alignment > LARGEST:
+            raise PlanError(
+                f"sequence_length_round={self.sequence_length_round}, sequence_multiple={self.sequence_multiple}, "
+                f"pack_multiple={self.pack_multiple} and the layout together align to {self.rectangle_alignment} "
+                "tokens, above 2^40: lower one of them"
+            )
         if self.max_tokens is not None and self.usable_tokens < 1:
             raise PlanError(
                 f"max_tokens={self.max_tokens} is below the alignment of one micro-batch "
@@ -59,7 +66,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
             if self.group_size != "auto":
                 raise PlanError(f'group_size={self.group_size!r} must be an integer, None or "auto"')
         else:
-            require_positive("group_size", self.group_size)
+            self._take_integer("group_size")
             if self.group_size < self.pp_size:
                 raise PlanError(
                     f"group_size={self.group_size} is below pp_size={self.pp_size}; Megatron's interleaved "

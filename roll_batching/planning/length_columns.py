@@ -61,6 +61,12 @@ def choose_columns(table: Mapping[str, Column], wanted: Sequence[str] = ()) -> C
         chosen, reasons = _without_ids(integers)
     if len(chosen) == 1 or (named and _are_parts(chosen)):
         return Choice(tuple(chosen), left_out | reasons)
+    known = ", ".join(
+        repr(name)
+        if values is None or isinstance(values, str)
+        else f"{name!r} ({', '.join(map(str, values[:2]))}, ...)"
+        for name, values in table.items()
+    )
     raise DataError(f"which columns are lengths? There are {known}; say it: --column NAME, again for each to be summed")
 
 

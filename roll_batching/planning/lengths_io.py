@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ MOST_ROWS = 10_000_000
 LONGEST_LINE = 1024 * 1024
 
 Table = dict[str, Column]
+
+_OTHER_SEPARATOR = re.compile(r"\s*\d+\s*([;|\t]).*")
+"""A row that begins with a number and a separator other than a comma."""
+_THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+")
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ def read_length_file(path: str | Path, columns: Sequence[str] = ()) -> LengthFil
         choice = choose_columns(table, columns)
     except DataError as error:
         text = str(error)
+        if readers.get(file.suffix.lower()) is None and len(table) > 1 and all(name.isdecimal() for name in table):
+            text += ". The first line holds no names, and ',' separates columns: write 1,024 as 1024"
         raise DataError(text if text.startswith(str(file)) else f"{file}: {text}") from None
     chosen = {name: _checked(file, name, table[name]) for name in choice.columns}
     lengths: Ints = np.stack(list(chosen.values())).sum(axis=0)
@@ -119,14 +126,19 @@ def _read_csv(file: Path) -> Table:
         for row in csv.reader(lines()):
             if not any(value.strip() for value in row):
                 continue
+            _refuse_other_spelling(file, number, row)
             if not names:
                 names = _header(file, number, row)
                 columns = [array("q") for _ in names]
                 if any(_integer(value) is None for value in row):
                     continue
             if len(row) != len(names):
+                line = ",".join(row)
+                cure = (
+                    f"write {line.replace(',', '')} for one number" if _THOUSANDS.fullmatch(line) else "',' separates"
+                )
                 raise DataError(
-                    f"{file}:{number}: {_short(','.join(row))} has {len(row)} columns, the first row {len(names)}"
+                    f"{file}:{number}: {_short(line)} has {len(row)} columns, the first row {len(names)}; {cure}"
                 )
             for place, value in enumerate(row):
                 whole = _integer(value)
@@ -139,11 +151,28 @@ def _read_csv(file: Path) -> Table:
     return {name: faults.get(place, np.array(columns[place])) for place, name in enumerate(names)}
 
 
+def _refuse_other_spelling(file: Path, number: int, row: list[str]) -> None:
+    """Raises DataError for numbers that another character separates, and for 1,024 as one number."""
+    other = _OTHER_SEPARATOR.fullmatch(row[0].strip()) if len(row) == 1 else None
+    if other is not None:
+        raise DataError(
+            f"{file}:{number}: {_short(row[0])} has {other[1]!r} between its values; in CSV ',' separates: replace it"
+        )
+    line = ",".join(row)
+    for value in row if not any(re.fullmatch("0\\d\\d", part) for part in row[1:]) else (line,):
+        if _THOUSANDS.fullmatch(value.strip()):
+            raise DataError(f"{file}:{number}: {_short(value)} has ',' within a number; write {value.replace(',', '')}")
+
+
 def _header(file: Path, number: int, row: list[str]) -> list[str]:
     """The names of the columns: those in the first row, or numbers where it holds integers only."""
     if all(_integer(value) is not None for value in row):
         return [str(place + 1) for place in range(len(row))]
     for value in row:
+        if _integer(value) is not None:
+            raise DataError(
+                f"{file}:{number}: {_short(','.join(row))} holds both names and numbers; begin with a line of names"
+            )
         if _is_number(value):
             raise DataError(f"{file}:{number}: {_short(value)} is neither an integer nor a column's name")
     names = [value.strip() for value in row]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from roll_batching.errors import LayoutError
+from roll_batching.planning.plain_values import integer_of, switch_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +37,9 @@ class ParallelDims:
         if self.etp_size is None:
             object.__setattr__(self, "etp_size", self.tp_size)
         for name in _SIZES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise LayoutError(f"{name}={value!r} must be an integer of at least 1")
+            object.__setattr__(self, name, integer_of(name, getattr(self, name), error=LayoutError))
+        for name in ("sequence_parallel", "fully_sharded"):
+            object.__setattr__(self, name, switch_of(name, getattr(self, name), error=LayoutError))
         if self.vpp_size > 1 and self.pp_size == 1:
             raise LayoutError(f"vpp_size={self.vpp_size} needs pp_size of at least 2; set vpp_size=1")
         ranks = self.dp_size * self.cp_size * self.tp_size

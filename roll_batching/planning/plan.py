@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from roll_batching.errors import PlanError
-from roll_batching.planning.arrays import Ints
+from roll_batching.planning.arrays import Ints, as_ints
 from roll_batching.planning.assemble import assemble_bins
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import DEFAULT_COST
 from roll_batching.planning.invariants import check_plan
+from roll_batching.planning.plain_values import kind_of
 from roll_batching.planning.plan_arrays import ARRAYS, DroppedSample, PlanArrays
 from roll_batching.planning.problem import pose_problem
 from roll_batching.planning.report import PlanReport, make_report
@@ -180,20 +181,29 @@ class Plan(PlanArrays):
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """Restore and check a plan; `PlanError` when it breaks an invariant or its fingerprint differs."""
+        if not isinstance(values, dict):
+            raise PlanError(f"Plan.from_dict reads what Plan.to_dict gives, and got {kind_of(values)}")
         if values.get("format") != FORMAT:
             raise PlanError(f"this plan has format {values.get('format')!r}; this version reads {FORMAT}")
-        missing = [name for name in (*ARRAYS, "constraints", "num_micro_batches") if name not in values]
+        scalars = ("constraints", "num_micro_batches", "group_size", "location", "dropped", "fingerprint")
+        missing = [name for name in (*ARRAYS, *scalars) if name not in values]
         if missing:
             raise PlanError(f"this plan lacks {', '.join(missing)}")
+        known = {field.name for field in fields(PlanConstraints)}
+        if not isinstance(values["constraints"], dict) or not values["constraints"].keys() <= known:
+            raise PlanError(f"this plan's constraints are {values['constraints']!r}: give keywords of PlanConstraints")
         location = values["location"]
-        plan = cls(
-            constraints=PlanConstraints(**values["constraints"]),
-            num_micro_batches=int(values["num_micro_batches"]),
-            group_size=values["group_size"],
-            location=None if location is None else np.array(location, dtype=np.int64),
-            dropped=tuple(DroppedSample(*entry) for entry in values["dropped"]),
-            **{name: np.array(values[name], dtype=np.int64) for name in ARRAYS},
-        )
+        try:
+            plan = cls(
+                constraints=PlanConstraints(**values["constraints"]),
+                num_micro_batches=int(values["num_micro_batches"]),
+                group_size=values["group_size"],
+                location=None if location is None else as_ints(location, "location", len(location)),
+                dropped=tuple(DroppedSample(*entry) for entry in values["dropped"]),
+                **{name: as_ints(values[name], name, len(values[name])) for name in ARRAYS},
+            )
+        except (TypeError, OverflowError) as error:
+            raise PlanError(f"this plan cannot be read: {error}") from error
         check_plan(plan)
         if plan.fingerprint != values["fingerprint"]:
             raise PlanError(

@@ -13,6 +13,7 @@ from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Flags, Ints, as_ints, as_lengths, largest_of, offsets_of, round_up, sums_of
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import sequence_costs
+from roll_batching.planning.plain_values import kind_of
 from roll_batching.planning.plan_arrays import DroppedSample
 
 
@@ -78,6 +79,8 @@ def pose_problem(
 
     Raises `PlanError` naming the sample (index and id), its length, the cap and the cure.
     """
+    if not isinstance(constraints, PlanConstraints):
+        raise PlanError(f"constraints is {kind_of(constraints)}: pass PlanConstraints(dp_size=..., max_tokens=...)")
     sizes = as_lengths(lengths)
     identifiers = _identifiers(ids, len(sizes))
     short = np.flatnonzero(sizes < 1)

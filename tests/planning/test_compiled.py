@@ -106,3 +106,15 @@ def test_a_disk_that_takes_no_file_costs_no_plan(broken, tmp_path, monkeypatch):
             shutil.rmtree(folder)
     assert kind in compiling._here
     assert plan_step([3, 4], PlanConstraints(dp_size=2, max_tokens=8)).num_micro_batches == 1
+
+
+def test_two_kinds_that_are_compiled_one_after_the_other_are_said_once(tmp_path, monkeypatch, caplog):
+    """As by two processes: each compiles a kind, and the second says nothing of its own."""
+    monkeypatch.setattr(compiling, "_own_folder", lambda: tmp_path)
+    for process in range(2):
+        compiling._say_once()
+        assert len(caplog.records) == 1, process
+    old = tmp_path.joinpath("said").stat().st_mtime - compiling.SAID_SECONDS - 1
+    os.utime(tmp_path / "said", (old, old))
+    compiling._say_once()
+    assert len(caplog.records) == 2

@@ -7,9 +7,17 @@ import itertools
 import numpy as np
 import pytest
 
-from roll_batching.planning import DEFAULT_COST, LinearQuadraticCost, Plan, PlanConstraints, plan_step
+from roll_batching.planning import (
+    DEFAULT_COST,
+    LinearQuadraticCost,
+    Plan,
+    PlanConstraints,
+    plan_step,
+    quadratic_cost,
+    token_cost,
+)
 from roll_batching.planning.assemble import assemble
-from roll_batching.planning.load_balance.planner import balance
+from roll_batching.planning.load_balance.planner import _warn_of_assumed_fixed_cost, balance
 from roll_batching.planning.pipeline.num_micro_batches import is_admissible, legal_count, smallest_group
 from roll_batching.planning.pipeline.ordering import order_for_pipeline, pipeline_makespan, small_at_ends
 from roll_batching.planning.pipeline.schedule import schedule_table, stage_operations
@@ -162,3 +170,34 @@ def test_default_cost_does_not_make_one_micro_batch_per_sample():
     lengths = np.full(64, 500)
     plan = plan_step(lengths, PlanConstraints(dp_size=1, max_tokens=8192, pp_size=2), cost=DEFAULT_COST)
     assert 4 <= plan.num_micro_batches < 64
+
+
+class UnknownFixedCost:
+    """A cost model of a user's own that knows sequences alone."""
+
+    fixed = 0
+
+    def sequence(self, length: int) -> int:
+        return 10**6 * length + length**3
+
+
+@pytest.mark.parametrize(
+    ("cost", "vpp_size"),
+    [(LinearQuadraticCost(), 2), (token_cost(), 1), (quadratic_cost(), 1), (UnknownFixedCost(), 2)],
+)
+def test_a_cost_without_a_fixed_part_does_not_make_one_micro_batch_per_sample(cost, vpp_size, report, caplog):
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(2400), 0.9, 256), 16, 16384).astype(int)
+    constraints = PlanConstraints(dp_size=2, max_tokens=16384, pp_size=4, vpp_size=vpp_size)
+    _warn_of_assumed_fixed_cost.cache_clear()
+    plan = plan_step(lengths, constraints, cost=cost)
+    report(f"K without a fixed part, pp4 vpp{vpp_size}, {type(cost).__name__}: {plan.num_micro_batches}")
+    assert plan.num_micro_batches <= 56  # 28 is the fewest that the cap admits; 112 to 130 without a fixed part
+    plan_step(lengths[:32], constraints, cost=cost)
+    assert [record.getMessage().count("fixed=0") for record in caplog.records] == [1]  # once per process
+
+
+def test_a_fixed_part_of_the_cost_is_taken_as_given(caplog):
+    constraints = PlanConstraints(dp_size=1, max_tokens=8192, pp_size=2)
+    plan_step(np.full(64, 500), constraints, cost=token_cost(fixed=1))
+    assert not caplog.records

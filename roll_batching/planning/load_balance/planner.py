@@ -9,9 +9,14 @@ part, the most promising ones in full, and the one with the smallest makespan is
 
 from __future__ import annotations
 
+import functools
+import logging
+from dataclasses import replace
+
 import numpy as np
 
 from roll_batching.planning.arrays import Ints, offsets_of
+from roll_batching.planning.cost_model import FIXED_TOKENS
 from roll_batching.planning.load_balance.balancing import Balancing
 from roll_batching.planning.load_balance.dealing import LEVEL_BUDGET, block_tops, deal_columns
 from roll_batching.planning.load_balance.pools import Packing, Pool, pools_of
@@ -20,6 +25,8 @@ from roll_batching.planning.pipeline.num_micro_batches import group_size_of, leg
 from roll_batching.planning.pipeline.ordering import MOST_ORDERS, order_for_pipeline, slowest_makespan
 from roll_batching.planning.placement import Placement
 from roll_batching.planning.problem import PlanProblem
+
+logger = logging.getLogger(__name__)
 
 RANK_TOLERANCE = 100_000
 """Rank totals are level when none is above the mean by more than this part of it."""
@@ -50,7 +57,8 @@ def balance(problem: PlanProblem, *, count: int | None = None) -> Placement:
     if count is not None:
         counts = [count]
     elif constraints.pp_size > 1:
-        counts = _promising_counts(problem, pools)
+        unknown = not problem.fixed_cost
+        counts = [_count_without_fixed_cost(problem, pools)] if unknown else _promising_counts(problem, pools)
     else:
         counts = [legal_count(_fewest(problem, pools), constraints)]
     packings = [packing for one in counts for packing in _candidates(Balancing(problem, pools, one))]
@@ -205,6 +213,27 @@ def _fewest(problem: PlanProblem, pools: list[Pool]) -> int:
             fewest -= 1
         needed = max(needed, fewest)
     return needed
+
+
+def _count_without_fixed_cost(problem: PlanProblem, pools: list[Pool]) -> int:
+    """K for a cost without a fixed part, as if each micro-batch cost FIXED_TOKENS average tokens more.
+
+    Without one, the makespan is smallest with about one sample per micro-batch, whatever the cap allows. Only the
+    choice of K assumes it: placement and order follow the cost as given.
+    """
+    _warn_of_assumed_fixed_cost()
+    total = int(problem.costs.sum())
+    assumed = min(total, total * FIXED_TOKENS // int(problem.used.sum()))
+    return _promising_counts(replace(problem, fixed_cost=assumed), pools)[0]
+
+
+@functools.cache
+def _warn_of_assumed_fixed_cost() -> None:
+    logger.warning(
+        "the cost has no fixed part per micro-batch (fixed=0), and the pipeline's number of micro-batches follows from "
+        "it: each counts as %d average tokens more. Set fixed, which scripts/bench_fixed.py measures",
+        FIXED_TOKENS,
+    )
 
 
 def _promising_counts(problem: PlanProblem, pools: list[Pool]) -> list[int]:
