@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,17 +68,23 @@ def install() -> None:
         raise RuntimeError("the CPU platform is for machines without CUDA; this one has it")
     if _installed:
         return
+    from megatron.core.tensor_parallel import random as megatron_random
+
     cuda: Any = torch.cuda
+    randomness: Any = megatron_random
 
     def get_state(device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_state(state: torch.Tensor, device: Any = None) -> None:
+    def set_state(state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
     cuda.current_device = lambda: _CPU
     cuda.get_rng_state = cuda.random.get_rng_state = get_state
     cuda.set_rng_state = cuda.random.set_rng_state = set_state
+    # Megatron's own setter queues the state until CUDA is there, and warns where a fork draws on the CPU.
+    randomness._set_cuda_rng_state = set_state
+    logging.getLogger(randomness.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     cuda.manual_seed = torch.manual_seed
     cuda.default_generators = [torch.default_generator]
     cuda.synchronize = lambda *args, **kwargs: None

@@ -46,7 +46,7 @@ def translate(config: Mapping[str, Any]) -> Translation:
         found.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
     values = {**family.defaults, **config}
     _renamed(values, found)
-    _rope(values, found)
+    _rope(config, values["rope_theta"], found)
     if family.windows:
         _window(values, found)
     if family.mixture:
@@ -80,8 +80,11 @@ def _renamed(values: Mapping[str, Any], found: Translation) -> None:
         found.architecture[ours] = value
 
 
-def _rope(values: Mapping[str, Any], found: Translation) -> None:
-    """Rotation, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`)."""
+def _rope(values: Mapping[str, Any], base: Any, found: Translation) -> None:
+    """Rotation, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+
+    `base` is `rope_theta`, or the family's default.
+    """
     name = "rope_parameters" if values.get("rope_parameters") is not None else "rope_scaling"
     given = values.get(name)
     rope = dict(given) if isinstance(given, Mapping) else {}
@@ -92,7 +95,11 @@ def _rope(values: Mapping[str, Any], found: Translation) -> None:
         )
     if given is not None and not isinstance(given, Mapping):
         found.problems.append(f"{name}: {given!r} is not supported: keys and values are needed")
-    found.architecture["rotary_base"] = rope.pop("rope_theta", values["rope_theta"])
+    theta = values.get("rope_theta")
+    if theta is not None and rope.get("rope_theta", theta) != theta:
+        other = f"{name}.rope_theta: {rope['rope_theta']!r}"
+        found.problems.append(f"rope_theta: {theta!r} says something else than {other}; leave one out")
+    found.architecture["rotary_base"] = rope.pop("rope_theta", base)
     kinds = [rope.pop(key) for key in ("rope_type", "type") if key in rope]
     kind = kinds[0] if kinds else "default"
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
@@ -116,14 +123,18 @@ def _rope(values: Mapping[str, Any], found: Translation) -> None:
 def _window(values: Mapping[str, Any], found: Translation) -> None:
     window, layers = values.get("sliding_window"), values.get("num_hidden_layers")
     kinds = values.get("layer_types")
+    first = (values.get("max_window_layers") or 0) if found.family and not found.family.mixture else 0
+    windowed = bool(values.get("use_sliding_window")) and isinstance(layers, int) and first < layers
     if kinds is not None and isinstance(layers, int):
         others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
         if others or len(kinds) != layers:
             found.problems.append(f"layer_types must name full_attention or sliding_attention for {layers} layers")
         slides = "sliding_attention" in kinds
+        if windowed and window is not None and not slides:
+            text = "use_sliding_window: true says something else than layer_types, full_attention alone"
+            found.problems.append(f"{text}; set it to false, or name sliding_attention for the layers with a window")
     elif "use_sliding_window" in values:
-        first = values.get("max_window_layers", 0) if found.family and not found.family.mixture else 0
-        slides = bool(values["use_sliding_window"]) and isinstance(layers, int) and first < layers
+        slides = windowed
     else:
         slides = True
     if slides and window is not None:

@@ -127,6 +127,8 @@ def _files(path: Path) -> list[Path]:
         named = read_json(path / INDEX).get("weight_map")
         if not isinstance(named, dict):
             raise CheckpointError(f"{path / INDEX} has no weight_map")
+        for name in named.values():
+            _check_inside(path / INDEX, name)
         return [path / name for name in sorted(set(named.values()))]
     if (path / SINGLE).is_file():
         return [path / SINGLE]
@@ -137,6 +139,16 @@ def _files(path: Path) -> list[Path]:
             "from_pretrained and then save_pretrained"
         )
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}")
+
+
+def _check_inside(index: Path, name: Any) -> None:
+    """Raises CheckpointError for what is no path below the directory of `index`; a link in it may lead elsewhere.
+
+    Hugging Face's cache keeps files as links to its blobs.
+    """
+    inside = isinstance(name, str) and "\0" not in name and name not in ("", ".")
+    if not inside or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise CheckpointError(f"{index} names {repr(name)[:200]} as a file of weights; name files inside its directory")
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:

@@ -17,7 +17,8 @@ whose subclass defines one of the methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +100,8 @@ def loss_spec(loss: Any) -> LossSpec:
 
     Raises `LossError` when it has no method or both, or declares what does not exist.
     """
+    if inspect.isclass(loss):
+        raise LossError(f"loss is the class {loss.__name__}: pass an object of it, {loss.__name__}(...)")
     name = type(loss).__name__
     methods = [m for m in ("token_loss", "sequence_loss") if callable(getattr(loss, m, None))]
     if len(methods) != 1:
@@ -107,12 +110,12 @@ def loss_spec(loss: Any) -> LossSpec:
             "one of token_loss (a whole pack at once) and sequence_loss (one sequence at a time)"
         )
     needs = getattr(loss, "needs", frozenset({"log_probs"}))
-    if isinstance(needs, str) or not set(needs) <= NEEDS or not needs:
+    if not _holds_names(needs) or not needs or not set(needs) <= NEEDS:
         raise LossError(f"{name}.needs is {needs!r}: give a non-empty set out of {sorted(NEEDS)}")
     masks = getattr(loss, "masks", ("response_mask",))
     sums = getattr(loss, "sums", ())
     for attribute, value in (("masks", masks), ("sums", sums)):
-        if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+        if not _holds_names(value):
             raise LossError(f"{name}.{attribute} is {value!r}: give a tuple of field names")
     if not masks:
         raise LossError(f"{name}.masks is empty: name at least one field that says which positions count")
@@ -129,3 +132,7 @@ def loss_spec(loss: Any) -> LossSpec:
         prepare=getattr(loss, "prepare", None),
         name=name,
     )
+
+
+def _holds_names(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(x, str) for x in value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 import torch
@@ -27,6 +29,11 @@ class StepCounts:
     sums: Mapping[str, float]
     """Per field that the loss declares in `sums`: its total over what the first mask counts (positions for token
     fields, sequences for sample fields)."""
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any mask counts a token."""
+        return any(self.tokens.values())
 
     def vector(self) -> torch.Tensor:
         """All counts as one fp64 vector (exact up to 2^53), for one all-reduce."""
@@ -69,6 +76,15 @@ def require_counts(counts: StepCounts, spec: LossSpec) -> None:
             f"counts lacks {', '.join(missing)}, which {spec.name} divides by: pass what strategy.count(batch, loss) "
             "returns for the same loss"
         )
+
+    wrong = [
+        f"{name}={number!r}"
+        for part, lowest in ((counts.tokens, 0), (counts.sequences, 0), (counts.sums, -math.inf))
+        for name, number in part.items()
+        if not (isinstance(number, Real) and math.isfinite(number) and number >= lowest)
+    ]
+    if wrong:
+        raise LossError(f"counts holds {', '.join(wrong)}: pass what strategy.count(batch, loss) returns")
 
 
 def local_counts(

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.errors import LossError
 from roll_batching.losses.vocab_parallel import token_log_probs
 from roll_batching.modeling.head import gpt_of, head_input, head_weight, is_deferred
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.collectives import gather_results
+
+
+def checked_temperature(value: Any) -> float:
+    """`value` as a float; raises `LossError` unless it is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+        raise LossError(f"temperature={value!r} must be a finite number above 0: logits are divided by it")
+    return float(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,16 @@ An objective is a subclass with a `surrogate`; everything else composes with it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from roll_batching.errors import LossError
+from roll_batching.data import SampleBatch
+from roll_batching.errors import DataError, LossError
 from roll_batching.losses.aggregation import Aggregation, resolve_aggregation
 from roll_batching.losses.contract import LossOutput, Max, Metric
 from roll_batching.losses.corrections import CORRECTIONS, EngineCorrection, engine_weights
@@ -109,6 +113,19 @@ class PolicyGradient:
     def sums(self) -> tuple[str, ...]:
         """Fields whose totals over the step are needed."""
         return () if self.sample_weights is None else (self.sample_weights,)
+
+    def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Raises `DataError` for sample weights that are negative or not finite."""
+        name = self.sample_weights
+        if name is None or name not in batch.schema or batch.schema[name].kind != "sample":
+            return  # the counts name a field that is missing
+        weights = batch[name].cpu()
+        if len(wrong := ((weights < 0) | ~torch.isfinite(weights)).nonzero()):
+            at = int(wrong[0, 0])
+            raise DataError(
+                f"sample {int(batch.ids[at])} has the weight {weights[at].tolist()} in {name!r} (sample_weights), one "
+                f"of {len(wrong)} samples: give finite weights of 0 or more"
+            )
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
         """[tokens] loss of the policy alone, and its metrics."""

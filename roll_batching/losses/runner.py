@@ -10,11 +10,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from roll_batching.errors import LossError
+from roll_batching.errors import LossError, waited_in_vain
 from roll_batching.losses.contract import LossOutput, LossSpec, Max, Mean, Metric, Min, Sum
 from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.head import HeadContext
@@ -139,6 +140,12 @@ class LossRunner:
         except torch.OutOfMemoryError:  # as where the model runs out of memory: nothing more can be computed here
             raise
         except Exception as error:  # whatever it is, the step's end makes it everybody's
+            if waited_in_vain(error) and (place := _own_collective(error)):  # the others do not come to the step's end
+                raise LossError(
+                    f"{self._spec.name} waited in a collective that not every rank entered ({place}). A loss is "
+                    "called once per micro-batch, and ranks may have different numbers of them: take the collective "
+                    "out, and return sums as metrics"
+                ) from error
             if self.breach is None:
                 self.breach = error if isinstance(error, LossError) else self._failure(error, pack)
         parts = [(x.nan_to_num(0, 0, 0) * 0).sum() for x in computed if x is not None]
@@ -173,7 +180,7 @@ class LossRunner:
 
         def call() -> tuple[torch.Tensor, MicroBatchRecord]:
             result = self._loss.token_loss(view)
-            loss = self._checked(result)
+            loss = self._checked(result, output)
             record = MicroBatchRecord(loss, dict(result.metrics), pack.ids)
             record.watch(log_probs, pack)
             return loss, record
@@ -189,13 +196,13 @@ class LossRunner:
         def call() -> tuple[torch.Tensor, MicroBatchRecord]:
             views = [SequenceView(self._counts, parts, place) for place in range(pack.samples)]
             results = [self._loss.sequence_loss(view) for view in views]
-            losses = torch.stack([self._checked(result) for result in results])
+            losses = torch.stack([self._checked(result, output) for result in results])
             loss = losses.sum()
             return loss, MicroBatchRecord(loss, join_metrics(results), pack.ids, losses)
 
         return self._guarded(call, pack, parts.logits)
 
-    def _checked(self, result: Any) -> torch.Tensor:
+    def _checked(self, result: Any, output: torch.Tensor) -> torch.Tensor:
         name = type(self._loss).__name__
         if not isinstance(result, LossOutput):
             raise LossError(f"{name} returned {type(result).__name__}: return LossOutput(loss, metrics)")
@@ -207,10 +214,10 @@ class LossRunner:
                 f"{name} returned a loss of shape {shape}: return one number per {unit}, reduced with the view's mean, "
                 "sequence_mean or sequence_sum"
             )
-        if self._train and not loss.requires_grad:
+        if self._train and not (loss.requires_grad and _reaches(loss, output)):
             raise LossError(
-                f"{name} returned a loss without a gradient: compute it from the view's log_probs, entropy or logits "
-                "without detaching them"
+                f"{name} returned a loss without a gradient to the model: compute it from the view's log_probs, "
+                "entropy or logits without detaching them"
             )
         for key, metric in result.metrics.items():
             if not isinstance(metric, (Sum, Mean, Max, Min)):
@@ -222,3 +229,31 @@ class LossRunner:
                     what = f"shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
                     raise LossError(f"{name} returned the metric {key!r} of {what}: a metric holds one number")
         return loss.reshape(())
+
+
+def _own_collective(error: Exception) -> str:
+    """File and line where a loss's own code called the collective that raised `error`; empty where none did."""
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    called = [place for place in frames if "torch" not in place[0].parts]
+    if len(called) == len(frames) or {"roll_batching", "megatron"} & set(called[-1][0].parts):
+        return ""
+    return f"{called[-1][0]}, line {called[-1][1]}"
+
+
+def _reaches(loss: torch.Tensor, output: torch.Tensor) -> bool:
+    """Whether the gradient of `loss` arrives at the model's `output`.
+
+    Asked before the backward pass: a loss that is made of something else leaves the weights without a gradient, for
+    which overlapped reduction waits.
+    """
+    if output.grad_fn is None:  # all that is behind it is frozen
+        return True
+    seen, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is output.grad_fn:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions]
+    return False

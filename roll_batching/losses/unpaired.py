@@ -21,8 +21,10 @@ import numpy.typing as npt
 import torch
 
 from roll_batching.data import SampleBatch
-from roll_batching.data.positions import counted_positions, sample_of
+from roll_batching.data.peers import Peers
+from roll_batching.data.positions import counted_positions, mask_of, sample_of
 from roll_batching.data.ragged import row_indices
+from roll_batching.data.table import require_batch
 from roll_batching.distributed import exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError, LossError
@@ -34,13 +36,24 @@ def mismatched(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
     """Each prompt of `batch` with the response of the sample before it, the first with the last's.
 
     A response is what lies from the first token on that `mask`, a token or next_token field, counts; the result has
-    `input_ids`, `mask` and the ids of the prompts. Raises `DataError` for a sample without prompt or response, and for
-    a lone one.
+    `input_ids`, `mask` and the ids of the prompts. All ranks call it.
+
+    Raises:
+        RankError: on all ranks alike (`DataError` in a single process): a sample without prompt or response, a lone
+            one, or no such mask on any rank.
     """
+    with Peers.of().consensus("mismatched"):
+        return _mismatched(batch, mask)
+
+
+def _mismatched(batch: SampleBatch, mask: str) -> SampleBatch:
+    require_batch("mismatched", batch)
+    if mask not in batch.schema or not batch.schema[mask].per_token:
+        raise DataError(f"mismatched reads {mask!r}, which is not a token or next_token field of the batch")
     if len(batch) < 2:
         raise DataError("a batch of one sample has no other response: give at least two")
     of_next = batch.schema[mask].kind == "next_token"
-    counted = counted_positions(batch, mask) if of_next else batch[mask].cpu() != 0
+    counted = counted_positions(batch, mask) if of_next else mask_of(batch, mask)
     within = torch.arange(batch.num_tokens) - batch.offsets[:-1][sample_of(batch)] + int(of_next)
     first = torch.where(counted, within, batch.max_length)
     prompts = torch.full((len(batch),), batch.max_length).scatter_reduce(0, sample_of(batch), first, "amin")

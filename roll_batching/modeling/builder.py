@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch.nn.functional as F
 from roll_batching.config import ArchitectureConfig, MegatronConfig, TrainingArgs
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
-from roll_batching.modeling.experts import router_loss_weights
+from roll_batching.modeling.experts import draw_experts, router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.kernels import Kernels, engine_attention
-from roll_batching.modeling.requirements import ENGINE_LAYERS, refusals_here
+from roll_batching.modeling.requirements import ENGINE_LAYERS, recomputed_modules, refusals_here
 from roll_batching.modeling.rotary import RotarySettings
 from roll_batching.modeling.spec import packed_block_spec
 from roll_batching.packing.attention_backend import installed_versions
@@ -185,6 +186,7 @@ def build_chunks(
         experts=architecture.moe is not None,
         backend=kernels.attention,
         engine_layers=kernels.layers == "transformer_engine",
+        recomputed=recomputed_modules(strategy),
     )
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))
@@ -222,6 +224,8 @@ def build_chunks(
                 vp_stage=vp_stage,
                 pg_collection=all_groups,
             )
+            if config.use_cpu_initialization and initialize:
+                draw_experts(gpt)
             gpt = gpt.to(device=layout.device, dtype=dtype)
             defer_head(gpt)
             chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
@@ -238,11 +242,18 @@ def _random_numbers(seed: int, groups: Any, *, kept: bool) -> Iterator[None]:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    places = {"tp_rank": groups.tp.rank(), "ep_rank": groups.ep.rank(), "etp_rank": groups.expt_tp.rank()}
+    # Megatron seeds experts by 100 per expert-parallel rank, and `seed` differs by 100 between stages: the strides
+    # multiply, or one stage's experts were those of another.
+    expert_rank = groups.ep.rank() * groups.pp.size()
+    places = {"tp_rank": groups.tp.rank(), "ep_rank": expert_rank, "etp_rank": groups.expt_tp.rank()}
     before = None if kept else get_cuda_rng_tracker().get_states()
     with torch.random.fork_rng(devices, enabled=not kept):
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, **places)
+        if not devices:
+            # Dense weights come from this generator on the CPU. Version 0.1 left it at the experts' seed of their
+            # first rank, and a seed's model stays the same.
+            torch.manual_seed(seed + 1024)
         try:
             yield
         finally:
@@ -344,7 +355,7 @@ def build_scheduler(optimizer: Any, training: TrainingArgs, total_steps: int) ->
     """Megatron's learning-rate schedule, counted in optimizer steps: warm-up, then `lr_scheduler_type`."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    warmup = training.warmup_steps or int(training.warmup_ratio * total_steps)
+    warmup = training.warmup_steps or math.ceil(training.warmup_ratio * total_steps)  # as Hugging Face's trainer
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import megatron.core
@@ -33,6 +33,22 @@ def router_loss_weights(config: Any, group: Any) -> tuple[float, float]:
     return float(counted) * ranks / group.size(), ranks / group.size()
 
 
+def draw_experts(gpt: Any) -> None:
+    """Draws the weights of this rank's experts from Megatron's generator for them, which differs between such ranks.
+
+    Megatron does so on CUDA alone: on the CPU all weights come from one generator, the same on ranks that share the
+    experts, which then begin with equal ones.
+    """
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+
+    config = gpt.config
+    with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+        for name, parameter in gpt.named_parameters():
+            if not getattr(parameter, "allreduce", True):  # Megatron's mark of weights that other ranks do not have
+                draw = config.output_layer_init_method if "linear_fc2" in name else config.init_method
+                draw(parameter)
+
+
 def routed_padding(mask: torch.Tensor, gpt: Any, layout: Any) -> torch.Tensor:
     """The part of a padding mask [rows, length] that the routers of this chunk see.
 
@@ -45,44 +61,64 @@ def routed_padding(mask: torch.Tensor, gpt: Any, layout: Any) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def without_router_losses(chunk: torch.nn.Module) -> Iterator[None]:
-    """For a filler: an auxiliary loss over no real token is 0 / 0, and would make every gradient NaN.
-
-    In evaluation mode routers add no losses. Nothing may be recomputed in backward, in another mode: Megatron
-    recomputes whole layers in training mode only, but before 0.19 mixtures in every mode.
-    """
-    training = chunk.training
-    recomputing = [module for module in chunk.modules() if getattr(module, "moe_layer_recompute", False)]
-    chunk.eval()
-    for module in recomputing:
-        module.moe_layer_recompute = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        chunk.train(training)
-        for module in recomputing:
-            module.moe_layer_recompute = True  # type: ignore[assignment]
-
-
-@contextlib.contextmanager
 def padding_uncounted(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside, routers with an expert bias count real tokens alone.
+    """Inside, routers count and balance real tokens alone, and a micro-batch without any adds nothing.
 
-    Megatron 0.16 to 0.19 combines its map [tokens, experts] with the mask [tokens], which fails, or, with as many
-    tokens as experts, counts wrongly. Here the map is masked before Megatron counts it.
+    Megatron 0.16 to 0.19 combines the map [tokens, experts] of an expert bias with the mask [tokens], which fails, or,
+    with as many tokens as experts, counts wrongly. Here the map is masked before Megatron counts it.
+
+    Their auxiliary loss is 0 / 0 over no real token, and would make every gradient NaN. Evaluation mode, in which
+    routers add no losses, is no way out: there layers are not recomputed in backward, and ranks that share experts
+    wait for the tokens that a recomputed layer sends.
     """
+    from megatron.core.transformer.moe import router as of_routers
+
+    module: Any = of_routers
+    balance = module.switch_load_balancing_loss_func
     routers: list[Any] = [m for chunk in chunks for m in chunk.modules() if getattr(m, "enable_expert_bias", False)]
     for router in routers:
         router._apply_expert_bias = functools.partial(_count, router._apply_expert_bias)
+    module.switch_load_balancing_loss_func = functools.partial(_balance, balance)
     try:
         yield
     finally:
+        module.switch_load_balancing_loss_func = balance
         for router in routers:
             del router._apply_expert_bias
 
 
+@contextlib.contextmanager
+def expert_biases_kept(chunks: Iterable[torch.nn.Module]) -> Iterator[Callable[[], None]]:
+    """Inside, a step; gives what puts the routers' expert biases back, for a step that is skipped.
+
+    Megatron moves them when gradients are whole, before anybody knows whether the optimizer will step. After an
+    exception they are put back here.
+    """
+    routers: list[Any] = [m for chunk in chunks for m in chunk.modules() if getattr(m, "enable_expert_bias", False)]
+    before = [(held, held.clone()) for m in routers for held in (m.expert_bias, m.local_tokens_per_expert)]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for held, values in before:
+            held.copy_(values)
+
+    try:
+        yield put_back
+    except BaseException:
+        put_back()
+        raise
+
+
 def _count(count: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
     count(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
+
+
+def _balance(balance: Any, *, total_num_tokens: Any, **given: Any) -> torch.Tensor:
+    """Megatron's auxiliary loss, 0 with gradients of 0 where no token is real; no host read."""
+    if isinstance(total_num_tokens, torch.Tensor):
+        total_num_tokens = total_num_tokens.clamp(min=1)
+    loss: torch.Tensor = balance(total_num_tokens=total_num_tokens, **given)
+    return loss
 
 
 def expert_problems(config: Any, *, packed: bool) -> list[str]:
@@ -96,6 +132,12 @@ def expert_problems(config: Any, *, packed: bool) -> list[str]:
     if config.moe_token_dispatcher_type == "allgather":
         problems.append(
             "moe_token_dispatcher_type='allgather' needs equal lengths on all ranks: set it to 'alltoall' or 'flex'"
+        )
+    version = tuple(map(int, megatron.core.__version__.split(".")[:2]))
+    if config.recompute_granularity == "full" and config.recompute_method == "block" and version < (0, 18):
+        problems.append(
+            "before Megatron-Core 0.18 recompute_method='block' hands no padding mask to the layers that are not "
+            "recomputed, whose routers then balance padding: set it to 'uniform'"
         )
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         problems.append("Megatron trains experts with tensor parallelism only with sequence_parallel=True: set it")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from roll_batching.packing.attention_backend import AttentionBackend, AttentionRequirements, installed_versions
 
+ENGINE = "transformer-engine"
+_RECOMPUTED_BY_ENGINE = {"layernorm", "mla_up_proj", "moe_act"}
+"""Parts of layers whose recompute asks TransformerEngine for the state of FP8 (Megatron 0.16 to 0.19)."""
 ENGINE_LAYERS = AttentionRequirements(
     devices=("cuda",),
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    libraries=(("transformer-engine", "2.9"), ("transformer-engine-torch", "2.9")),
+    libraries=((ENGINE, "2.9"), ("transformer-engine-torch", "2.9")),
 )
 """What TransformerEngine's layers need. Before 2.9 packs trained wrongly through its attention."""
 
@@ -44,6 +48,11 @@ class Installed:
         )
 
 
+def recomputed_modules(config: Any) -> tuple[str, ...]:
+    """Parts of layers that are recomputed, by Megatron's names; empty where whole layers are, or nothing."""
+    return tuple(config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
+
+
 def refusals_here(
     *,
     device: torch.device,
@@ -52,6 +61,7 @@ def refusals_here(
     experts: bool,
     backend: AttentionBackend | None,
     engine_layers: bool,
+    recomputed: Sequence[str] = (),
 ) -> list[str]:
     """`refusals` of what is installed here."""
     needs = [ENGINE_LAYERS, *([] if backend is None else [backend.requirements])]
@@ -63,6 +73,7 @@ def refusals_here(
         experts=experts,
         backend=backend,
         engine_layers=engine_layers,
+        recomputed=recomputed,
         installed=Installed.here(device, libraries),
     )
 
@@ -75,6 +86,7 @@ def refusals(
     experts: bool,
     backend: AttentionBackend | None,
     engine_layers: bool,
+    recomputed: Sequence[str] = (),
     installed: Installed,
 ) -> list[str]:
     """Everything that would fail inside the first forward pass, each with what to install or to set. Pure.
@@ -86,6 +98,7 @@ def refusals(
         experts: whether the model has a mixture of experts.
         backend: what attends; None where a model brings an attention core of its own.
         engine_layers: whether layers are TransformerEngine's.
+        recomputed: parts of layers that are recomputed.
         installed: versions and device.
     """
     problems = []
@@ -96,6 +109,11 @@ def refusals(
         )
     if engine_layers:
         problems += _engine_refusals(device, dtype, installed)
+    if ENGINE not in installed.versions and (named := sorted(_RECOMPUTED_BY_ENGINE & set(recomputed))):
+        problems.append(
+            f"recompute_modules: {named} needs TransformerEngine, which is not installed: install {ENGINE}, or "
+            "recompute core_attn, mlp, moe or shared_experts, or whole layers (recompute_granularity: full)"
+        )
     if backend is not None:
         problems += _attention_refusals(backend, device, dtype, head_dim, installed)
     return problems

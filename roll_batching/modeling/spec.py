@@ -113,6 +113,9 @@ def core_attention(
 
 
 def _build_core(backend: AttentionBackend, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
+    config, number = arguments["config"], arguments["layer_number"]
+    if config.no_rope_freq and config.no_rope_freq[number - 1]:  # counted from 0, layers from 1
+        rotation = None
     core: Any = backend.build_core(rotation, **arguments)
     core.pack_backend, core.pack_rotates = backend, rotation is not None  # for whoever takes over the model
     return core

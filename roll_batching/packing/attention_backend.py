@@ -75,6 +75,9 @@ class AttentionBackend(Protocol):
     """Whether generation may put the dense backend's cores, which have a cache, in the place of its own: they compute
     causal attention with RoPE. Models that a strategy built only: of others it does not know the rotation."""
 
+    windows: bool = False
+    """Whether its cores heed `TransformerConfig.window_size`. Where not, samples longer than the window are refused."""
+
     @abstractmethod
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
         """The module that attends in one layer, a `core_attention` of Megatron's.

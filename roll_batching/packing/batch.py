@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from roll_batching.data import SampleBatch
+from roll_batching.data.positions import mask_of
 from roll_batching.errors import DataError
 from roll_batching.packing.ahead import ahead, to_cuda
 from roll_batching.packing.attention_backend import AttentionBackend, attention_backend
@@ -137,7 +138,7 @@ class StepPacks:
         self.layouts = [PackLayout.of(mb, plan.constraints.cp_size, tokens) for mb in self._micro_batches]
         """Of every pack, known before it is made."""
         self._local, self._plan, self._cp_rank, self._device = local, plan, cp_rank, device
-        self._masks = {name: local.fields[name].cpu() != 0 for name in names} if judges else {}
+        self._masks = {name: mask_of(local, name) for name in names} if judges else {}
         self._every_row, self._embeds, self._judges = masks is None, embeds, judges
         self._backend = None if attention is None else attention_backend(attention, device.type)
         on_host = all(x.device.type == "cpu" for x in local.fields.values() if isinstance(x, torch.Tensor))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from roll_batching.errors import CheckpointError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.strategy.checkpoint_files import check_files, load_tensors, quiet, reading
 from roll_batching.strategy.checkpoint_folder import RECORD, REPLACED, SAVING, whole_or_nothing
+from roll_batching.strategy.checkpoint_manifest import MANIFEST, check_manifest
 from roll_batching.strategy.checkpoint_writer import Writing, bytes_of, check_room
 from roll_batching.strategy.optimizer_state import (
     check_optimizer,
@@ -30,6 +32,8 @@ from roll_batching.strategy.optimizer_state import (
 )
 from roll_batching.strategy.state import ModelState, TrainingState
 from roll_batching.strategy.weights import gather_parameters
+
+logger = logging.getLogger(__name__)
 
 LOADING = "loading a checkpoint"
 EXTRA = "._extra_state"
@@ -51,13 +55,13 @@ def check_saving(model: ModelState) -> None:
         check_optimizer(model.optimizer)
 
 
-def save_state(model: ModelState, path: str | Path) -> None:
+def save_state(model: ModelState, path: str | Path, *, manifest: bool = True) -> None:
     """Writes the checkpoint `path`, a folder. All ranks call it; see `MegatronInferStrategy.save`."""
     with whole_or_nothing(path, model.layout.host_group) as folder:
-        write_state(model, folder).finish()
+        write_state(model, folder, manifest=manifest).finish()
 
 
-def write_state(model: ModelState, folder: Path, *, aside: bool = False) -> Writing:
+def write_state(model: ModelState, folder: Path, *, aside: bool = False, manifest: bool = True) -> Writing:
     """Writes a checkpoint's files into the empty `folder`, which are whole when `finish` has returned. Collective.
 
     With `aside`, the tensors are copied to host memory and written while the caller goes on.
@@ -72,6 +76,7 @@ def write_state(model: ModelState, folder: Path, *, aside: bool = False) -> Writ
         "dtype": str(model.dtype).removeprefix("torch."),
         "layout": model.layout.to_dict(),
         "optimizer": None,
+        "manifest": manifest,
     }
     if training is not None and training.optimizer is not None:
         record["optimizer"] = {
@@ -85,15 +90,17 @@ def write_state(model: ModelState, folder: Path, *, aside: bool = False) -> Writ
     with consensus(group, SAVING):
         if dist.get_rank() == 0:
             check_room(folder, int(needed))
-    return Writing(tensors, json.dumps(record, indent=1) + "\n", folder, group, size=int(needed), aside=aside)
+    text = json.dumps(record, indent=1) + "\n"
+    return Writing(tensors, text, folder, group, size=int(needed), aside=aside, manifest=manifest)
 
 
-def load_state(model: ModelState, path: str | Path, *, optimizer: bool) -> ModelState:
+def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: bool = True) -> ModelState:
     """`model` with the weights, and on request the training state, of a checkpoint.
 
     Weights, moments and schedule change in place. All ranks call it; see `MegatronInferStrategy.load`.
     """
     group = model.layout.host_group
+    optimizer = optimizer and model.training is not None
     with consensus(group, LOADING) as facts:
         path = Path(path)
         record = _read_record(path)
@@ -108,6 +115,13 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool) -> Model
                     f"{path} holds a model without optimizer state: load it with optimizer=False, which starts from "
                     "its weights with a fresh optimizer"
                 )
+    with consensus(group, LOADING):  # of its own: it takes long, and ranks read one checkpoint by now
+        if record.get("manifest") or (path / MANIFEST).exists():
+            check_manifest(path, rank=dist.get_rank(group), ranks=dist.get_world_size(group), verify=verify)
+        elif "manifest" not in record and dist.get_rank() == 0 and not (path.parent / RECORD).is_file():
+            logger.warning(
+                "%s has no %s: an earlier version wrote it, and nothing tells whether it changed", path, MANIFEST
+            )
     gather_parameters(model.chunks)
     training = model.training if optimizer else None
     mine = None if training is None else training.optimizer
@@ -162,7 +176,7 @@ def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool) -> dic
         for index, chunk in enumerate(model.chunks)
     }
     if optimizer is not None:
-        shards = sharded_optimizer(optimizer, dict(state), metadata, loading=loading)
+        shards = sharded_optimizer(optimizer, dict(state), loading=loading)
         state |= {"optimizer": shards} if shards else {}
     return state
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import stat
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -25,8 +26,10 @@ _SHOWN, _LONGEST = 3, 160
 def check_files(path: Path) -> None:
     """Raises `CheckpointError`, naming them, when files of the checkpoint `path` are missing, cut off or unreadable."""
     with reading(path / ".metadata"):
+        check_regular(path / ".metadata")
         stored = read_index(path / ".metadata").storage_data.values()
     with reading(path / "metadata.json"):
+        check_regular(path / "metadata.json")
         json.loads((path / "metadata.json").read_text(encoding="utf-8"))
     ends: dict[str, int] = {}
     for part in stored:
@@ -34,8 +37,10 @@ def check_files(path: Path) -> None:
     wrong = []
     for name, end in sorted(ends.items()):
         file = path / name
+        if Path(name).name != name:
+            raise CheckpointError(f"{path / '.metadata'} names the file {name!r}, which is not in its folder")
         with reading(file):
-            size = file.stat().st_size
+            size = check_regular(file)
         if size < end:
             wrong.append(f"{file} is cut off: it has {size:,} of {end:,} bytes")
     common = path / "common.pt"
@@ -44,6 +49,14 @@ def check_files(path: Path) -> None:
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointError("; ".join(wrong[:_SHOWN]) + more)
+
+
+def check_regular(file: Path) -> int:
+    """Bytes of a regular file; raises `CheckpointError` for any other: a pipe would be waited for."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{file} cannot be read: it is no regular file")
+    return found.st_size
 
 
 @contextlib.contextmanager

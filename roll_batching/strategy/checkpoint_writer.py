@@ -17,11 +17,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from roll_batching.distributed import consensus
+from roll_batching.distributed import consensus, exchange
 from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
 from roll_batching.strategy.checkpoint_files import quiet, system_error, words
 from roll_batching.strategy.checkpoint_folder import RECORD, SAVING, write_text
+from roll_batching.strategy.checkpoint_manifest import MANIFEST, FileDigest, digest_files, manifest_text, names_here
 
 
 class Writing:
@@ -36,17 +37,28 @@ class Writing:
         folder: of the draft.
         group: the ranks that must agree.
         size: bytes of the whole checkpoint, for errors.
+        manifest: whether sizes and digests of all files are kept, to be compared before they are loaded.
         aside: write while the caller goes on. What is written is as it was when this returned: a copy in host memory.
     """
 
     def __init__(
-        self, tensors: dict[str, Any], record: str, folder: Path, group: Any, *, size: int, aside: bool
+        self,
+        tensors: dict[str, Any],
+        record: str,
+        folder: Path,
+        group: Any,
+        *,
+        size: int,
+        aside: bool,
+        manifest: bool = True,
     ) -> None:
         from megatron.core import dist_checkpointing
 
         self._group, self._record = group, record
         self._folder = folder
-        self._errors = _FileErrors(folder, size)
+        self._own: dict[str, FileDigest] | None = {} if manifest else None
+        """Of the files that this rank has written."""
+        self._errors = _FileErrors(folder, size, self._own)
         self._thread: threading.Thread | None = None
         self._last: list[Callable[[], None]] = []
         if not aside:
@@ -73,6 +85,11 @@ class Writing:
         """Whether this rank has written its files, or failed to."""
         return self._thread is None or not self._thread.is_alive()
 
+    def add(self, name: str) -> None:
+        """The manifest lists the file `name` too, which this rank has written."""
+        if self._own is not None:
+            self._own |= digest_files(self._folder, [name])
+
     def finish(self) -> None:
         """Waits for this rank's files, and makes the checkpoint whole."""
         if self._thread is not None:
@@ -80,11 +97,19 @@ class Writing:
         with self._errors.kept(), quiet():
             for act in self._last:
                 act()
-        with consensus(self._group, SAVING):
-            self._errors.raise_first()
+        everyone = exchange(self._group, SAVING, self._written)
         with consensus(self._group, SAVING):
             if dist.get_rank() == 0:
                 write_text(self._folder / RECORD, self._record)
+                if self._own is not None:
+                    listed = {name: one for own in everyone for name, one in own.items()}
+                    rest = [name for name in names_here(self._folder) if name not in listed]
+                    write_text(self._folder / MANIFEST, manifest_text(listed | digest_files(self._folder, rest)))
+
+    def _written(self) -> dict[str, FileDigest]:
+        """Raises `CheckpointError` when something has failed on this rank."""
+        self._errors.raise_first()
+        return self._own or {}
 
 
 def _copied(request: Any) -> list[Any]:
@@ -104,8 +129,8 @@ def _copied(request: Any) -> list[Any]:
 class _FileErrors:
     """What fails while Megatron writes files: kept until it is through, as the other ranks wait in its collectives."""
 
-    def __init__(self, folder: Path, size: int) -> None:
-        self._folder, self._size = folder, size
+    def __init__(self, folder: Path, size: int, digests: dict[str, FileDigest] | None) -> None:
+        self._folder, self._size, self._digests = folder, size, digests
         self._found: list[tuple[Path, BaseException]] = []
 
     @contextlib.contextmanager
@@ -120,13 +145,18 @@ class _FileErrors:
         from torch.distributed.checkpoint import CheckpointException
 
         writer: Any = filesystem_async.FileSystemWriterAsync
-        folder, found = self._folder, self._found
+        folder, found, digests = self._folder, self._found, self._digests
 
         def write(transforms: Any, use_msc: bool, rank: int, buckets: list[Any], results: Any) -> None:
             written = {
                 number: _write(writer, transforms, number, bucket, found) for number, bucket in enumerate(buckets)
             }
             results.put(written)
+            if digests is not None and not found:  # here, on the thread that writes while training goes on
+                try:
+                    digests.update(digest_files(folder, [Path(bucket[0]).name for bucket in buckets]))
+                except CheckpointError as error:
+                    found.append((folder, error))
 
         with contextlib.ExitStack() as patches:
             for owner, name, replacement in (

@@ -28,7 +28,7 @@ from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, hidden_states_of, logits_at
 from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import BatchingSpec, ParallelDims, PlanConstraints, plan_step
-from roll_batching.strategy.inputs import SAME_SAMPLES, check_positions, check_tokens
+from roll_batching.strategy.inputs import SAME_SAMPLES, check_positions, check_tokens, check_window
 from roll_batching.strategy.sampling import GenerationSettings, Sampler, draws_of
 from roll_batching.strategy.schedule import run_schedule
 from roll_batching.strategy.state import ModelState
@@ -46,6 +46,11 @@ def check_generation(
     facts: Facts, prompts: SampleBatch, settings: GenerationSettings, state: ModelState, draws: torch.Tensor | None
 ) -> None:
     """Raises `DataError` for what cannot be generated from; `facts` hears what others must have too."""
+    if state.settings.rows_form:
+        raise LayoutError(
+            "generate gives the model packs, and this one was handed over with rows_form=True, as it takes none: build "
+            "it from packed_layer_spec(config), or sample elsewhere"
+        )
     require_batch("generate", prompts, "prompts")
     if len(prompts) and ("input_ids" not in prompts.schema or prompts.schema["input_ids"].kind != "token"):
         raise DataError("prompts need a field input_ids of kind token")
@@ -55,6 +60,7 @@ def check_generation(
     bound, longest = settings.max_tokens_in_cache, prompts.max_length
     needed = room_of_row(longest, settings, state.layout) if longest else 0
     check_positions(needed, state)
+    check_window(longest + settings.max_new_tokens if longest else 0, state)
     if bound is not None and needed > bound:
         raise DataError(
             f"max_tokens_in_cache={bound} has no room for one row: the longest prompt of {longest} "
@@ -98,10 +104,10 @@ def generate(
     Raises:
         LayoutError: under virtual pipelining or context parallelism.
 
-    Without a pipeline a key-value cache makes every token one small step: the attention backend's own, or, for one
-    that lets it (TransformerEngine's), the dense backend's. Else whole sequences are computed again for every token,
-    which serves checks more than rollouts, and `max_tokens_in_cache` bounds nothing. Ranks that share experts decode in
-    lockstep until the last of them has ended.
+    Without a pipeline a key-value cache makes every token one small step: the attention backend's own where its cores
+    rotate, or, for one that lets it (TransformerEngine's), the dense backend's. Else whole sequences are computed again
+    for every token, which serves checks more than rollouts, and `max_tokens_in_cache` bounds nothing. Ranks that share
+    experts decode in lockstep until the last of them has ended.
     """
     layout = model.layout
     check_layout(layout)
@@ -123,15 +129,20 @@ def sampler_of(
     model: ModelState, settings: GenerationSettings, rows: int, draws: torch.Tensor | None = None
 ) -> Sampler:
     """Draws the tokens of so many rows; `draws` as for `generate`."""
-    device = model.layout.device
+    layout, device = model.layout, model.layout.device
     if draws is None:
-        draws = draws_of(settings, rows, part=model.layout.dp_rank, device=device, dtype=model.result_dtype)
-    return Sampler(settings, model.vocab_size or gpt_of(model.chunks[0]).vocab_size, draws.to(device))
+        draws = draws_of(settings, rows, part=layout.dp_rank, device=device, dtype=model.result_dtype)
+    vocab_size = model.vocab_size or gpt_of(model.chunks[0]).vocab_size
+    return Sampler(settings, vocab_size, draws.to(device), [layout.tp_group, layout.pp_group])
 
 
 def keeps_cache(model: ModelState) -> bool:
     """Whether the model generates with a cache of keys and values."""
-    return model.layout.pp_size == 1 and model.attention is not None and (model.attention.decodes or _lends(model))
+    if model.layout.pp_size > 1 or model.attention is None:
+        return False
+    # Megatron's own rotation of packs takes no positions, which rows at different ones would need.
+    rotates_itself = gpt_of(model.chunks[0]).position_embedding_type == "rope"
+    return _lends(model) or (model.attention.decodes and not rotates_itself)
 
 
 def _lends(model: ModelState) -> bool:

@@ -18,7 +18,7 @@ from roll_batching.distributed import Facts, consensus, digest, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, join_layout, start_processes
 from roll_batching.errors import CheckpointError, LayoutError, LossError
 from roll_batching.losses.contract import LossSpec, loss_spec
-from roll_batching.losses.head import HeadContext
+from roll_batching.losses.head import HeadContext, checked_temperature
 from roll_batching.losses.metric_kinds import as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.builder import build_chunks, resolve_dtype
@@ -30,6 +30,7 @@ from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraint
 from roll_batching.strategy.checkpoint import load_state, save_state
 from roll_batching.strategy.copying import TakesWeights
 from roll_batching.strategy.export import export_model
+from roll_batching.strategy.finite import ChecksOutputs
 from roll_batching.strategy.generation import check_generation, generate
 from roll_batching.strategy.inputs import counts_here, pack_inputs
 from roll_batching.strategy.offload import KINDS
@@ -43,7 +44,7 @@ from roll_batching.strategy.tensor_stream import TensorStream
 logger = logging.getLogger(__name__)
 
 
-class MegatronInferStrategy(TakesWeights):
+class MegatronInferStrategy(TakesWeights, ChecksOutputs):
     """Forward passes of one Megatron model over planned micro-batches.
 
     Built from a role's settings; `initialize` builds the model. Every method is called by all ranks
@@ -52,7 +53,7 @@ class MegatronInferStrategy(TakesWeights):
 
     def __init__(self, config: WorkerConfig | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
         self.config, self.seed = config, seed
-        self.temperature = temperature
+        self.temperature = checked_temperature(temperature)
         """Logits are divided by it wherever log-probs are computed; rollouts should sample with the same."""
         self._state: ModelState | None = None
         self._noticed_fillers = False
@@ -222,7 +223,7 @@ class MegatronInferStrategy(TakesWeights):
             A batch with `local`'s ids and lengths and the needed next_token fields, fp32, on the host.
 
         Raises:
-            RankError: when any rank's input is wrong, on all ranks, before the model runs.
+            RankError: on all ranks, when any rank's input is wrong, before the model runs; or its output not finite.
         """
         with self._consensus("forward") as facts:
             wanted = [name for name in ("log_probs", "entropy") if name in needs]
@@ -251,11 +252,12 @@ class MegatronInferStrategy(TakesWeights):
             last = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
             dist.broadcast(rows, last, group=layout.pp_group)
         fields = {name: rows[:, i].contiguous().cpu() for i, name in enumerate(wanted)}
-        return SampleBatch(local.ids, local.lengths, fields, {name: FieldSpec("next_token") for name in wanted})
+        kinds = dict.fromkeys(wanted, FieldSpec("next_token"))
+        return self._finite(SampleBatch(local.ids, local.lengths, fields, kinds))
 
     def compute_log_probs(self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None = None) -> SampleBatch:
         """Log-probability of every token given those before it, as `forward` returns it."""
-        return self.forward(local, plan, ("log_probs",), masks)
+        return self.forward(local, plan, masks=masks)
 
     def evaluate(self, local: SampleBatch, plan: Plan, loss: Any) -> dict[str, float]:
         """The loss (under "loss") and metrics of a loss object over the planned samples, without gradient."""
@@ -269,7 +271,7 @@ class MegatronInferStrategy(TakesWeights):
         runner = LossRunner(loss, spec, counts, self._head(), scaling, train=False)
         with torch.no_grad(), self._evaluating():
             records = self._run(plan, packs, runner.bind, forward_only=True)
-        total, metrics, _ = join_outcomes(self.layout, [r for r in records if r is not None], runner)
+        total, metrics, _ = join_outcomes(self.state, [r for r in records if r is not None], runner)
         return {"loss": total, **as_numbers(metrics)}
 
     def generate(
@@ -280,41 +282,40 @@ class MegatronInferStrategy(TakesWeights):
             check_generation(facts, prompts, settings, self.state, draws)
         self.gather_parameters()  # not in the forward pass: ranks without prompts make none
         with self._evaluating():
-            return generate(self.state, prompts, settings, draws)
+            return self._finite(generate(self.state, prompts, settings, draws))
 
     # ---- checkpoints
 
-    def save(self, path: str | Path, *, optimizer: bool = True) -> None:
+    def save(self, path: str | Path, *, optimizer: bool = True, manifest: bool = True) -> None:
         """Writes weights, and with an optimizer its state, schedule position and skipped steps, to the folder `path`.
 
         Collective; `path` is on a file system that all ranks see. It appears when it is whole and not before; a
-        checkpoint that was there is replaced. Any parallel layout can load it. `optimizer=False`: weights alone.
+        checkpoint that was there is replaced. `optimizer=False`: weights alone; `manifest=False`: no digests of files.
 
         Raises:
             RankError: on all ranks: `path` holds something else, the optimizer keeps its state in a way that is
                 not saved (named), psutil is missing, or a rank could not write.
         """
         self._host.require(KINDS if optimizer else KINDS[:1], "save")
-        save_state(self.state if optimizer else replace(self.state, training=None), path)
+        save_state(self.state if optimizer else replace(self.state, training=None), path, manifest=manifest)
 
-    def load(self, path: str | Path, *, optimizer: bool = True) -> None:
+    def load(self, path: str | Path, *, optimizer: bool = True, verify: bool = True) -> None:
         """Takes over what `save` wrote, in this or another parallel layout. Collective.
 
         Learning rate, decay and the like stay as configured: the schedule goes on from the saved position. With
-        `optimizer=False`, and in a strategy that has none, only the weights are read.
+        `optimizer=False`, and without an optimizer, only weights are read. `verify` compares files with their digests.
 
         Raises:
-            RankError: on all ranks, before anything is changed: there is no such checkpoint, it belongs to a model of
-                another shape or architecture (both named), or holds no optimizer.
+            RankError: on all ranks, before anything is changed: there is no such checkpoint, its files are not as
+                they were written, it is of another model (both named), or holds no optimizer.
         """
         self._host.require(KINDS if optimizer else KINDS[:1], "load")
-        self.state = load_state(self.state, path, optimizer=optimizer and self.state.training is not None)
+        self.state = load_state(self.state, path, optimizer=optimizer, verify=verify)
 
     def export(self, path: str | Path, *, replaces: Callable[[Path], bool] = lambda path: False) -> None:
         """Writes the model as a Hugging Face directory, like the one of `model_args.model_name_or_path`. Collective.
 
-        `path` is on a file system that all ranks see. It appears when it is whole and not before; a folder that lies
-        there is replaced where `replaces` says so.
+        `path` appears as that of `save`; a folder that lies there is replaced where `replaces` says so.
 
         Raises:
             RankError: on all ranks: `path` is there, the model came from no such directory, or a rank could not write.

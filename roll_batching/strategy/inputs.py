@@ -30,9 +30,13 @@ def pack_inputs(
     What can be wrong with them is found here; they are packed when the schedule asks for them.
     """
     require_batch("a pass", local)
+    if isinstance(masks, str) or (masks is not None and not len(masks)):
+        raise DataError(
+            f"masks={masks!r} names no field that counts: give a tuple of names, or None for every position"
+        )
     layout = state.layout
     _check_plan(plan, layout)
-    _check_window(plan, state)
+    check_window(int(plan.used[plan.samples].max(initial=0)), state)
     facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths and constraints")
     packs = StepPacks(
         local,
@@ -100,16 +104,25 @@ def _check_plan(plan: Plan, layout: ParallelLayout) -> None:
             )
 
 
-def _check_window(plan: Plan, state: ModelState) -> None:
-    window = None if state.architecture is None else state.architecture.sliding_window
-    if window is None:
-        return
-    longest = max((int(mb.lengths.max()) for rank in plan.micro_batches for mb in rank if len(mb.lengths)), default=0)
-    if longest > window:
+def check_window(longest: int, state: ModelState) -> None:
+    """Raises `LayoutError` where a sample of `longest` tokens reaches beyond a window that attention does not heed."""
+    window = _unheeded_window(state)
+    if window is not None and longest > window:
         raise LayoutError(
-            f"a sample has {longest} tokens and the model a sliding_window of {window}: attention is full here, which "
-            "is the same up to that length alone. Leave longer samples out"
+            f"a sample has {longest} tokens and the model a sliding window of {window}: attention is full here, which "
+            "is the same up to that length alone. Leave longer samples out, or lower max_new_tokens"
         )
+
+
+def _unheeded_window(state: ModelState) -> int | None:
+    """Tokens that a position sees by the model's settings, itself included, where its attention is full."""
+    if state.architecture is not None:
+        return state.architecture.sliding_window
+    config = gpt_of(state.chunks[0]).config
+    heeds = state.attention is None or getattr(state.attention, "windows", False)
+    if heeds or config.window_size is None or config.window_size[0] < 0:
+        return None
+    return int(config.window_size[0]) + 1
 
 
 def counts_here(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, spec: LossSpec) -> StepCounts:

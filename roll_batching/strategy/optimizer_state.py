@@ -10,16 +10,23 @@ from typing import Any
 import torch
 
 from roll_batching.errors import CheckpointError
-from roll_batching.strategy.sharded_optimizer import is_distributed, take_state, unsaved_kind, whole_state
+from roll_batching.strategy.sharded_optimizer import (
+    is_distributed,
+    replicated_state,
+    take_replicated,
+    take_state,
+    unsaved_kind,
+    whole_state,
+)
 from roll_batching.strategy.update import parts_of
 
 
 def check_optimizer(optimizer: Any) -> None:
     """Raises `CheckpointError` when this kind of optimizer cannot be saved."""
-    for part in filter(is_distributed, parts_of(optimizer)):
+    for part in parts_of(optimizer):
         if (key := unsaved_kind(part)) is not None:
             raise CheckpointError(
-                f"the state of Megatron's distributed optimizer is not saved with {key}: leave it out, or do not save"
+                f"the state of Megatron's optimizers is not saved with {key}: leave it out, or do not save"
             )
 
 
@@ -43,42 +50,37 @@ def prepare_optimizer(optimizer: Any) -> int:
     return steps
 
 
-def sharded_optimizer(
-    optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool
-) -> dict[Any, Any]:
-    """The state of a prepared optimizer as Megatron's shards, or what to load into. Collective unless `loading`."""
-    found: dict[Any, Any] = {}
-    for index, part in _stepping(optimizer):
-        if is_distributed(part):
-            held: dict[str, Any] = {"parameters": whole_state(part, model_state, loading=loading)}
-            if part.grad_scaler is not None:
-                held["grad_scaler"] = part.grad_scaler.state_dict()
-            if held := {name: value for name, value in held.items() if value}:  # Megatron warns of empty ones
-                found[index] = held
-            continue
-        found[index] = part.sharded_state_dict(dict(model_state), metadata=dict(metadata))
-        inner = _inner(found[index])
-        inner.pop("param_groups")
-        inner["state"].pop("common_step", None)
-    return found if len(parts_of(optimizer)) > 1 else found.get(0, {})
+def sharded_optimizer(optimizer: Any, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    """The state of a prepared optimizer as Megatron's shards, or what to load into. Collective unless `loading`.
+
+    Nothing but shards, by numbers of this rank's own: ranks differ in what they step (a pipeline stage may have no
+    experts), and Megatron joins whatever is no shard with what rank 0 saved. The loss scale is the one exception.
+    """
+    shards = {
+        index: whole_state(part, model_state, loading=loading)
+        if is_distributed(part)
+        else replicated_state(part, model_state)
+        for index, part in _stepping(optimizer)
+    }
+    scalers = _scalers(optimizer)
+    state = {"parameters": shards, "grad_scaler": scalers[0].state_dict() if scalers else {}}
+    return {name: value for name, value in state.items() if value}  # Megatron warns of empty ones
 
 
-def restore_optimizer(optimizer: Any, loaded: dict[Any, Any], steps: int) -> None:
+def restore_optimizer(optimizer: Any, loaded: dict[str, Any], steps: int) -> None:
     """Takes over what was loaded for `sharded_optimizer(..., loading=True)`; `steps` were made when it was saved."""
+    shards = loaded.get("parameters", {})
     for index, part in _stepping(optimizer):
-        state = loaded.get(index, {}) if len(parts_of(optimizer)) > 1 else loaded
-        if is_distributed(part):
-            take_state(part, state.get("parameters", {}), steps)
-            if part.grad_scaler is not None and "grad_scaler" in state:
-                part.grad_scaler.load_state_dict(state["grad_scaler"])
-            _count_per_group(part, part.optimizer.param_groups, steps)
-            continue
-        inner = _inner(state)
-        inner["param_groups"] = part.optimizer.state_dict()["param_groups"]
-        if _counts_per_parameter(part):
-            inner["state"]["common_step"] = torch.tensor(float(steps))
-        _count_per_group(part, inner["param_groups"], steps)
-        part.load_state_dict(state)
+        (take_state if is_distributed(part) else take_replicated)(part, shards.get(index, {}))
+        for state in part.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].fill_(float(steps))
+        if not _counts_per_parameter(part):  # fused optimizers count in their groups
+            for group in part.optimizer.param_groups:
+                group["step"] = steps
+    for scaler in _scalers(optimizer):
+        if "grad_scaler" in loaded:
+            scaler.load_state_dict(loaded["grad_scaler"])
 
 
 def _stepping(optimizer: Any) -> list[tuple[int, Any]]:
@@ -90,14 +92,6 @@ def _counts_per_parameter(part: Any) -> bool:
     return isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
-def _count_per_group(part: Any, groups: list[dict[str, Any]], steps: int) -> None:
-    """Sets the steps made in the groups of a fused optimizer, which counts there."""
-    if not _counts_per_parameter(part):
-        for group in groups:
-            group["step"] = steps
-
-
-def _inner(state: dict[str, Any]) -> dict[str, Any]:
-    """The torch optimizer's dict in Megatron's: mixed precision nests it."""
-    inner: dict[str, Any] = state.get("optimizer", state)
-    return inner
+def _scalers(optimizer: Any) -> list[Any]:
+    """The loss scales of the parts: equal, as all parts see each step that one of them skips."""
+    return [part.grad_scaler for _, part in _stepping(optimizer) if getattr(part, "grad_scaler", None) is not None]

@@ -12,6 +12,8 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LossError
 from roll_batching.losses.metric_kinds import HostMetric, join_parts, to_host
 from roll_batching.losses.runner import LossRunner, MicroBatchRecord
+from roll_batching.strategy.finite import describe_weights
+from roll_batching.strategy.state import ModelState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,8 @@ class Outcome:
     """The sum of squares of the gradients, replicated ones as often as they are there; 0 where nobody asks."""
     problems: tuple[str, ...]
     """What is wrong with the loss."""
+    infinite: bool
+    """Whether it is that a loss is not finite."""
 
     @classmethod
     def merge(cls, parts: Sequence[Outcome]) -> Outcome:
@@ -34,11 +38,12 @@ class Outcome:
             metrics=[metrics for part in parts for metrics in part.metrics],
             gradient=sum(part.gradient for part in parts),
             problems=tuple(dict.fromkeys(text for part in parts for text in part.problems)),
+            infinite=any(part.infinite for part in parts),
         )
 
 
 def join_outcomes(
-    layout: ParallelLayout,
+    state: ModelState,
     records: list[MicroBatchRecord],
     runner: LossRunner,
     gradient: Callable[[], torch.Tensor] | None = None,
@@ -49,10 +54,12 @@ def join_outcomes(
     a loss is not finite or broke its contract, what is wrong and with which samples. `gradient` gives the sum of
     squares of this rank's gradients, on the device.
     """
+    layout = state.layout
     parts = layout.team.join("the step's loss", lambda: _outcome(layout, records, runner, gradient), Outcome.merge)
     whole = Outcome.merge(parts)
     if whole.problems:
-        raise LossError("; ".join(whole.problems)) from runner.breach
+        weights = f". {describe_weights(state)}" if whole.infinite else ""
+        raise LossError("; ".join(whole.problems) + weights) from runner.breach
     return whole.loss, join_parts(whole.metrics), whole.gradient
 
 
@@ -80,4 +87,5 @@ def _outcome(
         metrics=[metrics] if speaks and metrics else [],
         gradient=0.0 if square is None else float(square),
         problems=() if problem is None else (problem,),
+        infinite=bool(bad),
     )

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import megatron.core
-import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -27,12 +26,15 @@ from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.experts import expert_problems, router_loss_weights
 from roll_batching.modeling.head import defer_head as defer
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.requirements import refusals_here
+from roll_batching.modeling.requirements import recomputed_modules, refusals_here
 from roll_batching.packing.attention_backend import AttentionBackend
 from roll_batching.planning import CostModel
+from roll_batching.planning.cost_model import require_cost
+from roll_batching.planning.plain_values import integer_of
+from roll_batching.strategy.optimizer_parts import optimizer_problems
+from roll_batching.strategy.part_arguments import check_arguments, shape_of
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.state import ModelState, TrainingState
-from roll_batching.strategy.update import has_loss_scale
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +64,15 @@ def adopt_parts(
     Raises `LayoutError` (one rank) or `RankError` (several) that lists all that cannot work.
     """
     with consensus(host_group(), "from_parts") as facts:
-        _check_arguments(chunks, batching, settings, pg_collection)
+        check_arguments(chunks, batching, settings, pg_collection)
         gpt = gpt_of(chunks[0])
         config = gpt.config
+        if vocab_size is not None:
+            vocab_size = integer_of("vocab_size", vocab_size, error=LayoutError)
+        if cost is not None:
+            require_cost(cost)
+        facts.equal("vocab_size", vocab_size)
+        facts.equal("the model", shape_of(gpt))
         facts.equal("how passes are batched", batching)
         facts.equal("the settings", settings)
     layout = describe_layout(
@@ -100,25 +108,6 @@ def adopt_parts(
         for chunk in chunks:
             _defer_in(chunk)
     return state
-
-
-def _check_arguments(chunks: Sequence[Any], batching: Any, settings: Any, pg_collection: Any) -> None:
-    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
-        raise LayoutError(
-            "model_chunks must be a list of model chunks, one per virtual stage, and is "
-            f"{[type(chunk).__name__ for chunk in chunks]}"
-        )
-    strange = [type(gpt_of(chunk)).__name__ for chunk in chunks if not _is_gpt(gpt_of(chunk))]
-    if strange:
-        raise LayoutError(f"{', '.join(strange)} is not a GPTModel: pass model_chunks of GPTModel")
-    if not isinstance(batching, BatchingConfig) or not isinstance(settings, StepSettings):
-        raise LayoutError(
-            f"batching is a {type(batching).__name__} and settings a {type(settings).__name__}: pass a BatchingConfig "
-            "and a StepSettings"
-        )
-    batching.load_algorithms()
-    if pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection):
-        raise LayoutError(f"pg_collection is a {type(pg_collection).__name__}: pass a ProcessGroupCollection, or None")
 
 
 def _notice_router_losses(config: Any, groups: Any) -> None:
@@ -167,35 +156,15 @@ def part_problems(state: ModelState, *, defer_head: bool = False) -> list[str]:
     config = gpt_of(chunks[0]).config
     return [
         *_model_problems(chunks, layout, defer_head),
+        *_vocabulary_problems(state),
+        *optimizer_problems(chunks, state.optimizer),
         *_attention_problems(chunks, state.batching, settings),
         *_installation_problems(state),
         *expert_problems(config, packed=not settings.rows_form),
         *_reduction_problems(chunks, layout),
         *_pipeline_problems(config, layout, settings),
-        *_dropout_problems(config, state.batching),
+        *_ratio_problems(config, state.batching),
     ]
-
-
-def optimizer_problems(chunks: Sequence[Any], optimizer: Any, scheduler: Any, scheduler_unit: str | None) -> list[str]:
-    """What about an optimizer and its schedule cannot work, each with what to set."""
-    problems = []
-    if scheduler is not None and scheduler_unit is None:
-        problems.append(
-            "scheduler_unit, which says what the scheduler counts, was left out: pass 'samples' if its lr_warmup_steps "
-            "and lr_decay_steps are samples (as Megatron's training loop has them), 'steps' if they are optimizer steps"
-        )
-    if scheduler_unit not in (None, "steps", "samples"):
-        problems.append(f"scheduler_unit={scheduler_unit!r} is unknown: pass 'steps' or 'samples'")
-    if has_loss_scale(optimizer) and gpt_of(chunks[0]).config.grad_scale_func is None:
-        problems.append(
-            "the optimizer divides gradients by a loss scale, and config.grad_scale_func is None, so that the loss is "
-            "never multiplied by it: set config.grad_scale_func=optimizer.scale_loss"
-        )
-    return problems
-
-
-def _is_gpt(gpt: Any) -> bool:
-    return all(hasattr(gpt, name) for name in ("config", "decoder", "post_process", "position_embedding_type"))
 
 
 def _version() -> tuple[int, int]:
@@ -223,9 +192,24 @@ def _model_problems(chunks: Sequence[Any], layout: ParallelLayout, defer_head: b
         problems.append("fp8 is not supported for now: unset it")
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "cuda_graph_impl", "none") not in ("none", None):
         problems.append("CUDA graphs need one shape and packs have many: set cuda_graph_impl='none'")
+    gathers = any(getattr(getattr(gpt_of(chunk), "output_layer", None), "gather_output", False) for chunk in chunks)
+    if gathers and layout.tp_size > 1 and not defer_head:
+        problems.append(
+            "the output layer gathers its logits over tensor parallelism, whose ranks would each count the whole "
+            "vocabulary: build with parallel_output=True, or pass defer_head=True"
+        )
     if defer_head and config.defer_embedding_wgrad_compute:
         problems.append("defer_head and defer_embedding_wgrad_compute exclude each other: unset one")
     return problems
+
+
+def _vocabulary_problems(state: ModelState) -> list[str]:
+    columns = gpt_of(state.chunks[0]).vocab_size
+    if state.vocab_size is None or state.vocab_size <= columns:
+        return []
+    return [
+        f"vocab_size={state.vocab_size} is above the {columns} columns of the model's head: pass its real vocabulary"
+    ]
 
 
 def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, settings: StepSettings) -> list[str]:
@@ -295,6 +279,7 @@ def _installation_problems(state: ModelState) -> list[str]:
         experts=config.num_moe_experts is not None,
         backend=state.attention,
         engine_layers=any(type(module).__module__ in _ENGINE_MODULES for module in gpt.modules()),
+        recomputed=recomputed_modules(config),
     )
     without_engine = importlib.util.find_spec("transformer_engine") is None
     for name in ("moe_router_fusion", "moe_permute_fusion"):
@@ -319,6 +304,12 @@ def _reduction_problems(chunks: Sequence[Any], layout: ParallelLayout) -> list[s
             "config.finalize_model_grads_func is None, so gradients are never reduced: set it to "
             "megatron.core.distributed.finalize_model_grads"
         )
+    for name in ("check_for_nan_in_grad", "check_for_large_grads"):
+        if getattr(chunks[0].ddp_config, name, False):
+            problems.append(
+                f"ddp_config.{name} raises on the rank that has such a gradient alone, and the others wait for it: set "
+                f"ddp_config.{name}=False. train_step skips a step whose gradient is not finite, on all ranks"
+            )
     if chunks[0].ddp_config.overlap_grad_reduce and config.no_sync_func is None:
         problems.append(
             "overlap_grad_reduce without config.no_sync_func reduces after every micro-batch: set it to the chunks' "
@@ -352,11 +343,20 @@ def _pipeline_problems(config: Any, layout: ParallelLayout, settings: StepSettin
     return problems
 
 
-def _dropout_problems(config: Any, batching: BatchingConfig) -> list[str]:
-    if batching.logprob_plan != "train" or not (config.hidden_dropout or config.attention_dropout):
+def _ratio_problems(config: Any, batching: BatchingConfig) -> list[str]:
+    """What makes a training pass compute other log-probs than the log-prob pass that shares its plan."""
+    if batching.logprob_plan != "train":
+        return []
+    differing = [
+        f"{name}={getattr(config, name)}"
+        for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+        if getattr(config, name)
+    ]
+    if config.num_moe_experts is not None and config.moe_router_load_balancing_type == "sinkhorn":
+        differing.append("moe_router_load_balancing_type='sinkhorn'")  # in training only
+    if not differing:
         return []
     return [
-        f"hidden_dropout={config.hidden_dropout} and attention_dropout={config.attention_dropout} draw other masks in "
-        "the training pass than in the log-prob pass, so the first ratio is not 1: set them to 0, or logprob_plan to "
-        "'own' or 'none'"
+        f"with {' and '.join(differing)} a training pass computes other log-probs than the log-prob pass, so the first "
+        "ratio is not 1: unset that, or set logprob_plan to 'own' or 'none'"
     ]

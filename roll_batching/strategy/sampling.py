@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from roll_batching.errors import DataError
+from roll_batching.planning.plain_values import integer_of, switch_of
+
+_LOWEST = {"max_new_tokens": 1, "num_return_sequences": 1, "eos_token_id": -1, "top_k": 0, "seed": 0}
+"""Of whole numbers; -1 is no token, so that nothing but length ends a response."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +38,25 @@ class GenerationSettings:
     """Positions that the cache of keys and values may hold on a rank, over all rows that are sampled together: rows x
     (their longest prompt + max_new_tokens). More rows wait for their turn; what they sample does not depend on it.
     None: all rows at once."""
+    vocab_size: int | None = None
+    """Of the model: token ids of rollout engines must lie below it. None: not known."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.num_return_sequences < 1 or self.temperature <= 0:
-            raise DataError(
-                f"max_new_tokens={self.max_new_tokens}, num_return_sequences={self.num_return_sequences} and "
-                f"temperature={self.temperature} must be at least 1, at least 1 and above 0"
-            )
+        for name, lowest in _LOWEST.items():
+            object.__setattr__(self, name, integer_of(name, getattr(self, name), lowest, error=DataError))
+        if self.max_tokens_in_cache is not None:
+            bound = integer_of("max_tokens_in_cache", self.max_tokens_in_cache, error=DataError)
+            object.__setattr__(self, "max_tokens_in_cache", bound)
+        if not isinstance(self.stop_token_ids, list | tuple):
+            raise DataError(f"stop_token_ids={self.stop_token_ids!r} must be a tuple of token ids")
+        stops = tuple(integer_of("stop_token_ids", token, 0, error=DataError) for token in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", stops)
+        object.__setattr__(self, "greedy", switch_of("greedy", self.greedy, error=DataError))
+        for name, largest in (("temperature", sys.float_info.max), ("top_p", 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= largest:
+                raise DataError(f"{name}={value!r} must be a number above 0 and at most {largest:g}")
+            object.__setattr__(self, name, float(value))
 
 
 def draws_of(
@@ -51,12 +72,16 @@ class Sampler:
     """Next tokens and their log-probs from full-vocabulary logits.
 
     `draws` are the random numbers of all rows, as `draws_of` gives them: each row has its own, so that its tokens do
-    not depend on which rows are sampled beside it.
+    not depend on which rows are sampled beside it. Ranks of `groups`, which hold the same rows and logits, take the
+    tokens of the groups' first rank: CUDA's float `cumsum` may differ between them.
     """
 
-    def __init__(self, settings: GenerationSettings, vocab_size: int, draws: torch.Tensor) -> None:
+    def __init__(
+        self, settings: GenerationSettings, vocab_size: int, draws: torch.Tensor, groups: Sequence[Any] = ()
+    ) -> None:
         self.settings, self.vocab_size = settings, vocab_size
         self._uniform = draws
+        self._groups = [group for group in groups if group.size() > 1]
 
     def __call__(self, logits: torch.Tensor, rows: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, vocabulary] of these rows -> tokens [n], log-probs [n] of the untruncated distribution."""
@@ -67,6 +92,8 @@ class Sampler:
             tokens = log_probs.argmax(-1)
         else:
             tokens = self._drawn(self._truncate(log_probs).exp_(), self._uniform[rows, step].to(log_probs.dtype))
+        for group in self._groups:
+            dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)
         return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
 
     def _drawn(self, weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -75,7 +102,8 @@ class Sampler:
         total = reached[:, -1]
         # Below the total, whatever rounding does: above it lies no token, and tokens without weight end there.
         aim = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-        return torch.searchsorted(reached, aim[:, None], right=True)[:, 0]
+        drawn = torch.searchsorted(reached, aim[:, None], right=True)[:, 0]
+        return drawn.clamp_(max=reached.shape[-1] - 1)  # weights that are not finite: their log-probs tell
 
     def _truncate(self, log_probs: torch.Tensor) -> torch.Tensor:
         """With what is not to be sampled at minus infinity; a tensor of its own."""

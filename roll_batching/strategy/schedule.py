@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
-from roll_batching.modeling.experts import padding_uncounted, routed_padding, without_router_losses
+from roll_batching.modeling.experts import padding_uncounted, routed_padding
 from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.batch import PackedBatch, StepPacks
 from roll_batching.packing.layout import PackLayout
@@ -94,14 +94,13 @@ def run_schedule(
         extra = {}
         if pads_matter:
             extra["padding_mask"] = routed_padding(pack.padding_mask.view(rows, -1), gpt_of(chunk), layout)
-        with contextlib.nullcontext() if pack.samples or not pads_matter else without_router_losses(chunk):
-            output = chunk(
-                input_ids=pack.input_ids.view(rows, -1),
-                position_ids=pack.params.positions.view(rows, -1),
-                attention_mask=None,
-                packed_seq_params=None if rows_form else pack.params,
-                **extra,
-            )
+        output = chunk(
+            input_ids=pack.input_ids.view(rows, -1),
+            position_ids=pack.params.positions.view(rows, -1),
+            attention_mask=None,
+            packed_seq_params=None if rows_form else pack.params,
+            **extra,
+        )
         flight.watch(output, pack, number)
         _release_after_use(pack.params, output, chunk, chunks, forward_only)
         return output, bind_loss(pack, chunk)
@@ -121,7 +120,8 @@ def run_schedule(
     elif pg_collection is not None:
         options["pg_collection"] = pg_collection
     interleaved = layout.vpp_size > 1
-    with flight.named(), _changed(config, changes), padding_uncounted(chunks if pads_matter else []):
+    uncounted = padding_uncounted(chunks) if pads_matter else contextlib.nullcontext()
+    with flight.named(), _changed(config, changes), uncounted:
         results = get_forward_backward_func(layout.pp_size, layout.vpp_size if interleaved else None)(
             forward_step_func=forward_step,
             data_iterator=list(itertools.tee(packs, len(chunks))) if interleaved else iter(packs),

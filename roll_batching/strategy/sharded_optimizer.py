@@ -1,10 +1,10 @@
-"""The state of Megatron's distributed optimizer as whole parameters: the form that its other optimizers are saved in.
+"""The state of Megatron's optimizers as whole parameters: one form in checkpoints for all of them.
 
-It lays all parameters of a bucket end to end, pads them, and cuts that into one equal share per data-parallel rank, so
-that a share begins and ends anywhere inside a parameter. Whole parameters know nothing of shares and buckets: any
-layout can load them, and an optimizer that is not distributed as well. Each is put together by the first rank that
-holds a part of it: all ranks write at once, and none holds more than its own share and what crosses its edge. On
-loading, every rank reads the parameters that its share touches.
+The distributed optimizer lays all parameters of a bucket end to end, pads them, and cuts that into one equal share per
+data-parallel rank, so that a share begins and ends anywhere inside a parameter. Whole parameters know nothing of shares
+and buckets: any layout can load them, and an optimizer that is not distributed as well. Each is put together by the
+first rank that holds a part of it: all ranks write at once, and none holds more than its own share and what crosses its
+edge. On loading, every rank reads the parameters that its share touches.
 
 Megatron's own `fully_reshardable` (core/optimizer/distrib_optimizer.py, 0.16.1 and 0.19.2) gathers all on one rank,
 looks behind a padded bucket in the wrong place, and cannot load the state of torch's Adam, which counts steps for
@@ -49,12 +49,10 @@ def is_distributed(part: Any) -> bool:
 
 
 def unsaved_kind(part: Any) -> str | None:
-    """What this distributed optimizer does that its checkpoints would not hold, by the key that sets it; or None."""
-    places = {
-        "use_megatron_fsdp": part.ddp_config,
-        "use_precision_aware_optimizer": part.config,
-        "optimizer_cpu_offload": part.config,
-    }
+    """What this optimizer does that its checkpoints would not hold, by the key that sets it; or None."""
+    places = {"use_precision_aware_optimizer": part.config, "optimizer_cpu_offload": part.config}
+    if is_distributed(part):
+        places["use_megatron_fsdp"] = part.ddp_config
     return next((key for key, config in places.items() if getattr(config, key, False)), None)
 
 
@@ -69,11 +67,7 @@ def whole_state(part: Any, model_state: dict[str, Any], *, loading: bool) -> dic
         part: a distributed optimizer whose state exists.
         model_state: the sharded state of the model chunks that it steps.
     """
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-
-    kinds = (ShardedTensor, ShardedTensorFactory)
-    of_model = {id(item.data): item for item in nested_values(model_state) if isinstance(item, kinds)}
+    of_model = _shards_by_parameter(model_state)
     rank = part.data_parallel_group.rank()
     state: dict[int, dict[str, Any]] = {}
     for spread in _spreads(part):
@@ -93,17 +87,54 @@ def whole_state(part: Any, model_state: dict[str, Any], *, loading: bool) -> dic
 
 
 @torch.no_grad()
-def take_state(part: Any, loaded: dict[int, dict[str, torch.Tensor]], steps: int) -> None:
-    """Each rank copies its share of what was loaded for `whole_state(..., loading=True)`; torch's counters are set."""
+def take_state(part: Any, loaded: dict[int, dict[str, torch.Tensor]]) -> None:
+    """Each rank copies its share of what was loaded for `whole_state(..., loading=True)`."""
     rank = part.data_parallel_group.rank()
     for spread in _spreads(part):
         if rank not in spread.parts:
             continue
         for name, mine in _own_state(part, spread.parameter).items():
             mine.copy_(loaded[spread.index][name].flatten()[spread.parts[rank]])
-    for state in part.optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"].fill_(float(steps))
+
+
+def replicated_state(part: Any, model_state: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """As `whole_state`, of an optimizer that is not distributed; its own tensors, also to load into."""
+    of_model = _shards_by_parameter(model_state)
+    state: dict[int, dict[str, Any]] = {}
+    for index, (parameter, own) in enumerate(_replicated(part)):
+        like = of_model[id(parameter)]
+        state[index] = {name: _sharded(like, name, values, like.replica_id) for name, values in own.items()}
+    return state
+
+
+@torch.no_grad()
+def take_replicated(part: Any, loaded: dict[int, dict[str, torch.Tensor]]) -> None:
+    """Copies what was loaded for `replicated_state`, where it was not read into place."""
+    for index, (_, own) in enumerate(_replicated(part)):
+        for name, values in own.items():
+            values.copy_(loaded[index][name])
+
+
+def _replicated(part: Any) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+    """The model's parameters that an optimizer steps, each with its state by Megatron's names."""
+    stepped = [p for group in part.optimizer.param_groups for p in group["params"]]
+    parameters = {id(p): p for p in stepped}
+    if hasattr(part, "float16_groups"):  # it steps fp32 copies of these
+        for model, main in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            parameters |= {id(copy): p for p, copy in zip(model, main, strict=True)}
+    for main in stepped:
+        held, parameter = part.optimizer.state[main], parameters[id(main)]
+        own = {name: held[name] for name in sorted(held) if name != "step" and isinstance(held[name], torch.Tensor)}
+        yield parameter, own if parameter is main else {**own, _MAIN: main}
+
+
+def _shards_by_parameter(model_state: dict[str, Any]) -> dict[int, Any]:
+    """By id of a parameter: its shard in the model's sharded state."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    return {id(item.data): item for item in nested_values(model_state) if isinstance(item, kinds)}
 
 
 def _spreads(part: Any) -> Iterator[_Spread]:
@@ -157,7 +188,7 @@ def _replica(part: Any, spread: _Spread, like: Any) -> tuple[int, int, int]:
     return (*like.replica_id[:2], number)
 
 
-def _sharded(like: Any, name: str, flat: torch.Tensor, replica: tuple[int, int, int]) -> Any:
+def _sharded(like: Any, name: str, flat: torch.Tensor, replica: Any) -> Any:
     """A parameter's state, cut into a global tensor as the parameter `like` is."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 

@@ -28,7 +28,7 @@ class TrainingState:
     """An OptimizerParamScheduler, stepped after every optimizer step that was not skipped."""
     scheduler_unit: SchedulerUnit = "steps"
     skipped_steps: int = 0
-    """Steps so far that were skipped because the gradient's norm was not finite."""
+    """Steps so far that were skipped: the gradient's norm was not finite, or no token counted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -20,75 +21,33 @@ from roll_batching.distributed.parallel_layout import ParallelLayout, make_layou
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import loss_spec
 from roll_batching.losses.denominators import StepCounts, require_counts
+from roll_batching.losses.head import checked_temperature
 from roll_batching.losses.metric_kinds import HostMetric, as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, optimizer_config, wrap_ddp
 from roll_batching.modeling.cost import device_rate, plan_flops
+from roll_batching.modeling.experts import expert_biases_kept
 from roll_batching.packing.batch import StepPacks
 from roll_batching.planning import CostModel, ParallelDims, Plan
-from roll_batching.strategy.clock import Phase, StepClock
+from roll_batching.planning.plain_values import kind_of
+from roll_batching.strategy.clock import StepClock
 from roll_batching.strategy.copying import TakesWeights
 from roll_batching.strategy.infer import MegatronInferStrategy
 from roll_batching.strategy.inputs import counts_here
 from roll_batching.strategy.offload import KINDS
+from roll_batching.strategy.optimizer_parts import scheduler_problems
 from roll_batching.strategy.out_of_memory import named_in_update
 from roll_batching.strategy.outcome import join_outcomes
-from roll_batching.strategy.parts import adopt_parts, check_parts, optimizer_problems, require_processes
+from roll_batching.strategy.part_arguments import list_of_chunks
+from roll_batching.strategy.parts import adopt_parts, check_parts, require_processes
 from roll_batching.strategy.resharding import Transfer
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.state import ModelState, SchedulerUnit, TrainingState
+from roll_batching.strategy.step_result import StepResult
 from roll_batching.strategy.update import free_optimizer_memory, gradient_square, step_optimizer
 from roll_batching.strategy.weights import gather_parameters
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one optimizer step did, the same on every rank."""
-
-    loss: float
-    """The loss over the whole mini-batch."""
-    joined_metrics: dict[str, HostMetric]
-    """The loss's metrics over all micro-batches and ranks, of their kinds, so that steps can be joined too."""
-    grad_norm: float
-    """Norm of the gradient before clipping; NaN when the step was skipped for it."""
-    lr: float
-    """Learning rate that the step used."""
-    skipped: bool
-    """Whether a gradient whose norm is not finite kept the optimizer from stepping."""
-    seconds: float
-    """Duration of the step on this rank, from packing to the updated weights; the device has finished them by then."""
-    tokens: int
-    """Real tokens of all ranks."""
-    phases: dict[Phase, float]
-    """Where this rank's time went, in seconds: see `strategy.clock.PHASES`."""
-    flops: float | None
-    """What the real tokens of all ranks ask of the model, forward and backward, by `modeling.cost`; None for a cost
-    that counts something else."""
-    ranks: int
-    """That shared the work."""
-    device_rate: float | None
-    """FLOP per second of a rank's device by its datasheet; None for one that is not known."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The loss's metrics as numbers."""
-        return as_numbers(self.joined_metrics)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Real tokens of all ranks per second."""
-        return self.tokens / self.seconds
-
-    @property
-    def flops_per_second(self) -> float | None:
-        """What a rank computed of `flops`, per second."""
-        return None if self.flops is None else self.flops / self.seconds / self.ranks
-
-    @property
-    def mfu(self) -> float | None:
-        """`flops_per_second` as a share of what the device can compute; see `modeling.cost`."""
-        rate = self.flops_per_second
-        return None if rate is None or self.device_rate is None else rate / self.device_rate
+logger = logging.getLogger(__name__)
 
 
 class MegatronTrainStrategy(MegatronInferStrategy):
@@ -97,6 +56,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     def __init__(self, config: WorkerConfig | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
         super().__init__(config, seed=seed, temperature=temperature)
         self._step_clock: StepClock | None = None
+        self._noticed_empty = False
 
     @property
     def _clock(self) -> StepClock:
@@ -122,7 +82,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps so far that were skipped because the gradient's norm was not finite."""
+        """Steps so far that were skipped: the gradient's norm was not finite, or no token counted."""
         return self._training.skipped_steps
 
     @classmethod
@@ -168,13 +128,17 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             LayoutError: on all ranks, naming everything about the parts that cannot work and what to set.
         """
         require_processes()
-        with consensus(host_group(), "from_parts"):
+        with consensus(host_group(), "from_parts") as facts:
             strategy = cls(None, **own)
-            strategy.temperature = temperature
-            chunks = list(model_chunks)
+            strategy.temperature = checked_temperature(temperature)
+            facts.equal("the temperature", strategy.temperature)
+            chunks = list_of_chunks(model_chunks)
             training = TrainingState(optimizer=optimizer, scheduler=scheduler, scheduler_unit=scheduler_unit or "steps")
-            settings = replace(settings or StepSettings(), rows_form=rows_form)
-            problems = optimizer_problems(chunks, optimizer, scheduler, scheduler_unit)
+            settings = StepSettings() if settings is None else settings
+            if not isinstance(settings, StepSettings):
+                raise LayoutError(f"settings is {kind_of(settings)}: pass a StepSettings, or None")
+            settings = replace(settings, rows_form=rows_form)
+            problems = scheduler_problems(optimizer, scheduler, scheduler_unit)
         strategy.state = adopt_parts(
             chunks,
             batching,
@@ -232,6 +196,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             spec = loss_spec(self._loss(loss))
             facts.equal("the loss", spec.words)
             require_batch("count", local)
+            if spec.check is not None:
+                spec.check(local, [])
             own = counts_here(self.layout, local, None, spec)
             facts.count(own.vector())
         return own.with_vector(facts.total)
@@ -260,20 +226,24 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         Takes what `forward_backward` takes, and raises what it raises, before the optimizer steps.
         """
         started = time.perf_counter()
-        total, metrics, square = self._accumulate(
-            "train_step",
-            local,
-            plan,
-            loss,
-            counts,
-            first=self._zero_gradients,
-            gradient=self._clock.timed("optimizer", lambda: gradient_square(self.chunks)),
-        )
-        training = self._training
-        lr = training.optimizer.param_groups[0]["lr"]
-        with self._clock.phase("optimizer"), named_in_update():
-            grad_norm = step_optimizer(training.optimizer, self.chunks, square)
-            if grad_norm is None:
+        with expert_biases_kept(self.chunks) as put_biases_back:
+            total, metrics, square, something = self._accumulate(
+                "train_step",
+                local,
+                plan,
+                loss,
+                counts,
+                first=self._zero_gradients,
+                gradient=self._clock.timed("optimizer", lambda: gradient_square(self.chunks)),
+            )
+            training = self._training
+            lr = training.optimizer.param_groups[0]["lr"]
+            with self._clock.phase("optimizer"), named_in_update():
+                # Weight decay and moments would move weights that nothing speaks of.
+                grad_norm = step_optimizer(training.optimizer, self.chunks, square) if something else 0.0
+            skips = grad_norm is None or not something
+            if skips:
+                put_biases_back()
                 skipped = replace(training, skipped_steps=training.skipped_steps + 1)
                 self.state = replace(self.state, training=skipped)
             elif training.scheduler is not None:
@@ -285,7 +255,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             joined_metrics=metrics,
             grad_norm=math.nan if grad_norm is None else grad_norm,
             lr=lr,
-            skipped=grad_norm is None,
+            skipped=skips,
             seconds=time.perf_counter() - started,
             tokens=plan.report.real_tokens,
             phases=self._clock.read(),
@@ -311,7 +281,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             RankError: on all ranks, before the model runs, when samples or plan are wrong on any.
             LossError: on all ranks, when the loss is not finite or breaks its contract; names the samples.
         """
-        total, metrics, _ = self._accumulate("forward_backward", local, plan, loss, counts)
+        with expert_biases_kept(self.chunks):
+            total, metrics, *_ = self._accumulate("forward_backward", local, plan, loss, counts)
         self._clock.forget()
         return total, as_numbers(metrics)
 
@@ -332,10 +303,11 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         counts: StepCounts | None,
         first: Callable[[], None] | None = None,
         gradient: Callable[[], torch.Tensor] | None = None,
-    ) -> tuple[float, dict[str, HostMetric], float]:
-        """`forward_backward` under the name `what`: (loss, metrics, what `gradient` gives, over all ranks).
+    ) -> tuple[float, dict[str, HostMetric], float, bool]:
+        """`forward_backward` under the name `what`: (loss, metrics, what `gradient` gives, whether any token counts).
 
-        `first` is done when nothing else can fail on this rank, `gradient` when gradients are whole.
+        All are of all ranks. `first` is done when nothing else can fail on this rank, `gradient` when gradients are
+        whole.
         """
         self._host.require(KINDS, what)
         clock = self._clock
@@ -367,8 +339,19 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 packs.timed_by(lambda make: clock.timed("pack", make))
             with clock.phase("forward_backward"), clock.timing("wait", config, "finalize_model_grads_func"):
                 records = self._run(plan, packs, lambda *given: clock.timed("loss", runner.bind(*given)))
+            self._notice_empty(counts)
             with clock.phase("wait"):
-                return join_outcomes(self.layout, [r for r in records if r is not None], runner, gradient)
+                joined = join_outcomes(self.state, [r for r in records if r is not None], runner, gradient)
+            return *joined, counts.has_tokens
+
+    def _notice_empty(self, counts: StepCounts) -> None:
+        if not counts.has_tokens and dist.get_rank() == 0 and not self._noticed_empty:
+            self._noticed_empty = True
+            logger.warning(
+                "a step's loss counts no token: %s is 0 everywhere. train_step skips such steps, and counts them as "
+                "skipped (said once)",
+                " and ".join(counts.tokens),
+            )
 
 
 def _agree_on_phase(state: ModelState, training: TrainingArgs) -> None:

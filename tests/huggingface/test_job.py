@@ -113,7 +113,7 @@ def test_sequences_beyond_a_window_are_refused(folder, report):
         config_from_dict(job(folder, response_length=40))
     report(str(caught.value))
     tiny.edit_config(folder / "model", use_sliding_window=True, sliding_window=30)
-    with pytest.raises(AssertionError, match="a sample has 40 tokens and the model a sliding_window of 30"):
+    with pytest.raises(AssertionError, match="a sample has 40 tokens and the model a sliding window of 30"):
         run_ranks(1, "tests.huggingface.ranks:answers", [(str(folder / "model"), None, {})])
 
 

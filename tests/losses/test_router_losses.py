@@ -56,7 +56,8 @@ def gradients(
     constraints = strategy.plan(table).constraints
     plan = Plan.from_bins(placed, table.lengths, constraints, ids=table.ids, location=table.location)
     assert not strategy.train_step(distribute(local, plan), plan, SFTLoss()).skipped
-    return whole_gradients(strategy.chunks, 61, strategy.layout.tp_rank, False)
+    sharded = megatron.get("use_distributed_optimizer", False)
+    return whole_gradients(strategy.chunks, 61, strategy.layout.tp_rank, sharded)
 
 
 def added(
@@ -92,11 +93,13 @@ def padded_and_packed(_: None) -> tuple[float, float]:
     return relative(added(bins, lengths, "padded"), packed), float(packed.norm())
 
 
-def of_two(dp_size: int) -> list[torch.Tensor]:
+def of_two(case: tuple[int, int]) -> list[torch.Tensor]:
     """What is added for two samples in one micro-batch, by recompute; on two ranks the other one has a filler."""
+    dp_size, ep_size = case
     bins, lengths = [[[0, 1]], [[]]][:dp_size], [12, 20]
     whole, mixtures = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
-    return [added(bins, lengths, **x) for x in (whole, mixtures | {"recompute_modules": ["moe"]})]
+    recomputed = [whole, mixtures | {"recompute_modules": ["moe"]}]
+    return [added(bins, lengths, expert_model_parallel_size=ep_size, **x) for x in recomputed]
 
 
 def check(ranks: int, function: str, payload: Any, report: Any) -> None:
@@ -116,9 +119,32 @@ def test_padding_adds_nothing_to_router_losses(report) -> None:
 
 
 def test_a_filler_adds_nothing_to_router_losses() -> None:
-    (alone,) = run_ranks(1, HERE + "of_two", 1)
-    for beside_a_filler in run_ranks(2, HERE + "of_two", 2):
-        for found, expected in zip(beside_a_filler, alone, strict=True):
+    """Nor does it keep those waiting who share experts with it and recompute them."""
+    (alone,) = run_ranks(1, HERE + "of_two", (1, 1))
+    for ep_size in (1, 2):
+        for beside_a_filler in run_ranks(2, HERE + "of_two", (2, ep_size), timeout=90):
+            for found, expected in zip(beside_a_filler, alone, strict=True):
+                assert relative(found, expected) < 1e-4
+
+
+def of_four(megatron: dict[str, Any]) -> list[torch.Tensor]:
+    """What is added for four samples in two micro-batches, by recompute; another replica has two fillers, if any."""
+    bins: list[list[list[int]]] = [[[0, 1], [2, 3]], [[], []]]
+    found = []
+    for options in ({"recompute_granularity": "full"}, {"recompute_granularity": "selective"}):
+        if options["recompute_granularity"] == "selective":
+            options = options | {"recompute_modules": ["moe", "core_attn"]}
+        found.append(added(bins if megatron else bins[:1], [12, 20, 16, 8], **options, **megatron))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"overlap_grad_reduce": True, "use_distributed_optimizer": True}])
+def test_two_fillers_keep_nobody_waiting_under_a_pipeline(more: dict[str, Any]) -> None:
+    stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    (alone,) = run_ranks(1, HERE + "of_four", {})
+    for rank in run_ranks(4, HERE + "of_four", stages | {"expert_model_parallel_size": 2} | more, timeout=90):
+        for found, expected in zip(rank, alone, strict=True):
             assert relative(found, expected) < 1e-4
 
 

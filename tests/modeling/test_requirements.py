@@ -48,6 +48,8 @@ SAYS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
         "install transformer-engine, or megatron-core 0.17 or later",
     ),
     "no experts": ({"device": "cpu", "backend": "dense"}, {"router_product": False}, None),
+    "norms recomputed": ({"recomputed": ("core_attn", "layernorm")}, {}, "['layernorm'] needs TransformerEngine"),
+    "attention recomputed": ({"recomputed": ("core_attn", "mlp", "moe")}, {}, None),
     "flash-attn": ({"backend": "flash_attn"}, FLASH, None),
     "flash-attn in fp16": ({"backend": "flash_attn", "dtype": "float16"}, FLASH, None),
     "flash-attn in fp32": ({"backend": "flash_attn", "dtype": "float32"}, FLASH, "not in float32"),
@@ -113,8 +115,11 @@ def test_what_would_fail_in_the_first_forward_pass_is_said(case: str) -> None:
     assert says is None or says in found[0]
 
 
-def made_without_a_product(_: None) -> list[str]:
-    """What a configured strategy, one for inference and `from_parts` say where Megatron has no product for routers."""
+def made_without_an_engine(_: None) -> list[str]:
+    """What a configured strategy, one for inference and `from_parts` say where Megatron has no product for routers.
+
+    Then what the first two say of norms that are recomputed.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     from roll_batching.errors import LayoutError
@@ -131,9 +136,12 @@ def made_without_a_product(_: None) -> list[str]:
         parts = build("packed", num_moe_experts=4, moe_router_load_balancing_type="none", moe_ffn_hidden_size=24)
         return MegatronTrainStrategy.from_parts(*parts, _batching("packed"))
 
+    norms = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    dense = worker_config("packed", 64, megatron=norms)
+    kinds = MegatronTrainStrategy, MegatronInferStrategy
     _start()
     said = []
-    for make in (MegatronTrainStrategy(config).initialize, MegatronInferStrategy(config).initialize, own):
+    for make in (*(kind(config).initialize for kind in kinds), own, *(kind(dense).initialize for kind in kinds)):
         try:
             make()
             said.append("nothing")
@@ -142,6 +150,7 @@ def made_without_a_product(_: None) -> list[str]:
     return said
 
 
-def test_experts_that_cannot_be_routed_are_refused_at_construction() -> None:
-    for said in run_ranks(1, "tests.modeling.test_requirements:made_without_a_product")[0]:
-        assert "install transformer-engine" in said
+def test_what_only_transformer_engine_computes_is_refused_at_construction() -> None:
+    said = run_ranks(1, "tests.modeling.test_requirements:made_without_an_engine")[0]
+    assert all("install transformer-engine, or megatron-core 0.17" in one for one in said[:3])
+    assert len(said) == 5 and all("install transformer-engine, or recompute core_attn" in one for one in said[3:])

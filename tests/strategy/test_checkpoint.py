@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.checkpoints import without_manifest
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 
@@ -310,7 +311,7 @@ def refusals(folder: str) -> dict[str, str]:
         (home / "empty").mkdir()
         (home / "empty" / "note").write_text("not a checkpoint")
         shutil.copytree(home / "whole", home / "nameless")
-        record = json.loads((home / "whole" / "strategy.json").read_text())
+        record = json.loads((without_manifest(home / "nameless") / "strategy.json").read_text())
         (home / "nameless" / "strategy.json").write_text(json.dumps({**record, "architecture": None}))
     dist.barrier()
     said: dict[str, str] = {}

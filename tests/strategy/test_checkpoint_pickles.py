@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.support.checkpoints import without_manifest
 from tests.support.ranks import run_ranks
 
 TROUBLE = "tests.strategy.test_checkpoint_trouble:"
@@ -54,7 +55,7 @@ def test_nothing_that_a_checkpoint_names_is_run(tmp_path, report):
     paths, marks = {}, {}
     for spoil in (trapped_index, trapped_object, trapped_common):
         name = spoil.__name__
-        copy = shutil.copytree(tmp_path / "whole", tmp_path / name)
+        copy = without_manifest(Path(shutil.copytree(tmp_path / "whole", tmp_path / name)))
         marks[name] = tmp_path / f"{name}-ran"
         spoil(copy, Trap(marks[name]))
         paths[name] = [str(copy)] * 2

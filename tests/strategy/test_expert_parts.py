@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -78,6 +79,49 @@ def test_an_expert_bias_counts_real_tokens_alone_on_every_stage() -> None:
             assert all(torch.equal(b, bias[number]) for _, b in parts)
 
 
+def biases_after(_: None) -> dict[str, Any]:
+    """How far expert biases are from 0, and tokens still counted, after steps made, skipped and failed."""
+    from roll_batching.data import gather_lengths
+    from roll_batching.errors import RollBatchingError
+    from roll_batching.losses import SFTLoss
+    from roll_batching.modeling.head import gpt_of
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.strategy.test_parts import _batching, _start
+    from tests.support.experts import let_experts_run
+    from tests.support.models import random_batch
+    from tests.support.own_model import build
+
+    let_experts_run()
+    _start()
+    batch, found = random_batch(17, 9, 40), {}
+    for case in ("made", "skipped", "failed", "failed, own optimizer"):
+        options = _experts(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
+        strategy = MegatronTrainStrategy.from_parts(*build("packed", rotate="core", **options), _batching("packed"))
+        plan = strategy.plan(gather_lengths(batch))
+        router = gpt_of(strategy.chunks[0]).decoder.layers[0].mlp.router
+        if case.startswith("failed"):
+            gpt_of(strategy.chunks[0]).output_layer.weight.data.fill_(float("nan"))
+        if case == "skipped":
+            router.weight.register_hook(lambda gradient: gradient * float("inf"))
+        try:
+            if case.endswith("own optimizer"):
+                strategy.forward_backward(batch, plan, SFTLoss())
+            else:
+                assert strategy.train_step(batch, plan, SFTLoss()).skipped == (case == "skipped")
+        except RollBatchingError as error:
+            assert case.startswith("failed"), error
+        else:
+            assert not case.startswith("failed")
+        found[case] = float(router.expert_bias.abs().sum()), float(router.local_tokens_per_expert.sum())
+    return found
+
+
+def test_expert_biases_move_in_steps_that_are_made_alone() -> None:
+    found = run_ranks(1, HERE + "biases_after")[0]
+    assert found.pop("made")[0] > 0
+    assert set(found.values()) == {(0.0, 0.0)}
+
+
 def problems(_: None) -> dict[str, str]:
     from roll_batching.errors import LayoutError
     from roll_batching.strategy import MegatronTrainStrategy
@@ -108,6 +152,11 @@ def problems(_: None) -> dict[str, str]:
         "loss of sequences": said(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]),
         "loss of sequences in rows": said("padded", True, moe_router_load_balancing_type="seq_aux_loss"),
         "fused router": said(moe_router_fusion=True),
+        "some layers": said(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+        "whole layers": said(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        "norms": said(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm"]),
+        "activations": said(recompute_granularity="selective", recompute_modules=["moe_act"]),
+        "attention": said(recompute_granularity="selective", recompute_modules=["core_attn"]),
     }
 
 
@@ -119,12 +168,19 @@ SAYS = {
     "global loss": "use 'aux_loss'",
     "loss of sequences": "as if it were one sequence",
     "fused router": "moe_router_fusion is a kernel of TransformerEngine",
+    "norms": "recompute_modules: ['layernorm'] needs TransformerEngine",
+    "activations": "recompute_modules: ['moe_act'] needs TransformerEngine",
 }
 
 
 def test_what_experts_cannot_do_is_said_at_construction() -> None:
     said = run_ranks(1, HERE + "problems")[0]
-    assert said.pop("fine") == said.pop("loss of sequences in rows") == "nothing"
+    assert {said.pop(x) for x in ("fine", "loss of sequences in rows", "whole layers", "attention")} == {"nothing"}
+    some_layers = said.pop("some layers")
+    if tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 18):
+        assert "recompute_method='block' hands no padding mask" in some_layers
+    else:
+        assert some_layers == "nothing"
     assert set(said) == set(SAYS)
     for name, part in SAYS.items():
         assert part in said[name], (name, said[name])

@@ -301,3 +301,43 @@ def test_recorded_log_probs_equal_a_packed_forward(dtype: str, limit: float, tem
 
 def test_sampling_rules() -> None:
     run_ranks(1, "tests.strategy.test_generation:sampling_rules")
+
+
+def of_unsteady_sums(megatron: dict[str, Any]) -> list[list[Any]]:
+    """Tokens and log-probs that this rank sampled, where running sums differ between ranks."""
+    import torch.distributed as dist
+
+    from roll_batching.strategy import GenerationSettings
+
+    strategy = _strategy("fp32", megatron=megatron)
+    summed = torch.Tensor.cumsum
+
+    def cumsum(values: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        result = summed(values, *args, **options)
+        if not result.is_floating_point():
+            return result
+        return result * torch.linspace(1, 1 + 0.5 * dist.get_rank(), result.shape[-1])
+
+    torch.Tensor.cumsum = cumsum  # type: ignore[method-assign]
+    out = strategy.generate(_prompts(3), GenerationSettings(max_new_tokens=12, eos_token_id=5, seed=2, top_p=0.9))
+    again = strategy.compute_log_probs(out, strategy.plan(gather(out), forward=True), masks=("response_mask",))
+    assert torch.allclose(out["log_probs"], again["log_probs"], atol=1e-4)
+    return [[row.tolist() for row in out.to_lists(name)] for name in ("input_ids", "log_probs")]
+
+
+def gather(batch: Any) -> Any:
+    from roll_batching.data import gather_lengths
+
+    return gather_lengths(batch)
+
+
+@pytest.mark.parametrize(
+    "megatron",
+    [
+        {"tensor_model_parallel_size": 2},
+        pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_of_a_replica_take_the_same_tokens(megatron: dict[str, Any]) -> None:
+    one, other = run_ranks(2, "tests.strategy.test_generation:of_unsteady_sums", megatron)
+    assert one == other

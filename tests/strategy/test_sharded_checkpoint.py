@@ -141,13 +141,17 @@ def refusals(folder: str) -> dict[str, str]:
                 act(f"{folder}/{path}")
             said[f"{path}: {key}"] = str(caught.value)
         setattr(config, key, False)
-    return said
+    plain = strategy_of(case_of("dense", Layout()))
+    plain.optimizer.chained_optimizers[0].config.optimizer_cpu_offload = True
+    with pytest.raises(CheckpointError) as caught:
+        plain.save(f"{folder}/never")
+    return said | {"plain: optimizer_cpu_offload": str(caught.value)}
 
 
 @pytest.mark.bad_input
 def test_state_that_is_not_saved_is_refused_by_name(tmp_path, report):
     (said,) = run_ranks(1, HERE + "refusals", str(tmp_path))
-    assert len(said) == 2 * len(UNSAVED)
+    assert len(said) == 2 * len(UNSAVED) + 1
     for name, words in said.items():
         assert f"is not saved with {name.split()[1]}" in words
         report(words)

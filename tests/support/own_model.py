@@ -73,13 +73,15 @@ def build(
     bucketed: bool = False,
     frozen: bool = False,
     learned_positions: int | None = None,
+    parallel_output: bool = True,
+    ddp: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[Any], Any]:
     """(chunks, optimizer). `core`: "stock", "packed" (our public spec, with the backend `attention`) or "rows" (above).
 
-    `frozen` takes every parameter of this rank out of training, `optimizer` holds OptimizerConfig's options. With
-    `learned_positions` there is a table of so many instead of a rotation.
+    `frozen` takes every parameter of this rank out of training, `optimizer` holds OptimizerConfig's options and `ddp`
+    DistributedDataParallelConfig's. With `learned_positions` there is a table of so many instead of a rotation.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import (
@@ -152,6 +154,7 @@ def build(
             position_embedding_type="learned_absolute" if learned_positions else positions,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=parallel_output,
             share_embeddings_and_output_weights=False,
             vp_stage=vp_stage,
         )
@@ -163,6 +166,7 @@ def build(
             ddp_config = DistributedDataParallelConfig(
                 overlap_grad_reduce=bucketed,
                 use_distributed_optimizer=settings_of_optimizer.get("use_distributed_optimizer", False),
+                **(ddp or {}),
             )
             model = DistributedDataParallel(config, ddp_config, model)
         chunks.append(model)

@@ -27,6 +27,7 @@ class EngineBackend(AttentionBackend):
         libraries=(("transformer-engine", "2.9"),),
     )
     dense_decodes = True
+    windows = True
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
         """See `AttentionBackend.build_core`; `rotation` is None here, as the model rotates."""
