@@ -57,6 +57,14 @@ _LOST = re.compile(
 """What gloo, NCCL and torch's store say when the other end is gone."""
 
 
+_LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
+
+
+def waited_in_vain(error: BaseException) -> bool:
+    """Whether `error`, of a collective, says that other ranks did not come in time."""
+    return isinstance(error, RuntimeError) and bool(_LATE.search(str(error)))
+
+
 def lost_a_peer(error: BaseException) -> bool:
     """Whether `error`, of a collective, may say no more than that another rank is gone."""
     return bool(_LOST.search(str(error)))

@@ -98,6 +98,14 @@ def load_dotted(kind: str, path: str) -> Any:
     return getattr(module, name)
 
 
+def printable(text: str, *, characters: int = 1000, lines: int = 10) -> str:
+    """`text` of anybody's as one line for a terminal: so much of it at most, control characters as escapes."""
+    shown = text[:characters].splitlines()[:lines]
+    result = " | ".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in shown)
+    left = len(text) - sum(map(len, shown)) - len(shown)
+    return result if left <= 0 else f"{result} ... ({left:,} more characters)"
+
+
 def describe_error(error: BaseException) -> str:
     """Type, message and place of an error of a user's code."""
     try:
@@ -108,5 +116,5 @@ def describe_error(error: BaseException) -> str:
     while traceback is not None:
         place = f" at {traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
-    text = f": {text[:1000]}" if text else ""
+    text = f": {printable(text)}" if text else ""
     return f"{type(error).__name__}{text}{'' if isinstance(error, (ImportError, SyntaxError)) else place}"

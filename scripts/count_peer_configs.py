@@ -1,7 +1,10 @@
 """How many of the peers' example files convert, and what keeps the others from it.
 
     python scripts/count_peer_configs.py --roll ROLL --nemo-rl NEMO_RL      two checkouts; either alone will do
-    ... --list    what is left out of every file, by name
+    ... --list    what is left out of every file, by name, and what stops it
+
+A converted file starts once its model and data are there if it passes all that `roll-batching train` checks before it
+makes a process group or a model: `_peer_jobs.py` supplies each model's true config.json and lines of data.
 
 Counted are ROLL's files under examples/ that use a Megatron strategy, and NeMo-RL's under examples/ that switch
 sequence packing or dynamic batching on, both once their `defaults` are composed; of NeMo-RL's, those that switch it
@@ -12,16 +15,21 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from _peer_jobs import PeerModels, what_stops
 
 from roll_batching.config.yaml_source import read_yaml
 from roll_batching.conversion import ORIGINS, Conversion, Origin, convert_file
 from roll_batching.errors import ConfigError
 
 NOT_HERE = "is no directory here"
+BY_HAND = "actor_infer.engine_args.urls"
 
 
 def roll_files(root: Path) -> Iterator[Path]:
@@ -45,6 +53,7 @@ def _batched(data: dict[str, Any]) -> bool:
     return any(isinstance(section, dict) and section.get("enabled") for section in sections)
 
 
+@functools.cache
 def _composed(path: Path, origin: Origin) -> dict[str, Any]:
     try:
         return origin.compose(path).data
@@ -66,7 +75,9 @@ def kind_of(path: Path) -> str:
     return "rlvr"
 
 
-def count(title: str, files: list[Path], origin: Origin, root: Path, *, listed: bool) -> None:
+def count(title: str, files: list[Path], origin: Origin, root: Path, scratch: Path, *, listed: bool) -> None:
+    models = PeerModels(scratch / "models")
+    stops: collections.Counter[str] = collections.Counter()
     totals: collections.Counter[str] = collections.Counter()
     reasons: collections.Counter[str] = collections.Counter()
     lacking: collections.Counter[str] = collections.Counter()
@@ -86,15 +97,19 @@ def count(title: str, files: list[Path], origin: Origin, root: Path, *, listed: 
         for key in sorted({_general(one.key) for one in done.left_out_as("refused", "unknown")}):
             reasons[key] += 1
         missing = [text for text in done.missing if NOT_HERE not in text]
-        lacking.update({text.split(":")[0] for text in missing})
-        if not broken and not missing:
-            totals[f"{kind}: runnable, apart from model directories"] += 1
+        lacking.update(lacking_of(missing))
+        stopped = ["does not load"] if broken else what_stops(done.settings, models, scratch)
+        stops.update(f"{kind}: {reason}" for reason in stopped)
+        if not stopped:
+            totals[f"{kind}: start once model and data are there"] += 1
+            if BY_HAND in lacking_of(missing):
+                totals[f"{kind}: of these, with servers that are started by hand on other machines"] += 1
+            if "actor_train.data_args.file_name" not in lacking_of(missing):
+                totals[f"{kind}: of these, with data files that the file names"] += 1
             if not done.left_out_as("refused", "unknown"):
-                totals[f"{kind}: runnable and nothing of effect left out"] += 1
-        elif not broken and {text.split(":")[0] for text in missing} <= {"reward_function"}:
-            totals[f"{kind}: runnable once reward_function is named"] += 1
+                totals[f"{kind}: of these, with nothing of effect left out"] += 1
         if listed:
-            _list(path.relative_to(root), done)
+            _list(path.relative_to(root), done, stopped)
     print(f"{title}: {len(files)} files")
     for name, number in sorted(totals.items()):
         print(f"  {number:4} {name}")
@@ -104,14 +119,24 @@ def count(title: str, files: list[Path], origin: Origin, root: Path, *, listed: 
     print("  to be filled in (files):")
     for name, number in lacking.most_common():
         print(f"  {number:4} {name}")
+    print("  do not start (files; one may stop at several):")
+    for name, number in sorted(stops.items(), key=lambda item: (item[0].split(":")[0], -item[1])):
+        print(f"  {number:4} {name}")
+
+
+def lacking_of(missing: list[str]) -> set[str]:
+    """The keys of what is to be filled in."""
+    return {text.split(":")[0] for text in missing}
 
 
 def _general(key: str) -> str:
     return "rewards.*" if key.startswith("rewards.") else key
 
 
-def _list(path: Path, done: Conversion) -> None:
+def _list(path: Path, done: Conversion, stopped: list[str]) -> None:
     print(path)
+    for reason in stopped:
+        print(f"    does not start: {reason}")
     for one in done.left_out_as("refused", "unknown"):
         print(f"    {one.key}: {' '.join(one.why.split())[:160]}")
     for text in done.missing:
@@ -125,10 +150,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="what is left out of every file")
     args = parser.parse_args()
     os.environ.setdefault("HF_HOME", "/nonexistent")
-    if args.roll is not None:
-        count("ROLL", list(roll_files(args.roll)), ORIGINS["roll"], args.roll, listed=args.list)
-    if args.nemo_rl is not None:
-        count("NeMo-RL", list(nemo_rl_files(args.nemo_rl)), ORIGINS["nemo_rl"], args.nemo_rl, listed=args.list)
+    with tempfile.TemporaryDirectory() as folder:
+        for title, root, files, origin in (
+            ("ROLL", args.roll, roll_files, "roll"),
+            ("NeMo-RL", args.nemo_rl, nemo_rl_files, "nemo_rl"),
+        ):
+            if root is not None:
+                count(title, list(files(root)), ORIGINS[origin], root, Path(folder), listed=args.list)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,8 @@ class SequencePacker:
         bin_count_multiple: int | None = None,
         seed: int = 0,
     ) -> None:
+        if isinstance(bin_capacity, bool) or not isinstance(bin_capacity, int | np.integer) or bin_capacity < 1:
+            raise PlanError(f"bin_capacity={bin_capacity!r} must be a whole number of at least 1")
         if min_bin_count is not None and min_bin_count < 0:
             raise PlanError(f"min_bin_count={min_bin_count} must be at least 0")
         if bin_count_multiple is not None and bin_count_multiple < 1:
@@ -172,6 +174,13 @@ def shard_by_batch_size(
     """
     if dynamic_batching_args is not None and sequence_packing_args is not None:
         raise PlanError("dynamic_batching_args and sequence_packing_args exclude each other; give one")
+    for name, count in (("shards", shards), ("batch_size", batch_size)):
+        if count is not None and count < 1:
+            raise PlanError(f"{name}={count} must be at least 1")
+    for key in ("max_tokens_per_microbatch", *(("algorithm",) if sequence_packing_args is not None else ())):
+        given = sequence_packing_args or dynamic_batching_args
+        if given is not None and key not in given:
+            raise PlanError(f"{key} is missing in the arguments of packing or dynamic batching")
     total = len(batch)
     size = total if batch_size is None else batch_size
     if not allow_uneven_shards and (size % shards or total % size):
@@ -215,16 +224,20 @@ def _pack_chunk(lengths: NDArray[np.int64], shards: int, args: Mapping[str, Any]
     )
     bins = packer.pack(aligned.tolist())
     bins += [[] for _ in range(-len(bins) % shards)]
-    order = args.get("microbatch_order", "packer")
-    if order not in ("packer", "largest_first"):
-        raise PlanError(f"microbatch_order={order!r} is unknown; choose packer or largest_first")
     constraints = PlanConstraints(
         dp_size=shards, max_tokens=cap, algorithm=packer.algorithm.value, sequence_multiple=multiple
     )
     ranks = [bins[rank::shards] for rank in range(shards)]
-    if order == "largest_first":
+    if _order(args.get("microbatch_order")) == "largest_first":
         ranks = [sorted(dealt, key=lambda members: -int(aligned[members].sum()) if members else 0) for dealt in ranks]
     return Plan.from_bins(ranks, lengths, constraints)
+
+
+def _order(order: Any) -> str:
+    """`microbatch_order`, by default the packer's."""
+    if order not in (None, "packer", "largest_first"):
+        raise PlanError(f"microbatch_order={order!r} is unknown; choose packer or largest_first")
+    return order or "packer"
 
 
 def _batch_chunk(lengths: NDArray[np.int64], shards: int, args: Mapping[str, Any]) -> Plan:
@@ -290,6 +303,10 @@ def convert_policy(policy: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
             notices.append(
                 "sequence_packing.sequence_length_round: not carried over; NeMo-RL never reads it, and here packs "
                 "are aligned as the layout needs"
+            )
+        if _order(packing.pop("microbatch_order", None)) == "largest_first":
+            notices.append(
+                "sequence_packing.microbatch_order: a rank's micro-batches run by falling cost, which is largest first"
             )
         notices += [f"sequence_packing.{key}: has no counterpart" for key in sorted(packing)]
     if use_batching:

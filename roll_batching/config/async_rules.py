@@ -19,9 +19,9 @@ def corrects_engine(job: JobKeys) -> bool:
 def logprob_plan_of(job: JobKeys) -> LogprobPlan:
     """Where old log-probs come from: in an asynchronous job from the sampler, unless the loss corrects for it."""
     train = job.actor_train
-    if not job.asynchronous or "logprob_plan" in train.model_fields_set:
-        return train.logprob_plan
-    return "train" if corrects_engine(job) else "rollout"
+    if job.asynchronous and "logprob_plan" not in train.model_fields_set and not corrects_engine(job):
+        return "rollout"
+    return train.chosen_logprob_plan
 
 
 def async_problems(job: JobKeys) -> Iterator[Problem]:

@@ -55,6 +55,19 @@ def _at_least_one(value: int | str | None) -> int | str | None:
     return value
 
 
+def refuse_without_old_log_probs(samples: int, mini_batch_size: int, epochs: int) -> str | None:
+    """Why a rollout of `samples` cannot be trained on under `logprob_plan: none`; None where it can."""
+    steps = -(-samples // mini_batch_size) * epochs
+    if steps == 1:
+        return None
+    return (
+        f"none allows one optimizer step per rollout, and the {samples} samples of a rollout make {steps} optimizer "
+        f"steps (mini-batches of {mini_batch_size}, ppo_epochs {epochs}), whose ratios would all be 1; use train or "
+        f"own, or mini-batches of {samples} (per_device_train_batch_size x gradient_accumulation_steps x DP) and "
+        "ppo_epochs 1"
+    )
+
+
 class SequencePackingArgs(Settings):
     """`sequence_packing_args`: read when use_sequence_packing is true."""
 

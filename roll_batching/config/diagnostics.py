@@ -57,6 +57,10 @@ class Problem:
         return f"{where}{key}{shortened(self.message, LONGEST_MESSAGE)}"
 
 
+NO_EFFECT = "has no effect: "
+"""How the notice of a key begins that does nothing."""
+
+
 @dataclass(frozen=True)
 class Notice:
     """A key that is accepted but does something else here than its reader may expect."""
@@ -79,6 +83,7 @@ class ConfigFileError(ConfigError):
     """All problems of one configuration, in the order of their lines; `more` were counted and not looked at."""
 
     def __init__(self, problems: Iterable[Problem], more: int = 0) -> None:
+        self.more = more
         self.problems = tuple(sorted(problems, key=lambda item: (item.place.line or 10**9) if item.place else 0))
         count = len(self.problems) + more
         head = "the configuration has a problem" if count == 1 else f"the configuration has {count:,} problems"

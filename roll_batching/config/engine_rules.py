@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from roll_batching.config.async_rules import corrects_engine, logprob_plan_of
 from roll_batching.config.diagnostics import Problem
 from roll_batching.config.job_keys import JobKeys
 
 SERVED = ("sglang", "vllm")
 """Engines that are servers."""
+RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
+"""Modes of vLLM's `--logprobs-mode`."""
 _JOBS_OWN = ("model", "model_path", "host", "port")
 """Options of servers that follow from the job."""
 _GPUS = (("tensor_parallel_size", "tp_size"), ("pipeline_parallel_size", "pp_size"))
@@ -70,8 +73,40 @@ def idle_option(name: str, value: Any) -> str | None:
 
 def server_options(job: JobKeys) -> dict[str, Any]:
     """The options in `strategy_config` for the command line of a server that the job starts."""
-    options = job.actor_infer.strategy_args.engine_options
-    return {name: value for name, value in options.items() if idle_option(name, value) is None}
+    args = job.actor_infer.strategy_args
+    own: dict[str, Any] = {}
+    if args.strategy_name == "vllm" and wrong_log_probs(job, PROCESSED) and not wrong_log_probs(job, RAW):
+        own = {"logprobs_mode": RAW}
+    return own | {name: value for name, value in args.engine_options.items() if idle_option(name, value) is None}
+
+
+def reads_engine_log_probs(job: JobKeys) -> bool:
+    """Whether the loss reads the log-probs of the engine, as old ones or to correct for it."""
+    return uses_engine(job) and (logprob_plan_of(job) == "rollout" or corrects_engine(job))
+
+
+def wrong_log_probs(job: JobKeys, mode: str | None) -> str | None:
+    """Why the loss cannot read log-probs of a vLLM server in `mode`; None where it can. Mode None: not known yet.
+
+    The trainer's are at `logprob_temperature`, of the distribution before top_p and top_k. vLLM's raw ones are at
+    temperature 1; its processed ones at the sampling temperature, after top_p and top_k; greedy ones raw in both modes.
+    """
+    args, wanted = job.actor_infer.generating_args, job.logprob_temperature
+    truncated = args.do_sample and (args.top_p < 1 or args.top_k > 0)
+    drawn = args.temperature if args.do_sample else 1.0
+    fits = {RAW: wanted == 1, PROCESSED: wanted == drawn and not truncated}
+    if fits.get(mode or "", mode is None and any(fits.values())):
+        return None
+    left = ", of the tokens that top_p and top_k leave" if truncated else ""
+    has = {RAW: "at temperature 1", PROCESSED: f"at temperature {drawn:g}{left}"}
+    if mode is None:
+        whole = " before top_p and top_k" if truncated else ""
+        there = " or ".join(dict.fromkeys(has.values()))
+        return f"vLLM has no log-probs at temperature {wanted:g}{whole}, the loss's: only {there}"
+    if mode not in has:
+        return f"vLLM gives no log-probs in the mode {mode}; use {RAW} or {PROCESSED}"
+    cure = f"; use {RAW if mode == PROCESSED else PROCESSED}" if any(fits.values()) else ""
+    return f"vLLM's log-probs in the mode {mode} are {has[mode]}, and the loss's at temperature {wanted:g}{cure}"
 
 
 def engine_problems(job: JobKeys) -> Iterator[Problem]:
@@ -92,8 +127,24 @@ def engine_problems(job: JobKeys) -> Iterator[Problem]:
         yield Problem(("actor_infer", "engine_args", "command"), "is empty; leave it out, or name a program")
     if role.engine_args.update_weights_from == "distributed":
         yield from _distributed(job)
+    if name == "vllm" and reads_engine_log_probs(job):
+        yield from _unfit_log_probs(job)
     if starts_servers(job):
         yield from _own_servers(job)
+
+
+def _unfit_log_probs(job: JobKeys) -> Iterator[Problem]:
+    """Log-probs of vLLM's that the loss reads, and that are of another distribution than the trainer's."""
+    args, given = job.actor_infer.generating_args, job.actor_infer.strategy_args.engine_options.get("logprobs_mode")
+    mode = given if starts_servers(job) else None
+    wrong = wrong_log_probs(job, None)
+    reads = "and logprob_plan: rollout or engine_ratio_cap has the loss read them"
+    if wrong is not None:
+        key = "temperature" if args.do_sample is False else "top_p" if args.top_p < 1 else "top_k"
+        text = f"{wrong}, {reads}: set actor_train.logprob_temperature to 1, or leave top_p and top_k out"
+        yield Problem(("actor_infer", "generating_args", key), text)
+    elif mode is not None and (wrong := wrong_log_probs(job, str(mode))) is not None:
+        yield Problem(("actor_infer", "strategy_args", "strategy_config", "logprobs_mode"), f"{wrong}, {reads}")
 
 
 def _distributed(job: JobKeys) -> Iterator[Problem]:

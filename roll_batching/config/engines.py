@@ -44,7 +44,8 @@ class EngineArgs(Settings):
     weights_folder: str | None = honoured(
         None,
         help="Folder for the model directories that engines read, on a file system that they and all ranks see. "
-        "They lie below it in a folder of the run's name. Default: engine_weights in the run's folder.",
+        "They lie below it in a folder of the run's name and a digest of its path. Default: engine_weights in the "
+        "run's folder.",
     )
     gap_warning: float = honoured(
         0.05,

@@ -24,6 +24,10 @@ Pass = Literal["train", "infer"]
 """A pass over samples in planned micro-batches, with (`train`) or without (`infer`) gradient."""
 
 
+MOST_TOKENS = 2**24
+"""Most tokens of a text, a vocabulary or a step's count: more is a slip that an allocator would report late."""
+
+
 class Settings(BaseModel):
     """Base of all settings: frozen, finite, unknown keys are errors, values are not converted between kinds."""
 

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any, Literal
+
+from roll_batching.config.diagnostics import ConfigFileError, Problem
 
 Framework = Literal["roll", "nemo_rl"]
 NAMES: Mapping[Framework, str] = {"roll": "ROLL", "nemo_rl": "NeMo-RL"}
 _ALGORITHMS = {"grpo", "sft", "dpo", "rm", "ppo", "distillation", "loss_fn"}
-_ROLL = {"hydra", "defaults", "rewards", "sft_train", "student_train", "student", "custom_envs"}
+_ROLL = {"hydra", "defaults", "sft_train", "student_train", "student", "custom_envs"}
+MOST_BESIDE = 10
+"""Problems that are shown below the hint: those of a whole file of another framework's are many."""
 
 
 def framework_of(data: Mapping[str, Any]) -> Framework | None:
-    """Whose file `data` is, by its top-level keys; None: none that is known."""
+    """Whose file `data` is, by keys that only they have; None: none that is known."""
     keys = set(data)
     parents = data.get("defaults")
     named = [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []
     if ("policy" in keys and keys & _ALGORITHMS) or any(str(name).endswith((".yaml", ".yml")) for name in named):
         return "nemo_rl"
-    return "roll" if keys & _ROLL else None
+    rewards = data.get("rewards")
+    workers = rewards.values() if isinstance(rewards, Mapping) else ()
+    if keys & _ROLL or any(isinstance(one, Mapping) and "worker_cls" in one for one in workers):
+        return "roll"
+    return None
 
 
-def hint(framework: Framework, path: str) -> str:
-    """What to do with such a file."""
-    command = f"roll-batching convert-config --from {framework} {path} --output job.yaml"
-    return f"is a file of {NAMES[framework]}'s; convert it: {command}"
+def with_hint(error: ConfigFileError, framework: Framework, path: str) -> ConfigFileError:
+    """`error` with what to do about such a file before its own problems."""
+    output = "converted.yaml" if PurePath(path).name == "job.yaml" else "job.yaml"  # not over itself
+    command = f"roll-batching convert-config --from {framework} {path} --output {output}"
+    first = Problem((), f"{path} is a file of {NAMES[framework]}'s; convert it: {command}")
+    own = error.problems[:MOST_BESIDE]
+    return ConfigFileError([first, *own], more=len(error.problems) - len(own) + error.more)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from roll_batching.config.async_keys import AsyncKeys
-from roll_batching.config.diagnostics import ConfigFileError, Problem
-from roll_batching.config.fields import Settings, honoured
+from roll_batching.config.batching import refuse_without_old_log_probs
+from roll_batching.config.diagnostics import ConfigFileError, Problem, shortened
+from roll_batching.config.fields import MOST_TOKENS, Settings, honoured
 from roll_batching.config.objective import ObjectiveKeys
 from roll_batching.config.rewards import RewardKeys
 from roll_batching.config.roll_keys import RollJobKeys
@@ -22,6 +24,8 @@ TRACKERS = ("wandb", "swanlab")
 ROLES = ("actor_train", "actor_infer", "reference")
 Task = Literal["grpo", "sft", "dpo"]
 """What a job does."""
+_LONGEST_NAME = 255
+"""Bytes that a folder's name may have."""
 
 
 def _with_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
@@ -128,6 +132,11 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
         help="Write checkpoints while training goes on, from a copy in host memory. The next one, and the last of a "
         "phase, wait for it.",
     )
+    verify_checkpoint: bool = honoured(
+        True,
+        help="Read the files of a checkpoint once before it is loaded, and compare them with the digests that were "
+        "kept when it was written; false: compare sizes alone.",
+    )
     export_model: bool = honoured(
         True,
         help="At the end of a run that started from a model directory: write the trained model as one, into the folder "
@@ -162,11 +171,12 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
         help="wandb or swanlab: keyword arguments of its `init` (project, name, tags, mode, ...).",
     )
 
-    rollout_batch_size: int = honoured(128, help="Prompts per RL step.", ge=1)
+    rollout_batch_size: int = honoured(128, help="Prompts per RL step.", ge=1, le=MOST_TOKENS)
     num_return_sequences_in_group: int | None = honoured(
         None,
         help="Responses per prompt: the group. Default: generating_args.num_return_sequences, else 1.",
         ge=1,
+        le=MOST_TOKENS,
     )
     batch_balance: bool = honoured(
         False,
@@ -181,13 +191,16 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
         "samples. A rollout engine on the same devices sleeps while the model trains.",
     )
     prompt_length: int = honoured(
-        1024, help="Longest prompt in tokens; a longer one is an error that names its line.", ge=1
+        1024, help="Longest prompt in tokens; a longer one is an error that names its line.", ge=1, le=MOST_TOKENS
     )
     response_length: int | None = honoured(
-        None, help="Longest response in tokens. Default: sequence_length - prompt_length.", ge=1
+        None, help="Longest response in tokens. Default: sequence_length - prompt_length.", ge=1, le=MOST_TOKENS
     )
     sequence_length: int | None = honoured(
-        None, help="Longest prompt and response together. Default: prompt_length + response_length.", ge=2
+        None,
+        help="Longest prompt and response together. Default: prompt_length + response_length.",
+        ge=2,
+        le=MOST_TOKENS,
     )
     tokenizer: TokenizerConfig = honoured(default_factory=TokenizerConfig, help="How text becomes tokens.")
     warmup: WarmupConfig | None = honoured(None, help="Supervised phase before RL. Default: none.")
@@ -210,6 +223,14 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
     reference: WorkerConfig | None = honoured(
         None, help="The frozen starting policy, for use_kl_loss and for losses of your own. Default: none."
     )
+
+    @field_validator("exp_name")
+    @classmethod
+    def _is_one_folder(cls, name: str) -> str:
+        if name in (".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > _LONGEST_NAME:
+            text = f"is {shortened(repr(name))}; it names one folder inside output_dir: at most {_LONGEST_NAME} bytes, "
+            raise ValueError(f"{text}without '/', and not '.' or '..'; the folders above it go into output_dir")
+        return name
 
     @model_validator(mode="before")
     @classmethod
@@ -239,6 +260,13 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
         return self.num_return_sequences_in_group or 1
 
     @property
+    def logprob_temperature(self) -> float:
+        """What logits are divided by where the loss reads log-probs."""
+        if self.task != "grpo":
+            return 1.0
+        return self.actor_train.logprob_temperature or self.actor_infer.generating_args.temperature
+
+    @property
     def world_size(self) -> int | None:
         """Processes that actor_train.device_mapping names; None when it names none."""
         mapping = self.actor_train.device_mapping
@@ -259,7 +287,8 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
     def dp_size(self, world_size: int) -> int:
         """Data-parallel ranks of actor_train among `world_size` processes.
 
-        Raises ConfigFileError when they do not divide as the layout of any role asks that runs on them.
+        Raises ConfigFileError when they do not divide as the layout of any role asks that runs on them, and for more
+        optimizer steps per rollout than `logprob_plan` allows.
         """
         for name, role in self.roles.items():
             if self.own_devices(name) is not None:
@@ -271,7 +300,24 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
                 layout.parallel_dims(world_size)
             except LayoutError as error:
                 raise ConfigFileError([Problem(path, str(error))]) from None
-        return world_size // self.actor_train.strategy_args.strategy_config.model_size
+        dp_size = world_size // self.actor_train.strategy_args.strategy_config.model_size
+        problem = self.logprob_problem(dp_size)
+        if problem is not None:
+            raise ConfigFileError([problem])
+        return dp_size
+
+    def logprob_problem(self, dp_size: int) -> Problem | None:
+        """What is wrong with `logprob_plan: none`, which allows one optimizer step per rollout."""
+        if self.task != "grpo" or not self.max_steps or self.actor_train.logprob_plan != "none":
+            return None
+        size = self.mini_batch_size(dp_size)
+        text = refuse_without_old_log_probs(self.samples_per_rollout, size, self.ppo_epochs)
+        return None if text is None else Problem(("actor_train", "logprob_plan"), text)
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Responses of an RL step."""
+        return self.rollout_batch_size * self.group_size
 
     def mini_batch_size(self, dp_size: int) -> int:
         """Sequences of one optimizer step, over all data-parallel ranks."""

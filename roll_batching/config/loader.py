@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_batching.config.diagnostics import ConfigFileError, Place, Problem, shortened
-from roll_batching.config.foreign import framework_of, hint
+from roll_batching.config.diagnostics import NO_EFFECT, ConfigFileError, Problem, shortened
+from roll_batching.config.foreign import framework_of, with_hint
 from roll_batching.config.job import JobConfig
 from roll_batching.config.job_keys import Task
 from roll_batching.config.plain_data import plain_copy
@@ -21,8 +21,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task |
 
     `task` is what the job does where the file does not say it; it must say no other.
 
-    Raises ConfigFileError (a ConfigError) that names every problem with its key, file and line, and cure. Of a file
-    that another framework wrote and that does not load as it is, it says that alone.
+    Raises ConfigFileError (a ConfigError) that names every problem with its key, file and line, and cure; of a file
+    that was written for another framework, how to convert it first.
     """
     toml = Path(path).suffix.lower() == ".toml"
     source = parse_toml(text_of(path), str(path)) if toml else read_yaml(path)
@@ -33,11 +33,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task |
         raise ConfigFileError([Problem(("task",), f"{text}; `roll-batching train` does what the file says")])
     try:
         resolve_references(source)
-        return check_source(source)
-    except ConfigFileError:
+        job = check_source(source)
+    except ConfigFileError as error:
         if framework is None:
             raise
-        raise ConfigFileError([Problem((), hint(framework, str(path)), Place(source.name))]) from None
+        raise with_hint(error, framework, str(path)) from None
+    _check_overrides(job, source)
+    return job
+
+
+def _check_overrides(job: JobConfig, source: Source) -> None:
+    """Raises ConfigFileError for overrides without effect: who types one means something by it."""
+    idle = [one for one in job.notices if one.text.startswith(NO_EFFECT) and one.place in source.overrides]
+    if idle:
+        raise ConfigFileError(
+            Problem(tuple(one.path.split(".")), f"{one.text}; leave it out", one.place) for one in idle
+        )
 
 
 def config_from_dict(data: Mapping[str, Any]) -> JobConfig:

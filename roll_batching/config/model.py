@@ -7,10 +7,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from roll_batching.config.fields import Settings, honoured
+from roll_batching.config.fields import MOST_TOKENS, Settings, honoured
 from roll_batching.config.roll_keys import RollArchitecture, RollModelArgs
 from roll_batching.huggingface.config_json import Translation
 from roll_batching.huggingface.directory import described
+
+_MOST_PARTS = 2**16
+"""Most layers, heads, experts, or channels of a head."""
+_WIDEST = 2**20
+"""Most channels of a layer."""
 
 
 class RopeScaling(Settings):
@@ -26,10 +31,14 @@ class RopeScaling(Settings):
 class MoEConfig(Settings):
     """Mixture-of-experts layers. Absent: every layer is dense."""
 
-    num_experts: int = honoured(help="Experts per layer.", ge=2)
+    num_experts: int = honoured(help="Experts per layer.", ge=2, le=_MOST_PARTS)
     router_topk: int = honoured(2, help="Experts that each token visits.", ge=1)
-    ffn_hidden_size: int | None = honoured(None, help="Width of an expert; default: the dense layers' width.", gt=0)
-    shared_expert_ffn_hidden_size: int | None = honoured(None, help="Width of the shared expert; default: none.", gt=0)
+    ffn_hidden_size: int | None = honoured(
+        None, help="Width of an expert; default: the dense layers' width.", gt=0, le=_WIDEST
+    )
+    shared_expert_ffn_hidden_size: int | None = honoured(
+        None, help="Width of the shared expert; default: none.", gt=0, le=_WIDEST
+    )
     aux_loss_coeff: float = honoured(0.0, help="Weight of the load-balancing loss.", ge=0)
     z_loss_coeff: float = honoured(0.0, help="Weight of the router's z-loss.", ge=0)
     layer_freq: Annotated[int, Field(ge=1)] | tuple[Literal[0, 1], ...] = honoured(
@@ -51,17 +60,17 @@ class ArchitectureConfig(RollArchitecture):
     """A dense or mixture decoder in the shape of Qwen and Llama."""
 
     vocab_size: int = honoured(
-        help="Tokens of the vocabulary; padded up inside where tensor parallelism needs it.", gt=0
+        help="Tokens of the vocabulary; padded up inside where tensor parallelism needs it.", gt=0, le=MOST_TOKENS
     )
-    hidden_size: int = honoured(help="Width of the residual stream.", gt=0)
-    num_layers: int = honoured(help="Decoder layers.", gt=0)
-    num_attention_heads: int = honoured(help="Query heads.", gt=0)
+    hidden_size: int = honoured(help="Width of the residual stream.", gt=0, le=_WIDEST)
+    num_layers: int = honoured(help="Decoder layers.", gt=0, le=_MOST_PARTS)
+    num_attention_heads: int = honoured(help="Query heads.", gt=0, le=_MOST_PARTS)
     num_query_groups: int | None = honoured(None, help="Key and value heads; default: as many as query heads.", gt=0)
     kv_channels: int | None = honoured(
-        None, help="Width of one head; default: hidden_size / num_attention_heads.", gt=0
+        None, help="Width of one head; default: hidden_size / num_attention_heads.", gt=0, le=_MOST_PARTS
     )
     ffn_hidden_size: int | None = honoured(
-        None, help="Width of the gated feed-forward layer; default: 4 x hidden_size.", gt=0
+        None, help="Width of the gated feed-forward layer; default: 4 x hidden_size.", gt=0, le=_WIDEST
     )
     max_position_embeddings: int = honoured(4096, help="Longest sequence the model is meant for.", gt=0)
     rotary_base: float = honoured(10000.0, help="Base of the rotary frequencies.", gt=0)

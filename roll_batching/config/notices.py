@@ -181,7 +181,7 @@ def _combinations(job: JobKeys, data: dict[str, Any]) -> Iterator[tuple[KeyPath,
         yield ("export_model",), f"has no effect: {text}"
     yield from _derived(job, data)
     if not supervised(job):
-        yield from _borrowed_plans(job.actor_train, data.get("actor_train") or {})
+        yield from _old_log_probs(job.actor_train, data.get("actor_train") or {})
     yield from _lengths(job)
 
 
@@ -223,25 +223,18 @@ def _policy(job: JobKeys, data: dict[str, Any], settings: set[str]) -> Iterator[
         yield ("use_kl_loss",), "has no effect: kl_loss_coef is 0"
 
 
-def _borrowed_plans(role: WorkerConfig, given: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Keys for passes without gradient that differ from training's, whose plans the old log-probs use."""
-    if role.logprob_plan == "own":
+def _old_log_probs(role: WorkerConfig, given: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Keys for passes without gradient that differ from training's, and whether old log-probs use them."""
+    if role.logprob_plan != "own":
+        text = f"has no effect: old log-probs use training's plans under logprob_plan: {role.logprob_plan}"
+        text += "; own would use this"
+    elif "logprob_plan" not in given:
+        text = "is used for old log-probs, whose first ratio is then 1 up to rounding; logprob_plan: train makes it "
+        text += "exactly 1, on training's plans"
+    else:
         return
-    text = f"old log-probs use training's plans under logprob_plan: {role.logprob_plan}; own would use this"
-    text = f"has no effect: {text}"
-    if "infer_batch_size" in given:
-        yield ("actor_train", "infer_batch_size"), text
-    if role.use_dynamic_batching is None and role.dynamic_in_infer != role.dynamic_in_train:
-        if not role.use_sequence_packing:
-            yield ("actor_train", "use_dynamic_batching_in_infer"), text
-    for key in ("max_tokens_per_microbatch", "sequence_length_round"):
-        if role.dynamic_in_infer and given.get(f"{key}_in_infer") not in (None, getattr(role, f"{key}_in_train")):
-            yield ("actor_train", f"{key}_in_infer"), text
-    packing = role.sequence_packing_args
-    for key in ("max_packed_sequence_length", "min_num_micro_batches"):
-        forward, train = getattr(packing, f"{key}_forward"), getattr(packing, f"{key}_train")
-        if role.use_sequence_packing and f"{key}_forward" in packing.model_fields_set and forward != train:
-            yield ("actor_train", "sequence_packing_args", f"{key}_forward"), text
+    for key in role.infer_keys:
+        yield ("actor_train", *key), text
 
 
 def _lengths(job: JobKeys) -> Iterator[tuple[KeyPath, str]]:

@@ -22,17 +22,17 @@ class ObjectiveKeys(Settings):
     adv_estimator: Annotated[str, RegisteredName(ADVANTAGE_ESTIMATORS)] = honoured(
         "grpo",
         help="How rewards become advantages; your own is a function of (rewards, group_size, *, response_tokens), "
-        "float64, int and int64 of all samples of the step, a prompt's side by side, which returns as many float64, "
-        "the same on every rank.",
+        "float64, int and int64 of a reward domain's samples in the step, a prompt's side by side (response_tokens is "
+        "0 for masked ones), which returns as many float64, the same on every rank.",
     )
     norm_mean_type: Literal["batch", "group", "running"] | None = honoured(
         None,
-        help="reinforce: the mean that is subtracted from rewards; running: of all steps so far. grpo always uses the "
-        "group's.",
+        help="reinforce: the mean that is subtracted from rewards, of a reward domain in the step (batch) or in all "
+        "steps so far (running). grpo always uses the group's.",
     )
     norm_std_type: Literal["batch", "group", "running"] | None = honoured(
         None,
-        help="reinforce: the deviation that rewards are divided by. grpo: default group.",
+        help="reinforce: the deviation that rewards are divided by, of the same choices. grpo: default group.",
     )
     reward_norm: Literal["batch", "group", "running"] | None = honoured(
         None,
@@ -44,7 +44,9 @@ class ObjectiveKeys(Settings):
         False, help="With reward_norm: divide by the deviation, do not subtract. reward_shift goes before it."
     )
     whiten_advantages: bool = honoured(
-        False, help="Give the advantages of a step's tokens mean 0 and deviation 1 (REINFORCE++)."
+        False,
+        help="Give the advantages of a reward domain's tokens in the step mean 0 and deviation 1 (REINFORCE++). Masked "
+        "tokens do not count.",
     )
     reward_clip: float | None = honoured(None, help="Clip rewards, once they are normalised, to [-x, x].", gt=0)
     advantage_clip: float | None = honoured(None, help="Clip advantages to [-x, x].", gt=0)
@@ -101,12 +103,12 @@ class ObjectiveKeys(Settings):
     max_len_mask: bool = honoured(
         False,
         help="Leave out responses that were cut off at the length limit: they are not computed and count nowhere "
-        "in the loss. Their rewards still enter their group's advantages.",
+        "in the loss or in whitening. Their rewards still enter the statistics of their group and domain.",
     )
     difficulty_mask: bool = honoured(
         False,
         help="Leave out the responses to a prompt whose mean reward, before anything shapes it, is not between the "
-        "two bounds: they are not computed and count nowhere in the loss.",
+        "two bounds: they are not computed and count nowhere in the loss or in whitening.",
     )
     difficulty_low_threshold: float = honoured(0.0, help="difficulty_mask: the mean reward must be above this.")
     difficulty_high_threshold: float = honoured(1.0, help="difficulty_mask: the mean reward must be below this.")

@@ -38,7 +38,8 @@ INTRODUCTION = """# Configuration
 
 A job is one YAML file, in ROLL's shape and, where ROLL has a name, under ROLL's name:
 
-    roll-batching train --config configs/demo_grpo.yaml actor_train.infer_batch_size=8 seed=3
+    python examples/ledger/make_data.py --out data/ledger
+    roll-batching train --config configs/demo_grpo.yaml actor_train.training_args.learning_rate=1e-4 seed=3
 
 - `path.to.key=value` on the command line changes a key; the value is read as YAML.
 - `${path.to.key}` in a value stands for another key's value.

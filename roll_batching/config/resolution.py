@@ -31,7 +31,7 @@ def resolved(job: JobKeys) -> dict[str, Any]:
     infer = _update(infer, "generating_args", max_new_tokens=tokens, num_return_sequences=group)
     found: dict[str, Any] = {
         **lengths,
-        **reward_norm_of(job),
+        **{key: value for key, value in reward_norm_of(job).items() if key not in job.model_fields_set},
         "num_return_sequences_in_group": group,
         "actor_train": train,
         "actor_infer": infer,
@@ -90,6 +90,10 @@ def _lengths(job: JobKeys) -> dict[str, int | None]:
 
 def _own(role: WorkerConfig, sequence_length: int | None, rows: int) -> WorkerConfig:
     """What a role takes from the job's top level; `rows` sequences are one of its micro-batches in padded mode."""
+    flags = ("use_dynamic_batching_in_train", "use_dynamic_batching_in_infer")
+    if role.use_dynamic_batching is not None:
+        short = {key: role.use_dynamic_batching for key in flags if key not in role.model_fields_set}
+        role = role.model_copy(update=short)
     packing = role.sequence_packing_args
     given = packing.max_packed_sequence_length_train or packing.max_packed_sequence_length_forward
     if role.use_sequence_packing and given is None and sequence_length is not None:

@@ -8,7 +8,7 @@ from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.config.async_rules import async_problems
 from roll_batching.config.device_rules import device_problems
 from roll_batching.config.diagnostics import Problem
-from roll_batching.config.engine_rules import engine_problems
+from roll_batching.config.engine_rules import engine_problems, uses_engine
 from roll_batching.config.fields import Pass
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.layout_rules import (
@@ -19,14 +19,16 @@ from roll_batching.config.layout_rules import (
     sampling_role,
     size_problems,
 )
-from roll_batching.config.objective_rules import objective_problems, whitens
+from roll_batching.config.objective_rules import objective_problems, reward_norm_of, whitens
 from roll_batching.config.pretrained import missing_model, model_problems, window_problems
 from roll_batching.config.rewards import reward_problems, share_problems
 from roll_batching.config.strategy import MEGATRON_STRATEGIES
 from roll_batching.config.stream_rules import stream_problems
 from roll_batching.config.supervised import missing_for_supervised, supervised, supervised_problems
+from roll_batching.config.withheld import withheld_problems
 from roll_batching.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
+from roll_batching.secret_names import is_secret
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -190,7 +192,8 @@ def _environment(job: JobKeys) -> Iterator[Problem]:
                 yield Problem(path, "is set by torchrun; leave it out")
             owner, before = seen.setdefault(variable, (".".join(scope) or "the top level", value))
             if scope and before != value and owner != "the top level":
-                text = f"is {value!r}, but {before!r} in {owner}; the roles share one process and its environment"
+                values = "is another than" if is_secret(variable) else f"is {value!r}, but {before!r}"
+                text = f"{values} in {owner}; the roles share one process and its environment"
                 yield Problem(path, text)
 
 
@@ -204,9 +207,18 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
             "from 1; set it to 0, or logprob_plan to own or none"
         )
         yield Problem(("actor_train", "model_args", "architecture", "hidden_dropout"), text)
-    if train.logprob_plan == "none" and job.ppo_epochs > 1:
-        text = f"none allows one optimizer step per rollout, but ppo_epochs is {job.ppo_epochs}; use train or own"
-        yield Problem(("actor_train", "logprob_plan"), text)
+    size = train.strategy_args.strategy_config.model_size
+    if job.world_size is not None and job.world_size % size == 0:  # else when the job starts
+        problem = job.logprob_problem(job.world_size // size)
+        if problem is not None:
+            yield problem
+    sampled, own = job.actor_infer.generating_args.temperature, train.logprob_temperature
+    reads_drawn = train.logprob_plan == "rollout" or job.loss_args.get("engine_ratio_cap") is not None
+    if own not in (None, sampled) and reads_drawn and not _asks_servers(job):
+        text = (
+            f"is {own}, and rollouts keep their log-probs at the sampling temperature, {sampled}, which the loss reads"
+        )
+        yield Problem(("actor_train", "logprob_temperature"), f"{text}; leave it out, or use logprob_plan: train")
     if job.drop_zero_advantage_groups and (job.kl_coef or job.entropy_loss_coef):
         term = "kl_loss_coef" if job.kl_coef else "entropy_loss_coef"
         text = f"such groups still learn from {term}; set {term} to 0 or this to false"
@@ -246,10 +258,17 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
     yield from _reward_norm(job)
 
 
+def _asks_servers(job: JobKeys) -> bool:
+    """Whether servers sample, which have a temperature of their own for log-probs."""
+    return uses_engine(job) and job.actor_infer.strategy_args.strategy_name != "hf_infer"
+
+
 def _reward_norm(job: JobKeys) -> Iterator[Problem]:
     if job.reward_norm is None:
         return
-    if {"norm_mean_type", "norm_std_type"} & job.model_fields_set:
+    given = {"norm_mean_type", "norm_std_type"} & job.model_fields_set
+    derived = {key: getattr(job, key) for key in given}  # a resolved configuration holds both, and they agree
+    if given and derived != reward_norm_of(job):
         yield Problem(("reward_norm",), "is a short form of norm_mean_type and norm_std_type; keep one of the two")
     elif job.adv_estimator == "grpo" and job.reward_shift:
         text = "grpo divides by the group's deviation; use adv_estimator: reinforce, or set this to false"
@@ -281,7 +300,7 @@ def _lengths(job: JobKeys) -> Iterator[Problem]:
 
 def missing_for_a_run(job: JobKeys) -> list[Problem]:
     """What must be there before `job` can run, although a file without it is valid."""
-    problems: list[Problem] = []
+    problems = withheld_problems(job.model_dump(mode="json"))
 
     def need(present: object, path: tuple[str, ...], text: str) -> None:
         if not present:
@@ -327,4 +346,7 @@ def missing_for_a_run(job: JobKeys) -> list[Problem]:
     if estimator is not None and estimator.compares:
         text = f"is {job.group_size}: {estimator.name} compares the responses of a prompt and needs at least 2"
         need(job.group_size > 1, ("num_return_sequences_in_group",), text)
+    if job.norm_std_type == "batch":
+        text = "is batch, and a step has one response, which has no deviation: raise rollout_batch_size"
+        need(job.rollout_batch_size * job.group_size > 1, ("norm_std_type",), text)
     return [*problems, *policy_cannot_sample(job)]

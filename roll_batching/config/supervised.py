@@ -91,8 +91,9 @@ def idle_supervised_keys(job: JobKeys, given: Mapping[str, Any]) -> Iterator[tup
         if given.get(key) is None or (key in ("prompt_length", "response_length") and "sequence_length" not in given):
             continue  # their sum is the sequence_length where that is not given
         yield (key,), f"has no effect: task is {job.task}, which makes no rollouts"
-    if train.get("logprob_plan") is not None:
-        yield ("actor_train", "logprob_plan"), f"has no effect: task is {job.task}, which has no older policy"
+    for key in ("logprob_plan", "logprob_temperature"):
+        if train.get(key) is not None:
+            yield ("actor_train", key), f"has no effect: task is {job.task}, which samples nothing"
     for key in _OF_PROMPTS:
         if data.get(key) is not None:
             yield ("actor_train", "data_args", key), f"has no effect: task is {job.task}, which has no prompts"

@@ -19,6 +19,7 @@ from roll_batching.config.registered import registered_name
 from roll_batching.config.rules import broken_rules
 from roll_batching.config.strategy import FSDP_STRATEGIES
 from roll_batching.config.yaml_source import Source
+from roll_batching.secret_names import is_secret, withhold
 
 MOST_EXPLAINED = 50
 """Faulty keys that are looked at closely (the nearest valid names); the rest are counted."""
@@ -137,7 +138,8 @@ def _without(data: Any, paths: Sequence[KeyPath]) -> Any:
 
 def _translate(error: ErrorDetails, data: Any) -> Problem:
     path = _path_in(error["loc"], data, missing=error["type"] == "missing")
-    kind, given = error["type"], error["input"]
+    kind = error["type"]
+    given = withhold(error["input"], secret=any(map(is_secret, path)) and field_at(path) is None)
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
         return Problem(path, _unknown_key(path))
@@ -156,7 +158,7 @@ def _translate(error: ErrorDetails, data: Any) -> Problem:
     bounds = {"greater_than": "above {gt}", "greater_than_equal": "at least {ge}", "less_than": "below {lt}"}
     bounds["less_than_equal"] = "at most {le}"
     if kind in bounds:
-        limit = {name: f"{value:g}" for name, value in context.items() if isinstance(value, int | float)}
+        limit = {name: f"{value:.12g}" for name, value in context.items() if isinstance(value, int | float)}
         return Problem(path, f"is {given}; it must be {bounds[kind].format(**limit)}")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return Problem(path, f"expected keys and values, got {_show(given)}")

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, field_validator, model_validator
 from roll_batching.config.batching import BatchingConfig, LogprobPlan, RoleBatching
 from roll_batching.config.devices import parse_devices
 from roll_batching.config.engines import EngineArgs
-from roll_batching.config.fields import Roles, Settings, honoured
+from roll_batching.config.fields import MOST_TOKENS, Roles, Settings, honoured
 from roll_batching.config.model import ModelArgs
 from roll_batching.config.roll_keys import RollDataArgs, RollGeneratingArgs, RollTrainingArgs, RollWorkerKeys
 from roll_batching.config.strategy import StrategyArgs
@@ -33,7 +33,7 @@ MEETING = Roles(names=("actor_train",), otherwise="actor_train's is used")
 class TrainingArgs(RollTrainingArgs):
     """`training_args`: optimizer, schedule and mini-batch."""
 
-    learning_rate: float = honoured(1e-6, help="Peak learning rate of AdamW.", gt=0)
+    learning_rate: float = honoured(1e-6, help="Peak learning rate of AdamW.", gt=0, le=1e37)
     min_lr: float = honoured(0.0, help="Learning rate at the end of the schedule.", ge=0)
     weight_decay: float = honoured(0.0, help="Decoupled weight decay; biases and norms are exempt.", ge=0)
     adam_beta1: float = honoured(0.9, help="Decay of the first moment.", ge=0, lt=1)
@@ -49,7 +49,7 @@ class TrainingArgs(RollTrainingArgs):
         0.0, help="Warm-up as a share of all optimizer steps, when warmup_steps is 0.", ge=0, le=1
     )
     per_device_train_batch_size: int = honoured(
-        1, help="Sequences per data-parallel rank and, in padded mode, per micro-batch.", ge=1
+        1, help="Sequences per data-parallel rank and, in padded mode, per micro-batch.", ge=1, le=MOST_TOKENS
     )
     gradient_accumulation_steps: int = honoured(
         1,
@@ -110,7 +110,9 @@ class DataArgs(RollDataArgs):
 class GeneratingArgs(RollGeneratingArgs):
     """`generating_args`: how rollouts are sampled. Read from actor_infer."""
 
-    max_new_tokens: int | None = honoured(None, help="Longest response. Default: the job's response_length.", gt=0)
+    max_new_tokens: int | None = honoured(
+        None, help="Longest response. Default: the job's response_length.", gt=0, le=MOST_TOKENS
+    )
     temperature: float = honoured(1.0, help="Sampling temperature.", gt=0)
     top_p: float = honoured(
         1.0, help="Sample among the likeliest tokens that together reach this probability.", gt=0, le=1
@@ -166,10 +168,17 @@ class WorkerConfig(RoleBatching, RollWorkerKeys):
     logprob_plan: LogprobPlan = honoured(
         "train",
         roles=TRAINED,
-        help="Old log-probs: on training's plans, so that the first ratio is exactly 1 (train); with "
-        "the caps for passes "
-        "without gradient (own); those that the rollouts were drawn with (rollout, the default under "
-        "async_generation_ratio without loss_args.engine_ratio_cap); or none, for one optimizer step per rollout.",
+        help="Old log-probs: on training's plans, so that the first ratio is exactly 1 (train); with the caps for "
+        "passes without gradient (own, the default where a key for them differs from training's); those that the "
+        "rollouts were drawn with (rollout, the default under async_generation_ratio without "
+        "loss_args.engine_ratio_cap); or none, for one optimizer step per rollout.",
+    )
+    logprob_temperature: float | None = honoured(
+        None,
+        roles=TRAINED,
+        help="RL: logits are divided by it where the loss reads log-probs: the policy's, old ones and the reference's. "
+        "Default: the sampling temperature, so that they are those of the distribution that was sampled; ROLL: 1.",
+        gt=0,
     )
     apply_loss_scale: bool = honoured(
         True,
@@ -211,5 +220,33 @@ class WorkerConfig(RoleBatching, RollWorkerKeys):
         return BatchingConfig(
             train=self.batching_spec("train", train_rows=rows),
             infer=self.batching_spec("infer", train_rows=rows),
-            logprob_plan=self.logprob_plan,
+            logprob_plan=self.chosen_logprob_plan,
         )
+
+    @property
+    def chosen_logprob_plan(self) -> LogprobPlan:
+        """`logprob_plan`; where it is not given, `own` with keys for passes without gradient that training has not."""
+        if "logprob_plan" in self.model_fields_set:
+            return self.logprob_plan
+        return "own" if self.infer_keys else "train"
+
+    @property
+    def infer_keys(self) -> list[tuple[str, ...]]:
+        """Given keys that batch passes without gradient otherwise than training."""
+        mode = self.mode_of("infer")
+        section: Settings = self
+        prefix: tuple[str, ...] = ()
+        trained: dict[str, int | None]
+        if mode == "packed":
+            section, prefix = self.sequence_packing_args, ("sequence_packing_args",)
+            keys = ("max_packed_sequence_length", "min_num_micro_batches")
+            trained = {f"{key}_forward": getattr(section, f"{key}_train") for key in keys}
+        elif mode == "dynamic":
+            keys = ("max_tokens_per_microbatch", "sequence_length_round")
+            trained = {f"{key}_in_infer": getattr(self, f"{key}_in_train") for key in keys}
+        else:
+            trained = {"infer_batch_size": self.training_args.per_device_train_batch_size}
+        if mode != self.mode_of("train"):
+            trained = {**dict.fromkeys(trained), "use_dynamic_batching_in_infer": None}
+        values = {key: getattr(section, key) for key in trained if key in section.model_fields_set}
+        return [(*prefix, key) for key, value in values.items() if value not in (None, trained[key])]

@@ -11,6 +11,7 @@ from typing import Any
 from roll_batching.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, shortened
 from roll_batching.config.interpolation import resolved
 from roll_batching.config.yaml_values import DEEPEST, LONGEST_TEXT, YamlFaults, read_values, text_fault
+from roll_batching.secret_names import WITHHELD, is_secret
 
 
 @dataclass
@@ -20,6 +21,8 @@ class Source:
     name: str
     data: dict[str, Any]
     places: dict[KeyPath, Place] = field(default_factory=dict)
+    overrides: list[Place] = field(default_factory=list)
+    """Those of the command line, as places."""
     faults: list[Problem] = field(default_factory=list)
     """References that could not be replaced: reported together with all that is wrong with the rest."""
 
@@ -86,9 +89,11 @@ def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
     """Sets `a.b.c=value` in the source; the value is YAML. Raises ConfigFileError naming bad overrides."""
     problems: list[Problem] = []
     for text in overrides:
-        place = Place(f"override '{shortened(text)}'")
+        key, _, _ = text.partition("=")
+        place = Place(f"override '{f'{key}={WITHHELD}' if is_secret(key) else shortened(text)}'")
         try:
             _override(source, text, place)
+            source.overrides.append(place)
         except ValueError as error:
             problems.append(Problem((), str(error), place))
     if problems:

@@ -29,6 +29,8 @@ DEEPEST = 32
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null", "timestamp")}
+_ONLY_YAML_1_1 = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-9_.]+)+)")
+"""Octal numbers and numbers of base 60, which YAML 1.2 takes for decimal ones or for text."""
 _CANNOT_CONSTRUCT = (ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowError)
 """What PyYAML's constructors raise for text that is not of its tag's kind."""
 
@@ -213,6 +215,8 @@ class _Reading:
             reason = text_fault(value)
         elif isinstance(value, date):
             reason = f"{node.value} is read as a date; put it into quotes"
+        elif isinstance(value, int | float) and _ONLY_YAML_1_1.fullmatch(node.value):
+            reason = f"YAML 1.1 reads {_short(node.value)} as {value}; write {value}, or put text into quotes"
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             reason = "is a whole number beyond 64 bits"
         else:

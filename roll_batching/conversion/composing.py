@@ -5,6 +5,7 @@ OmegaConf and Hydra do it, as ROLL and NeMo-RL let them.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import operator
@@ -18,6 +19,7 @@ from roll_batching.config.diagnostics import ConfigFileError, KeyPath, Place, Pr
 from roll_batching.config.yaml_source import read_yaml
 from roll_batching.config.yaml_values import DEEPEST, MOST_VALUES, too_large
 from roll_batching.errors import ConfigError
+from roll_batching.secret_names import is_secret
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,16 @@ def compose_hydra(path: Path) -> Composed:
     from omegaconf.errors import OmegaConfBaseException
 
     read_yaml(path)  # refuses what is no file of settings, whatever Hydra would make of it
-    _register_resolvers()
     GlobalHydra.instance().clear()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # `defaults` without `_self_`: the file itself goes last, as in ROLL
-            with initialize_config_dir(str(path.resolve().parent), version_base="1.3"):
-                node = compose(path.name)
-    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
-        raise _cannot_be_composed(path, error) from None
-    return _plain(node, path)
+    with _resolvers():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # `defaults` without `_self_`: the file itself goes last, as in ROLL
+                with initialize_config_dir(str(path.resolve().parent), version_base="1.3"):
+                    node = compose(path.name)
+        except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+            raise _cannot_be_composed(path, error) from None
+        return _plain(node, path)
 
 
 def compose_inheriting(path: Path) -> Composed:
@@ -59,9 +61,9 @@ def compose_inheriting(path: Path) -> Composed:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    _register_resolvers()
     try:
-        return _plain(OmegaConf.create(_inherited(path, ())), path)
+        with _resolvers():
+            return _plain(OmegaConf.create(_inherited(path, ())), path)
     except OmegaConfBaseException as error:
         raise _cannot_be_composed(path, error) from None
 
@@ -74,8 +76,12 @@ def _inherited(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
     data = read_yaml(path).data
     parents = data.pop("defaults", [])
     merged: dict[str, Any] = {}
-    for parent in [parents] if isinstance(parents, str) else parents or []:
-        merged = _over(merged, _inherited(path.parent / str(parent), (*below, path)))
+    parents = [parents] if isinstance(parents, str) else parents or []
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        text = f"is {shortened(repr(parents))}: name a file, or a list of files"
+        raise ConfigFileError([Problem(("defaults",), text, Place(str(path)))])
+    for parent in parents:
+        merged = _over(merged, _inherited(path.parent / parent, (*below, path)))
     result: dict[str, Any] = _over(merged, data)
     return result
 
@@ -103,9 +109,14 @@ def _require() -> None:
         raise ConfigError("converting needs Hydra and OmegaConf: pip install 'roll-batching[convert]'") from None
 
 
-def _register_resolvers() -> None:
-    """What the frameworks' files call in `${name:...}`, beside OmegaConf's own `oc.*`."""
+@contextlib.contextmanager
+def _resolvers() -> Iterator[None]:
+    """What the frameworks' files call in `${name:...}`, beside OmegaConf's own `oc.*`.
+
+    Meanwhile `${oc.env:NAME}` fails where NAME looks like a secret's, and with it all that is computed from it.
+    """
     from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
 
     logging.getLogger("hydra").setLevel(logging.ERROR)
     resolvers: dict[str, Callable[..., Any]] = {
@@ -118,6 +129,17 @@ def _register_resolvers() -> None:
     for name, function in resolvers.items():
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, function)
+
+    def variable(name: str, *default: Any) -> Any:
+        if is_secret(name):
+            raise ValueError(f"{name} looks like a secret, which no file should hold: set it where the job starts")
+        return oc.env(name, *default)
+
+    OmegaConf.register_new_resolver("oc.env", variable, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def _plain(node: Any, path: Path) -> Composed:

@@ -11,10 +11,13 @@ from typing import Any
 
 from roll_batching.compat.nemo_rl import convert_policy
 from roll_batching.config.key_paths import field_at
+from roll_batching.conversion.framework_defaults import fill_defaults
 from roll_batching.conversion.nemo_rl_data import data as texts
+from roll_batching.conversion.nemo_rl_defaults import defaults_of
 from roll_batching.conversion.nemo_rl_generation import devices, generation
 from roll_batching.conversion.nemo_rl_given import Given
-from roll_batching.conversion.nemo_rl_grpo import algorithm, loss
+from roll_batching.conversion.nemo_rl_grpo import algorithm, check_forced_ratio, loss
+from roll_batching.conversion.nemo_rl_kinds import check_kinds
 from roll_batching.conversion.nemo_rl_supervised import supervised, task_of
 from roll_batching.conversion.settle import Draft
 from roll_batching.errors import ConfigError, PlanError
@@ -42,10 +45,13 @@ _BATCHING: Mapping[tuple[str, ...], str] = {
 
 def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     """NeMo-RL's composed settings in our names. Raises ConfigError for a file without a policy to train."""
-    given = Given(copy.deepcopy(data), Draft(source))
+    check_kinds(data, source)
+    given = Given(copy.deepcopy(data), Draft(source, framework="NeMo-RL"))
     if not isinstance(given.data.get("policy"), dict):
         raise ConfigError(f"{source} has no section `policy`")
+    given.draft.defaults = fill_defaults(given.data, defaults_of(given.data))
     task = task_of(given)
+    check_forced_ratio(given)
     _model(given)
     _layout(given)
     devices(given, task)
@@ -69,7 +75,7 @@ def _model(given: Given) -> None:
     name = given.peek("policy.model_name")
     given.move("policy.model_name", ("pretrain",))
     tokenizer = given.take("policy.tokenizer.name")
-    template = given.take("policy.tokenizer.chat_template")
+    template = given.peek("policy.tokenizer.chat_template")
     if template not in (None, "default"):
         text = "texts go through the template in the tokenizer's folder: save this one there as chat_template.jinja"
         given.draft.leave_out("policy.tokenizer.chat_template", "refused", text)
@@ -102,11 +108,11 @@ def _layout(given: Given) -> None:
         given.move(f"{section}.sequence_parallel", (*_LAYOUT, "sequence_parallel"), meaning=text)
         given.off(f"{section}.lora_cfg", why="LoRA is not supported for now")
     recomputed = given.take(f"{section}.activation_checkpointing")
-    if recomputed and given.draft.values.get("actor_train", {}).get("strategy_args") is not None:
+    if recomputed and not megatron:
         text = "whole layers are recomputed"
         key = f"{section}.activation_checkpointing"
         given.draft.put((*_LAYOUT, "recompute_granularity"), "full", key, text)
-    elif megatron and not recomputed:  # its other keys are read with it only
+    elif not recomputed:  # its other keys are read with it only
         for name in ("recompute_granularity", "recompute_modules"):
             strategy = given.draft.values.get("actor_train", {}).get("strategy_args", {}).get("strategy_config", {})
             if strategy.pop(name, None) is not None:
@@ -119,8 +125,13 @@ def _batching(given: Given, source: str, task: str) -> None:
         worker, notices = convert_policy({key: _whole(value) for key, value in policy.items()})
     except PlanError as error:
         raise ConfigError(f"{source}: policy.{error}") from None
+    layout = given.draft.values["actor_train"].get("strategy_args", {}).get("strategy_config", {})
     for key, value in worker.items():
         given.draft.put(("actor_train", key), value)
+    key = f"policy.{_PACKING}.microbatch_order"
+    if given.peek(key) == "largest_first" and layout.get("pipeline_model_parallel_size", 1) != 1:
+        text = "micro-batches of a pipeline run in the order of the smallest predicted step time"
+        given.draft.leave_out(key, "refused", text)
     for ours, name in _BATCHING.items():
         given.draft.origins[("actor_train", *ours)] = f"policy.{name}"
     for notice in notices:
@@ -128,7 +139,6 @@ def _batching(given: Given, source: str, task: str) -> None:
         given.draft.leave_out(f"policy.{name}", "idle", why)
     for name in ("sequence_packing", "dynamic_batching", "make_sequence_length_divisible_by"):
         given.take(f"policy.{name}")
-    layout = given.draft.values["actor_train"].get("strategy_args", {}).get("strategy_config", {})
     model = [layout.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context")]
     devices = int(given.draft.values["actor_train"]["device_mapping"].rpartition(",")[2].rstrip(")"))
     ranks = max(1, devices // (model[0] * model[1] * model[2]))
@@ -161,7 +171,8 @@ def _whole(value: Any) -> Any:
 
 
 def _optimizer(given: Given, task: str) -> None:
-    if given.draft.origins.get((*_LAYOUT, "tensor_model_parallel_size"), "").startswith("policy.megatron_cfg"):
+    megatron = "megatron_cfg" in given.data["policy"]
+    if megatron:
         for name in ("optimizer", "scheduler"):
             if given.take(f"policy.{name}") is not None:
                 text = f"DTensor's; Megatron's is policy.megatron_cfg.{name}"
@@ -178,8 +189,7 @@ def _optimizer(given: Given, task: str) -> None:
         name = given.take(key)
         if name is not None and "adam" not in str(name).lower():
             given.draft.leave_out(key, "refused", f"{name}: parameters are trained by AdamW")
-    given.take("policy.megatron_cfg.optimizer.clip_grad")
-    given.move("policy.max_grad_norm", (*_TRAIN, "max_grad_norm"))
+    _clipping(given, megatron)
     for name in ("bf16", "fp16", "params_dtype", "sgd_momentum", "use_precision_aware_optimizer"):
         if given.take(f"policy.megatron_cfg.optimizer.{name}") is not None:
             why = "AdamW keeps fp32 parameters and moments here (strategy_config.use_precision_aware_optimizer is "
@@ -201,15 +211,32 @@ def _optimizer(given: Given, task: str) -> None:
     _torch_schedule(given)
 
 
+def _clipping(given: Given, megatron: bool) -> None:
+    """The norm that gradients are clipped to: Megatron's clip_grad, or DTensor's max_grad_norm; null clips nothing."""
+    keys = ["policy.megatron_cfg.optimizer.clip_grad", "policy.max_grad_norm"]
+    key, other = keys if megatron else reversed(keys)
+    given.take(other)
+    if (norm := given.take(key, _ABSENT)) is not _ABSENT:
+        given.draft.put((*_TRAIN, "max_grad_norm"), 0.0 if norm is None else norm, key)
+
+
+_ABSENT = object()
+_LINEAR = {"start_factor": 1 / 3, "end_factor": 1.0, "total_iters": 5}
+"""torch's own defaults of a linear schedule."""
+
+
 def _torch_schedule(given: Given) -> None:
     """The list of torch schedules: a linear one that ends at 1 is a warm-up."""
     schedules = given.take("policy.scheduler")
-    for one in schedules if isinstance(schedules, list) else [schedules] if isinstance(schedules, dict) else []:
-        name, settings = str(one.get("name", "")), one.get("kwargs") or {}
-        if name.endswith("LinearLR") and settings.get("end_factor") == 1.0 and isinstance(settings["total_iters"], int):
-            text = f"{settings['total_iters']} steps of linear warm-up, from 0; there, from {settings['start_factor']}"
-            given.draft.put((*_TRAIN, "warmup_steps"), settings["total_iters"], "policy.scheduler", text)
-        elif name and not name.endswith("ConstantLR"):
+    for one in schedules if isinstance(schedules, list) else [schedules]:
+        if not isinstance(one, dict):
+            continue
+        name, settings = str(one.get("name") or ""), one.get("kwargs") or {}
+        linear = _LINEAR | settings
+        if name.endswith("LinearLR") and linear["end_factor"] == 1.0 and isinstance(linear["total_iters"], int):
+            text = f"{linear['total_iters']} steps of linear warm-up, from 0; there, from {linear['start_factor']:.4g}"
+            given.draft.put((*_TRAIN, "warmup_steps"), linear["total_iters"], "policy.scheduler", text)
+        elif name and not (name.endswith("ConstantLR") and settings.get("factor") == 1.0):
             given.draft.leave_out(f"policy.scheduler ({name})", "refused", "set lr_scheduler_type, min_lr, max_steps")
 
 

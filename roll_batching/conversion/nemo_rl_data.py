@@ -67,9 +67,13 @@ def data(given: Given, task: str) -> None:
         for ours, (theirs, plain) in next(iter(_KINDS[task].values())).items():
             text = f"the key of the lines that you write; {theirs} names it there"
             given.draft.put((*_DATA, ours), plain, "data.train", text)
+    template = given.take("policy.tokenizer.chat_template", "default")
     if "messages" not in keys:
         text = "texts are turns of a chat, which go through the tokenizer's own template"
-        given.draft.put((*_DATA, "chat"), True, "data", text)
+        if template is None:
+            text = "the response follows the prompt as it is, and the end token follows both"
+        key = "data" if template is not None else "policy.tokenizer.chat_template"
+        given.draft.put((*_DATA, "chat"), template is not None, key, text)
     if task == "grpo":
         text = "longer prompts are left out; there, they take a place in the batch that bears no loss"
         given.draft.put((*_DATA, "long_prompts"), "drop", "data.max_input_seq_length", text)

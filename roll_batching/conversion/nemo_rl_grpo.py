@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from roll_batching.conversion.nemo_rl_given import REWARDS, Given
+from roll_batching.conversion.nemo_rl_kinds import CORRECTIONS
 
 
 def algorithm(given: Given) -> None:
@@ -15,15 +16,14 @@ def algorithm(given: Given) -> None:
     ):
         given.move(f"grpo.{key}", (ours,))
     given.move("grpo.max_num_steps", ("max_steps",), meaning="ends the job alone; there, max_num_epochs ends it, too")
-    name = given.take("grpo.adv_estimator.name", "grpo")
-    normalised, others = (
-        given.take("grpo.normalize_rewards", True),
-        given.take("grpo.use_leave_one_out_baseline", False),
-    )
-    minus = given.take("grpo.adv_estimator.minus_baseline", True)
-    given.take("grpo.adv_estimator.normalize_rewards")
-    given.take("grpo.adv_estimator.use_leave_one_out_baseline")
-    key = "grpo.adv_estimator.name"
+    section = "grpo.adv_estimator"
+    name, minus = given.take(f"{section}.name"), given.take(f"{section}.minus_baseline")
+    normalised = given.take(f"{section}.normalize_rewards")
+    others = given.take(f"{section}.use_leave_one_out_baseline")
+    for unread in ("normalize_rewards", "use_leave_one_out_baseline"):
+        if given.take(f"grpo.{unread}") is not None:
+            given.draft.leave_out(f"grpo.{unread}", "idle", f"{section}.{unread} is what advantages read")
+    key = f"{section}.name"
     if name == "reinforce_plus_plus":
         given.draft.put(("adv_estimator",), f"{name}_baseline" if minus else name, key)
     elif name != "grpo":
@@ -34,7 +34,7 @@ def algorithm(given: Given) -> None:
     else:
         given.draft.put(("adv_estimator",), "rloo" if others else "reinforce", key)
         if not others:
-            given.draft.put(("norm_mean_type",), "group", "grpo.normalize_rewards")
+            given.draft.put(("norm_mean_type",), "group", f"{section}.normalize_rewards")
     given.off("grpo.use_dynamic_sampling", why="prompts are not sampled again; drop_zero_advantage_groups is near")
     given.off("grpo.reward_scaling", "grpo.reward_shaping", "reward_penalties", why=REWARDS)
     for name in ("dynamic_sampling_max_gen_batches", "batch_multiplier"):
@@ -79,6 +79,8 @@ def _evaluation(given: Given) -> None:
 def loss(given: Given) -> None:
     """The policy's loss, its reference, its correction for the engine."""
     weight = given.take("loss_fn.reference_policy_kl_penalty")
+    if given.take("loss_fn.use_kl_in_reward") and weight:
+        weight = _kl_in_reward(given)
     if weight:
         given.draft.put(("use_kl_loss",), True, "loss_fn.reference_policy_kl_penalty")
         given.draft.put(("kl_loss_coef",), weight, "loss_fn.reference_policy_kl_penalty")
@@ -119,6 +121,19 @@ def loss(given: Given) -> None:
         given.draft.leave_out("loss_fn.use_on_policy_kl_approximation", "idle", "reference_policy_kl_penalty is 0")
 
 
+def check_forced_ratio(given: Given) -> None:
+    """Leaves out `force_on_policy_ratio` where a step's samples are not one global batch, which NeMo-RL refuses."""
+    key = "loss_fn.force_on_policy_ratio"
+    prompts, responses = given.peek("grpo.num_prompts_per_step"), given.peek("grpo.num_generations_per_prompt")
+    size = given.peek("policy.train_global_batch_size")
+    if not (isinstance(prompts, int) and isinstance(responses, int) and isinstance(size, int)):
+        return
+    if given.peek(key) and size != prompts * responses:
+        given.take(key)
+        text = f"needs one optimizer step: train_global_batch_size {size} is not {prompts} x {responses} samples"
+        given.draft.leave_out(key, "refused", text)
+
+
 def _ratio(given: Given) -> None:
     """Switches that do away with the ratio to the old policy."""
     if given.take("loss_fn.disable_ppo_ratio"):
@@ -130,12 +145,17 @@ def _ratio(given: Given) -> None:
         else:
             text = "a rollout's only optimizer step, whose ratio is 1"
             given.draft.put(("actor_train", "logprob_plan"), "none", key, text)
-    if given.take("loss_fn.use_kl_in_reward"):
+
+
+def _kl_in_reward(given: Given) -> float:
+    """The KL's weight in the loss where the file wants it in the reward: none."""
+    if str(given.draft.values.get("adv_estimator", "")).startswith("reinforce_plus_plus"):
         text = "add_token_level_kl is near: it also counts for the tokens before; there, for its own token alone"
         given.draft.leave_out("loss_fn.use_kl_in_reward", "refused", text)
-
-
-_CORRECTIONS = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-tis": "mask_sequences"}
+    else:
+        text = "takes the KL out of the loss, and only reinforce_plus_plus puts it into the reward: there is none"
+        given.draft.leave_out("loss_fn.use_kl_in_reward", "idle", text)
+    return 0.0
 
 
 _NO_CAP = 1e9
@@ -156,5 +176,5 @@ def _engine_correction(given: Given) -> None:
         given.draft.put(("loss_args", "engine_ratio_cap"), cap, f"{key}_ratio", text)
         if lowest is not None:
             given.draft.put(("loss_args", "engine_ratio_min"), lowest, f"{key}_ratio_min")
-        if _CORRECTIONS[kind] != "truncate":
-            given.draft.put(("loss_args", "engine_correction"), _CORRECTIONS[kind], f"{key}_type")
+        if CORRECTIONS[kind] != "truncate":
+            given.draft.put(("loss_args", "engine_correction"), CORRECTIONS[kind], f"{key}_type")

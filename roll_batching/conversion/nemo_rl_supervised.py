@@ -12,7 +12,12 @@ ALL_TEXTS = 1_000_000_000
 
 def task_of(given: Given) -> str:
     """What the job does, in our words: `sft` and `dpo` by their sections; all else is taken for `grpo`."""
-    return next((task for task in ("sft", "dpo") if isinstance(given.peek(task), dict)), "grpo")
+    tasks = [task for task in ("sft", "dpo", "grpo") if isinstance(given.peek(task), dict)]
+    for other in tasks[1:]:
+        given.take(other)
+        text = f"the file has a section {tasks[0]}, too, which the job is: convert a file with {other} alone for it"
+        given.draft.leave_out(other, "refused", text)
+    return tasks[0] if tasks else "grpo"
 
 
 def supervised(given: Given, task: str) -> None:
@@ -61,7 +66,8 @@ def _preferences(given: Given) -> None:
     draft.put(("reference",), {}, "dpo")
     preference, supervised = given.take("dpo.preference_loss_weight", 1), given.take("dpo.sft_loss_weight", 0)
     given.move("dpo.reference_policy_kl_penalty", ("loss_args", "beta"))
-    given.move("dpo.preference_average_log_probs", ("loss_args", "average_log_probs"))
+    if given.take("dpo.preference_average_log_probs"):
+        draft.put(("loss_args", "average_log_probs"), True, "dpo.preference_average_log_probs")
     averaged = given.take("dpo.sft_average_log_probs")
     if not preference:
         text = "is 0, and the loss is that of the pairs: task: sft learns from the better answers alone"

@@ -39,8 +39,12 @@ class Conversion:
 
     source: str
     settings: dict[str, Any]
+    framework: str = ""
+    """Name of the framework that the file is for."""
     kept: list[Moved] = field(default_factory=list)
     changed: list[Moved] = field(default_factory=list)
+    defaults: list[Moved] = field(default_factory=list)
+    """Keys that the file leaves out: the framework's defaults, where they differ from ours."""
     left_out: list[LeftOut] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """What a run needs and the file does not say."""
@@ -61,6 +65,7 @@ class Conversion:
             "source": self.source,
             "kept": [asdict(one) for one in self.kept],
             "kept_with_another_meaning": [asdict(one) for one in self.changed],
+            "defaults_of_the_framework": [asdict(one) for one in self.defaults],
             "left_out": [asdict(one) for one in self.left_out],
             "missing": self.missing,
         }
@@ -68,13 +73,14 @@ class Conversion:
 
     def _comments(self) -> Iterator[str]:
         yield f"Converted from {self.source} by roll-batching convert-config."
-        yield "What is left out has its default here, which docs/configuration.md says."
+        yield "A key that no list names has its default here, which docs/configuration.md says."
         for title, lines in (
             ("To be filled in before a run:", self.missing),
             ("Left out, although it matters:", self._shown("refused")),
             ("Left out, because nothing here has such a setting:", self._shown("unknown")),
             ("Left out, because it would change nothing here:", self._shown("idle")),
-            ("Kept with another meaning:", [f"{_names(one)}: {one.meaning}" for one in self.changed]),
+            (f"{self.framework}'s defaults, which the file leaves unsaid:", [_explained(one) for one in self.defaults]),
+            ("Kept with another meaning:", [_explained(one) for one in self.changed]),
             ("Kept:", [_names(one) for one in self.kept]),
         ):
             if lines:
@@ -84,6 +90,10 @@ class Conversion:
 
     def _shown(self, kind: Kind) -> list[str]:
         return [f"{one.key}: {one.why}" for one in self.left_out_as(kind)]
+
+
+def _explained(one: Moved) -> str:
+    return f"{_names(one)}: {one.meaning}" if one.meaning else _names(one)
 
 
 def _names(one: Moved) -> str:

@@ -12,16 +12,12 @@ from typing import Any
 from roll_batching.config.diagnostics import dotted
 from roll_batching.config.key_paths import field_at
 from roll_batching.config.roll_keys import DISTILLATION, VLM
+from roll_batching.conversion.framework_defaults import section_at
+from roll_batching.conversion.roll_defaults import apply_defaults, pipeline_of
+from roll_batching.conversion.roll_rewards import REWARD_WORKERS, divide_prompts, translate_rewards
 from roll_batching.conversion.settle import Draft
 
 AGENTIC = "agentic rollouts (environments, several turns) do not exist here"
-REWARD_WORKERS = "no such reward exists here: write a function, and name it in reward_function or rewards"
-
-_REWARDS: Mapping[str, tuple[str, str]] = {
-    "MathRuleRewardWorker": ("math_verify", "compares the whole response; there, what follows its last </think>"),
-    "CodeSandboxRewardWorker": ("code_tests", "stays off until reward_args.run says how code may be run"),
-}
-"""ROLL's reward workers that exist here, and what is different."""
 
 _PIPELINES: tuple[tuple[str, str], ...] = (
     ("custom_envs", AGENTIC),
@@ -56,28 +52,32 @@ _MEANINGS: Mapping[tuple[str, ...], str] = {
 def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     """ROLL's composed settings in our names."""
     data = copy.deepcopy(data)
-    draft = Draft(source)
-    environments = "custom_envs" in data or "train_env_manager" in data
+    draft = Draft(source, framework="ROLL")
+    pipeline = pipeline_of(data)
+    apply_defaults(draft, data, pipeline)
+    if isinstance(kept := data.pop("max_ckpt_to_keep", None), int) and kept > 0:
+        data["save_total_limit"], draft.origins["save_total_limit",] = kept, "max_ckpt_to_keep"
     for key, why in _PIPELINES:
         if data.pop(key, None) is not None:
             draft.leave_out(key, "refused", why)
     supervised = data.pop("sft_train", None)
-    pairs = {key: data.pop(key) for key in _OF_PAIRS if key in data} if "chosen_key" in data else None
+    pairs = {key: data.pop(key) for key in _OF_PAIRS if key in data}
     validation = data.pop("validation", None)
-    _rewards(draft, data)
-    if environments:  # whatever else there is speaks to them, under names that the environments choose
+    translate_rewards(draft, data)
+    if pipeline == "agentic":  # whatever else there is speaks to them, under names that the environments choose
         for key in [key for key in data if field_at((key,)) is None]:
             del data[key]
             draft.leave_out(key, "refused", AGENTIC)
     _images(draft, data)
     draft.values = data
-    if data.get("rewards") and "response" not in _section(data, "actor_train", "data_args"):
+    if data.get("rewards") and "actor_train.data_args.response" in draft.defaults:
         text = "ROLL's reward workers compare with the column ground_truth"
         draft.put(("actor_train", "data_args", "response"), "ground_truth", "rewards", text)
-    _mixture(draft)
+    divide_prompts(draft)
+    _policy_gradient(draft)
     if isinstance(supervised, dict):
         _supervised(draft, supervised)
-    if pairs is not None:
+    if pipeline == "dpo":
         _preferences(draft, pairs)
     if isinstance(validation, dict):
         _validation(draft, validation)
@@ -85,75 +85,48 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     for role in ("actor_train", "actor_infer", "reference"):
         for path, meaning in _MEANINGS.items():
             draft.meanings.setdefault((role, *path), meaning)
-    if "eval_file_name" not in _section(draft.values, "actor_train", "data_args"):
+    if "eval_file_name" not in section_at(draft.values, "actor_train", "data_args"):
         text = "no held-out prompts are named: there is no evaluation"
         draft.put(("eval_samples",), 0, "validation.data_args.file_name", text)
     return draft
 
 
-def _rewards(draft: Draft, data: dict[str, Any]) -> None:
-    kept: dict[str, Any] = {}
-    for section in ("rewards", "reward"):
-        workers = data.pop(section, None)
-        if not isinstance(workers, dict):
-            continue
-        named = {name: one for name, one in workers.items() if isinstance(one, dict) and "worker_cls" in one}
-        for name, one in named.items():
-            where = f"{section}.{name}"
-            kind = str(one["worker_cls"]).rpartition(".")[2]
-            if section == "rewards" and kind in _REWARDS:
-                kept[name] = _reward(draft, name, one, *_REWARDS[kind])
-            else:
-                draft.leave_out(where, "refused", f"{kind}: {REWARD_WORKERS}")
-        if not named:
-            draft.leave_out(section, "refused", REWARD_WORKERS)
-
-    if kept:
-        data["rewards"] = kept
+_VARIANTS: Mapping[str, str] = {"ppo": "policy", "vanilla": "gpg", "topr": "topr", "cispo": "cispo"}
+"""Variants of ROLL's ActorPGWorker that exist here, and their losses."""
+_CISPO_RANGE = 0.1
+"""Both of its `cispo_epsilon_*`, which are no fields of a role there."""
 
 
-def _mixture(draft: Draft) -> None:
-    """Which prompts are drawn: parts of domains, and what becomes of long ones."""
-    texts = _section(draft.values, "actor_train", "data_args")
-    shares, rewards = texts.get("domain_interleave_probs"), draft.values.get("rewards") or {}
-    if not isinstance(shares, dict):
+def _policy_gradient(draft: Draft) -> None:
+    """`pg_variant` and its settings, which ROLL's ActorPGWorker reads, as a loss."""
+    role = section_at(draft.values, "actor_train")
+    weights = {name: role.pop(f"topr_{name}_weight", None) for name in ("positive", "negative")}
+    variant = role.pop("pg_variant", None)
+    if variant is None:
         return
-    path = ("actor_train", "data_args", "domain_interleave_probs")
-    here = {name: share for name, share in shares.items() if name in rewards}
-    if not here:
-        del texts["domain_interleave_probs"]
-        why = "divides prompts by the domains of `rewards`, none of which is here: all are drawn alike"
-        draft.leave_out(dotted(path), "refused", why)
-    elif len(here) < len(shares) and all(isinstance(share, (int, float)) and share > 0 for share in here.values()):
-        total = sum(here.values())  # what is no part is left to the loader, which says so
-        meaning = f"parts of the domains that are here, over their sum; there, of {', '.join(shares)}"
-        draft.put(path, {name: round(share / total, 4) for name, share in here.items()}, meaning=meaning)
-    meaning = "as there, where those of 5 tokens or fewer are left out, too"
-    draft.put(("actor_train", "data_args", "long_prompts"), "drop", "prompt_length", meaning)
-
-
-def _reward(draft: Draft, name: str, worker: dict[str, Any], function: str, difference: str) -> dict[str, Any]:
-    """The section of one reward that exists here."""
-    here: dict[str, Any] = {"reward_function": function}
-    draft.origins["rewards", name, "reward_function"] = f"rewards.{name}.worker_cls"
-    draft.meanings["rewards", name, "reward_function"] = f"{function} {difference}"
-    for key, value in worker.items():
-        where = f"rewards.{name}.{key}"
-        if key == "tag_included":
-            here[key] = value
-        elif key == "query_filter_config":
-            draft.leave_out(
-                where, "refused", "prompts are not drawn again by their rewards; difficulty_mask leaves them out"
-            )
-        elif key != "worker_cls":
-            draft.leave_out(where, "idle", "rewards run in processes of their own, reward_workers of them")
-    return here
+    where = "actor_train.pg_variant"
+    if "pg_worker" not in str(role.get("worker_cls")):
+        draft.leave_out(where, "idle", "ROLL's ActorPGWorker alone reads it, and worker_cls names another")
+        return
+    if variant not in _VARIANTS:
+        draft.leave_out(where, "refused", f"there is no such loss here; {', '.join(_VARIANTS)} are translated")
+        return
+    draft.put(("loss_function",), _VARIANTS[variant], where)
+    if variant == "cispo":
+        draft.put(("use_pg_clip_range",), True, where)
+        for key in ("pg_clip_low", "pg_clip_high"):
+            draft.put((key,), _CISPO_RANGE, where, "ROLL's cispo always clips here, whatever pg_clip says")
+    for name, weight in weights.items():
+        if variant == "topr" and weight is not None:
+            draft.put(("loss_args", f"{name}_weight"), weight, f"actor_train.topr_{name}_weight")
+    if draft.values.pop("importance_sampling", "token") != "token":
+        draft.leave_out("importance_sampling", "idle", "ROLL's ActorPGWorker takes a ratio per token")
 
 
 def _images(draft: Draft, data: dict[str, Any]) -> None:
     """What prompts with images, videos and sound bring along."""
     for role in ("actor_train", "actor_infer", "reference"):
-        texts = _section(data, role, "data_args")
+        texts = section_at(data, role, "data_args")
         for key in [key for key in texts if str(key).startswith(("image_", "video_", "audio_"))]:
             del texts[key]
             draft.leave_out(f"{role}.data_args.{key}", "refused", VLM)
@@ -162,8 +135,9 @@ def _images(draft: Draft, data: dict[str, Any]) -> None:
 def _supervised(draft: Draft, role: dict[str, Any]) -> None:
     """The role `sft_train` as actor_train of `task: sft`."""
     draft.put(("task",), "sft", "sft_train")
-    epochs = _section(role, "training_args").pop("num_train_epochs", 1)
-    draft.values.pop("max_steps", None)
+    epochs = section_at(role, "training_args").pop("num_train_epochs", 1)
+    if draft.values.pop("max_steps", None) is not None:
+        draft.leave_out("max_steps", "idle", "ROLL's SFT does not read it: num_train_epochs rules")
     meaning = "the texts are shuffled anew in every one; there, they stay in their order"
     draft.put(("num_train_epochs",), epochs, "sft_train.training_args.num_train_epochs", meaning)
     for key, value in role.items():
@@ -187,12 +161,19 @@ def _preferences(draft: Draft, given: dict[str, Any]) -> None:
     _chat(draft, {"prompt": ("", "instruction")})
     for key in ("chosen", "rejected"):
         draft.put(("actor_train", "data_args", key), given.get(f"{key}_key", key), f"{key}_key")
-    arguments = _section(draft.values, "actor_train", "training_args")
-    rows = arguments.get("per_device_train_batch_size")
-    if isinstance(rows, int):
-        meaning = "counts sequences, two of each pair; there, it counts pairs"
-        path = ("actor_train", "training_args", "per_device_train_batch_size")
-        draft.put(path, 2 * rows, dotted(path), meaning)
+    arguments = section_at(draft.values, "actor_train", "training_args")
+    meaning = "counts sequences, two of each pair; there, it counts pairs"
+    for path in (
+        ("actor_train", "training_args", "per_device_train_batch_size"),
+        ("actor_train", "infer_batch_size"),
+        ("reference", "infer_batch_size"),
+    ):
+        rows = section_at(draft.values, *path[:-1]).get(path[-1])
+        if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
+            draft.leave_out(dotted(path), "refused", "is no whole number: two sequences stand here, one pair")
+            rows = 1
+        if rows is not None:
+            draft.put(path, 2 * rows, dotted(path), meaning)
     arguments.pop("num_train_epochs", None)  # max_steps rules there
     text = "a pair with more tokens is an error that names it; there, it is left out"
     draft.meanings["sequence_length",] = text
@@ -230,17 +211,9 @@ def _validation(draft: Draft, role: dict[str, Any]) -> None:
 
 def _reference(draft: Draft) -> None:
     """A reference on an engine or on Hugging Face's own model runs on Megatron here."""
-    strategy = _section(draft.values, "reference", "strategy_args")
+    strategy = section_at(draft.values, "reference", "strategy_args")
     name = strategy.get("strategy_name")
     if isinstance(name, str) and not name.startswith("megatron"):
         strategy.pop("strategy_config", None)
         meaning = f"the reference runs on Megatron, in actor_train's layout; there, it is {name}"
         draft.put(("reference", "strategy_args", "strategy_name"), "megatron_infer", meaning=meaning)
-
-
-def _section(data: dict[str, Any], *path: str) -> dict[str, Any]:
-    """The section at `path`, or an empty one that belongs to nothing."""
-    here: Any = data
-    for part in path:
-        here = here.get(part) if isinstance(here, dict) else None
-    return here if isinstance(here, dict) else {}

@@ -15,11 +15,14 @@ from roll_batching.config.fields import Noticed, Refused, use_of
 from roll_batching.config.job import JobConfig
 from roll_batching.config.key_paths import field_at, given_keys
 from roll_batching.config.validation import check_source
+from roll_batching.config.withheld import is_free
 from roll_batching.config.yaml_source import Source
 from roll_batching.conversion.report import Conversion, Kind, LeftOut, Moved
+from roll_batching.secret_names import is_secret, withhold
 
 _STAND_INS: Mapping[KeyPath, Any] = {("warmup", "file_name"): "?"}
 """Values that only whoever converts can give, in whose place these let the rest be judged."""
+_SECRET = "looks like a secret, which no file should hold: set it where the job starts"
 _ROUNDS = 20
 """Times that the loader is asked again; each time finds what others hid."""
 
@@ -37,6 +40,14 @@ class Draft:
     left_out: dict[str, tuple[Kind, str]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     """What a run needs beyond what the loader asks for, as `key: what`."""
+    framework: str = ""
+    """Name of the framework that the file is for."""
+    defaults: set[str] = field(default_factory=set)
+    """Keys that the file leaves out and that have the framework's defaults (`framework_defaults.fill_defaults`)."""
+
+    def origin(self, path: KeyPath) -> str:
+        """The key of the file that the value at `path` came from."""
+        return self.origins.get(path) or dotted(path)
 
     def put(self, path: KeyPath, value: Any, origin: str | None = None, meaning: str = "") -> None:
         """Sets the value at `path`."""
@@ -72,12 +83,16 @@ def settled(draft: Draft) -> Conversion:
             job.check_runnable()
         except ConfigFileError as error:
             missing += [f"{dotted(problem.path)}: {problem.message}" for problem in error.problems]
-    result = Conversion(draft.source, data, missing=missing)
+    result = Conversion(draft.source, data, framework=draft.framework, missing=missing)
     for path, _ in given_keys(data):
-        origin = draft.origins.get(path) or dotted(path)
-        meaning = _meaning(draft, path)
-        (result.changed if meaning else result.kept).append(Moved(origin, dotted(path), meaning))
-    result.left_out = [LeftOut(key, why, kind) for key, (kind, why) in sorted(draft.left_out.items())]
+        origin, meaning = draft.origin(path), _meaning(draft, path)
+        written = result.changed if meaning else result.kept
+        (result.defaults if origin in draft.defaults else written).append(Moved(origin, dotted(path), meaning))
+    for key, (kind, why) in sorted(draft.left_out.items()):
+        if key not in draft.defaults:
+            result.left_out.append(LeftOut(key, why, kind))
+        elif kind == "refused":
+            result.left_out.append(LeftOut(key, f"{draft.framework}'s default; {why}", kind))
     return result
 
 
@@ -89,6 +104,10 @@ def _of_the_schema(draft: Draft) -> dict[str, Any]:
     """The values whose keys the schema has, and that it neither refuses nor only notices."""
     data: dict[str, Any] = copy.deepcopy(draft.values)
     for path, value in list(_pairs(data)):
+        if is_free(path) and not isinstance(value, dict) and withhold(value, secret=any(map(is_secret, path))) != value:
+            draft.leave_out(draft.origin(path), "refused", _SECRET)
+            _remove(data, path)
+            continue
         field_here = field_at(path)
         use = use_of(field_here) if field_here is not None else None
         if isinstance(use, Noticed):
@@ -96,7 +115,19 @@ def _of_the_schema(draft: Draft) -> dict[str, Any]:
         elif isinstance(use, Refused):
             nothing = value is None or value in use.allowed
             _drop(data, draft, path, "idle" if nothing else "refused", use.reason)
+        elif field_here is not None and draft.origin(path) in draft.defaults and not isinstance(value, dict):
+            ours = field_here.get_default(call_default_factory=True)
+            if value == ours and isinstance(value, bool) == isinstance(ours, bool):
+                _remove(data, path)
     return data
+
+
+def _remove(data: dict[str, Any], path: KeyPath) -> None:
+    """Takes the value at `path` out of `data`, and the sections that become empty."""
+    above = _at(data, path[:-1])
+    del above[path[-1]]
+    if not above and path[:-1]:
+        _remove(data, path[:-1])
 
 
 def _pairs(data: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -169,7 +200,7 @@ def _path_of(data: Any, name: str) -> KeyPath | None:
 def _drop(data: dict[str, Any], draft: Draft, path: KeyPath, kind: Kind, why: str) -> None:
     if _at(data, path) is _NOTHING:
         return
-    draft.leave_out(draft.origins.get(path) or dotted(path), kind, why)
+    draft.leave_out(draft.origin(path), kind, why)
     here: Any = data
     for part in path[:-1]:
         here = here[part]

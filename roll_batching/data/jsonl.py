@@ -21,7 +21,7 @@ _LONGEST_LINE = 64 * 2**20
 _BYTES_BETWEEN_REPORTS = 2**20
 _PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz"}
 _MESSAGES = 'A chat is a list such as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
-_ONE_OBJECT = "Each line is one JSON object; a JSON array becomes that with: jq -c '.[]' FILE"
+_ONE_OBJECT = "Each line is one JSON object, or the whole file a JSON array of them."
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def _rows_of(
     try:
         for number, value in enumerate(table.rows(read), 1):
             try:
-                texts, extra = _picked(value, keys, chat)
+                texts, extra = _picked(_object(value), keys, chat)
             except _BadLineError as bad:
                 faults.add(f"{table.path}:{number}", bad.what, bad.cure)
                 continue
@@ -175,9 +175,13 @@ def _parse(line: bytes, keys: Sequence[str], chat: bool) -> tuple[tuple[str, ...
         raise _BadLineError("nested too deeply", _ONE_OBJECT) from None
     except ValueError as error:  # an integer of more digits than Python converts
         raise _BadLineError(f"not valid JSON: {error}", _ONE_OBJECT) from None
+    return _picked(_object(value), keys, chat)
+
+
+def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _BadLineError(f"a JSON object is needed, got {type(value).__name__}", _ONE_OBJECT)
-    return _picked(value, keys, chat)
+    return value
 
 
 def _picked(value: dict[str, Any], keys: Sequence[str], chat: bool) -> tuple[tuple[str, ...], dict[str, Any]]:

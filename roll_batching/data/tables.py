@@ -1,14 +1,19 @@
-"""Tables of texts, row by row: Parquet files, and folders that Hugging Face's `datasets` saved (`save_to_disk`)."""
+"""Tables of texts, row by row: Parquet files, JSON arrays, and folders that Hugging Face's `datasets` saved."""
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
+_PARQUET, _ARRAY = b"PAR1", re.compile(rb"\s*\[\s*\{")
+_START = 4096
+"""Bytes at the beginning of a file that say what it is; blanks may precede an array."""
 _AT_ONCE = 1024
 """Rows that are held as Python objects."""
 
@@ -22,15 +27,19 @@ class TableError(Exception):
 
 @dataclass(frozen=True)
 class Table:
-    """A Parquet file or a folder of `datasets`."""
+    """A Parquet file, a folder of `datasets`, or a JSON array, which is held in memory while it is read."""
 
     path: Path
+    is_array: bool = False
 
-    def rows(self, read: Callable[[int], None] = lambda size: None) -> Iterator[dict[str, Any]]:
+    def rows(self, read: Callable[[int], None] = lambda size: None) -> Iterator[Any]:
         """The rows as plain data; an absent part of a message is left out. `read` hears of bytes that were read.
 
         Raises TableError: pyarrow is missing, a folder of several splits, a file that is none.
         """
+        if self.is_array:
+            yield from _of_array(self.path, read)
+            return
         try:
             import pyarrow
         except ImportError:
@@ -54,9 +63,24 @@ def table_of(path: Path) -> Table | None:
         return None
     try:
         with path.open("rb") as file:
-            return Table(path) if file.read(4) == b"PAR1" else None
+            start = file.read(_START).removeprefix(codecs.BOM_UTF8)
     except OSError:
         return None  # said by whoever reads it as lines
+    if _ARRAY.match(start):
+        return Table(path, is_array=True)
+    return Table(path) if start.startswith(_PARQUET) else None
+
+
+def _of_array(path: Path, read: Callable[[int], None]) -> Iterator[Any]:
+    cure = "Write it again, or give JSON Lines."
+    try:
+        rows = json.loads(path.read_bytes())
+    except RecursionError:
+        raise TableError("is a JSON array that is nested too deeply", cure) from None
+    except (ValueError, OSError) as error:
+        raise TableError(f"begins as a JSON array, and is none ({error})", cure) from None
+    read(path.stat().st_size)
+    yield from rows
 
 
 def _of_parquet(path: Path, read: Callable[[int], None]) -> Iterator[Any]:

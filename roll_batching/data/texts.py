@@ -223,6 +223,14 @@ class TextDataset(Sequence[T], Generic[T]):
             digest.add(item)
         return digest.value()
 
+    @cached_property
+    def record_fingerprint(self) -> str:
+        """Digest of the texts, their order, and all other keys of their lines, which rewards read."""
+        digest = hashlib.sha256(self.fingerprint.encode())
+        for item in self._items:
+            digest.update(json.dumps(item.extra, sort_keys=True, default=repr).encode() + b"\n")
+        return digest.hexdigest()
+
 
 class PromptDataset(TextDataset[Prompt]):
     """Prompts with answers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -44,6 +44,10 @@ class Tokenizer(Protocol):
     @property
     def fingerprint(self) -> str:
         """Digest of all that says which tokens texts and chats become."""
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """Digests of the `vocabulary`, which text each token is, and of the rest, by name; of any library's version."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`."""
@@ -103,6 +107,11 @@ class CharTokenizer:
     def fingerprint(self) -> str:
         """Digest of the vocabulary and the reserved characters."""
         return _digest("characters", self._vocabulary, self._reserved)
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """Digests of the vocabulary and of the reserved characters."""
+        return {"vocabulary": _digest(self._vocabulary), "end tokens": _digest(self._reserved)}
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -168,6 +177,12 @@ class HFTokenizer:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(str(folder or name_or_path))
         except (OSError, ValueError) as error:
             raise DataError(f"No tokenizer could be loaded from {str(name_or_path)!r}: {error}") from None
+        if len(self.tokenizer.get_vocab().keys() - self.tokenizer.get_added_vocab().keys()) < 2:
+            # What transformers makes of a folder without these files, for some families: the end token and no other.
+            raise DataError(
+                f"The tokenizer of {str(name_or_path)!r} holds special tokens alone, and no text has tokens: put its "
+                "files there (tokenizer.json, or vocab.json and merges.txt), or name another in tokenizer.name_or_path."
+            )
         eos_id = self._token_id(eos, self.tokenizer.eos_token_id)
         if eos_id is None:
             raise DataError(f"Tokenizer {str(name_or_path)!r} has no end token: name one (eos_token).")
@@ -197,13 +212,27 @@ class HFTokenizer:
         """Digest of its rules (of a tokenizer in Python: its vocabulary), its chat template and its library."""
         import transformers
 
-        one, rules = self.tokenizer, getattr(self.tokenizer, "backend_tokenizer", None)
-        if rules is None:
-            words: Any = sorted(one.get_vocab().items())
-        else:
-            words = json.loads(rules.to_str()) | {"truncation": None, "padding": None}  # these change with its calls
+        one = self.tokenizer
         named = (type(one).__name__, transformers.__version__, one.chat_template, self.eos_token_id)
-        return _digest(*named, json.dumps(words, sort_keys=True))
+        return _digest(*named, self._rules())
+
+    def _rules(self) -> str:
+        """From texts to tokens, as JSON; of a tokenizer in Python: its vocabulary."""
+        rules = getattr(self.tokenizer, "backend_tokenizer", None)
+        if rules is None:
+            return json.dumps(sorted(self.tokenizer.get_vocab().items()), sort_keys=True)
+        # These two change with its calls.
+        return json.dumps(json.loads(rules.to_str()) | {"truncation": None, "padding": None}, sort_keys=True)
+
+    @cached_property
+    def parts(self) -> Mapping[str, str]:
+        """Digests of the vocabulary, the rules, the chat template and the end tokens."""
+        return {
+            "vocabulary": _digest(sorted(self.tokenizer.get_vocab().items())),
+            "rules": _digest(self._rules()),
+            "chat template": _digest(self.tokenizer.chat_template),
+            "end tokens": _digest(self.eos_token_id, self.stop_token_ids),
+        }
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, without special tokens around it."""

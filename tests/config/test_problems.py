@@ -169,3 +169,30 @@ def test_what_a_run_lacks_is_told_together(tmp_path):
     for key in ("architecture", "file_name", "reward_function", "response_length", "tokenizer.vocabulary"):
         assert key in text
     assert "job.yaml:2: actor_train.model_args.architecture" in text
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "rewards: {math: {reward_function: math_verify}}\n",
+        "rewards: {}\n",
+        "rewards: ~\n",
+        "rewards: {a: 1}\n",
+    ],
+)
+def test_a_misspelt_key_beside_rewards_is_named(problems, beside):
+    found = problems(f"{beside}max_stepz: 3\n")
+    assert "job.yaml:2: max_stepz: unknown key; did you mean 'max_steps'?" in found
+    assert "convert it" not in str(found)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "theirs",
+    ["hydra: {}", "sft_train: {}", "rewards: {math: {worker_cls: a.MathRuleRewardWorker}}", "defaults: [base.yaml]"],
+)
+def test_a_misspelt_key_of_another_frameworks_file_is_named_below_what_to_do(problems, theirs):
+    found = problems(f"{theirs}\nmax_stepz: 3\n")
+    assert "convert it: roll-batching convert-config --from" in found[0]
+    assert any("max_stepz: unknown key" in one for one in found[1:])

@@ -17,6 +17,14 @@ ARCHITECTURE = "actor_train.model_args.architecture"
 DYNAMIC = {"actor_train.use_sequence_packing": False, "actor_train.use_dynamic_batching_in_train": True}
 
 BROKEN = {
+    "log-probs of the sampler at another temperature": (
+        {"actor_train.logprob_plan": "rollout", "actor_train.logprob_temperature": 0.5},
+        {"actor_train.logprob_temperature": "logprob_plan: train"},
+    ),
+    "weights from log-probs at another temperature": (
+        {"loss_args.engine_ratio_cap": 2.0, "actor_train.logprob_temperature": 0.5},
+        {"actor_train.logprob_temperature": "sampling temperature"},
+    ),
     "packing with dynamic batching in train": (
         {"actor_train.use_dynamic_batching_in_train": True, "actor_train.max_tokens_per_microbatch_in_train": 64},
         {"actor_train.use_sequence_packing": "exclude each other"},
@@ -173,8 +181,12 @@ BROKEN = {
         {f"{ARCHITECTURE}.hidden_dropout": "logprob_plan"},
     ),
     "several epochs without old log-probs": (
-        {"actor_train.logprob_plan": "none", "ppo_epochs": 2},
-        {"actor_train.logprob_plan": "ppo_epochs"},
+        {"actor_train.logprob_plan": "none", "rollout_batch_size": 8, "ppo_epochs": 2, "max_steps": 1},
+        {"actor_train.logprob_plan": "ppo_epochs 2"},
+    ),
+    "several mini-batches without old log-probs": (
+        {"actor_train.logprob_plan": "none", "rollout_batch_size": 9, "max_steps": 1},
+        {"actor_train.logprob_plan": "9 samples of a rollout make 2 optimizer steps (mini-batches of 8, ppo_epochs 1)"},
     ),
     "dropped groups with KL": (
         {"drop_zero_advantage_groups": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
@@ -256,6 +268,14 @@ REFUSED = {
 }
 
 
+def test_the_loss_has_the_temperature_of_the_sampling_unless_it_says_another():
+    sampled = {"actor_infer.generating_args.temperature": 0.5}
+    assert config_from_dict(changed(sampled)).logprob_temperature == 0.5
+    assert config_from_dict(changed(sampled | {"actor_train.logprob_temperature": 1.0})).logprob_temperature == 1.0
+    kept = sampled | {"actor_train.logprob_temperature": 0.5, "actor_train.logprob_plan": "rollout"}
+    assert config_from_dict(changed(kept)).logprob_temperature == 0.5, "the same, said"
+
+
 def test_the_base_is_valid():
     config = config_from_dict(BASE)
     assert config.dp_size(8) == 8
@@ -290,6 +310,16 @@ def test_processes_must_fit_the_layout():
     assert config.dp_size(4) == 2
     with pytest.raises(ConfigFileError, match="3 processes do not divide into copies of TP 2"):
         config.dp_size(3)
+
+
+def test_one_optimizer_step_per_rollout_depends_on_the_processes_that_are_started():
+    changes = {"actor_train.logprob_plan": "none", "rollout_batch_size": 8, "max_steps": 1}
+    changes |= {f"{role}.device_mapping": None for role in ("actor_train", "reference")}
+    config = config_from_dict(changed(changes))
+    assert config.dp_size(8) == 8
+    with pytest.raises(ConfigFileError, match="logprob_plan: none .* 8 samples of a rollout make 2 optimizer steps"):
+        config.dp_size(4)
+    assert config_from_dict(changed(changes | {"max_steps": 0})).dp_size(4) == 4, "nothing is rolled out"
 
 
 @pytest.mark.bad_input

@@ -18,6 +18,10 @@ grpo:
   normalize_rewards: false
   use_leave_one_out_baseline: true
   async_grpo: {enabled: false}
+  adv_estimator:
+    name: grpo
+    normalize_rewards: ${grpo.normalize_rewards}
+    use_leave_one_out_baseline: ${grpo.use_leave_one_out_baseline}
 loss_fn: {reference_policy_kl_penalty: 0.01, reference_policy_kl_type: k3, ratio_clip_min: 0.2, ratio_clip_max: 0.28}
 policy:
   model_name: models/small
@@ -76,8 +80,7 @@ def test_a_file_inherits_and_its_numbers_are_computed(tmp_path):
     job = load_config(tmp_path / "job.yaml")
     packing = job.actor_train.sequence_packing_args
     assert packing.max_packed_sequence_length_train == 1024 and packing.algorithm == "modified_first_fit_decreasing"
-    idle = {one.key: one.why for one in done.left_out_as("idle")}
-    assert "logprob_plan" in idle["policy.sequence_packing.logprob_mb_tokens"]
+    assert (packing.max_packed_sequence_length_forward, job.actor_train.logprob_plan) == (512, "own")
     assert job.actor_train.strategy_args.strategy_config.tensor_model_parallel_size == 2
     assert job.mini_batch_size(job.dp_size(8)) == 64
     assert (job.rollout_batch_size, job.group_size, job.max_steps, job.adv_estimator) == (16, 8, 40, "rloo")
@@ -124,6 +127,7 @@ grpo:
   async_grpo: {enabled: AHEAD, max_trajectory_age_steps: 2, in_flight_weight_updates: true}
 loss_fn: {use_importance_sampling_correction: AHEAD, force_on_policy_ratio: true}
 policy:
+  train_global_batch_size: BATCH
   dtensor_cfg: {_override_: true, enabled: false}
   megatron_cfg: {enabled: true}
   optimizer: {name: torch.optim.AdamW, kwargs: {lr: 9.0}}
@@ -150,8 +154,10 @@ logger: {wandb_enabled: true, wandb: {project: mine, name: first, log_nemo_gym_f
 """
 
 
-def rl(folder: Path, *, backend: str = "vllm", shared: bool = True, ahead: bool = False) -> Conversion:
-    values = {"BACKEND": backend, "SHARED": str(shared).lower(), "AHEAD": str(ahead).lower()}
+def rl(
+    folder: Path, *, backend: str = "vllm", shared: bool = True, ahead: bool = False, batch: int = 128
+) -> Conversion:
+    values = {"BACKEND": backend, "BATCH": str(batch), "SHARED": str(shared).lower(), "AHEAD": str(ahead).lower()}
     text = RL
     for name, value in values.items():
         text = text.replace(name, value)
@@ -205,6 +211,16 @@ def test_engine_data_reward_and_evaluation_are_kept(tmp_path):
     assert not {one.key for one in done.left_out_as("unknown")}
     assert {one.key for one in done.left_out_as("refused")} == {"policy.megatron_cfg.freeze_moe_router"}
     assert [text.split(":")[0] for text in done.missing] == ["pretrain"], "nothing but the model is missing"
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_ratio_of_one_is_kept_only_where_a_rollout_is_one_mini_batch(tmp_path, ahead):
+    """NeMo-RL refuses such a file; ours would have had a ratio of 1 in every step."""
+    done = rl(tmp_path, ahead=ahead, shared=not ahead, batch=64)
+    assert "logprob_plan" not in done.settings["actor_train"]
+    (left_out,) = [one for one in done.left_out_as("refused") if one.key == "loss_fn.force_on_policy_ratio"]
+    assert "16 x 8" in left_out.why and "64" in left_out.why
 
 
 @pytest.mark.config

@@ -134,7 +134,8 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
     assert settings["output_dir"] == "elsewhere" and settings["exp_name"].startswith("reason-2")
     assert settings["reward_norm"] == "batch" and settings["difficulty_mask"] is True
     assert settings["actor_train"]["data_args"]["eval_file_name"] == "data/held_out.jsonl"
-    assert settings["actor_infer"]["generating_args"] == {"top_k": -1, "num_return_sequences": 4}
+    defaults = {"temperature": 0.95, "top_p": 0.7}
+    assert settings["actor_infer"]["generating_args"] == {"top_k": -1, "num_return_sequences": 4} | defaults
     refused = {one.key for one in done.left_out_as("refused")}
     assert refused == {
         "actor_train.model_args.lora_rank",
@@ -156,19 +157,69 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
         assert key in idle
     changed = {one.key: one.meaning for one in done.changed}
     assert settings["actor_infer"]["strategy_args"] == {"strategy_name": "vllm", "strategy_config": {"block_size": 16}}
-    assert "256 tokens" in changed["actor_train.use_sequence_packing"], "the cap that follows is said"
+    assert "2048 tokens" in changed["actor_train.use_sequence_packing"], "the cap that follows is said"
     assert "RB_TEST_OUTPUT" in changed["output_dir"]
     assert settings["rewards"] == {
         "math": {"reward_function": "math_verify", "tag_included": ["aime"]},
-        "code": {"reward_function": "code_tests", "tag_included": ["KodCode"]},
+        "code": {
+            "reward_function": "code_tests",
+            "reward_args": {"all_or_nothing": True},
+            "tag_included": ["KodCode"],
+        },
     }
     assert settings["actor_train"]["data_args"]["response"] == "ground_truth"
     assert settings["actor_train"]["data_args"]["domain_interleave_probs"] == {"math": 0.625, "code": 0.375}
     assert settings["actor_train"]["data_args"]["long_prompts"] == "drop"
-    assert settings["validation"] == {"generating_args": {"top_p": 0.6}}
+    assert settings["validation"] == {"generating_args": {"top_p": 0.6, "temperature": 0.95, "top_k": 50}}
     assert "over their sum" in changed["actor_train.data_args.domain_interleave_probs.math"]
     assert "stays off until" in changed["rewards.code.worker_cls"] and "rewards.math.world_size" in idle
-    assert [text.split(":")[0] for text in done.missing] == ["pretrain"]
+    assert [text.split(":")[0] for text in done.missing] == ["rewards.code.reward_args.run", "pretrain"]
+
+
+@pytest.mark.config
+@pytest.mark.parametrize(
+    ("variant", "loss"), [("topr", "topr"), ("cispo", "cispo"), ("ppo", "policy"), ("vanilla", "gpg"), ("tis", None)]
+)
+def test_a_variant_of_the_policy_gradient_is_a_loss(rlvr, tmp_path, variant, loss):
+    role = f"  worker_cls: a.actor_pg_worker.ActorPGWorker\n  pg_variant: {variant}\n  topr_negative_weight: 0.5\n"
+    rlvr.write_text(RLVR.replace("  colour: red\n", role))
+    done = converted(rlvr)
+    loads_quietly(done, tmp_path)
+    settings = done.settings
+    assert settings.get("loss_function") == loss
+    assert settings.get("loss_args") == ({"negative_weight": 0.5} if variant == "topr" else None)
+    if loss is None:
+        assert "topr" in {one.key: one.why for one in done.left_out_as("refused")}["actor_train.pg_variant"]
+    if loss == "cispo":
+        assert (settings["use_pg_clip_range"], settings["pg_clip_low"], settings["pg_clip_high"]) == (True, 0.1, 0.1)
+    rlvr.write_text(RLVR.replace("  colour: red\n", "  pg_variant: topr\n"))
+    done = converted(rlvr)
+    assert "loss_function" not in done.settings
+    assert "actor_train.pg_variant" in {one.key for one in done.left_out_as("idle")}, "no other worker reads it"
+
+
+FILES = "[data/judge_a.jsonl, data/aime.jsonl, data/KodCode.jsonl, data/other.jsonl, FOLDER/x.jsonl, FOLDER/y.jsonl]"
+
+
+@pytest.mark.config
+def test_files_of_rewards_that_are_left_out_are_left_out_too(rlvr, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"tag": "opinions"}\n' * 3)
+    (tmp_path / "y.jsonl").write_text('{"tag": "opinions"}\n{"tag": "aime"}\n')
+    text = RLVR.replace("[data/a.jsonl]", FILES.replace("FOLDER", str(tmp_path)))
+    rlvr.write_text(text.replace("LLMJudgeRewardWorker,", "LLMJudgeRewardWorker, tag_included: [opinions],"))
+    done = converted(rlvr)
+    kept = [Path(file).name for file in done.settings["actor_train"]["data_args"]["file_name"]]
+    assert kept == ["aime.jsonl", "KodCode.jsonl", "other.jsonl", "y.jsonl"], "by their lines, else by their names"
+    refused = {one.key: one.why for one in done.left_out_as("refused")}
+    assert "name" in refused["actor_train.data_args.file_name (data/judge_a.jsonl)"]
+    assert "opinions" in refused[f"actor_train.data_args.file_name ({tmp_path}/x.jsonl)"]
+
+
+@pytest.mark.config
+def test_the_number_of_checkpoints_is_kept(rlvr, tmp_path):
+    for given, kept in ((3, 3), (0, None)):
+        rlvr.write_text(RLVR + f"max_ckpt_to_keep: {given}\n")
+        assert converted(rlvr).settings.get("save_total_limit") == kept
 
 
 @pytest.mark.config
@@ -244,11 +295,12 @@ def test_the_command_writes_yaml_and_lists(rlvr, tmp_path):
 
 @pytest.mark.config
 @pytest.mark.bad_input
-def test_training_on_a_file_of_rolls_says_in_one_line_what_to_do(rlvr):
+def test_training_on_a_file_of_rolls_says_first_what_to_do(rlvr):
     with pytest.raises(ConfigError) as caught:
         load_config(rlvr)
-    (line,) = str(caught.value).splitlines()[1:]
-    assert "is a file of ROLL's; convert it: roll-batching convert-config --from roll" in line
+    head, first, *own = str(caught.value).splitlines()
+    assert "is a file of ROLL's; convert it: roll-batching convert-config --from roll" in first
+    assert "defaults: unknown key" in own[0] and len(own) <= 11, "its own problems follow, the first of them"
 
 
 @pytest.mark.config

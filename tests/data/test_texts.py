@@ -300,3 +300,44 @@ def test_a_text_that_does_not_fit_is_named(report):
         with pytest.raises(DataError, match=message) as caught:
             encode([text], tokenizer, max_length=3)
         report(str(caught.value))
+
+
+def _read_all(paths, keys):
+    from roll_batching.data.jsonl import read_records
+
+    return read_records(paths, keys)
+
+
+@pytest.mark.parametrize("layout", [{"indent": 1}, {}])
+@pytest.mark.parametrize("start", ["", "\n \n", "\ufeff"])
+def test_a_json_array_is_a_file_of_records(tmp_path, layout, start):
+    rows = [{"prompt": "1+1", "answer": "2"}, {"prompt": "é\n", "answer": "3"}]
+    path = tmp_path / "pairs.json"
+    path.write_text(start + json.dumps(rows, **layout), encoding="utf-8")
+    found = _read_all([path], ["prompt"])
+    assert [(one.texts, one.extra, one.source) for one in found] == [
+        (("1+1",), {"answer": "2"}, f"{path}:1"),
+        (("é\n",), {"answer": "3"}, f"{path}:2"),
+    ]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[{"prompt": "a"}', "begins as a JSON array"),
+        ('[{"prompt": "a"}]\n[{"prompt": "b"}]\n', "begins as a JSON array"),
+        ('[{"prompt": NaN', "begins as a JSON array"),
+        ("[]", "a JSON object is needed, got list"),
+        ('[{"prompt": "a"}, [1]]', ":2: a JSON object is needed, got list"),
+        ('[{"prompt": 3}]', "'prompt' must be a string"),
+        ('[{"prompt": ' + "[" * 100_000, "nested too deeply"),
+        ('[{"prompt": "a"}, {"other": "b"}]', "key 'prompt' is missing"),
+    ],
+)
+def test_an_array_that_cannot_be_used_is_one_error(tmp_path, text, words):
+    path = tmp_path / "array.json"
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        _read_all(path, ["prompt"])
+    assert words in str(caught.value) and str(path) in str(caught.value)
