@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from roll_batching.commands.plan import ALGORITHMS_OF_MODES, plan
 from roll_batching.commands.rehearse import rehearse
 from roll_batching.commands.train import dpo, sft, train
 from roll_batching.errors import ConfigError, RollBatchingError
+from roll_batching.known_warnings import hide_known_warnings
 
 app = typer.Typer(
     help="Plans, packs and balances every training step on Megatron-Core.",
@@ -35,6 +37,8 @@ app.command("eval")(evaluate)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 the job failed, 2 the command or the configuration is wrong."""
+    _open_streams()
+    hide_known_warnings()
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="roll-batching")
     except ConfigError as error:
@@ -43,6 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RollBatchingError as error:
         _say(error)
         sys.exit(1)
+
+
+def _open_streams() -> None:
+    """Opens standard streams that are closed: files opened later would take their numbers."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
 
 
 def _say(error: RollBatchingError) -> None:

@@ -13,13 +13,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; two r
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import hypothesis
 import pytest
 
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
+
+T = TypeVar("T")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,15 +33,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deep", action="store_true", help="planning: 100,000 random plans instead of 2,000")
+    parser.addoption("--part", default="1/1", help="2/3: of the selected tests, the second of three parts")
 
 
 LONGEST = ("test_layouts.py", "test_failures.py", "test_equality.py", "test_rubbish.py", "test_local.py", "test_ray.py")
 """Files that are run first: where files run side by side, one that is begun last would run alone."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Longest files first, else as collected."""
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Longest files first, else as collected; of these every n-th, where a part is asked for."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    part = part_of(items, config.getoption("--part"))
+    kept = set(part)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = part
+
+
+def part_of(items: Sequence[T], text: str) -> list[T]:
+    """Every n-th of `items`: `2/3` says the second of three parts. Raises pytest.UsageError."""
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        raise pytest.UsageError(f"--part has no part {text!r}: 2/3 is the second of three")
+    return list(items[int(part) - 1 :: int(parts)])
 
 
 SECTIONS = ("equality", "bad_input", "config", "layouts", "loss", "models", "planning", "streams")

@@ -10,6 +10,7 @@ import typer
 
 from roll_batching.commands.checkpoints import Checkpoint, Pretrain, Prompts, require_torch
 from roll_batching.commands.generate import write_lines
+from roll_batching.observe.numbers import fixed
 
 
 def evaluate(
@@ -45,4 +46,4 @@ def evaluate(
         return
     typer.echo(f"{model.point.path} (phase {model.point.phase}, step {model.point.step})")
     for name, value in found.figures.items():
-        typer.echo(f"{name:40} {value:,.4f}" if isinstance(value, float) else f"{name:40} {value:,}")
+        typer.echo(f"{name:40} {fixed(value, 4) if isinstance(value, float) else f'{value:,}'}")

@@ -102,10 +102,12 @@ def run_command(
     """Starts the processes of the job that `config` describes with `command`, or is one of them."""
     from roll_batching.launch.devices import devices_under_torchrun, role_devices
     from roll_batching.launch.environment import check_world, rank_place
+    from roll_batching.launch.open_files import allow_open_files
 
     changes = list(overrides or ())
     job = load_config(config, changes, task=task)
     job.check_runnable()
+    allow_open_files()
     place = rank_place()
     if start.launcher is Launcher.ray:
         if place is not None:
@@ -131,12 +133,14 @@ def run_command(
 
 
 def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> None:
-    from roll_batching.launch.devices import process_count
+    from roll_batching.launch.devices import crowding, process_count
     from roll_batching.launch.local import launch
     from roll_batching.rl.folder import folder_of
 
     count = process_count(job, nproc)
     shown = _devices_here(job, count, nproc)
+    if not shown and (text := crowding(count, os.cpu_count() or 1)):
+        typer.echo(f"notice: {text}", err=True)
     with _ready(job) as variables:
         failure = launch("roll_batching.cli", arguments, count, {**variables, **shown}, folder_of(job))
     if failure is not None:
@@ -213,7 +217,8 @@ def _try_reward(job: JobConfig) -> None:
     reward = reward_of(job)
     if reward is not None:
         with reward:
-            reward.start()
+            for notice in reward.start():
+                typer.echo(f"notice: {notice}", err=True)
 
 
 def _show_notices(notices: Sequence[Notice]) -> None:

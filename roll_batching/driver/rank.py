@@ -34,8 +34,8 @@ class Role:
 class StrategyRank(Rank):
     """To be made an actor. Its strategy is the one that jobs have."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
+    def __init__(self, number: int, secrets: Mapping[str, str]) -> None:
+        super().__init__(number, secrets)
         self._strategy: Any = None
         self._met: object = None
 

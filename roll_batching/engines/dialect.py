@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from roll_batching.engines.protocol import Answer, Malformed, Question, checked
+from roll_batching.engines.protocol import Answer, Malformed, Question, ServerProcess, checked, shown
 from roll_batching.strategy.sampling import GenerationSettings
 
 
@@ -27,6 +27,8 @@ class Dialect(Protocol):
 
     name: str
     health: str
+    about_process: str | None
+    """Path of the GET request whose reply `process` reads; None where every answer tells the version of its weights."""
     sleeps_with: str
     """What a server must be started with to sleep."""
 
@@ -35,6 +37,9 @@ class Dialect(Protocol):
 
     def answer(self, reply: Any, settings: GenerationSettings, version: int) -> Answer:
         """The response in a reply. Raises Malformed."""
+
+    def process(self, about: Any) -> ServerProcess:
+        """The process that answered. Raises Malformed."""
 
     def before_update(self, *, asleep: bool) -> list[Call]:
         """What makes a server ready for new weights; `asleep`: and gives it room for them."""
@@ -103,10 +108,10 @@ def sampling_words(settings: GenerationSettings) -> dict[str, Any]:
 def response(tokens: Sequence[int], log_probs: Sequence[float], reason: str, settings: GenerationSettings) -> Answer:
     """The answer that a server gives with these; `reason` is why it ended. Raises Malformed."""
     if reason not in ("stop", "length"):
-        raise Malformed(f"the request ended with {reason!r}")
+        raise Malformed(f"the request ended with {shown(repr(reason))}")
     return checked(Answer(tokens=list(tokens), log_probs=list(log_probs)), settings, ended=reason == "stop")
 
 
 def not_understood(error: Exception, reply: Any) -> Malformed:
     """Of a reply that lacks what its publisher documents."""
-    return Malformed(f"{type(error).__name__}: {error} in {str(reply)[:200]}")
+    return Malformed(f"{type(error).__name__}: {error} in {shown(reply)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ class HFEngine:
         self._model: Any = None
 
     @property
-    def live(self) -> tuple[str, ...]:
+    def live(self) -> Mapping[str, None]:
         """One model, once it has weights."""
-        return () if self._model is None else ("transformers",)
+        return {} if self._model is None else {"transformers": None}
 
-    def use(self, live: Sequence[str], version: int) -> None:
+    def use(self, live: Mapping[str, Any], version: int) -> None:
         """Every process has a model of its own, and reads its weights itself."""
 
     def figures(self) -> dict[str, float]:

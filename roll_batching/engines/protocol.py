@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from roll_batching.strategy.sampling import GenerationSettings
+
+_ANY_VOCABULARY = 1 << 31
+_LARGEST_FLOAT32 = 3e38
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,16 @@ class Answer:
     """Of each token, at the temperature that it was drawn with, before top-k and top-p."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerProcess:
+    """The process that answers at a server's URL."""
+
+    identity: str
+    """Another one after a restart, which forgets all weights but those it was started with."""
+    logprobs_mode: str
+    """vLLM's `--logprobs-mode`."""
+
+
 class Engine(Protocol):
     """Answers questions with the weights that it was given last. Token ids in and out: nothing is tokenised again."""
 
@@ -55,10 +67,10 @@ class Engine(Protocol):
         """What new weights, or going to sleep, may take at most."""
 
     @property
-    def live(self) -> tuple[str, ...]:
-        """The replicas that answer."""
+    def live(self) -> Mapping[str, ServerProcess | None]:
+        """The replicas that answer; None for those whose answers tell the version of their weights."""
 
-    def use(self, live: Sequence[str], version: int) -> None:
+    def use(self, live: Mapping[str, ServerProcess | None], version: int) -> None:
         """Somebody else has given these replicas the weights of `version`."""
 
     def figures(self) -> dict[str, float]:
@@ -67,6 +79,11 @@ class Engine(Protocol):
 
 class Malformed(ValueError):
     """An answer that is none."""
+
+
+def shown(reply: Any, length: int = 200) -> str:
+    """The beginning of what a server says, without characters that would change a terminal."""
+    return "".join(character if character.isprintable() else " " for character in str(reply)[:length])
 
 
 def checked(answer: Answer, settings: GenerationSettings, *, ended: bool) -> Answer:
@@ -79,10 +96,11 @@ def checked(answer: Answer, settings: GenerationSettings, *, ended: bool) -> Ans
         raise Malformed(f"{len(log_probs)} log-probs for {len(tokens)} tokens")
     if not 0 < len(tokens) <= settings.max_new_tokens:
         raise Malformed(f"{len(tokens)} tokens, where 1 to {settings.max_new_tokens} were asked for")
-    if not all(isinstance(token, int) and token >= 0 for token in tokens):
-        raise Malformed("its tokens are no token ids")
-    if not all(isinstance(value, (int, float)) and math.isfinite(value) and value < 1e-3 for value in log_probs):
-        raise Malformed("its log-probs are no logarithms of probabilities")
+    if not all(type(token) is int and 0 <= token < (settings.vocab_size or _ANY_VOCABULARY) for token in tokens):
+        known = "" if settings.vocab_size is None else f" of the model's {settings.vocab_size}"
+        raise Malformed(f"its tokens are no token ids{known}: {shown(tokens, 80)}")
+    if not all(type(value) in (int, float) and -_LARGEST_FLOAT32 < value < 1e-3 for value in log_probs):
+        raise Malformed(f"its log-probs are no logarithms of probabilities: {shown(log_probs, 80)}")
     stops = {settings.eos_token_id, *settings.stop_token_ids}
     if ended and tokens[-1] not in stops:
         raise Malformed(

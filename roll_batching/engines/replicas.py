@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.engines.dialect import Call, Dialect
-from roll_batching.engines.protocol import Answer, Malformed, Question
-from roll_batching.engines.requests import SECONDS_FOR_HEALTH, Failed, is_well, open_session, post
+from roll_batching.engines.protocol import Answer, Malformed, Question, ServerProcess, shown
+from roll_batching.engines.requests import SECONDS_FOR_HEALTH, Failed, get, is_well, open_session, post
 from roll_batching.errors import EngineError
 from roll_batching.strategy.sampling import GenerationSettings
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE = 5.0
+_SECONDS_TO_TELL = 30.0
+"""For a busy server to say which process it is."""
+_RESTARTED = "the server was started again, and has not the weights that were sent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,19 @@ class _Replica:
         self.url, self.slots, self.groups = url, asyncio.Semaphore(slots), 0
 
 
+class _Asked:
+    """One question of a round, and what became of it."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.failures: list[str] = []
+        self.failed: set[str] = set()
+        """Servers at which it failed."""
+        self.answer: Answer | None = None
+        self.url = ""
+        """Who answered."""
+
+
 class Replicas:
     """Servers of one kind at `urls`, with the same weights each."""
 
@@ -47,28 +63,30 @@ class Replicas:
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.dialect, self.limits = dialect, limits or EngineLimits()
         self.version = 0
-        self._live = self.urls
+        self._live: dict[str, ServerProcess | None] = dict.fromkeys(self.urls)
         self._reasons: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
 
     @property
-    def live(self) -> tuple[str, ...]:
-        """The servers that answer."""
+    def live(self) -> Mapping[str, ServerProcess | None]:
+        """The servers that answer, and their processes where their answers do not tell their weights."""
         return self._live
 
-    def use(self, live: Sequence[str], version: int) -> None:
+    def use(self, live: Mapping[str, ServerProcess | None], version: int) -> None:
         """Ask these from now on, which have the weights of `version`."""
-        self._live, self.version = tuple(live), version
+        self._live, self.version = dict(live), version
 
     def seconds_to_answer(self, questions: int) -> float:
         """Every attempt of every question, at one server, `in_flight` at once, each as long as it may."""
         rounds = -(-questions * (self.limits.retries + 1) // self.limits.in_flight)
-        return rounds * (self.limits.seconds + SECONDS_FOR_HEALTH + _LONGEST_PAUSE)
+        told = 0.0 if self.dialect.about_process is None else (2 + self.limits.retries) * _SECONDS_TO_TELL
+        return rounds * (self.limits.seconds + SECONDS_FOR_HEALTH + _LONGEST_PAUSE) + told
 
     def seconds_to_update(self) -> float:
         """One request after the other, each as long as it may."""
         update = [*self.dialect.before_update(asleep=True), *self.dialect.after_update(asleep=True)]
-        return max(1 + len(update), len(self.dialect.sleep())) * self.limits.seconds
+        told = 0.0 if self.dialect.about_process is None else 2 * _SECONDS_TO_TELL
+        return max(1 + len(update), len(self.dialect.sleep())) * self.limits.seconds + told
 
     def figures(self) -> dict[str, float]:
         """Requests, attempts that failed and servers that were dropped since the last call; servers that answer."""
@@ -89,8 +107,18 @@ class Replicas:
         `asleep`: they sleep, and wake up. Raises EngineError where none does.
         """
         before, after = self.dialect.before_update(asleep=asleep), self.dialect.after_update(asleep=asleep)
-        wrong = self.tell(self.urls, [*before, self.dialect.read(folder, version), *after])
-        self.use(self.urls, version)
+        processes: dict[str, ServerProcess | None] = {}
+
+        async def updated(session: Any, url: str) -> None:
+            process = await self._process(session, url)
+            for call in (*before, self.dialect.read(folder, version), *after):
+                self.heard(call, await post(session, url, call))
+            if await self._process(session, url) != process:
+                raise Failed(_RESTARTED)
+            processes[url] = process
+
+        wrong = self.each(self.urls, updated)
+        self.use({url: processes.get(url) for url in self.urls}, version)
         self.drop(wrong, f"took the weights in {folder}")
 
     def sleep(self) -> None:
@@ -98,7 +126,7 @@ class Replicas:
 
         One that does not is dropped. Raises EngineError where none does.
         """
-        wrong = self.tell(self._live, self.dialect.sleep())
+        wrong = self.tell(tuple(self._live), self.dialect.sleep())
         try:
             self.drop(wrong, "went to sleep")
         except EngineError as error:
@@ -136,7 +164,9 @@ class Replicas:
         return {url: text for url, text in zip(urls, said, strict=True) if text is not None}
 
     def heard(self, call: Call, reply: Any) -> None:
-        """Raises Failed where a reply says that a call went wrong."""
+        """Raises Failed where a reply says that a call went wrong, or is none of an engine's."""
+        if isinstance(reply, str) and reply:
+            raise Failed(f"{call.path}: it answers what is no JSON: {shown(reply)}")
         text = self.dialect.updated(reply)
         if text is not None:
             raise Failed(f"{call.path}: {text}")
@@ -154,49 +184,93 @@ class Replicas:
     async def _generate(self, questions: Sequence[Question], settings: GenerationSettings) -> list[Answer]:
         replicas = {url: _Replica(url, self.limits.in_flight) for url in self._live}
         homes: dict[int, _Replica] = {}
+        asked = [_Asked(question) for question in questions]
         async with open_session(self.limits.seconds) as opened:
-            tasks = [asyncio.ensure_future(self._ask(opened, q, settings, replicas, homes)) for q in questions]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
+            await self._drop_changed(opened, replicas)
+            while wanted := [one for one in asked if one.answer is None]:
+                tasks = [asyncio.ensure_future(self._ask(opened, one, settings, replicas, homes)) for one in wanted]
+                try:
+                    await asyncio.gather(*tasks)
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                restarted = await self._drop_changed(opened, replicas, unreachable=False)
+                for one in asked:
+                    if one.url in restarted:
+                        self._failed(one, one.url, _RESTARTED)
+                        one.answer, one.url = None, ""
+        return [one.answer for one in asked if one.answer is not None]
 
     async def _ask(
         self,
         session: Any,
-        question: Question,
+        asked: _Asked,
         settings: GenerationSettings,
         replicas: dict[str, _Replica],
         homes: dict[int, _Replica],
-    ) -> Answer:
-        call = self.dialect.call(question, settings)
-        failures: list[str] = []
-        failed: set[str] = set()
-        while len(failures) <= self.limits.retries:
-            replica = self._home(question.group, replicas, homes, failed)
+    ) -> None:
+        call = self.dialect.call(asked.question, settings)
+        while len(asked.failures) <= self.limits.retries:
+            replica = self._home(asked.question.group, replicas, homes, asked.failed)
             async with replica.slots:
                 if replica.url not in replicas:  # it was dropped while this one waited
                     continue
                 self._counts["requests"] += 1
                 try:
                     reply = await post(session, replica.url, call)
-                    return self.dialect.answer(reply, settings, self.version)
+                    asked.answer = self.dialect.answer(reply, settings, self.version)
+                    asked.url = replica.url
+                    return
                 except (Failed, Malformed) as error:
-                    failures.append(f"{replica.url}: {error}")
-                    failed.add(replica.url)
-                    self._counts["failed_attempts"] += 1
-            if (
-                not await is_well(session, replica.url + self.dialect.health)
-                and replicas.pop(replica.url, None) is not None
-            ):
-                self._drop(replica.url, failures[-1])
-            elif len(failures) <= self.limits.retries:
-                await asyncio.sleep(min(_LONGEST_PAUSE, 0.1 * 2 ** len(failures)))
+                    self._failed(asked, replica.url, str(error))
+            if not await is_well(session, replica.url + self.dialect.health):
+                self._drop_one(replicas, replica.url, asked.failures[-1])
+            elif len(asked.failures) <= self.limits.retries:
+                await asyncio.sleep(min(_LONGEST_PAUSE, 0.1 * 2 ** len(asked.failures)))
         raise EngineError(
-            f"{self.dialect.name}: a request failed {len(failures)} times: {'; '.join(failures)}. Look at the servers' "
-            "logs; actor_infer.engine_args has request_timeout and retries"
+            f"{self.dialect.name}: a request failed {len(asked.failures)} times: {'; '.join(asked.failures)}. Look at "
+            "the servers' logs; actor_infer.engine_args has request_timeout and retries"
         )
+
+    def _failed(self, asked: _Asked, url: str, why: str) -> None:
+        asked.failures.append(f"{url}: {why}")
+        asked.failed.add(url)
+        self._counts["failed_attempts"] += 1
+
+    async def _process(self, session: Any, url: str) -> ServerProcess | None:
+        """The process that answers at `url`, where answers do not tell their weights. Raises Failed, Malformed."""
+        if self.dialect.about_process is None:
+            return None
+        try:
+            about = await asyncio.wait_for(get(session, url, self.dialect.about_process), _SECONDS_TO_TELL)
+        except TimeoutError:
+            raise Failed(f"it did not say which process it is within {_SECONDS_TO_TELL:g} seconds") from None
+        except EngineError as error:  # a path that it does not have
+            raise Failed(f"it does not say which process it is, so that a restart would be missed: {error}") from None
+        return self.dialect.process(about)
+
+    async def _drop_changed(self, session: Any, replicas: dict[str, _Replica], *, unreachable: bool = True) -> set[str]:
+        """Drops servers that were started again since their last weights, which are returned.
+
+        `unreachable`: also those that do not say which process they are.
+        """
+
+        async def check(url: str) -> str | None:
+            try:
+                return None if await self._process(session, url) == self._live[url] else _RESTARTED
+            except (Failed, Malformed) as error:
+                return str(error) if unreachable else None
+
+        urls = list(replicas)
+        faults = dict(zip(urls, await asyncio.gather(*map(check, urls)), strict=True))
+        for url, why in faults.items():
+            if why is not None:
+                self._drop_one(replicas, url, f"{url}: {why}")
+        return {url for url, why in faults.items() if why == _RESTARTED}
+
+    def _drop_one(self, replicas: dict[str, _Replica], url: str, why: str) -> None:
+        if replicas.pop(url, None) is not None:
+            self._drop(url, why)
 
     def _home(
         self, group: int, replicas: dict[str, _Replica], homes: dict[int, _Replica], failed: set[str]
@@ -214,7 +288,7 @@ class Replicas:
         return home
 
     def _drop(self, url: str, why: str) -> None:
-        self._live = tuple(one for one in self._live if one != url)
+        self._live.pop(url, None)
         self._reasons[url] = why
         self._counts["dropped"] += 1
         logger.warning("%s is dropped until the next weights are sent: %s", url, why)

@@ -7,9 +7,12 @@ import json
 from typing import Any
 
 from roll_batching.engines.dialect import Call
+from roll_batching.engines.protocol import shown
 from roll_batching.errors import EngineError
 
 SECONDS_FOR_HEALTH = 5.0
+_LARGEST_REPLY = 32 << 20
+"""Bytes, unpacked; an answer of 100,000 tokens takes 10 MB."""
 _BUSY = (408, 429)
 """Statuses below 500 that say nothing of the request itself."""
 
@@ -31,12 +34,13 @@ def open_session(seconds: float) -> Any:
 
 async def post(session: Any, url: str, call: Call) -> Any:
     """The reply's JSON, or its text. Raises EngineError where it is refused, Failed for what may pass."""
-    return await _reply(session.post(url + call.path, json=call.body, params=call.parameters), url, call.path)
+    request = session.post(url + call.path, json=call.body, params=call.parameters, allow_redirects=False)
+    return await _reply(request, url, call.path)
 
 
 async def get(session: Any, url: str, path: str) -> Any:
     """As `post`."""
-    return await _reply(session.get(url + path), url, path)
+    return await _reply(session.get(url + path, allow_redirects=False), url, path)
 
 
 async def _reply(request: Any, url: str, path: str) -> Any:
@@ -44,15 +48,20 @@ async def _reply(request: Any, url: str, path: str) -> Any:
 
     try:
         async with request as response:
-            text = await response.text()
+            body = bytearray()
+            async for chunk in response.content.iter_any():
+                body += chunk
+                if len(body) > _LARGEST_REPLY:
+                    raise Failed(f"{path}: its reply has more than {_LARGEST_REPLY >> 20} MiB")
             status = response.status
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         raise Failed(f"{path}: {type(error).__name__} {error}".strip()) from None
+    text = body.decode(errors="replace")
     if status >= 500 or status in _BUSY:
-        raise Failed(f"{path}: status {status}: {text[:200]}")
-    if status >= 400:
-        raise EngineError(f"{url}{path} refuses the request with status {status}: {text[:500]}")
-    with contextlib.suppress(ValueError):
+        raise Failed(f"{path}: status {status}: {shown(text, 200)}")
+    if status >= 300:
+        raise EngineError(f"{url}{path} refuses the request with status {status}: {shown(text, 500)}")
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
     return text
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from roll_batching.engines.dialect import Call, Meeting, not_understood, response, sampling_words
-from roll_batching.engines.protocol import Answer, Malformed, Question
+from roll_batching.engines.protocol import Answer, Malformed, Question, ServerProcess
 from roll_batching.strategy.sampling import GenerationSettings
 
 
@@ -28,6 +28,7 @@ class SGLang:
     name = "sglang"
     sleeps_with = "--enable-memory-saver"
     health = "/health"
+    about_process: str | None = None
     about: tuple[str, ...] = ("/server_info", "/get_server_info")  # the second in older versions
 
     def call(self, question: Question, settings: GenerationSettings) -> Call:
@@ -53,6 +54,10 @@ class SGLang:
         if [token for _, token in pairs] != tokens and len(pairs) == len(tokens):
             raise Malformed("its log-probs are of other tokens")
         return response(tokens, [value for value, _ in pairs], reason, settings)
+
+    def process(self, about: Any) -> ServerProcess:
+        """Not asked: its answers tell the version of their weights."""
+        raise NotImplementedError
 
     def before_update(self, *, asleep: bool) -> list[Call]:
         """It ends what it generates, and waits; one that sleeps, and so waits, gets room for weights."""

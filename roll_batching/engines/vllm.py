@@ -2,8 +2,11 @@
 
 Published as "OpenAI-Compatible Server" and "Layerwise reloading" (docs.vllm.ai), and in
 `entrypoints/openai/completion/protocol.py` and `entrypoints/serve/dev`; the latter needs VLLM_SERVER_DEV_MODE=1.
-Log-probs are of the softmax before temperature unless the server was started with `--logprobs-mode
-processed_logprobs`, which also counts top-k and top-p. At temperature 1 without either, both are the same.
+Log-probs are of the softmax before temperature, top-k and top-p (`--logprobs-mode raw_logprobs`, the default) or after
+all three (`processed_logprobs`). `config.engine_rules.wrong_log_probs` says when neither is what a loss needs.
+
+Answers do not say which weights they are of, and a server that was started again has its first ones: `instance_id` of
+its configuration, which it makes when it starts (`vllm/config/vllm.py`), tells one process from the next.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.engines.dialect import Call, not_understood, response, sampling_words
-from roll_batching.engines.protocol import Answer, Question
+from roll_batching.engines.protocol import Answer, Malformed, Question, ServerProcess
 from roll_batching.strategy.sampling import GenerationSettings
 
 
@@ -22,6 +25,7 @@ class VLLM:
     name = "vllm"
     sleeps_with = "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
     health = "/health"
+    about_process: str | None = "/server_info?config_format=json"
 
     def call(self, question: Question, settings: GenerationSettings) -> Call:
         """The request for one response."""
@@ -47,6 +51,17 @@ class VLLM:
         except (KeyError, TypeError, ValueError) as error:
             raise not_understood(error, reply) from None
         return response(tokens, log_probs, reason, settings)
+
+    def process(self, about: Any) -> ServerProcess:
+        """The process that answered. Raises Malformed."""
+        try:
+            config = about["vllm_config"]
+            identity, mode = config["instance_id"], config["model_config"]["logprobs_mode"]
+        except (KeyError, TypeError) as error:
+            raise not_understood(error, about) from None
+        if not identity:
+            raise Malformed(f"{self.about_process} has no instance_id, by which a restart of the server is noticed")
+        return ServerProcess(identity=str(identity), logprobs_mode=str(mode))
 
     def before_update(self, *, asleep: bool) -> list[Call]:
         """It ends what it generates, and waits; one that sleeps gets room for weights."""

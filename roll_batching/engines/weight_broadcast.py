@@ -58,7 +58,7 @@ class WeightBroadcast:
             await self._join(session, url)
 
         wrong = replicas.each(replicas.urls, joined)
-        replicas.use(replicas.urls, replicas.version)
+        replicas.use(dict.fromkeys(replicas.urls), replicas.version)
         self._drop(wrong)
 
     def send(self, tensors: Sequence[tuple[str, torch.Tensor]], version: int | None = None) -> int:
@@ -74,7 +74,7 @@ class WeightBroadcast:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the tensors are there: the groups have streams of their own
         count = len(self._replicas.live)
-        self._drop(self._replicas.each(self._replicas.live, sent))
+        self._drop(self._replicas.each(tuple(self._replicas.live), sent))
         if version is not None:
             self._sent = version
         return count * sum(tensor.nbytes for _, tensor in tensors)
@@ -82,7 +82,7 @@ class WeightBroadcast:
     def end(self, version: int, *, asleep: bool = False) -> None:
         """The servers generate with what was sent, which is of `version`; `asleep`: and wake up."""
         live = self._replicas.live
-        self._drop(self._replicas.tell(live, self._dialect.after_update(asleep=asleep)))
+        self._drop(self._replicas.tell(tuple(live), self._dialect.after_update(asleep=asleep)))
         self._replicas.use(self._replicas.live, version)
 
     def close(self) -> None:

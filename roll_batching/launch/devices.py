@@ -20,6 +20,20 @@ def process_count(config: JobConfig, nproc: int | None) -> int:
     return count
 
 
+_CROWDED = 2
+"""Processes per processor beyond which a machine without GPUs is said to be too small."""
+
+
+def crowding(count: int, processors: int) -> str | None:
+    """What to say before `count` processes start on a machine without GPUs; None where it has room for them."""
+    if count <= _CROWDED * processors:
+        return None
+    return (
+        f"{count} processes start here, as many as actor_train.device_mapping or --nproc asks for, on {processors} "
+        f"processors and no GPU: they will be very slow, and may not fit into memory; --nproc {processors} starts fewer"
+    )
+
+
 def choose_devices(mapping: Sequence[int] | None, count: int, gpus: int, *, forced: bool) -> list[int]:
     """The GPUs that `count` processes use, of `gpus` that the machine has; empty on a machine without.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -15,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from roll_batching.errors import RankError, RollBatchingError, lost_a_peer
+from roll_batching.errors import RankError, RollBatchingError, lost_a_peer, waited_in_vain
 from roll_batching.launch.logs import named
 
 FOLDER_VARIABLE = "ROLL_BATCHING_FAILURES"
@@ -58,14 +59,17 @@ def describe(rank: int, error: BaseException) -> Failure:
         message = f"{_place(error)} called sys.exit({error.code!r}) before the job was complete; raise an error instead"
     else:
         message = str(error) if expected else f"{type(error).__name__}: {error}"
-    aftermath = not expected and lost_a_peer(error)
+    lost = not expected and lost_a_peer(error)
+    if "Too many open files" in message:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        message += f". ulimit -n is {limit} here: raise it"
     return Failure(
         rank=rank,
         message=message,
         nanoseconds=time.time_ns(),
-        frames="" if expected or aftermath else "".join(traceback.format_tb(error.__traceback__)),
+        frames="" if expected or lost else "".join(traceback.format_tb(error.__traceback__)),
         agreed=isinstance(error, RankError),
-        aftermath=aftermath,
+        aftermath=lost or (not expected and waited_in_vain(error)),
     )
 
 

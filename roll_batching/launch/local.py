@@ -21,6 +21,7 @@ from roll_batching.launch.environment import AGENT_STORE, LAUNCHER
 from roll_batching.launch.failures import FOLDER_VARIABLE, Failure, cause, completed, recorded_failures, told
 from roll_batching.launch.logs import RESTARTS
 from roll_batching.lifetime import end_session
+from roll_batching.rl.roles.world import local_store
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SECONDS_BETWEEN_LOOKS = 0.02
@@ -40,7 +41,7 @@ def launch(
     """
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="roll-batching-") as words, caught_signals() as caught:
-        store = _store()
+        store = local_store()  # it lives here, on a port that nobody else can take meanwhile
         try:
             for rank in range(count):
                 places = _places(rank, count, store.port)
@@ -57,13 +58,6 @@ def launch(
         silent = {one.number: one.silent_failure for one in ranks if one.failed}
         why = cause({**silent, **recorded_failures(words)}.values())
     return told(why, folder)
-
-
-def _store():  # type: ignore[no-untyped-def]
-    """Where the ranks meet: it lives here, on a port that nobody else can take meanwhile."""
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _places(rank: int, count: int, port: int) -> dict[str, str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +18,10 @@ from roll_batching.launch.environment import RankPlace
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """torch's word for: how often the ranks were started anew."""
+_HEADING = "==== rank"
+"""First words of the heading above each attempt."""
+_LAST_BYTES = 2**16
+"""The tail of a log that is searched for output of the last attempt."""
 _kept: list[TextIO] = []
 """What is written to until the process ends: its log first."""
 
@@ -40,6 +46,8 @@ def keep_log(folder: Path, place: RankPlace, *, resumes: bool = False) -> None:
         log.write(_first_line(place, resumes))
     except OSError as error:
         print(f"notice: rank {place.rank} keeps no log in {file}: {cause(error)}", file=sys.stderr, flush=True)
+        nowhere = open(os.devnull, "w", encoding="utf-8")
+        sys.stdout, sys.stderr = _Both(sys.stdout, nowhere), _Both(sys.stderr, nowhere)  # type: ignore[assignment]
         return
     _kept.append(log)
     if not faulthandler.is_enabled():
@@ -58,9 +66,15 @@ def note(text: str) -> None:
 
 
 def named(folder: Path, rank: int) -> str:
-    """The words that lead to the log of `rank`, on a line of their own; empty where there is none."""
+    """A line that names the log of `rank`; empty where the last attempt wrote nothing to it."""
     file = log_of(folder, rank)
-    return f"What rank {rank} said: {file}\n" if file.exists() else ""
+    try:
+        with open(file, "rb") as log:
+            log.seek(max(0, file.stat().st_size - _LAST_BYTES))
+            *_, attempt = re.split(rf"^{_HEADING}.*$", log.read().decode(errors="replace"), flags=re.MULTILINE)
+    except OSError:
+        return ""
+    return f"notice: the log of rank {rank} is {file}\n" if attempt.strip() else ""
 
 
 def _first_line(place: RankPlace, resumes: bool) -> str:
@@ -68,7 +82,7 @@ def _first_line(place: RankPlace, resumes: bool) -> str:
     how = ", from the last checkpoint where there is one" if resumes else ""
     who = f"process {os.getpid()} on {socket.gethostname()}"
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"==== rank {place.rank} of {place.world_size}, {when}, attempt {attempt}{how}; {who}\n"
+    return f"{_HEADING} {place.rank} of {place.world_size}, {when}, attempt {attempt}{how}; {who}\n"
 
 
 def _moved(stream: TextIO, log: TextIO) -> TextIO:
@@ -81,7 +95,7 @@ def _moved(stream: TextIO, log: TextIO) -> TextIO:
 
 
 class _Both:
-    """A stream whose text goes into a log as well."""
+    """A stream whose text goes into a log as well. One that is closed or full ends nothing: it is done without."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream, self._log = stream, log
@@ -89,12 +103,27 @@ class _Both:
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):  # a full disk ends no training
             self._log.write(text)
-        return self._stream.write(text)
+        with self._lasting():
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             self._log.flush()
-        self._stream.flush()
+        with self._lasting():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _lasting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with open(os.devnull, "w") as nowhere:  # what is buffered goes there, too, when the process ends
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+            name = "standard error" if self._stream.fileno() == 2 else "standard output"
+            told = f"notice: {name} cannot be written to: {cause(error)}. The run goes on without it\n"
+            with contextlib.suppress(OSError, ValueError):
+                (sys.stderr if name == "standard output" else self._log).write(told)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from roll_batching.files import whole_file
 from roll_batching.observe.metrics_file import Row
+from roll_batching.observe.numbers import fixed
 
 INK, SOFT, GRID = "#1f2933", "#8793a1", "#e4e8ec"
 BLUE, ORANGE, GREEN, GREY = "#2563a8", "#d9622b", "#2e8b6f", "#aab4be"
@@ -49,7 +50,7 @@ def _reward_panel(axes: Axes, rows: Sequence[Row]) -> None:
         axes.plot(steps, values, "o", color=ORANGE, markersize=7, label="held-out problems", zorder=5)
         for at in (0, -1):
             axes.annotate(
-                f"{values[at]:.2f}",
+                fixed(values[at], 2),
                 (steps[at], values[at]),
                 textcoords="offset points",
                 xytext=(4, -14),
@@ -112,7 +113,7 @@ def _dress(axes: Axes, title: str, *, percent: bool) -> None:
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(GRID)
     if percent:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
 
 
 def _legend(axes: Axes) -> None:

@@ -16,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from roll_batching.observe.numbers import fixed
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -93,7 +95,7 @@ class ProgressReporter:
 
 def _short(value: float) -> str:
     if isinstance(value, int) or abs(value) >= 1000:
-        return f"{value:,.0f}"
+        return fixed(value, 0)
     return f"{value:.3g}" if abs(value) < 0.01 and value else f"{value:.3f}".rstrip("0").rstrip(".")
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from roll_batching.observe.metrics_file import Row
+from roll_batching.observe.numbers import fixed
 
 MODES = (
     ("full", "padded to the longest length allowed"),
@@ -55,8 +56,8 @@ def show_summary(figures: dict[str, float], console: Console, *, used: str, titl
     for name in _evaluated(figures):
         before, after = figures[f"{name}_before"], figures[f"{name}_after"]
         digits = 1 if max(abs(before), abs(after)) > 10 else 3
-        change = f"{after - before:+.{digits}f}"
-        table.add_row(_label(name), f"{before:.{digits}f}", f"{after:.{digits}f}", change)
+        change = fixed(after - before, digits, sign=True)
+        table.add_row(_label(name), fixed(before, digits), fixed(after, digits), change)
     if table.row_count:
         console.print(table)
 

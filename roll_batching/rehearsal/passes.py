@@ -56,6 +56,9 @@ class _Rehearsed(MegatronInferStrategy):
     def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
         return super()._pack_for(facts, local, plan, dataclasses.replace(spec, check=_on_host(spec.check)))
 
+    def _finite(self, batch: SampleBatch) -> SampleBatch:
+        return super()._finite(batch) if self.with_values else batch
+
     def _run(self, plan: Plan, packs: Packs, bind: Any, **options: Any) -> list[Any]:
         inside = contextlib.nullcontext() if options.get("forward_only") else self.recorder.during("step")
         with inside:
@@ -199,8 +202,7 @@ def passes_of(
     with_values: bool = False,
 ) -> Passes:
     """The models of a job and its passes; `with_values` for real, else without weights, where tensors have none."""
-    temperature = job.actor_infer.generating_args.temperature if reinforced(job) else 1.0
-    policy = Policy(_scheduled(job), seed=job.seed, temperature=temperature)
+    policy = Policy(_scheduled(job), seed=job.seed, temperature=job.logprob_temperature)
     policy.recorder, policy.with_values = recorder, with_values
     policy.initialize(weights=with_values)
     policy.watch_gradients()

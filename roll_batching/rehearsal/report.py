@@ -49,7 +49,10 @@ def advice_lines(found: Rehearsal, limits: Sequence[Limit], ways: Sequence[WayOu
 
 
 def lines_of(found: Rehearsal, gpu_memory: float) -> Iterator[str]:
-    """The report, line by line."""
+    """The report, line by line: the verdict first."""
+    yield _verdict(found, gpu_memory)
+    if found.fault is not None:
+        yield f"the job fails when it samples: {found.fault}"
     tokens = found.stages[0].report.tokens
     yield f"{found.dims} = {found.dims.world_size} ranks; micro-batches of " + ", ".join(
         f"{count:,} tokens ({name})" for name, count in tokens.items()
@@ -60,9 +63,6 @@ def lines_of(found: Rehearsal, gpu_memory: float) -> Iterator[str]:
         yield from _stage(stage)
     yield ""
     yield _totals(totals_of(found))
-    yield _verdict(found, gpu_memory)
-    if found.fault is not None:
-        yield f"the job fails when it samples: {found.fault}"
 
 
 def _stage(stage: StageReport) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Advantages of sampled responses, from the rewards of a whole step.
+"""Advantages of sampled responses, from the rewards of a whole step, one reward domain at a time.
 
 Everything here is plain numpy on the rewards of all ranks, in the order of the sample ids: every rank
 computes the same advantages from the same numbers and keeps those of its own samples.
@@ -17,7 +17,8 @@ from roll_batching.rl.running import RunningMoments
 
 AdvantageFunction = Callable[..., np.ndarray]
 """`(rewards, group_size, *, response_tokens) -> advantages`: float64[n], int, int64[n] -> float64[n]. Groups are
-consecutive entries. Every rank calls it with the same arguments and must come to the same numbers."""
+consecutive entries. `response_tokens` counts what the loss reads: 0 for masked responses. It is called once per reward
+domain of the step, on every rank with the same arguments, and must return the same numbers there."""
 Scope = Literal["group", "batch", "running"]
 EPSILON = 1e-6
 """Added to the deviation of rewards (ROLL, verl, slime)."""
@@ -34,10 +35,11 @@ class AdvantageRule:
     """
 
     mean: Scope | None = "group"
-    """Whose mean reward is subtracted: that of the same prompt's responses, of the whole step, of all steps so far
-    (`running`), or none."""
+    """Whose mean reward is subtracted: that of the same prompt's responses, of all `rewards` (the domain's in this
+    step), of all steps so far (`running`), or none."""
     std: Scope | None = "group"
-    """Whose standard deviation divides: the sample's (over n - 1), plus 1e-6. Equal rewards are not divided."""
+    """Whose standard deviation divides: the sample's (over n - 1), plus 1e-6. Equal rewards are not divided, and a
+    single one neither."""
     running: RunningMoments | None = None
     """Those of all rewards so far, the step's own among them; for the scope "running"."""
     reward_clip: float | None = None
@@ -45,8 +47,8 @@ class AdvantageRule:
     advantage_clip: float | None = None
     """Advantages are clipped to [-x, x] last."""
     whiten: bool = False
-    """Give the step's advantages mean 0 and deviation 1 over response tokens (long responses count more): the
-    sample's variance, plus 1e-8 under the root."""
+    """Give the advantages mean 0 and deviation 1 over response tokens (long responses count more): the sample's
+    variance, plus 1e-8 under the root. Fewer than two tokens are not whitened, as in ROLL."""
 
 
 def grpo(
@@ -96,13 +98,11 @@ def compute_advantages(
 
     `response_tokens`, int[n], is needed to whiten. A group with equal rewards gets exact zeros under
     `mean="group"`, unless they are whitened. Raises DataError when the rewards do not make whole groups, are
-    not finite, or are too few: a group of one has no mean to differ from (peers give NaN, or the bare reward).
+    not finite, or are compared within groups of one, whose mean is their reward (peers give NaN, or the bare reward).
     """
     rewards = grouped(rewards, group_size, compares="group" in (rule.mean, rule.std)).reshape(-1)
     if not len(rewards):
         return rewards
-    if len(rewards) == 1 and rule.std == "batch":
-        raise DataError("a single reward has no deviation: use more prompts or responses per step")
     return limited(_normalised(rewards, group_size, rule), rule, response_tokens)
 
 
@@ -159,10 +159,10 @@ def _normalised(rewards: np.ndarray, group_size: int, rule: AdvantageRule) -> np
         result = centred(views[rule.mean]).reshape(-1)
     if rule.std == "running":
         assert rule.running is not None
-        result = result / (rule.running.deviation + EPSILON)
+        result = result / (rule.running.deviation + EPSILON if rule.running.count > 1 else 1.0)
     elif rule.std is not None:
         view = views[rule.std]
-        deviation = view.std(axis=1, ddof=1, keepdims=True) + EPSILON
+        deviation = view.std(axis=1, ddof=min(1, view.shape[1] - 1), keepdims=True) + EPSILON
         # Over the epsilon alone, rewards that do not vary would count a million times.
         deviation[view.max(axis=1) == view.min(axis=1)] = 1.0
         result = (result.reshape(view.shape) / deviation).reshape(-1)
@@ -175,7 +175,7 @@ def _whitened(advantages: np.ndarray, response_tokens: np.ndarray | None) -> np.
     tokens = np.asarray(response_tokens, dtype=np.float64)
     count = tokens.sum()
     if count < 2:
-        raise DataError(f"whitening needs at least two response tokens; the step has {count:g}")
+        return advantages
     mean = (tokens * advantages).sum() / count
     variance = (tokens * (advantages - mean) ** 2).sum() / (count - 1)
     return (advantages - mean) / np.sqrt(variance + VARIANCE_EPSILON)

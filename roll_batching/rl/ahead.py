@@ -96,7 +96,7 @@ class RolloutsAhead:
         if self.engine:
             self.strategy.export(path, replaces=lambda path: True)
         else:
-            self.strategy.save(path, optimizer=False)
+            self.strategy.save(path, optimizer=False, manifest=False)
         self._version = step
         with self._agreed("asking for rollouts"):
             if self.sampler is not None:

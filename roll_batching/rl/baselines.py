@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from roll_batching.errors import DataError
 from roll_batching.rl.advantages import EPSILON, AdvantageRule, centred, compute_advantages, grouped, limited
 
 
@@ -54,12 +53,12 @@ def reinforce_plus_plus_baseline(
 def opo(rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray, **limits: Any) -> np.ndarray:
     """A = r - sum(tokens r) / sum(tokens): the baseline of least variance where gradients' norms grow with length.
 
-    On-policy RL with optimal baseline (Hao et al. 2025, arXiv 2505.23585). Raises DataError for a group without tokens.
+    On-policy RL with optimal baseline (Hao et al. 2025, arXiv 2505.23585). A group whose tokens are all masked takes
+    its mean: nothing reads its advantages.
     """
     view = grouped(rewards, group_size)
     tokens = np.asarray(response_tokens, dtype=np.float64).reshape(view.shape)
-    if (empty := np.flatnonzero(tokens.sum(axis=1) == 0)).size:
-        raise DataError(f"the responses to prompt {empty[0]} of the step have no tokens: opo weights them by length")
+    tokens[tokens.sum(axis=1) == 0] = 1.0
     found = centred(view, (tokens * view).sum(axis=1) / tokens.sum(axis=1))
     return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)
 

@@ -13,7 +13,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from roll_batching.distributed import consensus
 from roll_batching.errors import CheckpointError, RollBatchingError
 from roll_batching.planning import ParallelDims
 from roll_batching.rl.folder import EarlierRun
+from roll_batching.rl.inputs import JobInputs
 from roll_batching.rl.roles.reference_apart import ReferenceApart
 from roll_batching.rl.running import Resumable
+from roll_batching.rl.saved_job import Digests, changes, check_tokenizer, digests_of
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.checkpoint import check_saving, write_state
 from roll_batching.strategy.checkpoint_files import check_files, reading, words
@@ -59,6 +61,8 @@ class SavedPoint:
     """State of the phase's data stream, and of what else goes on from step to step."""
     layout: ParallelDims
     """The parallel layout that wrote it."""
+    job: Digests | None = field(default=None, repr=False)
+    """Of the job that wrote it; None: an earlier version did."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -73,9 +77,14 @@ class JobCheckpoints:
     is to save and cannot, or when the checkpoint that `resume_from_checkpoint` names is not there.
     """
 
-    def __init__(self, config: JobConfig, folder: Path, strategy: MegatronTrainStrategy) -> None:
+    def __init__(self, config: JobConfig, folder: Path, strategy: MegatronTrainStrategy, inputs: JobInputs) -> None:
         self.folder = folder / FOLDER
         self.strategy = strategy
+        self.verify = config.verify_checkpoint
+        self._job: Digests | None = None
+        """Of this job, on the rank that writes and compares them."""
+        self._changed: list[str] = []
+        """What differs from the job that wrote the checkpoint, on that rank."""
         self.every = config.save_steps
         self.kept = config.save_total_limit
         self.aside = config.async_save
@@ -86,6 +95,11 @@ class JobCheckpoints:
             self._check()
             if config.resume_from_checkpoint:
                 self.resumed = _resumed(config, self.folder)
+            if dist.get_rank() == 0 and (self.every or self.resumed is not None):
+                self._job = digests_of(config, inputs)
+                if self.resumed is not None and self.resumed.job is not None:
+                    check_tokenizer(self.resumed.job, inputs.tokenizer, self.resumed.path)
+                    self._changed = changes(self.resumed.job, self._job)
             facts.equal("the checkpoint that is found", self.resumed, "Save to a file system that all machines share")
         self.latest = self.resumed.path if self.resumed is not None else None
         self._pending: tuple[Draft, list[Writing]] | None = None
@@ -119,8 +133,10 @@ class JobCheckpoints:
         """Whether the resumed point belongs to a later phase, so that `phase` is not run."""
         return self.resumed is not None and PHASES.index(self.resumed.phase) > PHASES.index(phase)
 
-    def restore(self, phase: str, stream: Resumable, reference: Frozen | None = None) -> int:
+    def restore(self, phase: str, last: int, stream: Resumable, reference: Frozen | None = None) -> int:
         """Puts model, optimizer, data and random numbers where they were; returns the steps done in `phase`.
+
+        Raises CheckpointError when these are more than `last`, those that the phase has.
 
         Does nothing and returns 0 when the run does not go on from inside this phase. To be called when everything
         that draws random numbers is built and the phase's optimizer is new. Collective.
@@ -129,14 +145,22 @@ class JobCheckpoints:
         if point is None or point.phase != phase:
             return 0
         with self._advised(lambda: self._instead_of(point)):
-            self.strategy.load(point.path)
-            if reference is not None:
+            if point.step > last:
+                raise CheckpointError(
+                    f"{point.path} is at step {point.step:,} of {phase}, which has {last:,} steps here: raise max_steps"
+                )
+            self.strategy.load(point.path, verify=self.verify)
+            if isinstance(reference, ReferenceApart):
                 reference.load(point.path / "reference")
+            elif reference is not None:
+                reference.load(point.path / "reference", verify=self.verify)
             with consensus(self._group, "the job's checkpoints"):
                 stream.load_state_dict(point.position)
                 if point.layout == self.strategy.layout.dims:
                     with reading(point.path / _random_file()):
                         _set_random_states(torch.load(point.path / _random_file(), weights_only=True))
+        if self._changed:
+            logger.warning("%s goes on with what has changed since: %s", point.path, "; ".join(self._changed))
         if point.layout != self.strategy.layout.dims and dist.get_rank() == 0:
             logger.warning(
                 "%s was saved with %s and this run has %s: it goes on from the same weights and data, with other "
@@ -180,6 +204,7 @@ class JobCheckpoints:
                         writings.append(write_state(reference.state, folder / "reference", aside=aside))
                 with consensus(self._group, "the job's checkpoints"):
                     self._write_own(folder, phase, step, stream)
+                    writings[0].add(_random_file())
             self._pending = draft, writings
             self._settle(wait=not aside)
 
@@ -195,7 +220,7 @@ class JobCheckpoints:
                 return
         self._pending = None
         with draft.writing():
-            for writing in writings:
+            for writing in reversed(writings):  # the job's own lists the manifest of its reference
                 writing.finish()
         draft.keep()
         self.latest = draft.path
@@ -217,6 +242,7 @@ class JobCheckpoints:
         if dist.get_rank() == 0:
             layout = self.strategy.layout.to_dict()
             record = {"phase": phase, "step": step, "position": stream.state_dict(), "layout": layout}
+            record["job"] = self._job
             write_text(folder / _RECORD, json.dumps(record, indent=1) + "\n")
 
     @contextlib.contextmanager
@@ -300,11 +326,18 @@ def _candidates(path: Path) -> Iterator[Path]:
 
 def _read(path: Path) -> SavedPoint:
     file = path / _RECORD
-    try:
+    with reading(file):
         record = json.loads(file.read_text(encoding="utf-8"))
-        return SavedPoint(path=path, **(record | {"layout": ParallelDims(**record["layout"])}))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+        point = SavedPoint(path=path, **(record | {"layout": ParallelDims(**record["layout"])}))
+        named = _NAME.fullmatch(path.name)
+        if point.phase not in PHASES or type(point.step) is not int or point.step < 1:
+            raise CheckpointError(f"{file} is not what was written: it has step {point.step!r} of {point.phase!r}")
+        if named and (named[1], int(named[2])) != (point.phase, point.step):
+            raise CheckpointError(
+                f"{file} says step {point.step:,} of {point.phase}, and its folder is {path.name}: one of them is "
+                "another checkpoint's"
+            )
+        return point
 
 
 # ---- random numbers

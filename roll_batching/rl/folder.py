@@ -41,25 +41,43 @@ def folder_of(config: JobConfig) -> Path:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[dict[str, str]]:
+def held(folder: Path, *, temporary: bool = False) -> Iterator[dict[str, str]]:
     """Holds `folder`, made where it is missing, for this run. Yields the variables by which rank 0 hears of it.
 
+    `temporary`: it is removed at the end, where nothing is left in it.
     Raises RollBatchingError, naming who holds it, when another run does, or when the folder cannot be written to.
     """
     place = str(folder.resolve())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise RollBatchingError(
-            f"the run's folder {folder} cannot be written to: {cause(error)}. Give another output_dir or exp_name"
-        ) from None
+    lock = _taken(folder, together=os.environ.get(HELD) == place)
     children = _Children(lock)
     try:
-        _take(lock, folder, together=os.environ.get(HELD) == place)
         yield {HELD: place}
     finally:
+        if temporary:
+            with contextlib.suppress(OSError):  # something else lies there
+                (folder / _LOCK).unlink()
+                folder.rmdir()
         children.lock = None
+        os.close(lock)
+
+
+def _taken(folder: Path, *, together: bool) -> int:
+    """The file of the lock, which is held. `together` as `_take` has it."""
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise RollBatchingError(
+                f"the run's folder {folder} cannot be written to: {cause(error)}. Give another output_dir or exp_name"
+            ) from None
+        try:
+            _take(lock, folder, together=together)
+            if os.fstat(lock).st_nlink:  # else who held it has removed it meanwhile: nobody would meet us there
+                return lock
+        except BaseException:
+            os.close(lock)
+            raise
         os.close(lock)
 
 

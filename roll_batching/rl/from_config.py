@@ -20,7 +20,7 @@ from roll_batching.errors import ConfigError, LossError
 from roll_batching.losses import constant_mean, loss_spec
 from roll_batching.registry import describe_error
 from roll_batching.rl.advantages import AdvantageFunction, checked
-from roll_batching.rl.running import KlCoefficient, Resumable, RunningMoments
+from roll_batching.rl.running import DomainMoments, KlCoefficient, Resumable
 from roll_batching.rl.token_rewards import TokenRewards
 from roll_batching.strategy import GenerationSettings
 
@@ -30,19 +30,44 @@ _ESTIMATORS = {"kl": "k1", "mse": "k2"}
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """What makes the advantages of a step; called as an `AdvantageFunction`, with `baselines` where it is `greedy`."""
+    """What makes the advantages of a step: the estimator, called once per reward domain."""
 
+    name: str
+    """The estimator's, in errors."""
     estimate: AdvantageFunction
-    moments: RunningMoments | None = None
-    """Of all rewards so far, where it normalises by them: one more is made of each call."""
+    moments: DomainMoments | None = None
+    """Of all rewards so far, where the estimator normalises by them."""
     greedy: bool = False
     """It takes `baselines`, float64[prompts]: rewards of greedy answers."""
     of_tokens: TokenRewards | None = None
     """What makes advantages of tokens from those of samples."""
 
-    def __call__(self, rewards: np.ndarray, group_size: int, **found_before: np.ndarray) -> np.ndarray:
-        """float64[n] of rewards, float64[n]."""
-        return self.estimate(rewards, group_size, **found_before)
+    def __call__(
+        self,
+        rewards: np.ndarray,
+        group_size: int,
+        *,
+        response_tokens: np.ndarray,
+        domains: np.ndarray | None = None,
+        baselines: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """float64[n] of `rewards`, float64[n], group by group.
+
+        `response_tokens`, int64[n], counts what the loss reads: 0 for masked responses. `domains`, text [n], names
+        their reward domains; None: there is one. `baselines`, float64[prompts], where it is `greedy`.
+        """
+        domains = np.full(len(rewards), "") if domains is None else domains
+        result = np.empty(len(rewards))
+        for domain in np.unique(domains).tolist():
+            here = domains == domain
+            given: dict[str, Any] = {} if baselines is None else {"baselines": baselines[here[::group_size]]}
+            if self.moments is not None:
+                given["running"] = self.moments.update(domain, rewards[here])
+            # Copies, as every selection is: a function of anybody's own may work in place, and rewards are logged too.
+            found = self.estimate(rewards[here], group_size, response_tokens=response_tokens[here], **given)
+            source = f"{self.name} for {domain}" if domain else self.name
+            result[here] = checked(found, rewards[here], source)
+        return result
 
     def carried(self) -> dict[str, Resumable]:
         """What goes on from step to step, by name."""
@@ -97,24 +122,11 @@ def advantages_of(config: JobConfig) -> Advantages:
         text = f"{name!r} is a {type(function).__name__}: name a function of (rewards, group_size, *, response_tokens)"
         raise config.error(Problem(("adv_estimator",), text))
     arguments = advantage_arguments(config)
-    moments = RunningMoments() if "running" in (arguments.get("mean"), arguments.get("std")) else None
-    if moments is not None:
-        arguments["running"] = moments
-    bound = partial(function, **arguments)
-
-    def estimate(
-        rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray, **found_before: np.ndarray
-    ) -> np.ndarray:
-        if moments is not None:
-            moments.update(rewards)
-        # Copies: a function of anybody's own may work in place, and rewards are reported too.
-        found = bound(rewards.copy(), group_size, response_tokens=response_tokens.copy(), **found_before)
-        return checked(found, rewards, name)
-
     entry = ADVANTAGE_ESTIMATORS.get(name)
     return Advantages(
-        estimate=estimate,
-        moments=moments,
+        name=name,
+        estimate=partial(function, **arguments),
+        moments=DomainMoments() if "running" in (arguments.get("mean"), arguments.get("std")) else None,
         greedy=entry is not None and entry.greedy,
         of_tokens=_token_rewards(config) if config.advantages_of_tokens else None,
     )
@@ -138,8 +150,7 @@ def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:
     args = config.actor_train.training_args
     if args.max_steps > 0 or not config.max_steps:
         return args
-    samples = config.rollout_batch_size * config.group_size
-    per_step = -(-samples // config.mini_batch_size(dp_size)) * config.ppo_epochs
+    per_step = -(-config.samples_per_rollout // config.mini_batch_size(dp_size)) * config.ppo_epochs
     return config.actor_train.with_training(max_steps=config.max_steps * per_step).training_args
 
 
@@ -154,6 +165,7 @@ def supervised_schedule_of(config: JobConfig, texts: int, texts_per_step: int) -
 def sampling_of(config: JobConfig, tokenizer: Tokenizer | None, *, held_out: bool = False) -> GenerationSettings:
     """How rollouts are sampled, or answers to held-out prompts; without a tokenizer by token 0 as the one that ends."""
     args = (config.validation if held_out else config.actor_infer).generating_args
+    model = config.actor_train.model_args.architecture
     return GenerationSettings(
         max_new_tokens=args.max_new_tokens or 1,
         eos_token_id=0 if tokenizer is None else tokenizer.eos_token_id,
@@ -164,4 +176,5 @@ def sampling_of(config: JobConfig, tokenizer: Tokenizer | None, *, held_out: boo
         greedy=not args.do_sample,
         num_return_sequences=args.num_return_sequences or 1,
         max_tokens_in_cache=args.max_tokens_in_cache,
+        vocab_size=None if model is None else model.vocab_size,
     )

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from roll_batching.config import JobConfig
 from roll_batching.config.objective_rules import wants_reference
-from roll_batching.data import FieldSpec, SampleBatch
+from roll_batching.data import FieldSpec, SampleBatch, mini_batches
 from roll_batching.data.texts import Prompt
 from roll_batching.distributed import consensus, digest
 from roll_batching.losses import mask_overlong
@@ -55,8 +56,8 @@ class _Scored:
     """This rank's samples, with the fields that `config.losses.ROLLOUT_FIELDS` promises, less the other models'
     log-probs."""
     idle: SampleBatch | None
-    """Those of them that the job leaves out of the computation: overlong, or of a group without advantages. None
-    where it leaves out nothing, on every rank."""
+    """Those of them that are not computed: masked, or of a group without advantages. None, on every rank, where the
+    step has no such sample."""
     scores: StepScores
 
 
@@ -105,15 +106,23 @@ class Grpo:
                 if one is not None:
                     until_the_end.callback(one.close)
             self.strategy.start_phase(self.shared.schedule)
-            behind = checkpoints.restore(PHASE, self.progress, self.reference or self.apart)
+            behind = checkpoints.restore(PHASE, config.max_steps, self.progress, self.reference or self.apart)
             if self.reference is not None and config.is_offload_states:
                 self.reference.offload_states("parameters")
             self.shared.begin(PHASE, config.max_steps, behind)
+            self._announce_remainder()
             if self.apart is not None:
                 self.apart.begin()
             if self.ahead is not None:
                 self.ahead.begin(behind)
             self._run(behind)
+
+    def _announce_remainder(self) -> None:
+        """Tells of a last mini-batch that is smaller than the others: its step has the same learning rate."""
+        notice = mini_batches(self.config.samples_per_rollout, self.settings.mini_batch_size, seed=0).notice
+        if notice is not None:
+            cure = "make rollout_batch_size x num_return_sequences_in_group a multiple of the mini-batch"
+            self.shared.recorder.progress.note(f"notice: {notice} If that is not meant, {cure}.")
 
     def _run(self, behind: int) -> None:
         config, strategy, checkpoints = self.config, self.strategy, self.shared.checkpoints
@@ -211,26 +220,29 @@ class Grpo:
         config = self.config
         batch, scores, found_before = self._rollouts(step)
         self._told("train", step - 1, scores.said)
-        advantages = self._advantages(scores, step, found_before)
+        masked = self._masked(scores)
+        advantages = self._advantages(scores, masked, step, found_before)
         home = _with_scores(batch, scores, advantages)
         here = home.ids.numpy()  # ids are places among the step's samples
-        idle = np.zeros(len(here), dtype=bool)
+        home = mask_overlong(home, torch.from_numpy(masked[here]))
+        idle = masked
         if config.drop_zero_advantage_groups:
-            idle |= zero_groups(advantages, config.group_size)[here]
-        masked = np.zeros(len(here), dtype=bool)
+            idle = idle | zero_groups(advantages, config.group_size)
+        left_out = home.select(np.flatnonzero(idle[here])) if idle.any() else None
+        return _Scored(home=home, idle=left_out, scores=scores)
+
+    def _masked(self, scores: StepScores) -> np.ndarray:
+        """Samples of the step that no loss and no whitening counts, bool [n], the same on every rank."""
+        config = self.config
+        masked = np.zeros(len(scores.ids), dtype=bool)
         if config.max_len_mask:
-            masked |= ~scores.finished[here]
+            masked |= ~scores.finished
         if config.difficulty_mask:
             low, high = config.difficulty_low_threshold, config.difficulty_high_threshold
-            masked |= outside_difficulty(scores.rewards, config.group_size, low, high)[here]
+            masked |= outside_difficulty(scores.rewards, config.group_size, low, high)
         if config.reward_failure == "drop":
-            masked |= scores.failed[here]
-        masks = config.max_len_mask or config.difficulty_mask or config.reward_failure == "drop"
-        if masks:
-            home = mask_overlong(home, torch.from_numpy(masked))
-            idle |= masked
-        leaves_out = config.drop_zero_advantage_groups or masks
-        return _Scored(home=home, idle=home.select(np.flatnonzero(idle)) if leaves_out else None, scores=scores)
+            masked |= scores.failed
+        return masked
 
     def _rollouts(self, step: int) -> tuple[SampleBatch, StepScores, dict[str, np.ndarray]]:
         """This rank's responses, all scores, and what the advantages ask for beside them."""
@@ -263,12 +275,18 @@ class Grpo:
         )
         return rollouts, score_rollouts(self.strategy, rollouts, self.reward, shown=self.config.rollout_samples)
 
-    def _advantages(self, scores: StepScores, step: int, found_before: dict[str, np.ndarray]) -> np.ndarray:
+    def _advantages(
+        self, scores: StepScores, masked: np.ndarray, step: int, found_before: dict[str, np.ndarray]
+    ) -> np.ndarray:
         """float64[n] of all samples of the step, the same on every rank."""
         config = self.config
         with consensus(self.strategy.layout.host_group, "advantages") as facts:
             found = self.objective.advantages(
-                scores.rewards, config.group_size, response_tokens=scores.response_tokens, **found_before
+                scores.rewards,
+                config.group_size,
+                response_tokens=np.where(masked, 0, scores.response_tokens),
+                domains=scores.domains,
+                **found_before,
             )
             facts.equal("the advantages", digest(found.tobytes()), "adv_estimator must give the same on every rank")
         if config.control == "shuffled":
@@ -276,6 +294,7 @@ class Grpo:
         return found
 
     def _train(self, scored: _Scored, step: int) -> Iterator[Update]:
+        finishes = self.objective.advantages.of_tokens is not None or self.copy is not None
         return train_on_rollouts(
             self.strategy,
             scored.home,
@@ -285,14 +304,14 @@ class Grpo:
             idle=scored.idle,
             reference=self.reference,
             apart=self.apart,
-            finish=None if self.objective.advantages.of_tokens is None and self.copy is None else self._finish,
+            finish=partial(self._finish, domains=scored.scores.domains) if finishes else None,
         )
 
-    def _finish(self, home: SampleBatch) -> SampleBatch:
+    def _finish(self, home: SampleBatch, domains: np.ndarray) -> SampleBatch:
         if self.copy is not None:
             self._columns |= self.copy.columns(home)
         if self.objective.advantages.of_tokens is not None:
-            home, columns = self.objective.advantages.of_tokens(home, self.strategy.layout)
+            home, columns = self.objective.advantages.of_tokens(home, self.strategy.layout, domains)
             self._columns |= columns
         return home
 

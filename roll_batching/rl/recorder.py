@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from roll_batching.config import JobConfig
+from roll_batching.config.withheld import without_secrets
 from roll_batching.files import whole_file
 from roll_batching.observe.curves import plot_learning_curve
 from roll_batching.observe.metrics_file import EVENTS, METRICS, MetricsWriter, Row, read_metrics, rows_until
@@ -45,7 +46,7 @@ class RunRecorder:
         if not self._enabled:
             return
         config, metrics = self.folder / CONFIG, self.folder / METRICS
-        text = yaml.safe_dump(self._config.to_dict(), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(without_secrets(self._config.to_dict()), sort_keys=False, allow_unicode=True)
         if resume_after is None:
             if earlier.place is not None or (metrics.exists() and metrics.stat().st_size):
                 for path in (metrics, self.folder / EVENTS, self.folder / CURVE, self.folder / MODEL, config):
@@ -76,7 +77,8 @@ class RunRecorder:
         config = self._config
         if config.track_with is None or tracker_of(config.track_with) is None:
             return None
-        return TrackedRun(config.track_with, self.folder, config.exp_name, config.to_dict(), config.tracker_kwargs)
+        shown = without_secrets(config.to_dict())
+        return TrackedRun(config.track_with, self.folder, config.exp_name, shown, config.tracker_kwargs)
 
     def start(self, phase: str, steps: int, done: int = 0) -> None:
         """A phase of `steps` steps begins, or goes on after `done` of them."""

@@ -208,16 +208,21 @@ def score_rollouts(source: Source, rollouts: Rollouts, reward: RewardPool, *, sh
     if dist.get_rank() == 0:
         logger.warning("%d of %d responses have no reward: %s", scores.failed.sum(), len(scores.ids), first)
     if reward.failure == "drop":
-        return replace(scores, rewards=_means_of_others(scores.rewards, scores.failed, rollouts.group))
+        return replace(scores, rewards=_means_of_others(scores, rollouts.group))
     return scores
 
 
-def _means_of_others(rewards: np.ndarray, failed: np.ndarray, group: int) -> np.ndarray:
-    """`rewards` where those that `failed` are their group's mean over the others, or the step's."""
+def _means_of_others(scores: StepScores, group: int) -> np.ndarray:
+    """The rewards, with those that failed replaced by the mean of their group's others, or else of their domain's."""
+    rewards, failed = scores.rewards, scores.failed
     counted = np.where(failed, 0.0, rewards).reshape(-1, group)
     others = (~failed).reshape(-1, group).sum(1)
-    means = np.where(others > 0, counted.sum(1) / np.maximum(others, 1), rewards[~failed].mean())
-    return np.where(failed, means.repeat(group), rewards)
+    means = (counted.sum(1) / np.maximum(others, 1)).repeat(group)
+    for domain in np.unique(scores.domains):
+        here = scores.domains == domain
+        known = rewards[here & ~failed]
+        means[here & (others == 0).repeat(group)] = known.mean() if known.size else 0.0
+    return np.where(failed, means, rewards)
 
 
 def _scored_here(rollouts: Rollouts, reward: RewardPool, shown: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from roll_batching.config.supervised import supervised
 from roll_batching.distributed import consensus
 from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.checkpoint import JobCheckpoints
+from roll_batching.rl.engine.weights import shares_weights_folder, weights_folder
 from roll_batching.rl.folder import EarlierRun, folder_of, held
 from roll_batching.rl.from_config import sampling_of, schedule_of, supervised_schedule_of
 from roll_batching.rl.inputs import JobInputs
@@ -46,19 +47,20 @@ class Run:
         else:
             self.schedule = schedule_of(config, dp_size)
         """Training arguments of the job's main phase."""
-        temperature = 1.0 if supervised(config) else self.sampling.temperature
         worker = config.actor_train.model_copy(update={"training_args": self.schedule})
-        self.strategy = MegatronTrainStrategy(worker, seed=config.seed, temperature=temperature)
+        self.strategy = MegatronTrainStrategy(worker, seed=config.seed, temperature=config.logprob_temperature)
         self.strategy.initialize()
         layout = self.strategy.layout
         with consensus(layout.host_group, "the job's inputs") as facts:
             facts.equal("the data files", inputs.fingerprint, "Give all machines the same files")
             if dist.get_rank() == 0:
                 until_the_end.enter_context(held(folder_of(config)))
+                if shares_weights_folder(config):
+                    until_the_end.enter_context(held(weights_folder(config), temporary=True))
         if inputs.reward is not None:
             until_the_end.callback(inputs.reward.close)
             start_reward(layout, inputs.reward)
-        self.checkpoints = JobCheckpoints(config, folder_of(config), self.strategy)
+        self.checkpoints = JobCheckpoints(config, folder_of(config), self.strategy, inputs)
         self.recorder = RunRecorder(config, enabled=dist.get_rank() == 0)
         self._open = False
 
@@ -75,6 +77,14 @@ class Run:
                     self.recorder.open(earlier, self.checkpoints.kept_rows)
             self._open = True
         self.recorder.start(phase, steps, done)
+        if done == steps:
+            self.recorder.progress.note(
+                f"{phase} is complete: all of its {steps:,} steps were done before. To train on, raise max_steps"
+            )
+        elif done:
+            self.recorder.progress.note(
+                f"{phase} goes on after step {done:,} of {steps:,}, from {self.checkpoints.latest}"
+            )
 
     def record(
         self, step: int, row: Row, *, shown: Mapping[str, float | None], said: Sequence[Mapping[str, Any]] = ()

@@ -40,10 +40,8 @@ class RunningMoments:
 
     @property
     def deviation(self) -> float:
-        """The sample's. Raises DataError for fewer than two numbers."""
-        if self.count < 2:
-            raise DataError("a single reward has no deviation: use more prompts or responses per step")
-        return math.sqrt(self._squares / (self.count - 1))
+        """The sample's; 0 for fewer than two numbers."""
+        return math.sqrt(self._squares / max(self.count - 1, 1))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -52,6 +50,31 @@ class RunningMoments:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from there."""
         self.count, self.mean, self._squares = int(state["count"]), float(state["mean"]), float(state["squares"])
+
+
+class DomainMoments:
+    """Running moments of each reward domain, by its name."""
+
+    def __init__(self) -> None:
+        self._moments: dict[str, RunningMoments] = {}
+
+    def update(self, domain: str, values: np.ndarray) -> RunningMoments:
+        """Moments of `domain` after adding `values`, float[n]."""
+        moments = self._moments.setdefault(domain, RunningMoments())
+        moments.update(values)
+        return moments
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {domain: moments.state_dict() for domain, moments in self._moments.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there. Raises DataError for moments that were saved for all domains together."""
+        if not all(isinstance(saved, Mapping) for saved in state.values()):
+            raise DataError("the checkpoint has one mean reward for all domains: it was saved by an earlier version")
+        self._moments = {domain: RunningMoments() for domain in state}
+        for domain, saved in state.items():
+            self._moments[domain].load_state_dict(saved)
 
 
 class KlCoefficient:

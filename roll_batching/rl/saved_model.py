@@ -10,6 +10,7 @@ from typing import Any
 
 from roll_batching.config import JobConfig, MegatronConfig, WorkerConfig, load_config
 from roll_batching.config.attention_backends import ATTENTION_BACKENDS
+from roll_batching.config.withheld import withheld_problems
 from roll_batching.data.texts import Prompt, PromptDataset
 from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.errors import CheckpointError, ConfigError
@@ -20,6 +21,7 @@ from roll_batching.rl.from_config import sampling_of
 from roll_batching.rl.inputs import load_tokenizer
 from roll_batching.rl.rewards.pool import reward_of
 from roll_batching.rl.rollout import Rollouts, generate_rollouts
+from roll_batching.rl.saved_job import check_tokenizer
 from roll_batching.rl.seeds import answers_seed
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
 from roll_batching.strategy.checkpoint import RECORD
@@ -69,6 +71,8 @@ class SavedModel:
         reward = reward_of(self.config)
         if reward is None:
             raise ConfigError("the run's configuration names no reward_function: nothing tells good answers from bad")
+        if missing := [one for one in withheld_problems(self.config.to_dict()) if "reward_args" in one.path]:
+            raise self.config.error(*missing)
         evaluator = Evaluator(
             prompts=prompts,
             tokenizer=tokenizer,
@@ -92,24 +96,36 @@ def open_checkpoint(run: Path, pretrain: str | None = None, *, runs: bool = True
     """
     point = saved_point(run)
     if point is None:
-        raise CheckpointError(
-            f"{run} holds no checkpoint: name a run's folder that has some (save_steps), or a checkpoint. A run that "
-            f"ended has written its model into the folder {MODEL} beside them"
-        )
+        raise CheckpointError(_missing(run))
     config = load_config(point.path.parents[1] / CONFIG)
     role = _on_one_process(config.actor_train, point, pretrain, runs=runs)
-    strategy = MegatronInferStrategy(role, temperature=config.actor_infer.generating_args.temperature)
+    strategy = MegatronInferStrategy(role, temperature=config.logprob_temperature)
     strategy.initialize(weights=False)
-    strategy.load(point.path, optimizer=False)
+    strategy.load(point.path, optimizer=False, verify=config.verify_checkpoint)
     return SavedModel(point=point, config=config, strategy=strategy)
 
 
+def _missing(run: Path) -> str:
+    if not run.is_dir():
+        return f"{run} is no folder: name a run's folder, or a checkpoint in it"
+    if (run / MODEL).is_dir():
+        return f"{run} holds no checkpoint, but the trained model, in {run / MODEL}: read that with transformers"
+    if not (run / CONFIG).is_file():
+        return f"{run} holds no checkpoint and is no run's folder: it has no {CONFIG}"
+    return f"{run} holds no checkpoint: the run saved none. Train again with save_steps=10, or however many steps apart"
+
+
 def tokenizer_of(model: SavedModel, pretrain: str | None = None) -> Tokenizer:
-    """The run's tokenizer; that of `pretrain` where the run took its model directory's."""
+    """The run's tokenizer; that of `pretrain` where the run took its model directory's.
+
+    Raises CheckpointError when its tokens mean other texts than those that the model learnt.
+    """
     wanted = model.config.tokenizer
     if pretrain is not None and wanted.name_or_path == model.config.actor_train.model_args.model_name_or_path:
         wanted = wanted.model_copy(update={"name_or_path": pretrain})
-    return load_tokenizer(model.config.model_copy(update={"tokenizer": wanted}))
+    tokenizer = load_tokenizer(model.config.model_copy(update={"tokenizer": wanted}))
+    check_tokenizer(model.point.job or {}, tokenizer, model.point.path)
+    return tokenizer
 
 
 def _on_one_process(role: WorkerConfig, point: SavedPoint, pretrain: str | None, *, runs: bool) -> WorkerConfig:

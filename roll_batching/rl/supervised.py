@@ -70,7 +70,7 @@ def _train(run: Run, phase: _Phase) -> None:
     strategy, last = run.strategy, phase.training.max_steps
     strategy.start_phase(phase.training)
     reference = _reference(run) if phase.name != WARMUP else None
-    behind = run.checkpoints.restore(phase.name, phase.steps, reference)
+    behind = run.checkpoints.restore(phase.name, last, phase.steps, reference)
     validation = _validation(run, phase, reference)
     run.begin(phase.name, last, behind)
     for step in range(behind + 1, last + 1):

@@ -34,12 +34,15 @@ class TokenRewards:
     """Weight of the divergence in the reward; reads `old_log_probs` and `ref_log_probs`. None: not in it."""
     estimator: KlEstimator = "k1"
     whiten: bool = False
-    """Mean 0 and deviation 1 over the tokens of the step, as `AdvantageRule.whiten`."""
+    """Mean 0 and deviation 1 over the tokens of each reward domain, as `AdvantageRule.whiten`."""
     clip: float | None = None
     """Advantages are clipped to [-x, x] last."""
 
-    def __call__(self, home: SampleBatch, layout: ParallelLayout) -> tuple[SampleBatch, Row]:
-        """`home`, this rank's samples of a step, with `advantages` of tokens (next_token), and columns. Collective."""
+    def __call__(self, home: SampleBatch, layout: ParallelLayout, domains: np.ndarray) -> tuple[SampleBatch, Row]:
+        """`home`, this rank's samples of a step, with `advantages` of tokens (next_token), and columns. Collective.
+
+        `domains`, text [n], are the reward domains of all samples of the step, by id.
+        """
         counted = counted_positions(home)
         spent, row = None, Row()
         if self.kl is not None:
@@ -48,7 +51,7 @@ class TokenRewards:
             row = self._followed(home, divergence, counted, layout)
         found = returns(home, counted, self.gamma, spent)
         if self.whiten:
-            found = _whitened(found, counted, layout)
+            found = _whitened(home, found, counted, layout, domains)
         if self.clip is not None:
             found = found.clamp(-self.clip, self.clip)
         values = torch.where(counted, found, 0.0).float()
@@ -93,14 +96,20 @@ def returns(batch: SampleBatch, counted: torch.Tensor, gamma: float, spent: torc
     return found
 
 
-def _whitened(values: torch.Tensor, counted: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
-    chosen = values[counted]
-    total, count = _summed(layout, "whitening", float(chosen.sum()), float(len(chosen)))
-    if count < 2:
-        raise DataError(f"whitening needs at least two response tokens; the step has {count:g}")
-    mean = total / count
-    (squares,) = _summed(layout, "whitening", float(((chosen - mean) ** 2).sum()))
-    return (values - mean) / np.sqrt(squares / (count - 1) + VARIANCE_EPSILON)
+def _whitened(
+    home: SampleBatch, values: torch.Tensor, counted: torch.Tensor, layout: ParallelLayout, domains: np.ndarray
+) -> torch.Tensor:
+    names, numbers = np.unique(domains, return_inverse=True)
+    domain = torch.from_numpy(numbers)[home.ids][sample_of(home)]
+
+    def sums(of: torch.Tensor) -> torch.Tensor:
+        parts = torch.zeros(len(names), dtype=torch.float64).index_add_(0, domain[counted], of[counted])
+        return torch.tensor(_summed(layout, "whitening", *parts.tolist()), dtype=torch.float64)
+
+    count = sums(torch.ones_like(values))
+    mean = (sums(values) / count.clamp(min=1))[domain]
+    variance = sums((values - mean) ** 2) / (count - 1).clamp(min=1)
+    return torch.where((count < 2)[domain], values, (values - mean) * torch.rsqrt(variance + VARIANCE_EPSILON)[domain])
 
 
 def _summed(layout: ParallelLayout, what: str, *numbers: float) -> list[float]:

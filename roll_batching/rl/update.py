@@ -15,9 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from roll_batching.config.batching import refuse_without_old_log_probs
 from roll_batching.data import FieldSpec, LengthTable, SampleBatch, collect, distribute, gather_lengths
 from roll_batching.data.crossing import Crossing
 from roll_batching.data.membership import mini_batches, mini_batches_by_rank
+from roll_batching.errors import DataError
 from roll_batching.losses import loss_spec
 from roll_batching.packing.ahead import one_ahead
 from roll_batching.planning import Plan, batch_balance
@@ -107,6 +109,10 @@ def train_on_rollouts(
     masks = spec.masks
     table = gather_lengths(home)
     table = table.select(np.argsort(table.ids))  # membership must not depend on who generated what
+    if strategy.batching.logprob_plan == "none":
+        problem = refuse_without_old_log_probs(len(table), settings.mini_batch_size, settings.epochs)
+        if problem is not None:
+            raise DataError(f"logprob_plan: {problem}.")
     working = np.ones(len(table), dtype=bool)
     if idle is not None:
         working = ~np.isin(table.ids, gather_lengths(idle).ids)

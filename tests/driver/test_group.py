@@ -65,7 +65,7 @@ def test_a_killed_actor_ends_the_loop_and_a_shared_error_does_not(tmp_path, repo
     assert "counts [10, 10]" in said, "batch_balance gives every replica as many samples"
     last = said.splitlines()[-1]
     assert re.match(r".*RollBatchingError: rank [01] \(process \d+ on .*\) ended without a message: ", last), said
-    assert re.search(r"^What rank [01] said: .*/logs/rank_000[01]\.log$", said, re.MULTILINE)
+    assert re.search(r"^notice: the log of rank [01] is .*/logs/rank_000[01]\.log$", said, re.MULTILINE)
     report(f"a killed actor ended the driver's loop in {seconds:.1f} s: {last}")
 
 

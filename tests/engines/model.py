@@ -53,31 +53,37 @@ class Model:
             mine[name].copy_(tensor)
 
     @torch.no_grad()
-    def sample(self, prompt: list[int], how: dict[str, Any]) -> tuple[list[int], list[float], list[float], str]:
-        """Tokens; their log-probs at the temperature and without it; why it ended."""
+    def sample(self, prompt: list[int], how: dict[str, Any]) -> tuple[list[int], dict[str, list[float]], str]:
+        """Tokens; their log-probs; why it ended.
+
+        Log-probs are `scaled`, at the temperature; `raw`, without it; `processed`, after top-k and top-p too.
+        """
         generator = torch.Generator().manual_seed(how["seed"] or 0)
         stops = {*self.ends, *how["stops"]}
-        tokens, scaled, raw = [], [], []
+        tokens: list[int] = []
+        values: dict[str, list[float]] = {"scaled": [], "raw": [], "processed": []}
         rows, cache = torch.tensor([prompt]), None
         while len(tokens) < how["most"]:
             made = self.model(rows, past_key_values=cache, use_cache=True)
             cache, logits = made.past_key_values, made.logits[0, -1].float()
             hot = (logits / (how["temperature"] or 1.0)).log_softmax(-1)
-            token = int(hot.argmax()) if not how["temperature"] else self._draw(hot, how, generator)
+            kept = self.kept(hot, how) if how["temperature"] else hot
+            token = int(torch.multinomial(kept.exp(), 1, generator=generator) if how["temperature"] else hot.argmax())
             tokens.append(token)
-            scaled.append(float(hot[token]))
-            raw.append(float(logits.log_softmax(-1)[token]))
+            values["scaled"].append(float(hot[token]))
+            values["raw"].append(float(logits.log_softmax(-1)[token]))
+            values["processed"].append(float(kept.log_softmax(-1)[token]))
             if token in stops:
-                return tokens, scaled, raw, "stop"
+                return tokens, values, "stop"
             rows = torch.tensor([[token]])
-        return tokens, scaled, raw, "length"
+        return tokens, values, "length"
 
     @staticmethod
-    def _draw(log_probs: torch.Tensor, how: dict[str, Any], generator: torch.Generator) -> int:
+    def kept(log_probs: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
         kept = log_probs.clone()
         if how["top_k"] and how["top_k"] > 0:
             kept[kept < kept.topk(min(how["top_k"], len(kept))).values[-1]] = -math.inf
         if how["top_p"] < 1:
             ordered, index = kept.softmax(-1).sort(descending=True)
             kept[index[ordered.cumsum(-1) - ordered >= how["top_p"]]] = -math.inf
-        return int(torch.multinomial(kept.exp(), 1, generator=generator))
+        return kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ class Replica:
         self.model = Model(folder)
         if options.dummy:
             self.model.forget()
+        self.instance_id = f"{time.time_ns()}"
         self.asleep: set[str] = set()
         """Of "weights" and "kv_cache", what has no memory at the moment."""
         self.version = "default"
@@ -68,13 +70,20 @@ class Replica:
 
     async def fault(self, request: web.Request) -> web.Response:
         order = await request.json()
-        if order["kind"] == "die":
+        if order["kind"] == "restart":
+            await self.restart()
+        elif order["kind"] == "die":
             asyncio.get_running_loop().call_later(0.05, lambda: asyncio.ensure_future(self.close()))
         elif order["kind"].startswith("weights_"):
             self.weight_faults[self.seen["received"] + order.get("after", 0)] = order["kind"]
         else:
             self.faults += [order["kind"]] * order.get("times", 1)
         return web.Response()
+
+    async def restart(self) -> None:
+        """As a new process under the same URL: with the weights that it was started with."""
+        await asyncio.to_thread(self.model.load, self.folder)
+        self.instance_id, self.version = f"{time.time_ns()}", "default"
 
     async def tell(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -117,6 +126,8 @@ class Replica:
         self.requests.add(task)
         try:
             fault = self.faults.pop(0) if self.faults else ""
+            if fault == "restarts":
+                await self.restart()
             if fault == "slow":
                 await asyncio.sleep(3600)
             if fault == "500":

@@ -79,8 +79,8 @@ class SGLangServer(Replica):
             "seed": asked.get("sampling_seed"),
         }
 
-        def reply(tokens: list[int], scaled: list[float], raw: list[float], reason: str, fault: str) -> Any:
-            pairs = [[value, token, None] for value, token in zip(scaled, tokens, strict=True)]
+        def reply(tokens: list[int], values: dict[str, list[float]], reason: str, fault: str) -> Any:
+            pairs = [[value, token, None] for value, token in zip(values["scaled"], tokens, strict=True)]
             finish = (
                 {"type": "stop", "matched": tokens[-1]} if reason == "stop" else {"type": reason, "length": how["most"]}
             )

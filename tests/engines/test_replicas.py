@@ -21,6 +21,7 @@ from roll_batching.engines.sglang import SGLang
 from roll_batching.engines.vllm import VLLM
 from roll_batching.errors import EngineError
 from roll_batching.strategy.sampling import GenerationSettings
+from tests.engines.model import Model
 from tests.huggingface import tiny
 
 pytestmark = pytest.mark.cluster
@@ -86,7 +87,7 @@ def test_a_round_with_faults(servers, model, report):
     engine.update_weights(model[0].resolve(), 7)
     asked = questions()
     quiet = engine.generate(asked, SETTINGS)
-    check_log_probs(model[1], asked, quiet)
+    check_log_probs(model[1], asked, quiet, processed=dialect.name == "vllm")
     assert engine.figures() == {
         "engine_requests": 18, "engine_failed_attempts": 0, "engine_dropped": 0, "engine_replicas": 2
     }  # fmt: skip
@@ -104,9 +105,9 @@ def test_a_round_with_faults(servers, model, report):
     time.sleep(0.5)
     assert engine.generate(asked, SETTINGS) == quiet
     figures = engine.figures()
-    assert (figures["engine_dropped"], figures["engine_replicas"]) == (1, 1) and engine.live == (urls[0],)
+    assert (figures["engine_dropped"], figures["engine_replicas"]) == (1, 1) and [*engine.live] == urls[:1]
     engine.update_weights(model[0].resolve(), 8)
-    assert engine.live == (urls[0],), "it is tried again with new weights, and is not there"
+    assert [*engine.live] == urls[:1], "it is tried again with new weights, and is not there"
     order(urls[0], "500", 100)
     with pytest.raises(EngineError, match="a request failed 4 times: .*status 500: out of memory") as caught:
         engine.generate(asked[:1], SETTINGS)
@@ -122,6 +123,7 @@ def test_sleep_and_wake(servers, model, report):
     awake = engine.generate(asked, SETTINGS)
     engine.sleep()
     impatient = Replicas(urls, dialect, EngineLimits(seconds=1, retries=1))
+    impatient.use(engine.live, engine.version)
     waits = isinstance(dialect, SGLang)  # it is paused too, and keeps requests until it goes on
     with pytest.raises(
         EngineError, match="TimeoutError" if waits else r"status 500: asleep: \['kv_cache', 'weights'\]"
@@ -134,19 +136,25 @@ def test_sleep_and_wake(servers, model, report):
     order(urls[1], "die")
     time.sleep(0.5)
     engine.sleep()
-    assert engine.live == (urls[0],)
+    assert [*engine.live] == urls[:1]
     engine.update_weights(model[0].resolve(), 9, asleep=True)
     assert engine.generate(asked, SETTINGS) == awake
     assert seen(urls[0])["sleeps"] == 2
 
 
-def check_log_probs(model, asked, answers):
-    """Tokens among the 20 likeliest, and their log-probs at the temperature, by transformers alone."""
+def check_log_probs(model, asked, answers, processed=False):
+    """Tokens among the 20 likeliest, and their log-probs at the temperature, by transformers alone.
+
+    `processed`: after top-k and top-p.
+    """
     for question, answer in zip(asked, answers, strict=True):
         whole = torch.tensor([question.tokens + answer.tokens])
         with torch.no_grad():
             logits = model(whole).logits[0, len(question.tokens) - 1 : -1]
         expected = (logits / SETTINGS.temperature).log_softmax(-1)
+        if processed:
+            how = {"top_k": SETTINGS.top_k, "top_p": SETTINGS.top_p}
+            expected = torch.stack([Model.kept(row, how).log_softmax(-1) for row in expected])
         found = expected.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(answer.log_probs), found, atol=1e-5, rtol=1e-5)
         assert (found >= expected.topk(20).values[:, -1]).all()
@@ -178,7 +186,7 @@ def test_a_server_that_began_with_dummy_weights_reads_real_ones(model):
 
 def test_a_slow_server_is_not_waited_for(one_server):
     engine = Replicas([one_server], SGLang(), EngineLimits(seconds=2, retries=1))
-    engine.use(engine.urls, "default")
+    engine.use(engine.live, "default")
     order(one_server, "slow")
     started = time.monotonic()
     assert len(engine.generate(questions(1, 1), SETTINGS)) == 1

@@ -32,9 +32,17 @@ class VLLMServer(Replica):
 
     def app(self) -> web.Application:
         app = super().app()
+        app.add_routes([web.get("/server_info", self.server_info)])
         if self.options.sleeps:
             app.add_routes([web.post("/sleep", self.sleep), web.post("/wake_up", self.wake_up)])
         return app
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        mode = "processed_logprobs" if self.options.processed else "raw_logprobs"
+        config: Any = {"model_config": {"model": self.folder, "logprobs_mode": mode}, "instance_id": self.instance_id}
+        if request.query.get("config_format", "text") == "text":
+            config = f"model='{self.folder}', logprobs_mode={mode}"
+        return web.json_response({"vllm_config": config, "vllm_env": {}, "system_env": {}})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await fields(request, COMPLETION)
@@ -49,8 +57,8 @@ class VLLMServer(Replica):
             "seed": body.get("seed"),
         }
 
-        def reply(tokens: list[int], scaled: list[float], raw: list[float], reason: str, fault: str) -> Any:
-            values = scaled if self.options.processed else raw
+        def reply(tokens: list[int], logs: dict[str, list[float]], reason: str, fault: str) -> Any:
+            values = logs["processed" if self.options.processed else "raw"]
             choice: dict[str, Any] = {
                 "index": 0,
                 "text": "",

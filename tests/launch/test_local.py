@@ -13,7 +13,7 @@ import pytest
 
 from roll_batching.config import config_from_dict
 from roll_batching.errors import ConfigError
-from roll_batching.launch.devices import choose_devices, process_count, visible_devices
+from roll_batching.launch.devices import choose_devices, crowding, process_count, visible_devices
 from tests.launch import commands
 
 pytest.importorskip("torch")
@@ -142,3 +142,10 @@ def test_stopping_the_launcher_ends_the_ranks(tmp_path, stop):
         _, said = job.communicate(timeout=30)
     assert job.returncode != 0 and said == f"stopped by {stop.name}; all ranks were ended\n"
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize(("count", "processors", "said"), [(16, 2, True), (4, 2, False), (9, 4, True), (64, 64, False)])
+def test_more_processes_than_a_machine_without_gpus_has_room_for_are_said(count, processors, said):
+    text = crowding(count, processors)
+    assert (text is not None) == said
+    assert text is None or (f"{count} processes" in text and f"--nproc {processors}" in text)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from roll_batching.launch.logs import log_of, named
 from tests.launch.commands import ROOT, trained
 
 pytest.importorskip("torch")
@@ -77,6 +78,16 @@ def test_a_log_that_cannot_be_written_is_said_and_done_without(tmp_path):
     assert done.stderr.startswith("notice: rank 1 keeps no log in ") and "from a library" in done.stderr
 
 
+def test_a_log_without_output_of_the_last_attempt_is_not_named(tmp_path):
+    file = log_of(tmp_path, 1)
+    assert named(tmp_path, 1) == ""
+    file.parent.mkdir()
+    heading = "==== rank 1 of 2, 2026-11-22 17:01:02, attempt 1; process 4711 on node7\n"
+    for text, is_named in (("", False), ("a line\n", True), (f"a line\n\n{heading}", False), (f"a\n{heading}b", True)):
+        file.write_text(heading + text)
+        assert named(tmp_path, 1) == (f"notice: the log of rank 1 is {file}\n" if is_named else "")
+
+
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_a_lost_rank_is_named_with_its_log_which_has_the_stack(tmp_path):
@@ -94,7 +105,7 @@ class Loss:
     assert code == 1
     *_, before, last = said.splitlines()
     assert last.startswith("error: rank 1 was ended by signal 6 (SIGABRT) without a message"), said
-    found = re.fullmatch(r"What rank 1 said: (.*/logs/rank_0001\.log)", before)
+    found = re.fullmatch(r"notice: the log of rank 1 is (.*/logs/rank_0001\.log)", before)
     assert found, said
     log = (tmp_path / found[1]).read_text()
     assert log.startswith("==== rank 1 of 2, ") and "Fatal Python error: Aborted" in log and "in token_loss" in log

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from roll_batching.launch.on_ray.actors import passed_on
+from roll_batching.driver.rank import StrategyRank
+from roll_batching.launch.on_ray.actors import passed_on, shown_and_secret
 from roll_batching.launch.on_ray.placement import Seat, bundle_size, seats
+from roll_batching.launch.on_ray.rank import Rank
+from roll_batching.launch.on_ray.worlds import RoleRank
 
 
 @pytest.mark.parametrize(
@@ -32,3 +37,16 @@ def test_machines_may_hold_different_numbers_of_ranks():
 def test_the_environment_goes_along_without_secrets():
     given = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "here", "HF_HOME": "/models", "HF_TOKEN": "hf_x", "HOME": "/root"}
     assert passed_on(given) == {"HF_HOME": "/models", "NCCL_DEBUG": "INFO", "PYTHONPATH": "here"}
+
+
+def test_keys_reach_ranks_on_another_way_than_ray_shows():
+    given = {"WANDB_API_KEY": "sk-1", "NCCL_DEBUG": "INFO"}
+    assert shown_and_secret(given) == ({"NCCL_DEBUG": "INFO"}, {"WANDB_API_KEY": "sk-1"})
+
+
+def test_a_rank_has_its_keys_before_anything_is_asked_of_it(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    for kind in (Rank, RoleRank, StrategyRank):
+        rank = kind(3, {"WANDB_API_KEY": "sk-1"})
+        assert os.environ.pop("WANDB_API_KEY") == "sk-1"
+        assert "sk-1" not in repr(rank)

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from roll_batching.observe.curves import _padding_panel, _reward_panel, plot_learning_curve
+from roll_batching.observe.curves import _marks_panel, _padding_panel, _reward_panel, plot_learning_curve
 from roll_batching.observe.progress import ProgressReporter
 from roll_batching.observe.summary import show_summary, summarize
 from tests.observe.rows import rl_rows
@@ -38,6 +38,15 @@ def test_the_curve_shows_the_mean_of_five_steps_and_the_share_of_padding():
     assert padding.lines[0].get_xydata().tolist() == [[i, 0.25] for i in range(1, 8)]
     assert padding.yaxis.get_major_formatter()(0.25) == "25%"
     assert (reward.get_ylim(), padding.get_ylim()) == ((0, 1.02), (-0.02, 1.02))
+
+
+@pytest.mark.parametrize("shares", [(0.0, 0.004), (0.001, 0.012), (0.1, 0.6)])
+def test_ticks_of_small_shares_differ(shares):
+    axes = Figure().subplots()
+    _marks_panel(axes, [{"step": step, "clip_fraction": share} for step, share in enumerate(shares, 1)])
+    axes.figure.draw_without_rendering()
+    ticks = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(set(ticks)) == len(ticks) > 2 and all(tick.endswith("%") for tick in ticks)
 
 
 def test_the_curve_shows_rewards_below_0():

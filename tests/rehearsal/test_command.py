@@ -35,6 +35,7 @@ def test_users_of_the_library_rehearse_a_job_in_python():
     totals = totals_of(found)
     assert totals.micro_batches == 3 and 0 <= totals.padding < 0.05  # 32 pairs of 130 tokens under 1,024: 7 in a pack
     assert 0.5 < totals.useful < 1
+    assert next(iter(lines_of(found, 8 << 30))).startswith("fits 8.00 GiB: the only stage needs ")
     assert any("2 = 2 ranks" in line or "= 2 ranks" in line for line in lines_of(found, 8 << 30))
 
 

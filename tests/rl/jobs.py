@@ -94,6 +94,29 @@ def run_and_count(payload: dict[str, Any]) -> list[tuple[list[int], int | None]]
     return seen
 
 
+def run_and_keep(payload: dict[str, Any]) -> dict[int, list[float]]:
+    """On a rank: the whole job; by id the advantages of the response's counted tokens that its loss read."""
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    kept: dict[int, list[float]] = {}
+    train_step = MegatronTrainStrategy.train_step
+
+    def recorded(self: Any, batch: Any, *given: Any, **named: Any) -> Any:
+        rows = zip(batch.ids.tolist(), batch.to_lists("advantages"), batch.to_lists("response_mask"), strict=True)
+        for number, values, mask in rows:
+            counted = mask.bool().roll(-1)
+            counted[-1] = False
+            kept[number] = (values[counted] if values.ndim else values.expand(int(counted.sum()))).tolist()
+        return train_step(self, batch, *given, **named)
+
+    MegatronTrainStrategy.train_step = recorded  # type: ignore[method-assign]
+    try:
+        run(payload)
+    finally:
+        MegatronTrainStrategy.train_step = train_step  # type: ignore[method-assign]
+    return kept
+
+
 # Reward functions that tests name by path.
 
 

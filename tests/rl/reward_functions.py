@@ -116,6 +116,24 @@ def scribbles(completion: Completion) -> float:
     return 1.0
 
 
+def stops_later(completion: Completion) -> float:
+    """Answers, and has its process stopped a moment later."""
+    here = os.getpid()
+    if os.fork() == 0:
+        time.sleep(0.3)
+        os.kill(here, signal.SIGSTOP)
+        os._exit(0)
+    return 1.0
+
+
+def begins_a_message(completion: Completion) -> float:
+    """Writes the length of a long message, and none, before it answers."""
+    for descriptor in range(3, 20):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b"\x00\x00\x10\x00")
+    return 1.0
+
+
 def deep(completion: Completion) -> Any:
     return deep(completion)
 
@@ -147,5 +165,7 @@ _FAILURES = {
     "killed": lambda c: os.kill(os.getpid(), signal.SIGKILL),
     "crash": lambda c: os.kill(os.getpid(), signal.SIGSEGV),
     "scribbles": scribbles,
+    "escapes": lambda c: raises(RuntimeError("\x1b[31mred\x07\r\n" + "line\n" * 2000)),
+    "an escape as a mark": lambda c: Score(reward=1.0, marks={"\x1b[2J": True}),
     "closes everything": lambda c: os.closerange(0, 1000),
 }

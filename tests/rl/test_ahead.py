@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from roll_batching.config import JobConfig, load_config
+from roll_batching.config import ConfigFileError, JobConfig, load_config
 from roll_batching.data.texts import Prompt
 from roll_batching.errors import ConfigError
 from roll_batching.launch.devices import role_devices
@@ -285,11 +285,11 @@ def test_a_sampler_may_have_a_device_of_its_own():
         role_devices(job, {"CUDA_VISIBLE_DEVICES": "4,5"})
 
 
-def test_keys_without_effect_get_a_notice():
+def test_overrides_without_effect_are_refused():
     file = Path(__file__).resolve().parents[2] / "configs" / "demo_grpo.yaml"
-    notices = load_config(file, ["max_staleness=2", "rollout_timeout=5"]).notices
-    assert [notice.path for notice in notices] == ["max_staleness", "rollout_timeout"]
-    cap = load_config(
-        file.with_name("grpo_async_demo.yaml"), ["loss_args.engine_ratio_cap=2", "actor_train.logprob_plan=rollout"]
-    )
-    assert "no other numbers to correct" in str(cap.notices[0])
+    with pytest.raises(ConfigFileError) as caught:
+        load_config(file, ["max_staleness=2", "rollout_timeout=5"])
+    assert [problem.path for problem in caught.value.problems] == [("max_staleness",), ("rollout_timeout",)]
+    changes = ["loss_args.engine_ratio_cap=2", "actor_train.logprob_plan=rollout"]
+    with pytest.raises(ConfigFileError, match="engine_ratio_cap: has no effect: .*no other numbers to correct"):
+        load_config(file.with_name("grpo_async_demo.yaml"), changes)

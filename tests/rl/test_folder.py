@@ -88,6 +88,27 @@ def test_launcher_and_rank_0_hold_it_together_and_either_keeps_others_out(tmp_pa
         pass
 
 
+def test_a_temporary_folder_goes_unless_something_is_left_in_it(tmp_path, monkeypatch):
+    with held(tmp_path / "weights", temporary=True):
+        with pytest.raises(RollBatchingError, match="in use"), held(tmp_path / "weights", temporary=True):
+            pass
+        assert (tmp_path / "weights" / ".lock").exists(), "who is refused removes nothing"
+    assert not (tmp_path / "weights").exists()
+    with held(tmp_path / "weights", temporary=True):
+        (tmp_path / "weights" / "other").touch()
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["other"]
+
+    def removes(lock: int, folder: Path, *, together: bool) -> None:
+        """Who held it before has removed it, after it was opened here."""
+        monkeypatch.undo()
+        (folder / ".lock").unlink()
+
+    monkeypatch.setattr("roll_batching.rl.folder._take", removes)
+    with held(tmp_path / "weights"):
+        with pytest.raises(RollBatchingError, match="in use"), held(tmp_path / "weights"):
+            pass
+
+
 @pytest.mark.bad_input
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, report):
     (tmp_path / "file").touch()

@@ -46,6 +46,19 @@ def test_a_job_leaves_rows_events_settings_and_a_picture(folder, ranks):
     assert JobConfig.model_validate(yaml.safe_load((run / "config.yaml").read_text())).exp_name == "tiny"
 
 
+def test_log_probs_of_the_loss_have_a_temperature_of_their_own(folder):
+    job = {"warmup": None, "max_steps": 1, "reward_function": "tests.rl.jobs:length"}
+    rows = []
+    for temperature in (None, 1.0):
+        sampled = {"actor_infer__generating_args__temperature": 0.25}
+        run_ranks(1, RUN, settings(folder, **job, **sampled, actor_train__logprob_temperature=temperature))
+        rows.append(finished(folder)[1][-1])
+    sharp, plain = rows
+    assert sharp["reward"] == plain["reward"], "the same samples"
+    assert plain["entropy"] > 1.02 * sharp["entropy"], "of the distribution at temperature 1"
+    assert plain["approx_kl"] < 0.01, "old log-probs have the same"
+
+
 def test_the_figures_of_a_row_agree_with_each_other(folder):
     """One mini-batch per step, so that a row's sums are those of one plan."""
     job = settings(
@@ -78,6 +91,22 @@ def test_the_figures_of_a_row_agree_with_each_other(folder):
         assert min(shares.values()) >= 0 and sum(shares.values()) <= 1.0001, "evaluations are the rest"
         assert shares["transfer"] == 0 < shares["rollout"] and shares["train"] > shares["reward"] > 0
         assert 0 <= row["imbalance"] < 1 and row["micro_batches"] >= 1 and row["fillers"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "changes", "remainder"),
+    [(1, 11, {"ppo_epochs": 2}, 1), (2, 5, {"batch_balance": True}, 2), (1, 6, {}, None)],
+)
+def test_a_smaller_last_mini_batch_is_announced_once(folder, ranks, size, changes, remainder):
+    rows = {"actor_train__training_args__per_device_train_batch_size": size}
+    job = settings(folder, warmup=None, max_steps=2, **rows, **changes)
+    outcomes = run_ranks(ranks, RUN, job, check=False)
+    assert [outcome.returncode for outcome in outcomes] == [0] * ranks, outcomes[0].output
+    shown = [line for outcome in outcomes for line in outcome.output.splitlines() if "do not divide" in line]
+    assert len(shown) == (remainder is not None), shown
+    if remainder is not None:
+        assert f"12 samples do not divide into mini-batches of {size * ranks}" in shown[0]
+        assert f"holds {remainder}" in shown[0] and "rollout_batch_size x num_return_sequences_in_group" in shown[0]
 
 
 def test_the_keys_of_the_objective_reach_the_loss(folder):

@@ -17,12 +17,13 @@ from roll_batching.config import JobConfig, load_config
 from roll_batching.errors import ConfigError
 from roll_batching.launch.devices import devices_of_roles, devices_under_torchrun, role_devices
 from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.roles.client import SAMPLER, RoleClient
+from roll_batching.rl.roles.client import SAMPLER, Kind, RoleClient
+from roll_batching.rl.roles.reference_apart import REFERENCE
 from roll_batching.rl.roles.world import DEVICES, ChildWorld
 from tests.observe.rows import TIMES
 from tests.rl.jobs import settings, write_data
 from tests.rl.test_ahead import trained_on
-from tests.rl.worlds import MARK, left_of
+from tests.rl.worlds import MARK, ROLES, is_of_role, left_of
 from tests.support.own_attention import MaskedSoftmax
 from tests.support.ranks import run_ranks
 
@@ -93,6 +94,18 @@ def end_with_a_world(payload: dict[str, Any]) -> None:
     (Path(payload["output_dir"]).parent / "pids").write_text(json.dumps(client.world.pids))
     time.sleep(2)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", [SAMPLER, REFERENCE], ids=lambda kind: kind.name)
+def test_processes_of_a_role_are_found_by_its_module(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slow tests below kill one of them: if they could not find it, nobody would know before those run."""
+    monkeypatch.setenv(MARK, str(tmp_path / "runs"))
+    world = ChildWorld(kind.module, 2, os.environ)
+    roles = {one.pid: [role for role in ROLES if is_of_role(one, role)] for one in left_of(tmp_path)}
+    world.end()
+    assert roles == {pid: [kind.name.removeprefix("the ")] for pid in world.pids}
 
 
 # ---- the sampler

@@ -42,7 +42,8 @@ def said_by_each(payload):
         list(train_on_rollouts(strategy, home, SFTLoss(), UpdateSettings(mini_batch_size=4), seed=1))
 
     said = {}
-    for mood, act in (("fails", planned_texts), ("fails", updates), ("differs", updates), ("well", updates)):
+    acts = {act.__name__: act for act in (planned_texts, updates)}
+    for mood, act in ((mood, acts[name]) for mood, name in payload["moods"]):
         own_packer.mood = mood
         try:
             act()
@@ -55,10 +56,28 @@ def said_by_each(payload):
 def test_a_packer_that_fails_or_differs_on_one_rank_is_one_error_on_all(tmp_path, report):
     packing = {"algorithm": "tests.rl.own_packer:pack", "max_packed_sequence_length_train": 64}
     job = settings(tmp_path, warmup=None, max_steps=1, actor_train__sequence_packing_args=packing)
-    one, other = run_ranks(2, "tests.rl.test_own_packer:said_by_each", {"job": job}, timeout=60)
+    moods = [("fails", "planned_texts"), ("fails", "updates"), ("differs", "updates"), ("well", "updates")]
+    one, other = run_ranks(2, "tests.rl.test_own_packer:said_by_each", {"job": job, "moods": moods}, timeout=60)
     assert one == other and len(one) == 3
     for act in ("planned_texts", "updates"):
         assert one["fails", act].startswith("planning: rank 1: PlanError: algorithm='tests.rl.own_packer:pack' raised")
         assert "FileNotFoundError: my table of costs" in one["fails", act]
     assert "ranks differ in the plan" in one["differs", "updates"]
     report(one["fails", "updates"])
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("mood", "act"),
+    [("stuck", "updates"), pytest.param("stuck everywhere", "planned_texts", marks=pytest.mark.slow)],
+)
+def test_a_packer_that_never_returns_is_an_error_before_ranks_give_each_other_up(tmp_path, report, mood, act):
+    packing = {"algorithm": "tests.rl.own_packer:pack", "max_packed_sequence_length_train": 64}
+    job = settings(tmp_path, max_steps=1, actor_train__sequence_packing_args=packing, actor_train__backend_timeout=0.2)
+    moods = [("well", "updates"), (mood, act), ("well", "updates")]
+    one, other = run_ranks(2, "tests.rl.test_own_packer:said_by_each", {"job": job, "moods": moods}, timeout=90)
+    assert one == other and len(one) == 1
+    (words,) = one.values()
+    report(words)
+    assert "the packing algorithm 'tests.rl.own_packer:pack' has not returned after 0.16 minutes" in words
+    assert words.startswith("planning: rank 1:" if mood == "stuck" else "planning: ranks 0, 1:"), words

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,15 +184,23 @@ def test_code_against_tests(code, reward):
     assert score.marks == {"has_code": True, "passes_all": reward == 1}
 
 
-def test_code_ends_with_the_process_that_runs_it(tmp_path):
-    code = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+def test_code_ends_with_the_process_that_runs_it():
+    mark = f"{os.getpid()}4321"
+    code = f"import subprocess\nsubprocess.run(['sleep', '{mark}'])"
+
+    def runs():
+        return any(mark in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+
     arguments = {"run": "subprocess", "seconds": 300}
     domain = RewardDomain(path="roll_batching.rl.rewards.code:code_tests", arguments=arguments)
     with RewardPool(domain, limits=RewardLimits(seconds=5)) as pool:
         with pytest.raises(DataError, match="did not return within 5 s"):
-            pool.score([wrote(code)], [0], seed=0)
-    pid = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not psutil.pid_exists(pid), 5)
+            (process,) = pool._workers[0]
+            process.ask(wrote(code), 0, 0)
+            wait_for(runs, 5)
+            while process.answer() is None:
+                time.sleep(0.05)
+    wait_for(lambda: not runs(), 5)
 
 
 def test_code_through_a_command(tmp_path):
@@ -200,7 +210,8 @@ def test_code_through_a_command(tmp_path):
     code = "double = lambda x: 2 * x\nimport sys\ns = sys.stdin.read()\nif s: print(double(int(s)))"
     assert code_tests(wrote(code), run=[str(tmp_path / "box"), "-c"], all_or_nothing=True).reward == 1
     assert code_tests(wrote("\0"), run=[str(tmp_path / "box"), "-c"]).reward == 0
-    assert (tmp_path / "calls").read_text().count("-c double") == 3
+    calls = (tmp_path / "calls").read_text()
+    assert calls.count("-c from string import *") == 1 and calls.count('-c """A program by itself') == 2
     assert code_tests(completion("no code", test_cases=TESTS), run="subprocess").marks["has_code"] is False
 
 
@@ -336,5 +347,11 @@ def test_a_dropped_reward_is_its_groups_mean():
 
     rewards = np.array([1.0, 0.0, 4.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0])
     failed = np.array([False, True, False, True, True, True, False, False, False])
-    filled = _means_of_others(rewards, failed, 3)
-    assert filled.tolist() == [1, 2.5, 4, 2.2, 2.2, 2.2, 2, 2, 2], "a group without any takes the step's"
+    domains = np.full(9, "    ")
+    scores = SimpleNamespace(rewards=rewards, failed=failed, domains=domains)
+    filled = _means_of_others(scores, 3)
+    assert filled.tolist() == [1, 2.5, 4, 2.2, 2.2, 2.2, 2, 2, 2], "a group without any takes its domain's"
+    domains[:6] = "code"
+    assert _means_of_others(scores, 3).tolist() == [1, 2.5, 4, 2.5, 2.5, 2.5, 2, 2, 2]
+    domains[3:6] = "none"
+    assert _means_of_others(scores, 3)[3:6].tolist() == [0, 0, 0], "a domain without any reward"

@@ -146,6 +146,8 @@ def test_a_path_that_leads_nowhere(path, words, tmp_path, monkeypatch, report):
         ("crash", "its process ended by signal 11 (SIGSEGV)"),
         ("scribbles", "it has closed or misused the connection of its process"),
         ("closes everything", "its process ended with exit code 1"),
+        ("escapes", r"RuntimeError: \x1b[31mred\x07 | line | "),
+        ("an escape as a mark", "not a text of 1 to 100 printable characters"),
     ],
 )
 def test_a_failure_names_its_sample_and_function(how, words, failing, report, capfd):
@@ -155,6 +157,7 @@ def test_a_failure_names_its_sample_and_function(how, words, failing, report, ca
     said = str(caught.value)
     assert words in said
     assert said.startswith(f"reward function {HERE}fails failed on sample 41 (prompt 'a+9=', response '#99'): ")
+    assert said.isprintable() and len(said) < 2000, "one line, whatever the function raises"
     if how == "os._exit":
         assert "last words" in capfd.readouterr().out
     report(f"bad reward: {said}")
@@ -199,6 +202,28 @@ def test_a_call_that_takes_too_long_is_an_error_and_is_told_of_before(capfd, mon
     assert "reward_timeout ends the wait after 1 s" in notice
     report(str(caught.value))
     report(notice)
+
+
+@pytest.mark.bad_input
+def test_a_process_that_reads_nothing_holds_nobody(tmp_path):
+    """A record that no socket takes at once, and a process that was stopped."""
+    reward = one_reward(HERE + "stops_later", limit=2)
+    assert scored(reward, completion()).rewards.tolist() == [1]
+    time.sleep(1)
+    long = Completion(prompt="p", response="r", finished=True, tokens=1, record={"text": "x" * 3_000_000})
+    started = time.monotonic()
+    with pytest.raises(DataError, match="did not return within 2 s"):
+        scored(reward, long)
+    assert time.monotonic() - started < 30
+    reward.close()
+
+
+@pytest.mark.bad_input
+def test_the_beginning_of_a_message_holds_nobody():
+    reward, started = one_reward(HERE + "begins_a_message", limit=2), time.monotonic()
+    with pytest.raises(DataError, match="did not return within 2 s"):
+        scored(reward, completion())
+    assert time.monotonic() - started < 30
 
 
 def test_what_a_late_function_has_started_ends_with_it():

@@ -152,6 +152,7 @@ def test_a_job_with_a_sampler_in_its_own_layout_goes_on_to_the_bit(tmp_path: Pat
         "actor_train__strategy_args": own(tensor_model_parallel_size=2)["strategy_args"],
         "actor_infer": own(tensor_model_parallel_size=1),
         "actor_train__logprob_plan": "none",
+        "actor_train__training_args__per_device_train_batch_size": 12,
         "is_offload_states": True,
         "save_steps": 1,
         "eval_steps": 1,

@@ -65,6 +65,7 @@ def test_all_of_them_from_all_ranks(tmp_path):
 def test_eval_finds_what_the_run_found(run):
     done = command("eval", "--checkpoint", run, "--json", "--output", run / "answers.jsonl")
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, "nothing that its reader cannot change"
     figures, last = json.loads(done.stdout), read_metrics(run / "metrics.jsonl")[-1]
     for name in ("eval_reward", "eval_samples", "eval_response_length_mean"):
         assert figures[name] == last[name]
@@ -106,12 +107,32 @@ def test_generate_answers_prompts(run, tmp_path, report):
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ("", "no run's folder"),
+        ("config.yaml", "saved none. Train again with save_steps="),
+        ("model/config.json", "the trained model, in "),
+    ],
+)
+def test_a_run_without_a_checkpoint_says_what_to_do(made, words, tmp_path):
+    from roll_batching.errors import CheckpointError
+    from roll_batching.rl.saved_model import open_checkpoint
+
+    if made:
+        (tmp_path / made).parent.mkdir(exist_ok=True)
+        (tmp_path / made).touch()
+    with pytest.raises(CheckpointError, match=words):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.bad_input
 def test_what_cannot_be_answered(run):
     """In one process: the same code as behind the commands."""
     done = subprocess.run([sys.executable, "-c", REFUSED, str(run)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert "nowhere holds no checkpoint" in said[0]
+    assert "nowhere is no folder" in said[0]
     assert "'?'" in said[1] and "41 tokens" in said[2] and "nowhere.jsonl" in said[3]
 
 

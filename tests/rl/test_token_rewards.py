@@ -47,7 +47,7 @@ CASES = {
 def test_token_advantages_are_rolls(name: str) -> None:
     options, gamma, (total, norm, product), divergence, coefficient = CASES[name]
     kl = None if options is None else KlCoefficient(0.2, target=0.05, horizon=1000)
-    home, row = TokenRewards(gamma=gamma, kl=kl, **options or {})(batch(), ALONE)
+    home, row = TokenRewards(gamma=gamma, kl=kl, **options or {})(batch(), ALONE, np.full(80, ""))
     found = home["advantages"].double()
     assert home.schema["advantages"].kind == "next_token"
     assert (float(found.sum()), float(found.norm()), float(found @ wave(0.37))) == pytest.approx(
@@ -71,7 +71,7 @@ def test_verls_reinforce_plus_plus_with_a_discount() -> None:
         {"input_ids": "token", "response_mask": "token", "advantages": "sample"},
         ids=range(len(rows)),
     )
-    home, _ = TokenRewards(gamma=0.9, whiten=True)(data, ALONE)
+    home, _ = TokenRewards(gamma=0.9, whiten=True)(data, ALONE, np.full(len(data), ""))
     found = home.to_lists("advantages")
     assert found[0].tolist() == pytest.approx([1.664534071, 1.949925376, 2.267026825, 0], abs=1e-6)
     assert found[5].tolist() == pytest.approx([-0.90398767] * 6 + [0], abs=1e-6)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.rl.jobs import settings
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RanksFailed, run_ranks
 
 SAMPLES, GROUP = 12, 3
 
@@ -65,7 +65,9 @@ def train(payload):
             home,
             PolicyLoss(),
             UpdateSettings(
-                mini_batch_size=8, epochs=payload.get("epochs", 1), batch_balance=payload.get("balance", False)
+                mini_batch_size=payload.get("size", 8),
+                epochs=payload.get("epochs", 1),
+                batch_balance=payload.get("balance", False),
             ),
             seed=5,
             idle=home.select(np.flatnonzero(left_out)) if payload["skip"] else None,
@@ -172,8 +174,8 @@ def test_a_row_of_several_updates_joins_each_metric_by_its_kind(tmp_path, ranks)
 
 
 def run(tmp_path, ranks, skip=False, overlong=(), **payload):
-    plan = payload.pop("logprob_plan", "train")
-    job = settings(tmp_path, warmup=None, max_steps=1, actor_train__logprob_plan=plan)
+    keys = {"actor_train__logprob_plan": payload.pop("logprob_plan", "train"), **payload.pop("keys", {})}
+    job = settings(tmp_path, warmup=None, max_steps=1, **{key: value for key, value in keys.items() if value})
     return run_ranks(ranks, "tests.rl.test_update:train", {"job": job, "skip": skip, "overlong": overlong, **payload})[
         0
     ]
@@ -233,7 +235,7 @@ def test_a_second_epoch_has_other_members_and_the_same_old_log_probs(tmp_path):
 
 
 def test_the_next_mini_batch_is_planned_while_one_trains(tmp_path):
-    assert len(run(tmp_path, 2, epochs=2, logprob_plan="none", steps=4)["members"]) == 4
+    assert len(run(tmp_path, 2, epochs=2, logprob_plan="rollout", drawn_with=-1.0, steps=4)["members"]) == 4
 
 
 def test_batch_balance_keeps_samples_on_their_ranks(tmp_path):
@@ -245,14 +247,29 @@ def test_batch_balance_keeps_samples_on_their_ranks(tmp_path):
     assert sorted(first + second) == list(range(SAMPLES)) and got["ranks"][0] != got["ranks"][2]
 
 
+@pytest.mark.parametrize("cap", [128, 512])
+def test_a_cap_of_passes_without_gradient_is_used_where_it_differs(tmp_path, cap):
+    forward = {"actor_train__sequence_packing_args__max_packed_sequence_length_forward": cap}
+    got = run(tmp_path, 1, logprob_plan=None, keys=forward)
+    assert got["forwards"] == (got["members"] if cap == 128 else [list(range(SAMPLES))])
+    assert (got["ratio_max"][0] == 1.0) if cap == 128 else got["ratio_max"][0] == pytest.approx(1, abs=1e-4)
+
+
 @pytest.mark.parametrize("plan", ["train", "own", "none"])
 def test_old_log_probs_are_computed_under_the_plan_that_was_asked_for(tmp_path, plan):
-    got = run(tmp_path, 1, logprob_plan=plan)
+    got = run(tmp_path, 1, logprob_plan=plan, size=SAMPLES if plan == "none" else 8)
     assert got["forwards"] == {"train": got["members"], "own": [list(range(SAMPLES))], "none": []}[plan]
 
 
 def test_without_old_log_probs_every_ratio_is_one(tmp_path):
-    assert run(tmp_path, 1, logprob_plan="none")["ratio_max"] == [1.0, 1.0]
+    assert run(tmp_path, 1, logprob_plan="none", size=SAMPLES)["ratio_max"] == [1.0]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("changes", [{"size": 8}, {"size": SAMPLES, "epochs": 2}])
+def test_several_steps_without_old_log_probs_are_refused(tmp_path, changes):
+    with pytest.raises(RanksFailed, match="12 samples of a rollout make 2 optimizer steps"):
+        run(tmp_path, 2, logprob_plan="none", **changes)
 
 
 @pytest.mark.streams

@@ -11,6 +11,7 @@ import psutil
 
 MARK = "ROLL_BATCHING_OWN_DEVICES_TEST"
 """Variable by which processes of a test are told from others."""
+ROLES = {"sampler": "roll_batching.rl.roles.sampler", "reference": "roll_batching.rl.roles.reference"}
 
 
 def left_of(folder: Path) -> list[psutil.Process]:
@@ -23,6 +24,11 @@ def left_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
+def is_of_role(process: psutil.Process, role: str) -> bool:
+    """Whether it is one of the role's world: its command line imports the role's module, which kinds of roles name."""
+    return f"{ROLES[role]} import serve" in " ".join(process.cmdline())
+
+
 def kills_a_rank(completion: Any, folder: str, role: str, rank: int) -> float:
     """The length; at the 15th call a process of the role's world is killed, once."""
     calls, done = Path(folder) / "calls", Path(folder) / "killed"
@@ -31,7 +37,7 @@ def kills_a_rank(completion: Any, folder: str, role: str, rank: int) -> float:
     if calls.stat().st_size >= 15:
         with contextlib.suppress(FileExistsError):
             done.touch(exist_ok=False)
-            world = [one for one in left_of(Path(folder)) if f"{role}_child" in " ".join(one.cmdline())]
+            world = [one for one in left_of(Path(folder)) if is_of_role(one, role)]
             next(one for one in world if one.environ()["RANK"] == str(rank)).kill()
             time.sleep(3)
     return completion.tokens / 10

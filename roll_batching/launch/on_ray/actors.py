@@ -15,11 +15,10 @@ from roll_batching.launch.failures import Failure, cause
 from roll_batching.launch.on_ray.cluster import Room
 from roll_batching.launch.on_ray.placement import Seat
 from roll_batching.launch.on_ray.rank import Rank, Whereabouts
+from roll_batching.secret_names import is_secret
 
 _PASSED_ON = ("PYTHONPATH", "PYTHONWARNINGS", "OMP_NUM_THREADS")
 _FAMILIES_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "HF_")
-_SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
-"""Parts of names whose values Ray must not show: it shows the environment of actors to whoever sees the cluster."""
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_FOR_LAST_WORDS = 1.0
 """How long after a failure the other ranks may say theirs: it may be the cause."""
@@ -117,6 +116,7 @@ def started(room: Room, variables: Mapping[str, str], kind: type[Rank] = Rank) -
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     passed = passed_on(os.environ)
+    shown, secret = shown_and_secret(variables)
     actors = []
     for seat in room.seats:
         threads = {"OMP_NUM_THREADS": str(max(1, int(room.cpus[seat.node]) // seat.local_size))}
@@ -125,9 +125,9 @@ def started(room: Room, variables: Mapping[str, str], kind: type[Rank] = Rank) -
             num_cpus=1,
             num_gpus=int(room.on_gpus),
             scheduling_strategy=place,
-            runtime_env={"env_vars": {**threads, **passed, **variables}},
+            runtime_env={"env_vars": {**threads, **passed, **shown}},
         )
-        actors.append(actor.remote(seat.rank))
+        actors.append(actor.remote(seat.rank, secret))
     ranks = Ranks(actors)
     try:
         yield ranks
@@ -138,7 +138,13 @@ def started(room: Room, variables: Mapping[str, str], kind: type[Rank] = Rank) -
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """What of the command's environment the ranks get as well."""
     wanted = {name for name in environment if name in _PASSED_ON or name.startswith(_FAMILIES_PASSED_ON)}
-    return {name: environment[name] for name in sorted(wanted) if not any(secret in name for secret in _SECRETS)}
+    return {name: environment[name] for name in sorted(wanted) if not is_secret(name)}
+
+
+def shown_and_secret(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """`variables` for the actors' environment, which Ray shows to whoever sees the cluster; and the secret ones."""
+    secret = {name: value for name, value in variables.items() if is_secret(name)}
+    return {name: value for name, value in variables.items() if name not in secret}, secret
 
 
 def _places(seats: Sequence[Seat], found: Sequence[Whereabouts], port: int) -> list[dict[str, str]]:

@@ -32,7 +32,9 @@ class Whereabouts:
 class Rank:
     """To be made an actor. Its methods run one at a time on the process's main thread, as those of a script do."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, secrets: Mapping[str, str]) -> None:
+        """`secrets`: variables that must not stand in the actor's runtime environment, which Ray shows."""
+        os.environ.update(secrets)
         self.number = number
         self._store: Any = None
 

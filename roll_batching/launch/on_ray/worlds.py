@@ -8,18 +8,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import queue
-import secrets
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from roll_batching.errors import DataError
 from roll_batching.launch.on_ray.actors import Ranks, reason_of, started
+from roll_batching.launch.on_ray.callers import Callers
 from roll_batching.launch.on_ray.cluster import Room
 from roll_batching.launch.on_ray.rank import Rank
 from roll_batching.rl.roles.world import World, start_here
@@ -60,19 +57,15 @@ class ActorWorld:
         """All processes are told to join, and have called back."""
         import ray
 
-        key, callers = secrets.token_bytes(32), queue.SimpleQueue[tuple[int, Connection]]()
-        over = threading.Event()
-        with Listener(("", 0), authkey=key) as listener, contextlib.ExitStack() as ending:
-            ending.callback(over.set)
-            threading.Thread(target=_accept, args=(listener, len(places), callers, over), daemon=True).start()
-            address = (ray.util.get_node_ip_address(), listener.address[1])
+        with Callers() as callers:
+            address = (ray.util.get_node_ip_address(), callers.port)
             calls = zip(self._ranks.actors, places, strict=True)
-            self._joins = [actor.join.remote(module, place, address, key) for actor, place in calls]
+            self._joins = [actor.join.remote(module, place, address, callers.key) for actor, place in calls]
             found: dict[int, Connection] = {}
             until = time.monotonic() + _SECONDS_TO_CALL
             while len(found) < len(places):
-                with contextlib.suppress(queue.Empty):
-                    rank, connection = callers.get(timeout=_SECONDS_BETWEEN_LOOKS)
+                if (caller := callers.next(_SECONDS_BETWEEN_LOOKS)) is not None:
+                    rank, connection = caller
                     found[rank] = connection
                 missing = sorted({*range(len(places))} - found.keys())
                 gone = [how for rank, how in self.ended().items() if rank in missing]
@@ -105,17 +98,6 @@ class Worlds:
             return start_here(role, module, count, variables)
         room = replace(self.room, seats=self.room.roles[role])
         return ActorWorld(role, module, room, {**self.variables, **variables})
-
-
-def _accept(
-    listener: Listener, count: int, callers: queue.SimpleQueue[tuple[int, Connection]], over: threading.Event
-) -> None:
-    """In a thread of its own, until that is `over`: `count` callers that know the key, with their numbers."""
-    while count and not over.is_set():
-        with contextlib.suppress(AuthenticationError, OSError, EOFError):  # a stranger, or one that hung up
-            connection = listener.accept()
-            callers.put((connection.recv(), connection))
-            count -= 1
 
 
 def _how(call: Any) -> str:

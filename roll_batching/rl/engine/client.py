@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.config import JobConfig
+from roll_batching.config.engine_rules import reads_engine_log_probs, wrong_log_probs
 from roll_batching.config.engines import ENGINES
 from roll_batching.data import SampleBatch
 from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
-from roll_batching.engines.protocol import Answer, Engine, Question
+from roll_batching.engines.protocol import Answer, Engine, Question, ServerProcess
+from roll_batching.errors import EngineError
 from roll_batching.rl.seeds import response_seed
 from roll_batching.strategy import GenerationSettings
 from roll_batching.strategy.generation import as_batch
@@ -32,7 +34,7 @@ class EngineClient:
 
     def __init__(self, config: JobConfig, layout: ParallelLayout, *, asleep: bool = False) -> None:
         role = config.actor_infer
-        self.layout = layout
+        self.config, self.layout = config, layout
         self._own_model = role.strategy_args.strategy_name == "hf_infer"
         make = ENGINES.load(role.strategy_args.strategy_name)
         self.engine: Engine = make(role.engine_args, layout.device)
@@ -45,15 +47,28 @@ class EngineClient:
         Raises RankError, the same on all ranks, where no replica takes it.
         """
 
-        def load() -> tuple[str, ...]:
+        def load() -> Mapping[str, ServerProcess | None]:
             if self._speaks:
                 self.engine.update_weights(path.resolve(), version, asleep=self._asleep)
+                self._check_log_probs()
             return self.engine.live
 
         live = exchange(self.layout.host_group, "sending weights to the engine", load, patience=self.patience)
         self.loaded(live[0], version)
 
-    def loaded(self, live: Sequence[str], version: int) -> None:
+    def _check_log_probs(self) -> None:
+        """Raises EngineError where the loss reads log-probs of servers that were started so that it cannot."""
+        if not reads_engine_log_probs(self.config):
+            return
+        for url, process in self.engine.live.items():
+            wrong = None if process is None else wrong_log_probs(self.config, process.logprobs_mode)
+            if wrong is not None:
+                raise EngineError(
+                    f"{url}: {wrong}. Start the server with another --logprobs-mode: logprob_plan: rollout and "
+                    "engine_ratio_cap have the loss read its log-probs"
+                )
+
+    def loaded(self, live: Mapping[str, ServerProcess | None], version: int) -> None:
         """These replicas have the weights of `version`, and are awake."""
         self.engine.use(live, version)
         self._asleep = False

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -12,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.config import JobConfig
-from roll_batching.config.engine_rules import shares_devices, starts_servers
+from roll_batching.config.engine_rules import shares_devices, starts_servers, uses_engine
 from roll_batching.distributed import consensus, exchange
 from roll_batching.engines.make import weight_broadcast
+from roll_batching.engines.protocol import ServerProcess
 from roll_batching.engines.weight_broadcast import WeightBroadcast
 from roll_batching.errors import EngineError
 from roll_batching.rl.engine.client import EngineClient
@@ -31,7 +35,16 @@ _SENDING = "sending weights to the engine"
 def weights_folder(config: JobConfig) -> Path:
     """Where the model directories of the job's engine lie."""
     folder = config.actor_infer.engine_args.weights_folder
-    return folder_of(config) / WEIGHTS if folder is None else Path(folder) / config.exp_name
+    if folder is None:
+        return folder_of(config) / WEIGHTS
+    run = os.path.abspath(folder_of(config))  # jobs of other folders may have the same name
+    return Path(folder) / f"{config.exp_name}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
+
+
+def shares_weights_folder(config: JobConfig) -> bool:
+    """Whether model directories lie where other jobs may write too, not in the run's folder."""
+    args = config.actor_infer.engine_args
+    return uses_engine(config) and args.weights_folder is not None and args.update_weights_from == "disk"
 
 
 class EngineWeights(Protocol):
@@ -113,7 +126,7 @@ class WeightsByBroadcast:
                 if self._sender is not None:
                     sent += self._sender.send(bucket.tensors, version if bucket.last else None)
 
-        def end() -> tuple[str, ...]:
+        def end() -> Mapping[str, ServerProcess | None]:
             if self._sender is not None:
                 self._sender.end(version, asleep=client.asleep)
             return client.engine.live

@@ -19,7 +19,7 @@ import numpy as np
 from roll_batching.errors import ConfigError
 from roll_batching.lifetime import die_with_parent
 from roll_batching.registry import describe_error
-from roll_batching.rl.rewards.contract import Completion, RewardFunction, checked, load_reward
+from roll_batching.rl.rewards.contract import Completion, LoadedReward, RewardFunction, checked, load_reward
 
 
 def serve(descriptor: int, parent: int, memory: int) -> None:
@@ -30,10 +30,10 @@ def serve(descriptor: int, parent: int, memory: int) -> None:
     die_with_parent(parent)
     connection = Connection(descriptor)
     path, arguments = connection.recv()
-    function: RewardFunction | None = None
+    function: LoadedReward | None = None
     try:
         function = load_reward(path, arguments)
-        said: dict[str, Any] = {}
+        said: dict[str, Any] = {"notice": function.notice}
     except ConfigError as error:
         said = {"error": str(error)}
     if memory:

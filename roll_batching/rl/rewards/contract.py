@@ -97,10 +97,25 @@ def exact_match(completion: Completion, after: str | None = None, *, ignore_case
     return Score(reward=float(has_answer and said == answer), marks={"has_answer": has_answer})
 
 
-def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> RewardFunction:
+@dataclass(frozen=True, kw_only=True)
+class LoadedReward:
+    """A reward function with its settings, to be called with a completion."""
+
+    function: Callable[..., float | Score]
+    arguments: Mapping[str, Any]
+    notice: str = ""
+    """What its users should know before it is called."""
+
+    def __call__(self, completion: Completion) -> float | Score:
+        """The function's answer to `completion`."""
+        return self.function(completion, **self.arguments)
+
+
+def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> LoadedReward:
     """The function that `package.module:function` names, to be called with a completion and `arguments` by name.
 
-    A function may have an attribute `check_arguments`, which is called with `arguments` and raises ValueError.
+    A function may have an attribute `check_arguments`, which is called with `arguments`, raises ValueError, and may
+    return a notice.
     Raises ConfigError when there is none, when its module cannot be imported, and when it does not take these.
     """
     function = load_dotted("reward function", path)
@@ -116,13 +131,13 @@ def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> Reward
         raise ConfigError(f"reward function {path!r} cannot be called with {given}: {error}") from error
     except ValueError:  # written in C, without a signature: the first call will show
         pass
-    check = getattr(function, "check_arguments", None)
+    check, notice = getattr(function, "check_arguments", None), ""
     if check is not None:
         try:
-            check(**keywords)
+            notice = check(**keywords) or ""
         except ValueError as error:
             raise ConfigError(f"reward function {path!r}: {error}") from error
-    return lambda completion: function(completion, **keywords)
+    return LoadedReward(function=function, arguments=keywords, notice=str(notice))
 
 
 def checked(result: Any) -> Score:
@@ -151,8 +166,9 @@ def _number(value: Any) -> float:
 
 
 def _name(name: Any) -> str:
-    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-        raise TypeError(f"Score.marks has the name {_shown(name)}, not a text of 1 to {_LONGEST_NAME} characters")
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+        text = f"not a text of 1 to {_LONGEST_NAME} printable characters"
+        raise TypeError(f"Score.marks has the name {_shown(name)}, {text}")
     return name
 
 

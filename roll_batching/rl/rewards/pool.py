@@ -35,6 +35,11 @@ class RewardDomain:
     tags: tuple[str, ...] | None = None
     """The tags of its prompts; None: those that no other domain names."""
 
+    @property
+    def runs_foreign_code(self) -> bool:
+        """Whether its processes start code of the model on this machine: keys are kept from them."""
+        return self.path == _path("code_tests") and self.arguments.get("run") == "subprocess"
+
 
 class RewardPool:
     """Calls the reward functions of `domains`, each in `workers` processes, which start when they are needed.
@@ -53,7 +58,10 @@ class RewardPool:
     ) -> None:
         self.domains, self.tag, self.failure = domains, tag, failure
         self.limits = limits or RewardLimits()
-        self._workers = [[RewardProcess(d.path, d.arguments, self.limits) for _ in range(workers)] for d in domains]
+        self._workers = [
+            [RewardProcess(d.path, d.arguments, self.limits, secrets=not d.runs_foreign_code) for _ in range(workers)]
+            for d in domains
+        ]
 
     def __enter__(self) -> RewardPool:
         return self
@@ -61,13 +69,15 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self) -> None:
-        """Starts one process of each domain and imports its function.
+    def start(self) -> list[str]:
+        """Starts one process of each domain and imports its function. Notices of the functions.
 
         Raises ConfigError when one cannot be found, imported or called with its arguments.
         """
         for workers in self._workers:
             workers[0].start()
+        named = zip(self.domains, self._workers, strict=True)
+        return [f"{domain.path}: {workers[0].notice}" for domain, workers in named if workers[0].notice]
 
     def close(self) -> None:
         """Ends all processes and what they have started. Safe to call twice."""

@@ -6,15 +6,19 @@ import contextlib
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from roll_batching.errors import ConfigError, DataError
+from roll_batching.registry import printable
 from roll_batching.rl.child_process import how_it_ended, start_child
 from roll_batching.rl.rewards.contract import Completion
 from roll_batching.rl.seeds import reward_seed
@@ -23,6 +27,11 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 _SECONDS_TO_START = 60.0
 """What starting and importing may take at least, however short calls have to be."""
 _LONGEST_ANSWER = 1 << 20
+_HEADER = struct.Struct("!i")
+"""What a message of `Connection` begins with: its length."""
+_VARIABLES_WITHOUT_SECRETS = (
+    "PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "RANK",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +57,18 @@ class RewardProcess:
     killed it. It ends with `close`, and with the process that it works for.
     """
 
-    def __init__(self, path: str, arguments: Mapping[str, Any] | None, limits: RewardLimits) -> None:
-        self.path, self.arguments, self.limits = path, dict(arguments or {}), limits
+    def __init__(
+        self, path: str, arguments: Mapping[str, Any] | None, limits: RewardLimits, *, secrets: bool = True
+    ) -> None:
+        """`secrets` False: its environment has a few variables of this process, none of which holds a key."""
+        self.path, self.arguments, self.limits, self.secrets = path, dict(arguments or {}), limits, secrets
+        self.notice = ""
+        """What the function says of its settings, once it has been started."""
         self.connection: Connection | None = None
         """What becomes readable when there is an answer; None while it does not run."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._calls = 0
+        self._calls, self._read = 0, b""
+        self._sender: threading.Thread | None = None
         self._where, self._limit, self._asked, self._patience = "", 0.0, 0.0, 0.0
 
     def start(self) -> None:
@@ -67,8 +82,13 @@ class RewardProcess:
             how = how_it_ended(code)  # between two calls, so that no sample is to blame
             print(f"notice: a process of {self.path} ended {how} and is started again", file=sys.stderr, flush=True)
             self.close()
-        self._process, self.connection = start_child("roll_batching.rl.rewards.child", self.limits.memory or 0)
-        self._calls = 0
+        environment = None
+        if not self.secrets:
+            environment = {name: os.environ[name] for name in _VARIABLES_WITHOUT_SECRETS if name in os.environ}
+        self._process, self.connection = start_child(
+            "roll_batching.rl.rewards.child", self.limits.memory or 0, environment=environment
+        )
+        self._calls, self._read = 0, b""
         try:
             self._send((self.path, self.arguments), "the import of its module", self.limits.start)
             while (answer := self.answer(wait=_SECONDS_BETWEEN_LOOKS)) is None:
@@ -78,6 +98,7 @@ class RewardProcess:
         if "error" in answer:
             self.close()
             raise ConfigError(answer["error"])
+        self.notice = str(answer.get("notice", ""))
 
     def ask(self, completion: Completion, sample: int, seed: int) -> None:
         """Calls the function on `completion`; `answer` says what came of it.
@@ -107,8 +128,8 @@ class RewardProcess:
             raise DataError(f"reward function {self.path} failed on {self._where}: {self._how_it_ended()}") from None
         if "error" in said and self._calls:
             raise DataError(
-                f"reward function {self.path} failed on {self._where}: {said['error']}. It must return a finite number "
-                "or a roll_batching.rl.rewards.Score"
+                f"reward function {self.path} failed on {self._where}: {printable(said['error'])}. It must return a "
+                "finite number or a roll_batching.rl.rewards.Score"
             )
         return said
 
@@ -119,15 +140,24 @@ class RewardProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        if self._sender is not None:
+            self._sender.join()  # nobody reads at the other end any more
         self.connection.close()
-        self._process = self.connection = None
+        self._process = self.connection = self._sender = None
 
     def _send(self, message: Any, where: str, limit: float) -> None:
         assert self.connection is not None
         self._where, self._limit, self._asked = where, limit, time.monotonic()
         self._patience = self.limits.notice_after
-        with contextlib.suppress(OSError):  # it has ended: the answer says how
-            self.connection.send(message)
+        connection, data = self.connection, ForkingPickler.dumps(message)
+
+        def send() -> None:
+            with contextlib.suppress(OSError):  # it has ended: the answer says how
+                connection.send_bytes(data)
+
+        # In a thread, since a process that does not read would hold whoever sends it more than a socket takes.
+        self._sender = threading.Thread(target=send, name="reward", daemon=True)
+        self._sender.start()
 
     def _said(self, wait: float) -> dict[str, Any] | None:
         """What the process says to the latest call. Raises EOFError when it will say nothing more."""
@@ -137,7 +167,18 @@ class RewardProcess:
             if ended:
                 raise EOFError
             return None
-        number, said = json.loads(self.connection.recv_bytes(_LONGEST_ANSWER))
+        part = os.read(self.connection.fileno(), _LONGEST_ANSWER)
+        if not part:
+            raise EOFError
+        self._read += part  # what there is of a message: the function may have written the beginning of one
+        size = _HEADER.unpack_from(self._read)[0] if len(self._read) >= _HEADER.size else 0
+        if not 0 <= size <= _LONGEST_ANSWER:
+            raise ValueError("no message of ours")
+        end = _HEADER.size + size
+        if len(self._read) < end:
+            return None
+        message, self._read = self._read[_HEADER.size : end], self._read[end:]
+        number, said = json.loads(message)
         return said if number == self._calls else None
 
     def _look_at_the_clock(self) -> None:

@@ -65,13 +65,13 @@ class _Reference:
         role = config.reference.model_copy(
             update={"device_mapping": None, "backend_timeout": patience_inside(config)},
         )
-        temperature = config.actor_infer.generating_args.temperature
-        self.strategy = MegatronInferStrategy(role, seed=config.seed, temperature=temperature)
+        self._verify = config.verify_checkpoint
+        self.strategy = MegatronInferStrategy(role, seed=config.seed, temperature=config.logprob_temperature)
         self.strategy.initialize(weights=False)
 
     def load(self, weights: Weights) -> None:
         """Computes with `weights` from now on."""
-        self.strategy.load(weights.path)
+        self.strategy.load(weights.path, verify=self._verify)
 
     def answer(self, request: Request) -> Answer | None:
         """Log-probs by the role's own plan, of samples that lie on the world's first replica as it begins."""

@@ -26,7 +26,7 @@ from roll_batching.strategy import MegatronInferStrategy
 
 WEIGHTS = "reference_weights"
 """Folder, in the run's, of the reference's weights, for as long as the run lasts."""
-_REFERENCE = Kind(
+REFERENCE = Kind(
     role="reference",
     name="the reference",
     module="roll_batching.rl.roles.reference",
@@ -48,7 +48,7 @@ class ReferenceApart:
         self.config, self.strategy = config, strategy
         self.folder = folder_of(config) / WEIGHTS
         self._group, self._reports = strategy.layout.host_group, strategy.layout.reports
-        self._client = RoleClient(config, _REFERENCE, start_world) if dist.get_rank() == 0 else None
+        self._client = RoleClient(config, REFERENCE, start_world) if dist.get_rank() == 0 else None
         self._source: Path | None = None
         self._number = 0
         self._homes: list[torch.Tensor] = []

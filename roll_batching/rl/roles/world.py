@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Any, Protocol
 
 from roll_batching.rl.child_process import how_it_ended, start_child
 
 DEVICES = {"actor_infer": "ROLL_BATCHING_SAMPLER_DEVICES", "reference": "ROLL_BATCHING_REFERENCE_DEVICES"}
 """By role: the variable by which rank 0 hears which devices are the role's, as CUDA_VISIBLE_DEVICES has them."""
+_BACKLOG = 1024
+"""Processes that may connect at once, as torch has it."""
 _LAUNCHED = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLL_BATCHING_FAILURES", "ROLL_BATCHING_LAUNCHER")
 """Variables that say which rank of the job a process is: these are none."""
 
@@ -50,13 +53,23 @@ def start_here(role: str, module: str, count: int, variables: Mapping[str, str])
     return ChildWorld(module, count, environment)
 
 
+def local_store() -> Any:
+    """A store on a free port of the loopback interface, for processes of this machine.
+
+    Left to itself torch listens on all interfaces, whatever address it is given, and whoever connects may write.
+    """
+    from torch.distributed import TCPStore
+
+    listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+    port = listening.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
 class ChildWorld:
     """New interpreters that run `serve` of `module`. They meet at a store that lives here."""
 
     def __init__(self, module: str, count: int, environment: Mapping[str, str]) -> None:
-        from torch.distributed import TCPStore
-
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = local_store()
         shared = {name: value for name, value in environment.items() if name not in _LAUNCHED}
         shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
