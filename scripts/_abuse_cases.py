@@ -7,6 +7,8 @@ import json
 import socket
 
 import numpy as np
+from _abuse_losses import LOSSES
+from _abuse_resume import PLATFORM, RESUMES
 from _abuse_run import TRAIN, Abuse, lines_of
 from _abuse_scenes import (
     FILLING_REWARD,
@@ -64,6 +66,23 @@ def reward(completion):
         time.sleep(20)
     return completion.tokens / 10"""
 
+# What the model wrote: more folders than any stack has frames, and a writer in a session of its own.
+JUDGED = """from dataclasses import replace
+from roll_batching.rl.rewards.code import code_tests
+CODE = '''
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    while True: open(f'x{time.time_ns()}', 'w')
+for _ in range(1500):
+    os.mkdir('d'); os.chdir('d')
+'''
+def reward(completion):
+    fence = '`' * 3
+    record = {'test_cases': ['assert True']}
+    judged = replace(completion, response=f'{fence}python{CODE}{fence}', record=record)
+    return code_tests(judged, run='subprocess').reward + completion.tokens / 10"""
+
 REWARDS = [
     _failing("sys.exit(0)", "sys.exit(0)", "SystemExit: 0"),
     _unimportable("sys.exit(0) on import", "sys.exit(0)", "SystemExit: 0"),
@@ -94,6 +113,13 @@ REWARDS = [
         files=_call("os.closerange(0, 3); return 1.0"),
         scene=complete,
     ),
+    Abuse(
+        name="reward: an error of 2,000 lines, with escapes",
+        code=FAILED,
+        files=_call("raise RuntimeError('\\x1b[31mred' + '\\nline' * 2000)"),
+        words=("rank ", "scoring:reward failed on sample ", r"RuntimeError: \x1b[31mred", " more characters)"),
+    ),
+    Abuse(name="reward: judged code leaves folders and a writer", code=DONE, files=_rewarding(JUDGED), scene=complete),
     _failing("kills itself", "os.kill(os.getpid(), 9)", "its process ended by signal 9 (SIGKILL)"),
     Abuse(
         name="reward: slower than backend_timeout",
@@ -202,7 +228,7 @@ DATA = [
 ]
 
 
-def _written(name: str, text: str, *words: str) -> Abuse:
+def _written(name: str, text: str, *words: str, lines: int = 3) -> Abuse:
     """The settings' file holds `text`, and nothing else."""
     return Abuse(
         name=f"YAML: {name}",
@@ -210,12 +236,13 @@ def _written(name: str, text: str, *words: str) -> Abuse:
         seconds=SOON,
         files={"job.yaml": text},
         words=("job.yaml", *words),
-        lines=3,
+        lines=lines,
         memory=2 * GIBI,
         scene=not_begun,
     )
 
 
+_OF_TWO_REWARDS = "rewards: {a: {worker_cls: b.MathRuleRewardWorker}, judge: {worker_cls: b.LLMJudgeRewardWorker}}\n"
 LAUGHS = "a0: &a0 [x]\n" + "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12))
 CHAIN = "".join(f'b{i}: "${{b{i + 1}}}${{b{i + 1}}}"\n' for i in range(40)) + "b40: x\n"
 
@@ -231,7 +258,60 @@ YAML = [
         "actor_train: {device_mapping: 0-99999999999}",
         "names more than 65,536 devices",
     ),
+    _written("a name that leaves the folder", "exp_name: ../../x", "job.yaml:1: exp_name: is '../../x'; it names one"),
+    _written("a number of YAML 1.1", "max_steps: 1:30", "job.yaml:1: max_steps: YAML 1.1 reads '1:30' as 90"),
+    _written("a response without end", "response_length: 1e8", "response_length: is 100000000.0; it must be at most "),
+    Abuse(
+        name="YAML: an override without effect",
+        code=REFUSED,
+        seconds=SOON,
+        arguments=(*TRAIN, "value_clip=0.5"),
+        words=("override 'value_clip=0.5': value_clip: has no effect: ", "leave it out"),
+        lines=3,
+        scene=not_begun,
+    ),
     _written("an unknown key", "qqqqqqq: 1", "qqqqqqq: unknown key", "docs/configuration.md"),
+    _written(
+        "a misspelt key beside rewards",
+        "rewards: {math: {reward_function: math_verify}}\nmax_stepz: 1",
+        "job.yaml:2: max_stepz: unknown key; did you mean 'max_steps'?",
+    ),
+    _written(
+        "a misspelt key in a file of ROLL's",
+        "rewards: {math: {worker_cls: a.MathRuleRewardWorker}}\nmax_stepz: 1",
+        "convert-config --from roll",
+        "max_stepz: unknown key",
+        lines=5,
+    ),
+    _written(
+        "log-probs kept at another temperature",
+        "actor_train: {logprob_plan: rollout, logprob_temperature: 0.5}",
+        "actor_train.logprob_temperature",
+        "logprob_plan: train",
+    ),
+]
+
+
+def _converted(name: str, text: str, *words: str, code: int = DONE) -> Abuse:
+    """`convert-config` is given a file that passes for one of ROLL's."""
+    return Abuse(
+        name=f"convert: {name}",
+        code=code,
+        seconds=SOON,
+        arguments=("-m", "roll_batching.cli", "convert-config", "--from", "roll", "job.yaml", "--output", "out.yaml"),
+        files={"job.yaml": text},
+        words=words,
+        lines=3,
+        memory=2 * GIBI,
+    )
+
+
+CONVERSIONS = [
+    _converted("billion laughs", LAUGHS, "holds more than 20,000 values", code=REFUSED),
+    _converted("defaults from elsewhere", "defaults: [../../../../etc/passwd]\n", "cannot be composed", code=REFUSED),
+    _converted("a device as data file", _OF_TWO_REWARDS + "actor_train: {data_args: {file_name: [/dev/zero]}}\n"),
+    _converted("a variant that is a list", "actor_train: {pg_variant: [topr]}\n"),
+    _converted("no room for a response", "sequence_length: 8\nprompt_length: 32\nactor_train: {}\n"),
 ]
 
 
@@ -302,4 +382,4 @@ PLACES = [
     ),
 ]
 
-CASES = [*REWARDS, *RUNS, *DATA, *YAML, *PLANS, *PLACES]
+CASES = [*REWARDS, *RUNS, *RESUMES, *PLATFORM, *LOSSES, *DATA, *YAML, *CONVERSIONS, *PLANS, *PLACES]

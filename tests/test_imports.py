@@ -14,7 +14,7 @@ PACKAGE = ROOT / "roll_batching"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("files", "known_warnings", "lifetime", "registry"),
+    ("files", "known_warnings", "lifetime", "registry", "secret_names"),
     ("planning",),
     ("distributed", "simulation", "compat", "observe", "huggingface"),
     ("config", "data"),

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Slow tests, which the default run leaves out. Further arguments go to pytest:
+#
+#   ./scripts/slow_suite.sh cluster      one suite, whole: layouts, models, streams, rehearse, cluster, rest, te
+#   ./scripts/slow_suite.sh              the turn that the number of commits gives, as .ci/run does
+#   ./scripts/slow_suite.sh --turn 3     another turn
+#   ./scripts/slow_suite.sh --turns      lists all turns
+#
+# A turn is a suite, or a part of a long one, and may take SLOW_SUITE_MINUTES (25): then pytest is interrupted, and the
+# exit status is 124. Parts have equal numbers of tests, not equal times. `rest` holds the slow tests of no suite. `te` needs the environment that te_environment.sh makes,
+# and has a turn where it exists. The environment is that of test.sh, with PYTHON and --no-install as there.
+set -euo pipefail
+source "$(dirname "$0")/_env.sh"
+cd "$root"
+
+suites=(layouts models streams rehearse cluster)
+turns=("layouts 1/3" "cluster 1/2" "rest 1/2" "streams 1/1" "layouts 2/3" "models 1/1" "cluster 2/2" "rehearse 1/1"
+    "rest 2/2" "layouts 3/3")
+if [ -x .venv-te/bin/python ]; then turns+=("te 1/1"); fi
+
+suite="" turn="" arguments=()
+while [ $# -gt 0 ]; do
+    case $1 in
+    --no-install) INSTALL=no ;;
+    --turns)
+        printf '%s\n' "${turns[@]}"
+        exit
+        ;;
+    --turn)
+        turn=${2:-}
+        [[ $turn =~ ^[0-9]+$ ]] || { say "--turn needs a number, not '$turn'"; exit 2; }
+        shift
+        ;;
+    layouts | models | streams | rehearse | cluster | rest | te) suite=$1 ;;
+    *)
+        if [[ $1 != -* && ${#arguments[@]} -eq 0 ]]; then
+            say "There is no suite '$1': layouts, models, streams, rehearse, cluster, rest, te"
+            exit 2
+        fi
+        arguments+=("$1")
+        ;;
+    esac
+    shift
+done
+
+part=1/1 limit=0
+if [ -z "$suite" ]; then
+    turn=$((${turn:-$(git rev-list --count HEAD)} % ${#turns[@]}))
+    read -r suite part <<<"${turns[$turn]}"
+    limit=${SLOW_SUITE_MINUTES:-25}
+fi
+
+case $suite in
+te)
+    python=$root/.venv-te/bin/python
+    [ -x "$python" ] || { say "te needs .venv-te: make it with ./scripts/te_environment.sh"; exit 2; }
+    marks=te
+    ;;
+rest)
+    printf -v marks ' or %s' "${suites[@]}"
+    marks="slow and not (${marks# or })"
+    ;;
+*) marks="slow and $suite" ;;
+esac
+[ "$suite" = te ] || use_environment megatron,dev
+say "pytest: the slow tests of $suite, part $part"
+exec timeout --signal=INT --kill-after=60 "${limit}m" \
+    "$python" -m pytest -m "$marks" --part "$part" ${arguments[@]+"${arguments[@]}"} </dev/null
