@@ -128,7 +128,7 @@ def stops_later(completion: Completion) -> float:
 
 def begins_a_message(completion: Completion) -> float:
     """Writes the length of a long message, and none, before it answers."""
-    for descriptor in range(3, 20):
+    for descriptor in range(3, 1024):  # the socket has the number that it had where it was made
         with contextlib.suppress(OSError):
             os.write(descriptor, b"\x00\x00\x10\x00")
     return 1.0
