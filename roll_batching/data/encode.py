@@ -34,7 +34,7 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_lengt
         if not row:
             raise DataError(f"{prompt.source}: the prompt has no tokens.")
         if len(row) > max_length:
-            raise DataError(f"{prompt.source}: {too_long(prompt, len(row), max_length)}. Shorten it.")
+            raise DataError(f"{prompt.source}: {too_long(prompt, len(row), max_length, 'prompt_length')}. Shorten it.")
     return SampleBatch.from_lists({"input_ids": rows}, {"input_ids": _tokens(tokenizer)}, ids)
 
 
@@ -60,7 +60,8 @@ def encode_documents(
     for document in documents:
         row, mask = _learnt(document, tokenizer)
         if len(row) > max_length:
-            raise DataError(f"{document.source}: {too_long(document, len(row), max_length)}. Shorten it.")
+            fault = too_long(document, len(row), max_length, "sequence_length")
+            raise DataError(f"{document.source}: {fault}. Shorten it.")
         rows.append(row)
         masks.append(torch.tensor(mask))
     schema = {"input_ids": _tokens(tokenizer), "response_mask": FieldSpec("token", False)}

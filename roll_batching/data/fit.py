@@ -28,7 +28,7 @@ class Fit:
     max_length: int
     """Tokens."""
     setting: str
-    """The configuration keys that give `max_length`."""
+    """The configuration key that gives `max_length`, and in parentheses what there is to know of it."""
     keys: tuple[str, ...]
     """Keys of the texts in a line: two, one for conversations, three for pairs."""
     leaves_out: bool = False
@@ -78,7 +78,7 @@ class Fit:
         if not prompt:
             faults.add(item.source, f"the prompt has no tokens ({self.keys[0]!r})", "Remove the line.")
         elif prompt + rest > self.max_length and not self.leaves_out:
-            what = too_long(item, prompt + rest, self.max_length)
+            what = too_long(item, prompt + rest, self.max_length, self.setting.partition(" (")[0])
             faults.add(item.source, what, self._shorter(item), tokens=prompt + rest)
 
     def _shorter(self, item: Text) -> str:
@@ -131,10 +131,8 @@ def tokens_of(text: str, tokenizer: Tokenizer, key: str) -> list[int]:
         raise DataError(f"{key}: the tokenizer fails on it ({type(error).__name__}: {error})") from error
 
 
-def too_long(item: Text, tokens: int, limit: int) -> str:
-    """What is said of a text with more tokens than allowed."""
-    if isinstance(item, Prompt):
-        return f"the prompt has {tokens:,} tokens, more than the {limit:,} allowed (prompt_length)"
-    if isinstance(item, Conversation):
-        return f"the conversation has {tokens:,} tokens, more than the {limit:,} allowed (sequence_length)"
-    return f"the document has {tokens:,} tokens, end token included, more than the {limit:,} allowed (sequence_length)"
+def too_long(item: Text, tokens: int, limit: int, key: str) -> str:
+    """The fault of a text with more tokens than `limit`, which the configuration key `key` gives."""
+    what = "prompt" if isinstance(item, Prompt) else "conversation" if isinstance(item, Conversation) else "document"
+    ending = ", end token included" if what == "document" else ""
+    return f"the {what} has {tokens:,} tokens{ending}, more than the {limit:,} allowed ({key})"

@@ -234,8 +234,11 @@ def _parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any] | None, _T
     if warmup is not None:
         fit = Fit(
             tokenizer=tokenizer,
-            max_length=job.sequence_length or 1,
-            setting="sequence_length (prompt_length + response_length where it is not given)",
+            **_longest(
+                job,
+                job.sequence_length or 1,
+                "sequence_length (prompt_length + response_length where it is not given)",
+            ),
             keys=(warmup.prompt, warmup.response) if warmup.messages is None else (warmup.messages,),
         )
         if warmup.messages is not None:
@@ -252,10 +255,25 @@ def _parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any] | None, _T
             leaves_out=data.long_prompts == "drop",
             unjudged=_unjudged(job),
         )
-        prompts = _prompts(data, data.file_name, fit)
+        trained = fit if fit.leaves_out else replace(fit, **_longest(job, job.prompt_length, "prompt_length", answer=1))
+        prompts = _prompts(data, data.file_name, trained)
         if data.eval_file_name is not None and job.eval_samples:
             heldout = _prompts(data, data.eval_file_name, fit)
     return corpus, prompts, heldout
+
+
+def _longest(job: JobConfig, length: int, key: str, answer: int = 0) -> dict[str, Any]:
+    """`max_length` and `setting` of texts to train on: `length`, or less where one micro-batch takes no more.
+
+    A text and the `answer` tokens that follow at least fill a micro-batch; under `oversize: error` a longer one would
+    end the job in its first step.
+    """
+    role = job.actor_train
+    passes = role.batching().train
+    if passes.oversize != "error" or passes.max_tokens is None or passes.max_tokens - answer >= length:
+        return {"max_length": length, "setting": key}
+    beside = f" ({answer} of its {passes.max_tokens:,} for the response)" if answer else ""
+    return {"max_length": passes.max_tokens - answer, "setting": f"actor_train.{role.train_cap_key}{beside}"}
 
 
 def _unjudged(job: JobConfig) -> Callable[[Prompt], str]:
@@ -322,13 +340,14 @@ def _supervised_parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any]
         kind, keys = Conversation if chat else Document, (data.prompt, data.response)
         if data.messages is not None:
             keys = (data.messages,)
-    fit = Fit(tokenizer=tokenizer, max_length=job.sequence_length or 1, setting="sequence_length", keys=keys)
+    held_out = Fit(tokenizer=tokenizer, max_length=job.sequence_length or 1, setting="sequence_length", keys=keys)
+    fit = replace(held_out, **_longest(job, held_out.max_length, "sequence_length"))
     form = f"{kind.__name__} of messages" if chat else kind.__name__
     kept = KeptCounts(Path(job.output_dir) / FOLDER, tokenizer, form)
     corpus = _Texts(kind=kind, paths=data.file_name, fit=fit, template=template, instruction=instruction, kept=kept)
     if data.eval_file_name is None or not job.eval_samples:
         return corpus, None
-    return corpus, replace(corpus, paths=data.eval_file_name, kept=None)
+    return corpus, replace(corpus, paths=data.eval_file_name, fit=held_out, kept=None)
 
 
 def _joined(digests: Iterable[str | None]) -> str:

@@ -73,6 +73,30 @@ def test_everything_wrong_is_said_by_the_launcher_before_a_process_starts(folder
     report(done.stderr.strip().replace(str(folder), "..."))
 
 
+CAPS = {
+    "packed": ({"sequence_packing_args__max_packed_sequence_length_train": 3}, "sequence_packing_args.max_packed_seq"),
+    "dynamic": (
+        {"use_sequence_packing": False, "use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 3},
+        "max_tokens_per_microbatch_in_train",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("mode", CAPS)
+def test_a_text_that_no_micro_batch_takes_is_a_fault_of_the_caps_key(folder, mode):
+    changes, key = CAPS[mode]
+    job = settings(folder, **{f"actor_train__{name}": value for name, value in changes.items()})
+    with pytest.raises(DataError, match=r"prompts.jsonl:1: the prompt has \d+ tokens") as caught:
+        check_inputs(JobConfig.model_validate(job))
+    assert f"more than the 2 allowed (actor_train.{key}" in str(caught.value)
+    assert "remove the line, or raise actor_train." in str(caught.value) and "of its 3 for the resp" in str(caught.value)
+    assert "corpus.jsonl:1: the document has" in str(caught.value) and "more than the 3 allowed" in str(caught.value)
+    assert "heldout.jsonl" not in str(caught.value), "evaluation samples, and trains nothing"
+    job["actor_train"]["planning_args"] = {"oversize": "alone"}
+    check_inputs(JobConfig.model_validate(job))
+
+
 @pytest.mark.bad_input
 def test_ranks_that_another_launcher_started_check_for_themselves(folder, monkeypatch):
     job = JobConfig.model_validate(settings(folder))
