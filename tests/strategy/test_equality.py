@@ -19,6 +19,8 @@ pytestmark = pytest.mark.equality
 BATCHES = 50
 CAP = 48
 LIMIT = 1e-5
+LOSS_LIMIT = 1e-6
+"""Of the mean absolute term: positive and negative terms cancel, and what is left may be far below their rounding."""
 
 
 def _sizes(seed: int) -> int:
@@ -28,7 +30,7 @@ def _sizes(seed: int) -> int:
 def write_references(folder: str) -> None:
     """Loss and gradients of every batch, one process, stock attention.
 
-    The loss is an fp64 model's: where it nearly cancels to 0, fp32 alone is further off than the limit.
+    The loss, and the mean absolute value of its terms, are an fp64 model's.
     """
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.planning import ParallelDims
@@ -45,12 +47,13 @@ def write_references(folder: str) -> None:
         batch = random_batch(seed, _sizes(seed), CAP)
         with torch.no_grad():
             loss = float(policy_loss(exact, batch, **terms))
+            size = float(policy_loss(exact, batch, absolute=True, **terms))
         found = gradients(model, policy_loss(model, batch, **terms))
-        torch.save((loss, found), Path(folder) / f"reference{seed}.pt")
+        torch.save((loss, size, found), Path(folder) / f"reference{seed}.pt")
 
 
 def compare_modes(folder: str) -> dict[tuple[str, bool], tuple[float, float, str]]:
-    """Worst relative difference of loss and gradients per mode and loss scaling, over all batches."""
+    """Worst difference of the loss (of its mean absolute term) and of gradients, per mode and loss scaling."""
     from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import PolicyLoss
     from roll_batching.strategy import MegatronTrainStrategy
@@ -65,7 +68,7 @@ def compare_modes(folder: str) -> dict[tuple[str, bool], tuple[float, float, str
             strategies[mode] = MegatronTrainStrategy(config)
             strategies[mode].initialize()
         for seed in range(BATCHES):
-            expected_loss, expected = torch.load(Path(folder) / f"reference{seed}.pt")
+            expected_loss, size, expected = torch.load(Path(folder) / f"reference{seed}.pt")
             whole = random_batch(seed, _sizes(seed), CAP)
             for mode, strategy in strategies.items():
                 dp = strategy.layout
@@ -75,7 +78,7 @@ def compare_modes(folder: str) -> dict[tuple[str, bool], tuple[float, float, str
                 result = strategy.train_step(distribute(local, plan), plan, loss)
                 found = whole_gradients(strategy.chunks, 61, 0, False)
                 gap, name = worst_difference(found, expected)
-                loss_gap = abs(result.loss - expected_loss) / max(abs(expected_loss), 1e-3)
+                loss_gap = abs(result.loss - expected_loss) / max(size, 1e-3)
                 before = worst.get((mode, per_token), (0.0, 0.0, ""))
                 worst[mode, per_token] = (
                     max(before[0], loss_gap),
@@ -94,7 +97,7 @@ def test_modes_equal_the_reference(dp_size: int, references: Path, report) -> No
             f"{gradient_gap:.1e} ({where})"
         )
     assert len(worst) == 6
-    assert max(gap for gap, _, _ in worst.values()) < LIMIT
+    assert max(gap for gap, _, _ in worst.values()) < LOSS_LIMIT
     assert max(gap for _, gap, _ in worst.values()) < LIMIT
 
 

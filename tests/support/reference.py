@@ -77,9 +77,18 @@ def sequence_statistics(
 
 
 def policy_loss(
-    model: Any, batch: SampleBatch, *, clip: tuple[float, float], kl: float, entropy: float
+    model: Any,
+    batch: SampleBatch,
+    *,
+    clip: tuple[float, float],
+    kl: float,
+    entropy: float,
+    absolute: bool = False,
 ) -> torch.Tensor:
-    """Token mean over the batch of the clipped policy gradient, with KL (k3) and entropy terms."""
+    """Token mean over the batch of the clipped policy gradient, with KL (k3) and entropy terms.
+
+    `absolute`: of the terms' absolute values, the size on which rounding of the loss depends.
+    """
     fields = {name: batch.to_lists(name) for name in batch.schema}
     total, count = torch.zeros(()), 0
     for i in range(len(batch)):
@@ -92,7 +101,7 @@ def policy_loss(
         gain = torch.min(ratio * advantage, ratio.clip(1 - clip[0], 1 + clip[1]) * advantage)
         gap = fields["ref_log_probs"][i][:-1] - log_probs
         per_token = -gain + kl * (gap.exp() - 1 - gap) - entropy * entropies
-        total = total + per_token[mask].sum()
+        total = total + (per_token.abs() if absolute else per_token)[mask].sum()
     return total / max(count, 1)
 
 
