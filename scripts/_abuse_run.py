@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ RUN = Path("runs/own_task")
 TRAIN = ("-m", "roll_batching.cli", "train", "--config", "job.yaml")
 SECONDS_TO_BE_GONE = 5.0
 """How long after the command's end something of it may live."""
+_SLACK: ContextVar[float] = ContextVar("slack", default=1.0)
+"""Multiplies the limits of time while an abuse is carried out, those of its scene included."""
 _MARK = "ROLL_BATCHING_ABUSE"
 """Holds the folder of an abuse, in the environment of all that belongs to it: so they are found in any session."""
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -49,6 +52,11 @@ _SETTINGS: dict[str, Any] = {
     "actor_train.data_args.eval_file_name": None,
 }
 """What makes the example's job small: two processes, one step, a second of work."""
+
+
+def limit(seconds: float) -> float:
+    """A limit of time on this machine, with the slack that it was given."""
+    return seconds * _SLACK.get()
 
 
 class SkippedError(Exception):
@@ -118,7 +126,15 @@ class Outcome:
 
 
 def carry_out(abuse: Abuse, home: Path, slack: float = 1.0) -> Outcome:
-    """Does it in the empty folder `home`, and judges what happened. `slack` multiplies the limits of time."""
+    """Does it in the empty folder `home`, and judges what happened. `slack` multiplies all limits of time."""
+    token = _SLACK.set(slack)
+    try:
+        return _carry_out(abuse, home)
+    finally:
+        _SLACK.reset(token)
+
+
+def _carry_out(abuse: Abuse, home: Path) -> Outcome:
     home.mkdir(parents=True)
     code, seconds, wrong = None, 0.0, []
     write_job(home, abuse.settings, abuse.files)
@@ -129,9 +145,9 @@ def carry_out(abuse: Abuse, home: Path, slack: float = 1.0) -> Outcome:
                 try:
                     if abuse.meddle is not None:
                         abuse.meddle(home, process)
-                    code = process.wait(max(0.1, abuse.seconds * slack - (time.monotonic() - begun)))
+                    code = process.wait(max(0.1, limit(abuse.seconds) - (time.monotonic() - begun)))
                 except subprocess.TimeoutExpired:
-                    wrong.append(f"not ended after {abuse.seconds * slack:g} s")
+                    wrong.append(f"not ended after {limit(abuse.seconds):g} s")
                 except NotReachedError as error:
                     wrong.append(str(error))
                 seconds = time.monotonic() - begun
@@ -230,9 +246,9 @@ def finish(home: Path, *overrides: str, said: str) -> str:
     """Trains the job of `home`, aside from its abuse; what went wrong with it, or an empty text."""
     with started(home, *TRAIN, *overrides, said=said) as process:
         try:
-            code = process.wait(120)
+            code = process.wait(limit(120))
         except subprocess.TimeoutExpired:
-            return f"{said} did not end within 120 s"
+            return f"{said} did not end within {limit(120):g} s"
     return "" if code == 0 else f"{said} ended with {code}: {(home / said).read_text()[-300:]}"
 
 
@@ -248,7 +264,7 @@ def processes(mark: Path) -> list[psutil.Process]:
 
 def gone(home: Path, pid: int) -> bool:
     """Whether all that the ended command `pid` has started is gone, in time."""
-    until = time.monotonic() + SECONDS_TO_BE_GONE
+    until = time.monotonic() + limit(SECONDS_TO_BE_GONE)
     while processes(home / "stderr"):
         if time.monotonic() > until:
             return False
@@ -258,7 +274,7 @@ def gone(home: Path, pid: int) -> bool:
 
 def reached(happened: Callable[[], Any], process: subprocess.Popen[bytes], what: str, seconds: float = 120) -> None:
     """Returns once `happened()`. Raises NotReachedError when `process` has ended before, or after `seconds`."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + limit(seconds)
     while not happened():
         if process.poll() is not None or time.monotonic() > until:
             raise NotReachedError(f"{what} did not come to pass")

@@ -19,6 +19,7 @@ from _abuse_run import (
     NotReachedError,
     SkippedError,
     finish,
+    limit,
     ranks_of,
     reached,
     send,
@@ -93,7 +94,7 @@ def other_run(home: Path) -> Iterator[Lost]:
         def lost() -> str:
             (home / "go").touch()
             try:
-                code = other.wait(120)
+                code = other.wait(limit(120))
             except subprocess.TimeoutExpired:
                 return "the other run did not end"
             return f"the other run ended with {code}" if code else faults_of(home / METRICS, 1)

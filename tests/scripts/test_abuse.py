@@ -106,6 +106,20 @@ def test_what_a_machine_cannot_do_is_skipped_and_said(script, capsys):
     assert "skipped: no disk" in capsys.readouterr().out
 
 
+def test_slack_multiplies_the_limits_of_scenes(script, monkeypatch):
+    run = importlib.import_module("_abuse_run")
+    monkeypatch.setattr(run, "TRAIN", ("-c", "import time; time.sleep(100)"))
+    lost = []
+
+    @contextlib.contextmanager
+    def scene(home):
+        lost.append(run.finish(home, said="beside"))
+        yield lambda: ""
+
+    script.main(["--slack", "0.004"], [script.Abuse(name="one", code=0, scene=scene, arguments=("-c", ""))])
+    assert lost == ["beside did not end within 0.48 s"] and run.limit(120) == 120
+
+
 def test_names_of_abuses_are_their_own(script):
     names = [case.name for case in script.CASES]
     assert len(set(names)) == len(names) >= 40
