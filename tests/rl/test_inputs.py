@@ -90,7 +90,8 @@ def test_a_text_that_no_micro_batch_takes_is_a_fault_of_the_caps_key(folder, mod
     with pytest.raises(DataError, match=r"prompts.jsonl:1: the prompt has \d+ tokens") as caught:
         check_inputs(JobConfig.model_validate(job))
     assert f"more than the 2 allowed (actor_train.{key}" in str(caught.value)
-    assert "remove the line, or raise actor_train." in str(caught.value) and "of its 3 for the resp" in str(caught.value)
+    assert "remove the line, or raise actor_train." in str(caught.value)
+    assert "of its 3 for the resp" in str(caught.value)
     assert "corpus.jsonl:1: the document has" in str(caught.value) and "more than the 3 allowed" in str(caught.value)
     assert "heldout.jsonl" not in str(caught.value), "evaluation samples, and trains nothing"
     job["actor_train"]["planning_args"] = {"oversize": "alone"}
