@@ -73,6 +73,7 @@ def by_torchrun(folder: Path, job: Path, *, machines: int, each: int) -> None:
             assert agent.wait(timeout=400) == 0, (folder / "agents" / str(machine) / "said").read_text()
 
 
+@pytest.mark.slow
 def test_two_machines_of_ray_give_the_bits_of_two_machines_of_torchrun(two_machines, tmp_path, report):
     ours, theirs = tmp_path / "ray", tmp_path / "torchrun"
     ours.mkdir(), theirs.mkdir()

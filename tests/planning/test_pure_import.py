@@ -49,6 +49,7 @@ def test_importing_planning_imports_no_torch():
     assert heavy.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_same_plans_under_other_hash_seeds_and_without_compiled_code():
     compiled = json.loads(run(FINGERPRINTS, PYTHONHASHSEED="0"))
     assert json.loads(run(FINGERPRINTS, PYTHONHASHSEED="12345")) == compiled

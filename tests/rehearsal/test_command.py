@@ -25,6 +25,7 @@ def test_a_job_that_fits_says_so_with_figures_of_every_phase(capsys):
     assert not [words for words in stage["host_reads"] if words.startswith(("forward", "backward"))]
 
 
+@pytest.mark.slow
 def test_users_of_the_library_rehearse_a_job_in_python():
     from roll_batching.config import load_config
     from roll_batching.rehearsal import lines_of, rehearse_job, totals_of

@@ -49,7 +49,15 @@ def of_the_model(report: RankReport) -> dict[str, tuple[float, float]]:
     return {key: calls for key, calls in report.collectives.items() if "GROUP" in key}
 
 
-SLOW = {"experts, EP2", "DPO", "padded, full recompute", "dynamic, selective recompute", "CP2, padded"}
+SLOW = {
+    "TP2",
+    "distributed optimizer, full recompute",
+    "experts, EP2",
+    "DPO",
+    "padded, full recompute",
+    "dynamic, selective recompute",
+    "CP2, padded",
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in JOBS])
@@ -95,6 +103,7 @@ def _model(dtype: str) -> dict[str, Any]:
     return job_of()["actor_train"]["model_args"] | {"dtype": dtype}
 
 
+@pytest.mark.slow
 def test_a_deep_model_follows_from_two_shallow_ones(report):
     job = job_of(megatron=TP2 | SHARDED | FULL, train={"model_args": _model("bf16")})
     two, three, nine = (rehearsed(task_of(job, 4, device="cuda", layers=layers)) for layers in (2, 3, 9))

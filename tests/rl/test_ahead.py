@@ -90,6 +90,7 @@ def trained_on(folder, name="tiny"):
     return [sorted(steps[step]) for step in sorted(steps)]
 
 
+@pytest.mark.slow
 def test_a_killed_sampler_is_started_again_and_every_sample_is_trained_on_once(folder):
     """With weights that stay, an asynchronous run draws what a synchronous one draws, to the letter."""
     fixed = {"max_steps": 4, "actor_train__training_args__learning_rate": 1e-12}

@@ -253,7 +253,7 @@ if os.fork() == 0:
 time.sleep(0.5)
 {rest}"""
         assert judged(code, "assert f() == 1", seconds=3) == (name == "right")
-        assert not [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or ())], name
+        wait_for(lambda m=mark: not [p for p in psutil.process_iter(["cmdline"]) if m in (p.info["cmdline"] or ())], 5)
 
 
 @pytest.mark.bad_input

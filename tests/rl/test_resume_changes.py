@@ -127,6 +127,7 @@ def grpo(folder: Path, **changes: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_changed_keys_of_data_rewards_and_settings_are_said_once(tmp_path, report):
     """GRPO with a reference, written while training goes on; the second change is an edited reward."""
     write_data(tmp_path)

@@ -63,6 +63,7 @@ def counted(sizes: dict[str, int]) -> dict[str, list[tuple[int, torch.Tensor, to
     return found
 
 
+@pytest.mark.slow
 def test_an_expert_bias_counts_real_tokens_alone_on_every_stage() -> None:
     from tests.support.models import random_batch
 

@@ -188,6 +188,7 @@ def command(folder: Path, name: str, job: dict[str, Any], *more: str, **variable
     return subprocess.run(arguments, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_says_how_far_it_is(folder, report):
     job = settings(folder, max_steps=2, actor_train__device_mapping="0-1")
     del job["task"]
