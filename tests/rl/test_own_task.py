@@ -59,7 +59,7 @@ def test_the_commands_are_there_in_an_order_that_works():
 
 def test_the_environment_is_activated_before_its_commands_are_used():
     text = (ROOT / "README.md").read_text()
-    used = re.search(r"^ *`?(roll-batching |python -m roll_batching)", text, re.MULTILINE)
+    used = re.search(r"^    (roll-batching |python -m roll_batching)", text, re.MULTILINE)
     assert used and text.index("source .venv/bin/activate") < used.start()
 
 
