@@ -43,6 +43,17 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "arguments": ({"reward_function": "code_tests", "reward_args": {}}, "reward_args.run"),
     "unwanted": ({"reward_args": {"before": "x"}}, "cannot be called with"),
     "tag": ({"rewards": {"math": {"reward_function": "math_verify", "tag_included": []}}}, "no reward is for its tag"),
+    "domains": (
+        {
+            "rewards": {
+                "math": {"reward_function": "math_verify", "tag_included": ["KodCode"]},
+                "code": {"reward_function": "math_verify", "tag_included": ["other"]},
+            },
+            "file_name": "code_KodCode_data.jsonl",
+            "domain_interleave_probs": {"math": 0.5, "code": 0.5},
+        },
+        "domain_interleave_probs draws from code",
+    ),
     "template": ({"prompt_length": 3, "long_prompts": "error"}, "prompt_length"),
 }
 
@@ -59,7 +70,7 @@ def test_a_file_starts_where_its_job_would(peers, tmp_path, case):
     for key, value in changes.items():
         if key == "pipeline_model_parallel_size":
             strategy[key] = value
-        elif key == "long_prompts":
+        elif key in ("long_prompts", "file_name", "domain_interleave_probs"):
             settings["actor_train"]["data_args"][key] = value
         elif value is None:
             del settings[key]
