@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import socket
 
 import numpy as np
+from _abuse_engines import ENGINES
 from _abuse_losses import LOSSES
+from _abuse_parts import PARTS
 from _abuse_resume import PLATFORM, RESUMES
-from _abuse_run import TRAIN, Abuse, lines_of
+from _abuse_run import TRAIN, Abuse, free_port, lines_of
 from _abuse_scenes import (
     FILLING_REWARD,
     WAITING_REWARD,
@@ -339,14 +340,8 @@ PLANS = [
 ]
 
 
-def _free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 def _place(rank: int, size: int) -> dict[str, str]:
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **where}
 
 
@@ -382,4 +377,4 @@ PLACES = [
     ),
 ]
 
-CASES = [*REWARDS, *RUNS, *RESUMES, *PLATFORM, *LOSSES, *DATA, *YAML, *CONVERSIONS, *PLANS, *PLACES]
+CASES = [*REWARDS, *RUNS, *RESUMES, *PLATFORM, *LOSSES, *DATA, *YAML, *CONVERSIONS, *PLANS, *PLACES, *ENGINES, *PARTS]

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -44,6 +45,7 @@ _SETTINGS: dict[str, Any] = {
     "eval_samples": 0,
     "reward_function": "scoring:reward",
     "warmup": None,
+    "save_total_limit": None,
     "actor_train.model_args.architecture.hidden_size": 32,
     "actor_train.model_args.architecture.ffn_hidden_size": 48,
     "actor_train.training_args.per_device_train_batch_size": 4,
@@ -91,6 +93,8 @@ class Abuse:
     """The longest it may take until the command has ended."""
     lines: int = 1
     """The most lines on standard error, notices aside: a message, once."""
+    warnings: int = 0
+    """The same where the job succeeds."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the job; `a.b` is b in the section a."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
@@ -180,8 +184,8 @@ def _wrong(abuse: Abuse, code: int, told: list[str], own: list[str]) -> list[str
     wrong += [f"does not say {words!r}" for words in abuse.words if words not in text]
     if abuse.foreign:
         return wrong
-    if len(own) > (limit := abuse.lines if code else 0):
-        wrong.append(f"{len(own)} lines where {limit} are enough")
+    if len(own) > (most := abuse.lines if code else abuse.warnings):
+        wrong.append(f"{len(own)} lines where {most} are enough")
     if "Traceback (most recent call last)" in text or "Where rank" in text:
         wrong.append("a traceback")
     return wrong
@@ -250,6 +254,13 @@ def finish(home: Path, *overrides: str, said: str) -> str:
         except subprocess.TimeoutExpired:
             return f"{said} did not end within {limit(120):g} s"
     return "" if code == 0 else f"{said} ended with {code}: {(home / said).read_text()[-300:]}"
+
+
+def free_port() -> int:
+    """A port of this machine at which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def processes(mark: Path) -> list[psutil.Process]:

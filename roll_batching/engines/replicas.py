@@ -119,7 +119,11 @@ class Replicas:
 
         wrong = self.each(self.urls, updated)
         self.use({url: processes.get(url) for url in self.urls}, version)
-        self.drop(wrong, f"took the weights in {folder}")
+        self.drop(
+            wrong,
+            f"took the weights in {folder}",
+            "Servers must run at actor_infer.engine_args.urls and be able to read that folder (weights_folder)",
+        )
 
     def sleep(self) -> None:
         """Tells all servers to give their device memory back, until they get weights again. Nobody asks meanwhile.
@@ -127,13 +131,12 @@ class Replicas:
         One that does not is dropped. Raises EngineError where none does.
         """
         wrong = self.tell(tuple(self._live), self.dialect.sleep())
-        try:
-            self.drop(wrong, "went to sleep")
-        except EngineError as error:
-            raise EngineError(
-                f"{error}. Under is_offload_states an engine sleeps while the model trains: start its servers with "
-                f"{self.dialect.sleeps_with}, or set is_offload_states to false where they have devices of their own"
-            ) from None
+        self.drop(
+            wrong,
+            "went to sleep",
+            "Under is_offload_states an engine sleeps while the model trains: start its servers with "
+            f"{self.dialect.sleeps_with}, or set is_offload_states to false where they have devices of their own",
+        )
 
     # ---- all servers at once
 
@@ -171,13 +174,15 @@ class Replicas:
         if text is not None:
             raise Failed(f"{call.path}: {text}")
 
-    def drop(self, wrong: Mapping[str, str], what: str) -> None:
-        """Drops servers for the reasons in `wrong`. Raises EngineError, with all of them, where no other is left."""
-        for url, text in wrong.items():
-            self._drop(url, f"{url}: {text}")
+    def drop(self, wrong: Mapping[str, str], what: str, cure: str) -> None:
+        """Drops servers for the reasons in `wrong`. Raises EngineError where no other is left.
+
+        Its message has all reasons, `what` none of them did, and the `cure`.
+        """
+        self._drop({url: f"{url}: {text}" for url, text in wrong.items()})
         if not self._live:
             said = "; ".join(f"{url}: {text}" for url, text in wrong.items())
-            raise EngineError(f"{self.dialect.name}: no server {what}: {said}")
+            raise EngineError(f"{self.dialect.name}: no server {what}: {said}. {cure}")
 
     # ---- generating
 
@@ -270,7 +275,7 @@ class Replicas:
 
     def _drop_one(self, replicas: dict[str, _Replica], url: str, why: str) -> None:
         if replicas.pop(url, None) is not None:
-            self._drop(url, why)
+            self._drop({url: why})
 
     def _home(
         self, group: int, replicas: dict[str, _Replica], homes: dict[int, _Replica], failed: set[str]
@@ -278,7 +283,10 @@ class Replicas:
         """Where a question goes: where its group went, else to the server with the fewest groups."""
         if not replicas:
             said = "; ".join(self._reasons.values())
-            raise EngineError(f"{self.dialect.name}: no server is left: {said or 'none was given'}")
+            raise EngineError(
+                f"{self.dialect.name}: no server is left: {said or 'none was given'}. Look at the servers' logs, start "
+                "them again, and resume from the last checkpoint"
+            )
         home = homes.get(group)
         if home is not None and home.url in replicas and home.url not in failed:
             return home
@@ -287,8 +295,11 @@ class Replicas:
         home.groups += 1
         return home
 
-    def _drop(self, url: str, why: str) -> None:
-        self._live.pop(url, None)
-        self._reasons[url] = why
-        self._counts["dropped"] += 1
-        logger.warning("%s is dropped until the next weights are sent: %s", url, why)
+    def _drop(self, reasons: Mapping[str, str]) -> None:
+        """Drops servers, by URL with what is wrong with them."""
+        for url in reasons:
+            self._live.pop(url, None)
+        self._reasons |= reasons
+        self._counts["dropped"] += len(reasons)
+        for url, why in reasons.items() if self._live else ():  # where none is left, an error with all reasons follows
+            logger.warning("%s is dropped until the next weights are sent: %s", url, why)

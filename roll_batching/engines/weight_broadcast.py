@@ -152,7 +152,11 @@ class WeightBroadcast:
     def _drop(self, wrong: dict[str, str]) -> None:
         for url in wrong:
             self._forget(url)
-        self._replicas.drop(wrong, "took the weights that were sent")
+        self._replicas.drop(
+            wrong,
+            "took the weights that were sent",
+            "Servers must run at actor_infer.engine_args.urls, of one model with the job's, and reach this machine",
+        )
 
     def _forget(self, url: str) -> None:
         group = self._groups.pop(url, None)

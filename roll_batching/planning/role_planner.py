@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import CostModel
@@ -43,9 +44,12 @@ class RolePlanner:
     cost: CostModel
 
     def plan(self, table: Table, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
-        """A plan over the samples of `table`; `forward` plans a pass without gradient. See `plan_step`."""
+        """A plan over the samples of `table`; `forward` plans a pass without gradient. See `plan_step`.
+
+        Raises PlanError where `table` is none.
+        """
         return plan_step(
-            table.lengths,
+            _checked(table).lengths,
             self.infer if forward else self.train,
             cost=self.cost,
             ids=table.ids,
@@ -56,4 +60,11 @@ class RolePlanner:
 
     def balanced_homes(self, table: Table) -> Ints:
         """A `home_rank` for `plan`, ROLL's way: see `batch_balance`."""
-        return batch_balance(table.lengths, self.train.dp_size, cost=self.cost)
+        return batch_balance(_checked(table).lengths, self.train.dp_size, cost=self.cost)
+
+
+def _checked(table: Table) -> Table:
+    """`table`. Raises PlanError where it is something else, such as bare lengths."""
+    if not all(hasattr(table, name) for name in ("ids", "lengths", "location")):
+        raise PlanError(f"table is a {type(table).__name__}: pass a LengthTable, as gather_lengths(batch) returns it")
+    return table

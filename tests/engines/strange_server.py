@@ -1,16 +1,17 @@
 """Servers that answer at an engine's URL and are no engine: one port per kind of strangeness, over plain sockets.
 
-    python -m tests.engines.strange_server KIND...
+    python -m tests.engines.strange_server [--at PATH] KIND...
 
-prints their URLs in one line. Each answers /health, and everything else in its own way.
+prints their URLs in one line. Each answers /health, and everything else in its own way. With `--at` it answers only
+requests at that path so, and all others that they succeeded.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
-import sys
 import zlib
 from collections.abc import Awaitable, Callable
 
@@ -21,7 +22,7 @@ TOKENS = [7, 8, 5]
 def answer(tokens: list[object], log_probs: list[object], reason: object = "stop") -> bytes:
     """As SGLang and vLLM answer, both at once; NaN and Infinity as Python writes them."""
     pairs = [[value, token, None] for value, token in zip(log_probs, tokens, strict=False)]
-    meta = {"finish_reason": {"type": reason}, "output_token_logprobs": pairs, "weight_version": "1"}
+    meta = {"finish_reason": {"type": reason}, "output_token_logprobs": pairs}
     choice = {"token_ids": tokens, "finish_reason": reason, "logprobs": {"token_logprobs": log_probs}}
     return json.dumps({"output_ids": tokens, "meta_info": meta, "choices": [choice]}).encode()
 
@@ -75,19 +76,25 @@ KINDS: dict[str, Reply] = {
     "huge": endless,
     "packed": sends(http(PACKED, headers="Content-Encoding: deflate\r\n")),
     "elsewhere": sends(http(b"", "302 Found", "Location: http://127.0.0.1:9/v1/completions\r\n")),
+    "no folder": sends(http(b'{"success": false, "message": "no such directory"}', "400 Bad Request")),
     "no http": sends(b"SSH-2.0-OpenSSH_9.6\r\n"),
 }
 """What comes after the whole of a request; then the connection is closed."""
 
 
-async def serve(kind: str) -> str:
+async def serve(kind: str, path: str = "") -> str:
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             head = await reader.readuntil(b"\r\n\r\n")
             length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
             await reader.readexactly(int(length[0].split(b":")[1]) if length else 0)
-            is_health = head.startswith(b"GET /health")
-            await (sends(http(b"")) if is_health else KINDS[kind])(writer)
+            if head.startswith(b"GET /health"):
+                reply = sends(http(b""))
+            elif head.startswith(f"POST {path}".encode()):
+                reply = KINDS[kind]
+            else:
+                reply = sends(http(b'{"success": true}'))
+            await reply(writer)
         writer.close()
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
@@ -95,10 +102,14 @@ async def serve(kind: str) -> str:
     return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def main(kinds: list[str]) -> None:
-    print(json.dumps([await serve(kind) for kind in kinds]), flush=True)
+async def main(kinds: list[str], path: str) -> None:
+    print(json.dumps([await serve(kind, path) for kind in kinds]), flush=True)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kinds", nargs="+", choices=KINDS)
+    parser.add_argument("--at", default="", help="path of the requests that it answers in its own way")
+    args = parser.parse_args()
+    asyncio.run(main(args.kinds, args.at))

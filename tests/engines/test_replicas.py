@@ -226,6 +226,18 @@ def test_what_a_server_refuses_is_said_at_once(one_server, report):
 
 
 @pytest.mark.bad_input
+def test_servers_that_all_fail_are_one_error_with_its_cure_and_no_warnings(caplog):
+    urls = ["http://127.0.0.1:9", "http://127.0.0.1:7"]
+    with pytest.raises(EngineError, match="no server took the weights") as caught:
+        Replicas(urls, SGLang()).update_weights(Path("/nowhere"), 1)
+    assert all(url in str(caught.value) for url in urls)
+    assert "engine_args.urls" in str(caught.value) and "weights_folder" in str(caught.value)
+    with pytest.raises(EngineError, match="start them again, and resume"):
+        Replicas(urls[:1], SGLang(), EngineLimits(retries=1)).generate(questions(1, 1), SETTINGS)
+    assert not caplog.records
+
+
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("reply", "words"),
     [

@@ -51,6 +51,7 @@ SAYS = {
     "huge": "its reply has more than 32 MiB",
     "packed": "its reply has more than 32 MiB",
     "elsewhere": "refuses the request with status 302",
+    "no folder": "refuses the request with status 400",
     "no http": "Bad status line|ClientResponseError|ServerDisconnected",
 }
 

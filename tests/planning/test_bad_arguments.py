@@ -10,6 +10,7 @@ import pytest
 
 from roll_batching.errors import PlanError
 from roll_batching.planning import LinearQuadraticCost, Plan, PlanConstraints, plan_step
+from roll_batching.planning.role_planner import RolePlanner
 
 pytestmark = pytest.mark.planning
 
@@ -45,6 +46,10 @@ class _HugeFixed(_FractionalFixed):
     fixed = 1 << 90
 
 
+def _role() -> RolePlanner:
+    return RolePlanner(train=_constraints(), infer=_constraints(), cost=LinearQuadraticCost())
+
+
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "constraints that are a dict": (lambda: _planned(constraints={"dp_size": 2}), "constraints is a dict"),
     "constraints that are the class": (lambda: _planned(constraints=PlanConstraints), "constraints is the class"),
@@ -58,6 +63,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "lengths that are None": (lambda: _planned(lengths=None), "lengths"),
     "lengths beyond all memory": (lambda: _planned(lengths=[1 << 62, 1 << 62]), "lengths"),
     "a length below 64 bits": (lambda: _planned(lengths=[-1e300, 3.0]), "lengths must fit into 64 bits"),
+    "lengths for a table": (lambda: _role().plan(LENGTHS), "table is a list: .*gather_lengths"),  # type: ignore[arg-type]
+    "no table": (lambda: _role().balanced_homes(None), "table is a NoneType"),  # type: ignore[arg-type]
     "ids that are a dict": (lambda: _planned(ids={1: 2}), "ids"),
     "ids with a gradient": (lambda: _planned(ids=_with_gradient()), "ids"),
     "group_ids that are text": (lambda: _planned(group_ids=["a", "a", "b", "b"]), "group_ids must be integers"),
