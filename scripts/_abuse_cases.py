@@ -6,11 +6,12 @@ import io
 import json
 
 import numpy as np
+from _abuse_convert import CONVERSIONS
 from _abuse_engines import ENGINES
 from _abuse_losses import LOSSES
 from _abuse_parts import PARTS
 from _abuse_resume import PLATFORM, RESUMES
-from _abuse_run import TRAIN, Abuse, free_port, lines_of
+from _abuse_run import LAUGHS, TRAIN, Abuse, free_port, lines_of
 from _abuse_scenes import (
     FILLING_REWARD,
     WAITING_REWARD,
@@ -243,8 +244,6 @@ def _written(name: str, text: str, *words: str, lines: int = 3) -> Abuse:
     )
 
 
-_OF_TWO_REWARDS = "rewards: {a: {worker_cls: b.MathRuleRewardWorker}, judge: {worker_cls: b.LLMJudgeRewardWorker}}\n"
-LAUGHS = "a0: &a0 [x]\n" + "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12))
 CHAIN = "".join(f'b{i}: "${{b{i + 1}}}${{b{i + 1}}}"\n' for i in range(40)) + "b40: x\n"
 
 YAML = [
@@ -290,29 +289,6 @@ YAML = [
         "actor_train.logprob_temperature",
         "logprob_plan: train",
     ),
-]
-
-
-def _converted(name: str, text: str, *words: str, code: int = DONE) -> Abuse:
-    """`convert-config` is given a file that passes for one of ROLL's."""
-    return Abuse(
-        name=f"convert: {name}",
-        code=code,
-        seconds=SOON,
-        arguments=("-m", "roll_batching.cli", "convert-config", "--from", "roll", "job.yaml", "--output", "out.yaml"),
-        files={"job.yaml": text},
-        words=words,
-        lines=3,
-        memory=2 * GIBI,
-    )
-
-
-CONVERSIONS = [
-    _converted("billion laughs", LAUGHS, "holds more than 20,000 values", code=REFUSED),
-    _converted("defaults from elsewhere", "defaults: [../../../../etc/passwd]\n", "cannot be composed", code=REFUSED),
-    _converted("a device as data file", _OF_TWO_REWARDS + "actor_train: {data_args: {file_name: [/dev/zero]}}\n"),
-    _converted("a variant that is a list", "actor_train: {pg_variant: [topr]}\n"),
-    _converted("no room for a response", "sequence_length: 8\nprompt_length: 32\nactor_train: {}\n"),
 ]
 
 

@@ -54,6 +54,8 @@ _SETTINGS: dict[str, Any] = {
     "actor_train.data_args.eval_file_name": None,
 }
 """What makes the example's job small: two processes, one step, a second of work."""
+LAUGHS = "a0: &a0 [x]\n" + "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12))
+"""A short YAML file of 10^11 values."""
 
 
 def limit(seconds: float) -> float:

@@ -52,6 +52,9 @@ def compose_hydra(path: Path) -> Composed:
                     node = compose(path.name)
         except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
             raise _cannot_be_composed(path, error) from None
+        except RecursionError:  # Hydra's own
+            text = "inherit from each other: take out the one that leads back to this file"
+            raise ConfigFileError([Problem(("defaults",), text, Place(str(path)))]) from None
         return _plain(node, path)
 
 
@@ -81,6 +84,9 @@ def _inherited(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
         text = f"is {shortened(repr(parents))}: name a file, or a list of files"
         raise ConfigFileError([Problem(("defaults",), text, Place(str(path)))])
     for parent in parents:
+        if not (path.parent / parent).exists():
+            text = f"names {parent}, and there is no file {(path.parent / parent).resolve()}: correct the path"
+            raise ConfigFileError([Problem(("defaults",), text, Place(str(path)))])
         merged = _over(merged, _inherited(path.parent / parent, (*below, path)))
     result: dict[str, Any] = _over(merged, data)
     return result

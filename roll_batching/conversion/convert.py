@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.config.diagnostics import dotted
-from roll_batching.config.foreign import framework_of
+from roll_batching.config.foreign import NAMES, framework_of
 from roll_batching.config.yaml_source import read_yaml
 from roll_batching.conversion.composing import Composed, compose_hydra, compose_inheriting
 from roll_batching.conversion.nemo_rl import draft_of_nemo_rl
@@ -34,8 +34,13 @@ ORIGINS: dict[str, Origin] = {
 
 
 def convert_file(path: Path, origin: Origin) -> Conversion:
-    """The file at `path`, of `origin`, as ours. Raises ConfigError for what is no such file."""
+    """The file at `path`, of `origin`, as ours. Raises ConfigError for another framework's, and for an empty one."""
     composed = origin.compose(path)
+    if not composed.data and not composed.failed:
+        raise ConfigError(f"{path} is empty: there is nothing to convert")
+    framework = framework_of(composed.data)
+    if framework not in (None, origin.name):
+        raise ConfigError(f"{path} is a file of {NAMES[framework]}'s: convert it with --from {framework}")
     draft = origin.translate(str(path), composed.data)
     for key, why in composed.failed.items():
         if not any(dotted(key[:end]) in draft.left_out for end in range(1, len(key))):

@@ -11,6 +11,7 @@ import yaml
 
 from roll_batching.config import load_config
 from roll_batching.conversion import ORIGINS, Conversion, convert_file
+from roll_batching.errors import ConfigError
 from tests.conversion.test_roll_defaults import FILES
 
 pytestmark = [pytest.mark.config, pytest.mark.bad_input]
@@ -110,3 +111,21 @@ def test_a_data_file_whose_lines_name_no_domain_is_kept(tmp_path, text):
     rewards = {"math": {"worker_cls": "a.MathRuleRewardWorker"}, "judge": {"worker_cls": "a.LLMJudgeRewardWorker"}}
     done = converted(tmp_path, "rlvr", {"rewards": rewards, "actor_train.data_args.file_name": [str(file)]})
     assert done.settings["actor_train"]["data_args"]["file_name"] == [str(file)]
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "words"),
+    [
+        ("roll", "defaults: [file]\nexp_name: a\n", "file.yaml: defaults: inherit from each other"),
+        ("roll", "", "is empty: there is nothing to convert"),
+        ("roll", "policy: {model_name: a}\ngrpo: {}\n", "is a file of NeMo-RL's: convert it with --from nemo_rl"),
+        ("nemo_rl", "", "is empty: there is nothing to convert"),
+        ("nemo_rl", FILES["rlvr"], "is a file of ROLL's: convert it with --from roll"),
+        ("nemo_rl", "defaults: gone.yaml\n", "file.yaml: defaults: names gone.yaml, and there is no file"),
+    ],
+)
+def test_a_file_that_is_not_of_the_framework_is_one_error(tmp_path, framework, text, words):
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        convert_file(path, ORIGINS[framework])
