@@ -11,10 +11,11 @@ from _abuse_engines import ENGINES
 from _abuse_losses import LOSSES
 from _abuse_parts import PARTS
 from _abuse_resume import PLATFORM, RESUMES
-from _abuse_run import LAUGHS, TRAIN, Abuse, free_port, lines_of
+from _abuse_run import DONE, FAILED, LAUGHS, REFUSED, SAVING, TRAIN, Abuse, free_port, lines_of
 from _abuse_scenes import (
     FILLING_REWARD,
-    WAITING_REWARD,
+    RESUMING,
+    WAITING,
     complete,
     cut,
     damaged,
@@ -29,8 +30,6 @@ from _abuse_scenes import (
     small_disk,
 )
 
-DONE, FAILED, REFUSED = 0, 1, 2
-"""Exit codes: the job is complete, the job failed, the command or the settings are wrong."""
 SOON = 30.0
 """Seconds for what is found before a process is started."""
 GIBI = 1 << 30
@@ -132,9 +131,6 @@ REWARDS = [
     ),
 ]
 
-SAVING = {"max_steps": 2, "save_steps": 1}
-WAITING = {"scoring.py": WAITING_REWARD}
-
 RUNS = [
     Abuse(
         name="runs: two of one name at once",
@@ -153,14 +149,14 @@ RUNS = [
     Abuse(
         name="runs: resume from a cut checkpoint",
         code=FAILED,
-        settings={**SAVING, "resume_from_checkpoint": True},
+        settings=RESUMING,
         words=("is cut off: it has ", "The checkpoint before it is whole: go on from it with resume_from_checkpoint="),
         scene=damaged(cut),
     ),
     Abuse(
         name="runs: resume from a garbled checkpoint",
         code=FAILED,
-        settings={**SAVING, "resume_from_checkpoint": True},
+        settings=RESUMING,
         words=(".metadata cannot be read", "resume_from_checkpoint="),
         scene=damaged(scribbled),
     ),

@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from _abuse_run import LAUGHS, Abuse, Lost
+from _abuse_run import DONE, LAUGHS, REFUSED, Abuse, Lost
 
-DONE, REFUSED = 0, 2
 SECRET = "sk-7f3a9"
 
 

@@ -11,11 +11,9 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from _abuse_run import Abuse, Lost, NotReachedError, free_port, limit, reached, started
-from _abuse_scenes import METRICS, WAITING_REWARD, faults_of
+from _abuse_run import DONE, FAILED, Abuse, Lost, NotReachedError, free_port, limit, reached, started
+from _abuse_scenes import METRICS, WAITING, faults_of
 
-DONE, FAILED = 0, 1
-STEPS = 2
 _PLACE = "http://server-{}"
 """What a job's URLs are until its servers run."""
 _MODEL = """
@@ -32,17 +30,17 @@ def _model(home: Path, name: str) -> Path:
     """A model directory that the abuses of a campaign share."""
     folder = home.parent / f"model-{name}"
     if not folder.exists():
-        with started(home, "-c", _MODEL.format(folder=str(folder), name=name), said="model") as process:
+        with started(home, "-c", _MODEL.format(folder=str(folder), name=name), log="model") as process:
             if process.wait(limit(120)):
                 raise NotReachedError(f"no model: {(home / 'model').read_text()[-300:]}")
     return folder
 
 
 @contextlib.contextmanager
-def _serving(home: Path, module: str, *arguments: str, said: str) -> Iterator[str]:
-    out = home / f"{said}.out"
-    with started(home, "-m", f"tests.engines.{module}", *arguments, said=said) as process:
-        reached(lambda: "\n" in out.read_text(), process, f"the server {said}")
+def _serving(home: Path, module: str, *arguments: str, log: str) -> Iterator[str]:
+    out = home / f"{log}.out"
+    with started(home, "-m", f"tests.engines.{module}", *arguments, log=log) as process:
+        reached(lambda: "\n" in out.read_text(), process, f"the server {log}")
         (url,) = json.loads(out.read_text().splitlines()[0])
         yield url
 
@@ -54,12 +52,12 @@ def _order(url: str, fault: str, times: int = 1000) -> None:
         pass
 
 
-def engine(fault: str | None = None, *, kind: str = "sglang", said: str = "engine") -> Server:
+def engine(fault: str | None = None, *, kind: str = "sglang", log: str = "engine") -> Server:
     """A whole engine of the tests', which commits `fault` at every request for a response."""
 
     @contextlib.contextmanager
     def server(home: Path) -> Iterator[str]:
-        with _serving(home, "server", str(_model(home, "llama3")), "--kind", kind, said=said) as url:
+        with _serving(home, "server", str(_model(home, "llama3")), "--kind", kind, log=log) as url:
             if fault is not None:
                 _order(url, fault)
             yield url
@@ -69,7 +67,7 @@ def engine(fault: str | None = None, *, kind: str = "sglang", said: str = "engin
 
 def stranger(kind: str, at: str = "/generate") -> Server:
     """A server that is no engine. It passes for one at other paths than those that begin with `at`."""
-    return lambda home: _serving(home, "strange_server", "--at", at, kind, said="stranger")
+    return lambda home: _serving(home, "strange_server", "--at", at, kind, log="stranger")
 
 
 @contextlib.contextmanager
@@ -122,7 +120,6 @@ def stop_server(home: Path, process: subprocess.Popen[bytes]) -> None:
 
 URL = "http://127.0.0.1:"
 DROPPED = (URL, "is dropped until the next weights are sent")
-WAITING = {"scoring.py": WAITING_REWARD}
 NO_WEIGHTS = ("sglang: no server took the weights", URL)
 ATTEMPTS = ("rollouts", "sglang: a request failed 2 times", URL)
 
@@ -162,7 +159,7 @@ ENGINES = [
     _asked(
         "the only one ends after the first step",
         engine(),
-        settings={"max_steps": STEPS},
+        settings={"max_steps": 2},
         files=WAITING,
         words=(*NO_WEIGHTS, "ClientConnectorError"),
         meddle=stop_server,
@@ -170,9 +167,9 @@ ENGINES = [
     _asked(
         "one of two ends after the first step",
         engine(),
-        engine(said="other"),
+        engine(log="other"),
         code=DONE,
-        settings={"max_steps": STEPS},
+        settings={"max_steps": 2},
         files=WAITING,
         words=DROPPED,
         warnings=1,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from _abuse_run import Abuse
+from _abuse_run import FAILED, Abuse
 
-FAILED = 1
 _LOSS = """import torch
 from roll_batching.losses import LossOutput
 class Loss:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
-from _abuse_run import Abuse, free_port
+from _abuse_run import FAILED, Abuse, free_port
 
-FAILED = 1
 _PROGRAM = """
 import os, sys
 size, rank = {size}, 0

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _abuse_run import TRAIN, Abuse, Lost, finish
-from _abuse_scenes import complete, damaged, not_begun
+from _abuse_run import DONE, FAILED, TRAIN, Abuse
+from _abuse_scenes import RESUMING, complete, damaged, not_begun, two_checkpoints
 
-DONE, FAILED, REFUSED = 0, 1, 2
-SAVING = {"max_steps": 2, "save_steps": 1, "resume_from_checkpoint": True}
 NOT_WRITTEN = ("does not hold what was written", "The checkpoint before it is whole: go on from it with ")
 
 
@@ -76,15 +73,8 @@ def _above(manifest: dict[str, Any]) -> None:
 
 def _broken(name: str, damage: Callable[[Path], object], *words: str) -> Abuse:
     return Abuse(
-        name=f"resume: {name}", code=FAILED, settings=SAVING, words=words or NOT_WRITTEN, scene=damaged(damage)
+        name=f"resume: {name}", code=FAILED, settings=RESUMING, words=words or NOT_WRITTEN, scene=damaged(damage)
     )
-
-
-@contextlib.contextmanager
-def two_checkpoints(home: Path) -> Iterator[Lost]:
-    """A run has ended with two checkpoints."""
-    wrong = finish(home, "max_steps=2", "save_steps=1", "resume_from_checkpoint=false", said="earlier")
-    yield lambda: wrong
 
 
 WAITS = """
@@ -128,7 +118,7 @@ RESUMES = [
     Abuse(
         name="resume: another vocabulary of the same size",
         code=FAILED,
-        settings=SAVING,
+        settings=RESUMING,
         arguments=(*TRAIN, 'tokenizer.vocabulary="fedcba=$."'),
         words=("was trained with another vocabulary", "tokenizer.vocabulary"),
         scene=damaged(lambda checkpoint: None),
@@ -136,7 +126,7 @@ RESUMES = [
     Abuse(
         name="resume: fewer steps than were done",
         code=FAILED,
-        settings=SAVING,
+        settings=RESUMING,
         arguments=(*TRAIN, "max_steps=1"),
         words=("rl-000002 is at step 2 of rl, which has 1 steps here: raise max_steps",),
         scene=damaged(lambda checkpoint: None),
@@ -144,14 +134,14 @@ RESUMES = [
     Abuse(
         name="resume: a run that is complete",
         code=DONE,
-        settings=SAVING,
+        settings=RESUMING,
         words=("rl is complete: all of its 2 steps were done before",),
         scene=two_checkpoints,
     ),
     Abuse(
         name="resume: a path with ..",
         code=DONE,
-        settings={**SAVING, "resume_from_checkpoint": "runs/../runs/own_task/checkpoints/rl-000001"},
+        settings={**RESUMING, "resume_from_checkpoint": "runs/../runs/own_task/checkpoints/rl-000001"},
         scene=two_checkpoints,
     ),
 ]

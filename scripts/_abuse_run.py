@@ -29,6 +29,10 @@ SECONDS_TO_BE_GONE = 5.0
 """How long after the command's end something of it may live."""
 _SLACK: ContextVar[float] = ContextVar("slack", default=1.0)
 """Multiplies the limits of time while an abuse is carried out, those of its scene included."""
+DONE, FAILED, REFUSED = 0, 1, 2
+"""Exit codes: the job is complete, the job failed, the command or the settings are wrong."""
+SAVING = {"max_steps": 2, "save_steps": 1}
+"""Settings of a job that leaves two checkpoints."""
 _MARK = "ROLL_BATCHING_ABUSE"
 """Holds the folder of an abuse, in the environment of all that belongs to it: so they are found in any session."""
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -122,7 +126,7 @@ class Outcome:
     """None when it had to be ended, or was not begun."""
     seconds: float
     message: str
-    """The first line that was said of it."""
+    """The first line of its messages."""
     verdict: str
     """"ok", "skipped: " and why, or what is wrong."""
 
@@ -163,10 +167,10 @@ def _carry_out(abuse: Abuse, home: Path) -> Outcome:
                 wrong.append(what)
     except SkippedError as reason:
         return Outcome(abuse=abuse.name, code=None, seconds=0, message="", verdict=f"skipped: {reason}")
-    said = [line for line in (home / "stderr").read_text(errors="replace").splitlines() if line.strip()]
-    own = [line for line in said if not line.startswith(_ASIDE)]
+    lines = [line for line in (home / "stderr").read_text(errors="replace").splitlines() if line.strip()]
+    own = [line for line in lines if not line.startswith(_ASIDE)]
     message = _first(own)
-    told = said if abuse.code else [*said, (home / "stderr.out").read_text(errors="replace")]
+    told = lines if abuse.code else [*lines, (home / "stderr.out").read_text(errors="replace")]
     wrong = [*_wrong(abuse, code, told, own), *wrong] if code is not None else wrong
     return Outcome(
         abuse=abuse.name, code=code, seconds=seconds, message=message, verdict="; ".join(wrong) if wrong else "ok"
@@ -174,7 +178,7 @@ def _carry_out(abuse: Abuse, home: Path) -> Outcome:
 
 
 def _first(own: list[str]) -> str:
-    """The first line of what was said of a failure; with the next one, where it only announces it."""
+    """The first line about a failure; with the next one, where it only announces it."""
     at = next((number for number, line in enumerate(own) if "error: " in line), 0)
     first, *more = own[at:] or [""]
     return f"{first} {more[0].strip()}" if first.endswith(":") and more else first
@@ -222,13 +226,13 @@ def lines_of(rows: list[dict[str, str]]) -> str:
 
 @contextlib.contextmanager
 def started(
-    home: Path, *arguments: str, said: str = "stderr", memory: int | None = None, **variables: str
+    home: Path, *arguments: str, log: str = "stderr", memory: int | None = None, **variables: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`python ARGUMENTS` at work in `home`, its messages in the file `said`; afterwards nothing of it is left."""
+    """`python ARGUMENTS` at work in `home`, its messages in the file `log`; afterwards nothing of it is left."""
     kept = {key: value for key, value in os.environ.items() if key not in _OF_RANKS}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
-    environment = {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", _MARK: str(home / said), **variables}
-    with open(home / said, "wb") as errors, open(home / f"{said}.out", "wb") as output:
+    environment = {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", _MARK: str(home / log), **variables}
+    with open(home / log, "wb") as errors, open(home / f"{log}.out", "wb") as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=home,
@@ -242,20 +246,20 @@ def started(
     try:
         yield process
     finally:
-        for one in processes(home / said):
+        for one in processes(home / log):
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         process.wait()
 
 
-def finish(home: Path, *overrides: str, said: str) -> str:
+def finish(home: Path, *overrides: str, log: str) -> str:
     """Trains the job of `home`, aside from its abuse; what went wrong with it, or an empty text."""
-    with started(home, *TRAIN, *overrides, said=said) as process:
+    with started(home, *TRAIN, *overrides, log=log) as process:
         try:
             code = process.wait(limit(120))
         except subprocess.TimeoutExpired:
-            return f"{said} did not end within {limit(120):g} s"
-    return "" if code == 0 else f"{said} ended with {code}: {(home / said).read_text()[-300:]}"
+            return f"{log} did not end within {limit(120):g} s"
+    return "" if code == 0 else f"{log} ended with {code}: {(home / log).read_text()[-300:]}"
 
 
 def free_port() -> int:

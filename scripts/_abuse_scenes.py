@@ -14,6 +14,7 @@ from typing import Any
 
 from _abuse_run import (
     RUN,
+    SAVING,
     TRAIN,
     Lost,
     NotReachedError,
@@ -24,6 +25,7 @@ from _abuse_run import (
     reached,
     send,
     started,
+    write_job,
 )
 
 METRICS = RUN / "metrics.jsonl"
@@ -37,6 +39,8 @@ def reward(completion):
     return completion.tokens / 10
 """
 """Says that it was called, and waits until it may return."""
+WAITING = {"scoring.py": WAITING_REWARD}
+RESUMING = {**SAVING, "resume_from_checkpoint": True}
 FILLING_REWARD = """
 import os, pathlib
 def reward(completion):
@@ -88,7 +92,7 @@ def not_begun(home: Path) -> Iterator[Lost]:
 @contextlib.contextmanager
 def other_run(home: Path) -> Iterator[Lost]:
     """A run of the same name is at work; afterwards it may finish, undisturbed."""
-    with started(home, *TRAIN, said="other") as other:
+    with started(home, *TRAIN, log="other") as other:
         reached((home / "here").exists, other, "the other run's first step")
 
         def lost() -> str:
@@ -115,22 +119,36 @@ def earlier_run(home: Path) -> Iterator[Lost]:
     yield lost
 
 
+@contextlib.contextmanager
+def two_checkpoints(home: Path) -> Iterator[Lost]:
+    """A run has ended with two checkpoints: the same one for all abuses of a campaign."""
+    kept = home.parent / "two-checkpoints"
+    if not kept.exists():
+        making = kept.with_suffix(".partial")
+        making.mkdir()
+        write_job(making, SAVING, {})
+        _finished(making, "earlier")
+        making.rename(kept)
+    shutil.copytree(kept / RUN, home / RUN)
+    yield lambda: ""
+
+
 def damaged(damage: Callable[[Path], object]) -> Callable[[Path], contextlib.AbstractContextManager[Lost]]:
     """A run has left two checkpoints, and `damage` befalls the later one."""
 
     @contextlib.contextmanager
     def scene(home: Path) -> Iterator[Lost]:
-        _finished(home, "earlier", "max_steps=2", "save_steps=1", "resume_from_checkpoint=false")
-        first, second = home / CHECKPOINTS / "rl-000001", home / CHECKPOINTS / "rl-000002"
-        damage(second)
-        before = (home / METRICS).read_bytes()
+        with two_checkpoints(home):
+            first, second = home / CHECKPOINTS / "rl-000001", home / CHECKPOINTS / "rl-000002"
+            damage(second)
+            before = (home / METRICS).read_bytes()
 
-        def lost() -> str:
-            if (home / METRICS).read_bytes() != before:
-                return "metrics.jsonl was changed"
-            return finish(home, f"resume_from_checkpoint={first}", "max_steps=2", said="resumed")
+            def lost() -> str:
+                if (home / METRICS).read_bytes() != before:
+                    return "metrics.jsonl was changed"
+                return finish(home, f"resume_from_checkpoint={first}", "max_steps=2", log="resumed")
 
-        yield lost
+            yield lost
 
     return scene
 
@@ -146,8 +164,8 @@ def scribbled(checkpoint: Path) -> None:
     (checkpoint / ".metadata").write_bytes(b"no index\n")
 
 
-def _finished(home: Path, said: str, *overrides: str) -> None:
-    if wrong := finish(home, *overrides, said=said):
+def _finished(home: Path, log: str, *overrides: str) -> None:
+    if wrong := finish(home, *overrides, log=log):
         raise NotReachedError(wrong)
 
 
@@ -182,7 +200,7 @@ def goes_on(home: Path) -> Iterator[Lost]:
 
     def lost() -> str:
         (home / "go").touch()
-        return finish(home, "resume_from_checkpoint=true", said="resumed") or faults_of(home / METRICS, 2)
+        return finish(home, "resume_from_checkpoint=true", log="resumed") or faults_of(home / METRICS, 2)
 
     yield lost
 

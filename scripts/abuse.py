@@ -1,7 +1,8 @@
 """What happens to a job of two processes that is abused: each failure has to be reported, once, and in time.
 
-    python scripts/abuse.py                     # all of it: some minutes on two cores
+    python scripts/abuse.py                     # all of it: half an hour on two idle cores
     python scripts/abuse.py --only reward       # the abuses whose names hold the word
+    python scripts/abuse.py --part 2/3          # of the chosen ones every third, from the second on
     python scripts/abuse.py --json out.json
 
 Each abuse is done to a job of its own: the example examples/own_task, made small, started by the command that its users
@@ -50,13 +51,22 @@ def tabulate(outcomes: Sequence[Outcome], shorten: str) -> Table:
     return table
 
 
+def _part(text: str) -> slice:
+    number, count = map(int, text.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError(text)
+    return slice(number - 1, None, count)
+
+
 def main(arguments: Sequence[str] | None = None, cases: Sequence[Abuse] = CASES) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", metavar="WORD", help="the abuses whose names hold this")
+    parser.add_argument("--part", default="1/1", type=_part, metavar="NUMBER/COUNT", help="for runs side by side")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there, too")
     parser.add_argument("--slack", type=float, default=1.0, help="multiplies the limits of time")
     args = parser.parse_args(arguments)
     chosen = [case for case in cases if args.only is None or args.only.lower() in case.name.lower()]
+    chosen = chosen[args.part]
     if not chosen:
         parser.error(f"no abuse is named like {args.only!r}")
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)

@@ -113,13 +113,26 @@ def test_slack_multiplies_the_limits_of_scenes(script, monkeypatch):
 
     @contextlib.contextmanager
     def scene(home):
-        lost.append(run.finish(home, said="beside"))
+        lost.append(run.finish(home, log="beside"))
         yield lambda: ""
 
     script.main(["--slack", "0.004"], [script.Abuse(name="one", code=0, scene=scene, arguments=("-c", ""))])
     assert lost == ["beside did not end within 0.48 s"] and run.limit(120) == 120
 
 
+def test_parts_hold_every_abuse_once(script, tmp_path):
+    cases = [script.Abuse(name=f"{number}", code=0, arguments=("-c", "")) for number in range(5)]
+    parts = []
+    for number in (1, 2):
+        out = tmp_path / f"{number}.json"
+        assert script.main(["--part", f"{number}/2", "--json", str(out)], cases) == 0
+        parts.append([outcome["abuse"] for outcome in json.loads(out.read_text())])
+    assert parts == [["0", "2", "4"], ["1", "3"]]
+    for wrong in ("0/2", "3/2", "x"):
+        with pytest.raises(SystemExit):
+            script.main(["--part", wrong], cases)
+
+
 def test_names_of_abuses_are_their_own(script):
     names = [case.name for case in script.CASES]
-    assert len(set(names)) == len(names) >= 40
+    assert len(set(names)) == len(names) >= 120
