@@ -5,19 +5,18 @@ Some get the rubbish on all ranks, some on the last one alone.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tests.strategy.bad_calls import SECONDS, Loss, errors_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.bad_input
 
 HERE = "tests.strategy.test_bad_parts:"
-SECONDS = 10.0
 
 
 class Scene:
@@ -93,18 +92,6 @@ def _settings(**options: Any) -> Any:
     return StepSettings(**options)
 
 
-class _Loss:
-    masks = ("response_mask",)
-
-    def __init__(self, **attributes: Any) -> None:
-        self.__dict__.update(attributes)
-
-    def token_loss(self, tokens: Any) -> Any:
-        from roll_batching.losses import LossOutput
-
-        return LossOutput(-tokens.mean(tokens.log_probs))
-
-
 def _counts(s: Scene, **tokens: float) -> Any:
     from roll_batching.losses.denominators import StepCounts
 
@@ -173,9 +160,9 @@ ENTRIES: dict[str, tuple[Callable[[Scene], Any], str]] = {
     # train_step, forward, generate
     "the class of a loss": (lambda s: s.train(loss=type(s.loss)), "the class SFTLoss"),
     "the class of a loss on one rank": (lambda s: s.train(loss=s.given(s.loss, type(s.loss))), "the class SFTLoss"),
-    "needs that are a number": (lambda s: s.train(loss=_Loss(needs=3)), "needs is 3"),
-    "masks that are a number": (lambda s: s.train(loss=_Loss(masks=3)), "masks is 3"),
-    "sums that are None": (lambda s: s.train(loss=_Loss(sums=None)), "sums is None"),
+    "needs that are a number": (lambda s: s.train(loss=Loss(needs=3)), "needs is 3"),
+    "masks that are a number": (lambda s: s.train(loss=Loss(masks=3)), "masks is 3"),
+    "sums that are None": (lambda s: s.train(loss=Loss(sums=None)), "sums is None"),
     "counts below zero": (lambda s: s.train(counts=_counts(s, response_mask=-3)), "response_mask"),
     "counts that are NaN": (lambda s: s.train(counts=_counts(s, response_mask=float("nan"))), "response_mask"),
     "a plan as a dict": (lambda s: s.train(plan=s.plan.to_dict()), "plan is a dict"),
@@ -193,22 +180,8 @@ ENTRIES: dict[str, tuple[Callable[[Scene], Any], str]] = {
 
 def attempts(_: None) -> list[tuple[str, str, float]]:
     """By entry: error class, message, seconds. After each, a good step still works."""
-    import torch.distributed as dist
-
-    from roll_batching.errors import RollBatchingError
-
-    scene, seen = Scene(), []
-    for entry, _words in ENTRIES.values():
-        dist.barrier()
-        started = time.monotonic()
-        try:
-            entry(scene)
-            kind, message = "nothing", ""
-        except RollBatchingError as error:
-            kind, message = type(error).__name__, str(error)
-        except Exception as error:
-            kind, message = f"bare {type(error).__name__}", str(error)
-        seen.append((kind, message, time.monotonic() - started))
+    scene = Scene()
+    seen = list(errors_of((entry for entry, _ in ENTRIES.values()), scene))
     good = scene.train()
     assert good.loss == good.loss and not good.skipped
     return seen

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.strategy.bad_calls import SECONDS, Loss, errors_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.bad_input
 
-SECONDS = 10.0
 CAP = 48
 
 
@@ -45,23 +44,8 @@ class Scene:
         return rubbish if self.culprit else good
 
 
-class _Loss:
-    needs, masks = {"log_probs"}, ("response_mask",)
-
-    def __init__(self, **attributes: Any) -> None:
-        self.__dict__.update(attributes)
-
-    def metrics(self, tokens: Any) -> Any:
-        return {}
-
-    def token_loss(self, tokens: Any) -> Any:
-        from roll_batching.losses import LossOutput
-
-        return LossOutput(-tokens.mean(tokens.log_probs), self.metrics(tokens))
-
-
 def _metrics(make: Callable[[Any], Any]) -> Any:
-    return lambda s: s.strategy.train_step(s.local, s.plan, _Loss(metrics=s.given(lambda tokens: {}, make)))
+    return lambda s: s.strategy.train_step(s.local, s.plan, Loss(metrics=s.given(lambda tokens: {}, make)))
 
 
 def _wide_metric(tokens: Any) -> Any:
@@ -134,13 +118,13 @@ ENTRIES: dict[str, Callable[[Scene], Any]] = {
         s.given(s.home, _foreign(s.home)), s.settings
     ),
     "train_step(loss=3)": lambda s: s.strategy.train_step(s.local, s.plan, s.given(s.loss, 3)),
-    "train_step, other loss": lambda s: s.strategy.train_step(s.local, s.plan, s.given(s.loss, _Loss())),
+    "train_step, other loss": lambda s: s.strategy.train_step(s.local, s.plan, s.given(s.loss, Loss())),
     "train_step(counts='x')": lambda s: s.strategy.train_step(s.local, s.plan, s.loss, counts=s.given(None, "x")),
     "a field of sums is missing": lambda s: s.strategy.train_step(
-        s.local, s.plan, _Loss(sums=s.given(("advantages",), ("nothing",)))
+        s.local, s.plan, Loss(sums=s.given(("advantages",), ("nothing",)))
     ),
     "fields of a replica differ": lambda s: s.strategy.train_step(
-        s.given(s.local, s.local.without(["advantages"])), s.plan, _Loss(sums=("advantages",))
+        s.given(s.local, s.local.without(["advantages"])), s.plan, Loss(sums=("advantages",))
     ),
     "no optimizer": lambda s: _without_optimizer(s),
     "a metric of the wrong shape": _metrics(_wide_metric),
@@ -177,23 +161,12 @@ def _without_optimizer(s: Scene) -> Any:
 
 def attempts(payload: tuple[dict[str, Any], str]) -> list[tuple[str, str, float]]:
     """By entry: error class, message, seconds. After each, a good step still works."""
-    import torch.distributed as dist
-
-    from roll_batching.errors import RollBatchingError
-
     layout, folder = payload
     scene = Scene(layout, folder)
     scene.strategy.save(f"{folder}/good")
     seen = []
-    for entry in ENTRIES.values():
-        dist.barrier()
-        started = time.monotonic()
-        try:
-            entry(scene)
-            kind, message = "nothing", ""
-        except RollBatchingError as error:
-            kind, message = type(error).__name__, str(error)
-        seen.append((kind, message, time.monotonic() - started))
+    for error in errors_of(ENTRIES.values(), scene):
+        seen.append(error)
         good = scene.strategy.train_step(scene.local, scene.plan, scene.loss)
         assert good.loss == good.loss and not good.skipped
     return seen
