@@ -13,6 +13,8 @@ SERVED = ("sglang", "vllm")
 """Engines that are servers."""
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 """Modes of vLLM's `--logprobs-mode`."""
+_READS = "and logprob_plan: rollout or engine_ratio_cap has the loss read them"
+"""Ends what is wrong with an engine's log-probs."""
 _JOBS_OWN = ("model", "model_path", "host", "port")
 """Options of servers that follow from the job."""
 _GPUS = (("tensor_parallel_size", "tp_size"), ("pipeline_parallel_size", "pp_size"))
@@ -128,23 +130,43 @@ def engine_problems(job: JobKeys) -> Iterator[Problem]:
     if role.engine_args.update_weights_from == "distributed":
         yield from _distributed(job)
     if name == "vllm" and reads_engine_log_probs(job):
-        yield from _unfit_log_probs(job)
+        yield from _unfit_vllm_log_probs(job)
+    if name == "sglang" and reads_engine_log_probs(job):
+        yield from _unfit_sglang_log_probs(job)
     if starts_servers(job):
         yield from _own_servers(job)
 
 
-def _unfit_log_probs(job: JobKeys) -> Iterator[Problem]:
+def _unfit_sglang_log_probs(job: JobKeys) -> Iterator[Problem]:
+    """Log-probs of SGLang's that the loss reads, and that are at another temperature than the trainer's.
+
+    SGLang's are at the sampling temperature, before top_p and top_k; of greedy responses at temperature 1.
+    """
+    args, wanted = job.actor_infer.generating_args, job.logprob_temperature
+    has = args.temperature if args.do_sample else 1.0
+    if wanted == has:
+        return
+    greedy = "" if args.do_sample else " of greedy responses"
+    text = f"SGLang's log-probs{greedy} are at temperature {has:g}, and the loss's at {wanted:g}, {_READS}"
+    if job.actor_train.logprob_temperature is None:
+        cure = f"set actor_train.logprob_temperature to {has:g}"
+        yield Problem(("actor_infer", "generating_args", "temperature"), f"{text}: {cure}")
+    else:
+        cure = f"set it to {has:g}, or use logprob_plan: train without engine_ratio_cap"
+        yield Problem(("actor_train", "logprob_temperature"), f"{text}: {cure}")
+
+
+def _unfit_vllm_log_probs(job: JobKeys) -> Iterator[Problem]:
     """Log-probs of vLLM's that the loss reads, and that are of another distribution than the trainer's."""
     args, given = job.actor_infer.generating_args, job.actor_infer.strategy_args.engine_options.get("logprobs_mode")
     mode = given if starts_servers(job) else None
     wrong = wrong_log_probs(job, None)
-    reads = "and logprob_plan: rollout or engine_ratio_cap has the loss read them"
     if wrong is not None:
         key = "temperature" if args.do_sample is False else "top_p" if args.top_p < 1 else "top_k"
-        text = f"{wrong}, {reads}: set actor_train.logprob_temperature to 1, or leave top_p and top_k out"
+        text = f"{wrong}, {_READS}: set actor_train.logprob_temperature to 1, or leave top_p and top_k out"
         yield Problem(("actor_infer", "generating_args", key), text)
     elif mode is not None and (wrong := wrong_log_probs(job, str(mode))) is not None:
-        yield Problem(("actor_infer", "strategy_args", "strategy_config", "logprobs_mode"), f"{wrong}, {reads}")
+        yield Problem(("actor_infer", "strategy_args", "strategy_config", "logprobs_mode"), f"{wrong}, {_READS}")
 
 
 def _distributed(job: JobKeys) -> Iterator[Problem]:

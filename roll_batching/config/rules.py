@@ -8,7 +8,7 @@ from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.config.async_rules import async_problems
 from roll_batching.config.device_rules import device_problems
 from roll_batching.config.diagnostics import Problem
-from roll_batching.config.engine_rules import engine_problems, uses_engine
+from roll_batching.config.engine_rules import SERVED, engine_problems, uses_engine
 from roll_batching.config.fields import Pass
 from roll_batching.config.job_keys import JobKeys
 from roll_batching.config.layout_rules import (
@@ -214,7 +214,7 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
             yield problem
     sampled, own = job.actor_infer.generating_args.temperature, train.logprob_temperature
     reads_drawn = train.logprob_plan == "rollout" or job.loss_args.get("engine_ratio_cap") is not None
-    if own not in (None, sampled) and reads_drawn and not _asks_servers(job):
+    if own not in (None, sampled) and reads_drawn and not _has_known_server(job):
         text = (
             f"is {own}, and rollouts keep their log-probs at the sampling temperature, {sampled}, which the loss reads"
         )
@@ -258,9 +258,9 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
     yield from _reward_norm(job)
 
 
-def _asks_servers(job: JobKeys) -> bool:
-    """Whether servers sample, which have a temperature of their own for log-probs."""
-    return uses_engine(job) and job.actor_infer.strategy_args.strategy_name != "hf_infer"
+def _has_known_server(job: JobKeys) -> bool:
+    """Whether servers sample whose log-probs have rules of their own (`engine_rules`)."""
+    return uses_engine(job) and job.actor_infer.strategy_args.strategy_name in SERVED
 
 
 def _reward_norm(job: JobKeys) -> Iterator[Problem]:

@@ -58,6 +58,8 @@ KINDS = {
         options={},
         sleeping="enable_memory_saver",
         negates=False,
+        # Log-probs at the sampling temperature, which `config.engine_rules` relies on. The second is 0.4's name.
+        variables={"SGLANG_RETURN_ORIGINAL_LOGPROB": "false", "RETURN_ORIGINAL_LOGPROB": "false"},
     ),
     "vllm": Kind(
         program=("vllm", "serve"),

@@ -1,8 +1,9 @@
 """SGLang's native API.
 
 Published as "SGLang Native APIs" and "SGLang for RL Systems" (docs.sglang.io), and in `srt/managers/io_struct.py`.
-Log-probs of sampled tokens are of the softmax at the request's temperature, before top-k and top-p, unless the server
-was started with SGLANG_RETURN_ORIGINAL_LOGPROB.
+Log-probs of sampled tokens are of the softmax at the request's temperature, before top-k and top-p; of greedy responses
+at temperature 1. A server with SGLANG_RETURN_ORIGINAL_LOGPROB in its environment has all of them at temperature 1, and
+tells nobody: the job starts its own without, and `config.engine_rules` takes servers at URLs to be without, too.
 
 Weights over a process group: `srt/model_executor/model_runner.py` (0.5) or `weight_updater.py` (later). A server's
 process takes the rank `rank_offset` + its tensor-parallel rank, whatever its stage, so that stages cannot join; it
