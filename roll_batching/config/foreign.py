@@ -17,8 +17,11 @@ MOST_BESIDE = 10
 
 
 def framework_of(data: Mapping[str, Any]) -> Framework | None:
-    """Whose file `data` is, by keys that only they have; None: none that is known."""
-    keys = set(data)
+    """The framework whose file `data` is, by keys that only its files give a value; None: none that is known.
+
+    A run's own config.yaml names all keys, with null for sections that are not there (`hydra: null`).
+    """
+    keys = {key for key, value in data.items() if value is not None}
     parents = data.get("defaults")
     named = [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []
     if ("policy" in keys and keys & _ALGORITHMS) or any(str(name).endswith((".yaml", ".yml")) for name in named):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+import yaml
 
 from roll_batching.config import ConfigFileError, config_from_dict, load_config
 from roll_batching.errors import ConfigError
@@ -196,3 +197,17 @@ def test_a_misspelt_key_of_another_frameworks_file_is_named_below_what_to_do(pro
     found = problems(f"{theirs}\nmax_stepz: 3\n")
     assert "convert it: roll-batching convert-config --from" in found[0]
     assert any("max_stepz: unknown key" in one for one in found[1:])
+
+
+@pytest.mark.bad_input
+def test_a_misspelt_key_in_a_runs_own_file_is_named(tmp_path):
+    """A run's config.yaml has all keys, those of other frameworks with null: it is none of their files."""
+    job = config_from_dict({"exp_name": "own"}).to_dict()
+    assert "hydra" in job and "sft_train" in job
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({**job, "max_stepz": 3}, sort_keys=False))
+    with pytest.raises(ConfigFileError) as caught:
+        load_config(file)
+    (problem,) = caught.value.problems
+    assert problem.path == ("max_stepz",) and "unknown key; did you mean 'max_steps'?" in problem.message
+    assert "convert-config" not in str(caught.value)
