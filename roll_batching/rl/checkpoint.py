@@ -26,6 +26,7 @@ from roll_batching.distributed import consensus
 from roll_batching.errors import CheckpointError, RollBatchingError
 from roll_batching.planning import ParallelDims
 from roll_batching.rl.folder import EarlierRun
+from roll_batching.rl.from_config import steps_key
 from roll_batching.rl.inputs import JobInputs
 from roll_batching.rl.roles.reference_apart import ReferenceApart
 from roll_batching.rl.running import Resumable
@@ -78,6 +79,7 @@ class JobCheckpoints:
     """
 
     def __init__(self, config: JobConfig, folder: Path, strategy: MegatronTrainStrategy, inputs: JobInputs) -> None:
+        self.config = config
         self.folder = folder / FOLDER
         self.strategy = strategy
         self.verify = config.verify_checkpoint
@@ -147,7 +149,8 @@ class JobCheckpoints:
         with self._advised(lambda: self._instead_of(point)):
             if point.step > last:
                 raise CheckpointError(
-                    f"{point.path} is at step {point.step:,} of {phase}, which has {last:,} steps here: raise max_steps"
+                    f"{point.path} is at step {point.step:,} of {phase}, which has {last:,} steps here: raise "
+                    f"{steps_key(self.config, phase)}"
                 )
             self.strategy.load(point.path, verify=self.verify)
             if isinstance(reference, ReferenceApart):

@@ -15,6 +15,7 @@ from roll_batching.config.arguments import Arguments
 from roll_batching.config.diagnostics import Problem
 from roll_batching.config.losses import LOSSES
 from roll_batching.config.objective_rules import advantage_arguments, loss_arguments, whitens
+from roll_batching.config.supervised import supervised
 from roll_batching.data.tokenizers import Tokenizer
 from roll_batching.errors import ConfigError, LossError
 from roll_batching.losses import constant_mean, loss_spec
@@ -160,6 +161,15 @@ def supervised_schedule_of(config: JobConfig, texts: int, texts_per_step: int) -
     if config.num_train_epochs is not None and config.stream is None:
         steps = max(1, math.ceil(config.num_train_epochs * texts / texts_per_step))
     return config.actor_train.with_training(max_steps=steps).training_args
+
+
+def steps_key(config: JobConfig, phase: str) -> str:
+    """The key that sets how many steps `phase` has."""
+    if phase == "warmup" and config.warmup is not None:
+        return "warmup.training_args.max_steps" if config.warmup.num_train_epochs is None else "warmup.num_train_epochs"
+    if supervised(config) and config.stream is not None:
+        return "train.max_num_steps"
+    return "num_train_epochs" if supervised(config) and config.num_train_epochs is not None else "max_steps"
 
 
 def sampling_of(config: JobConfig, tokenizer: Tokenizer | None, *, held_out: bool = False) -> GenerationSettings:

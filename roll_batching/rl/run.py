@@ -16,7 +16,7 @@ from roll_batching.observe.metrics_file import Row
 from roll_batching.rl.checkpoint import JobCheckpoints
 from roll_batching.rl.engine.weights import shares_weights_folder, weights_folder
 from roll_batching.rl.folder import EarlierRun, folder_of, held
-from roll_batching.rl.from_config import sampling_of, schedule_of, supervised_schedule_of
+from roll_batching.rl.from_config import sampling_of, schedule_of, steps_key, supervised_schedule_of
 from roll_batching.rl.inputs import JobInputs
 from roll_batching.rl.recorder import RunRecorder
 from roll_batching.rl.roles.world import StartWorld, start_here
@@ -79,12 +79,20 @@ class Run:
         self.recorder.start(phase, steps, done)
         if done == steps:
             self.recorder.progress.note(
-                f"{phase} is complete: all of its {steps:,} steps were done before. To train on, raise max_steps"
+                f"{phase} is complete: all of its {steps:,} steps were done before. {self._after(phase)}"
             )
         elif done:
             self.recorder.progress.note(
                 f"{phase} goes on after step {done:,} of {steps:,}, from {self.checkpoints.latest}"
             )
+
+    def _after(self, phase: str) -> str:
+        """What follows a phase that is complete, or what to set to train on."""
+        if phase != "warmup":
+            return f"To train on, raise {steps_key(self.config, phase)}"
+        if self.config.max_steps:
+            return "The phase rl follows"
+        return f"To train on, raise {steps_key(self.config, phase)}, or max_steps for the phase rl"
 
     def record(
         self, step: int, row: Row, *, shown: Mapping[str, float | None], said: Sequence[Mapping[str, Any]] = ()

@@ -95,7 +95,10 @@ def test_another_vocabulary_and_steps_that_cannot_be_are_refused_on_every_rank(t
             job(resume_from_checkpoint=counted("warmup-000003", 10**6)),
             r"says step 1,000,000 of warmup, and its folder is warmup-000003",
         ),
-        "less than there is": (job(warmup__training_args__max_steps=2), "at step 4 of warmup, which has 2 steps here"),
+        "less than there is": (
+            job(warmup__training_args__max_steps=2),
+            r"at step 4 of warmup, which has 2 steps here: raise warmup\.training_args\.max_steps",
+        ),
         "one more": (job(resume_from_checkpoint=counted("more", 3)), changed),
         "no number": (job(resume_from_checkpoint=counted("text", "4")), "is not what was written: it has step '4'"),
         "true": (job(resume_from_checkpoint=counted("true", True)), "is not what was written: it has step True"),
@@ -109,6 +112,39 @@ def test_another_vocabulary_and_steps_that_cannot_be_are_refused_on_every_rank(t
     assert (places.parent / "metrics.jsonl").read_bytes() == before and last.is_dir()
     (outcome,) = run_ranks(1, "tests.rl.jobs:run", job(resume_from_checkpoint=True), check=False)
     assert outcome.returncode == 0 and "warmup is complete: all of its 4 steps" in outcome.output, outcome.output
+    assert "To train on, raise warmup.training_args.max_steps, or max_steps for the phase rl" in outcome.output
+    rl = job(resume_from_checkpoint=True, max_steps=1, reward_function="tests.rl.jobs:length")
+    (outcome,) = run_ranks(1, "tests.rl.jobs:run", rl, check=False)
+    assert outcome.returncode == 0 and "done before. The phase rl follows" in outcome.output, outcome.output
+    assert "raise" not in outcome.output, "there is nothing to raise"
+
+
+@pytest.mark.config
+@pytest.mark.parametrize(
+    ("changes", "phase", "key"),
+    [
+        ({}, "warmup", "warmup.training_args.max_steps"),
+        ({"warmup__training_args": {}, "warmup__num_train_epochs": 1.0}, "warmup", "warmup.num_train_epochs"),
+        ({}, "rl", "max_steps"),
+    ],
+)
+def test_the_key_that_lengthens_a_phase(tmp_path, changes, phase, key):
+    from roll_batching.config import config_from_dict
+    from roll_batching.rl.from_config import steps_key
+
+    assert steps_key(config_from_dict(settings(tmp_path, **changes)), phase) == key
+
+
+@pytest.mark.config
+def test_the_key_that_lengthens_fine_tuning(tmp_path):
+    from roll_batching.config import config_from_dict
+    from roll_batching.rl.from_config import steps_key
+
+    assert steps_key(config_from_dict(of_texts(tmp_path, "sft")), "sft") == "max_steps"
+    epochs = of_texts(tmp_path, "dpo") | {"num_train_epochs": 1.0}
+    epochs.pop("max_steps")
+    assert steps_key(config_from_dict(epochs), "dpo") == "num_train_epochs"
+    assert steps_key(config_from_dict(streamed(tmp_path, task="sft", steps=4)), "sft") == "train.max_num_steps"
 
 
 def grpo(folder: Path, **changes: Any) -> dict[str, Any]:
