@@ -44,7 +44,7 @@ RESUMING = {**SAVING, "resume_from_checkpoint": True}
 FILLING_REWARD = """
 import os, pathlib
 def reward(completion):
-    if pathlib.Path("runs/own_task/checkpoints/rl-000001").exists():
+    if os.environ["RANK"] == "0" and pathlib.Path("runs/own_task/checkpoints/rl-000001").exists():
         with open("runs/filler", "ab") as file:
             room = os.statvfs("runs")
             file.write(bytes(max(0, room.f_bavail * room.f_frsize - 24576)))
