@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -75,6 +77,7 @@ class MetricsWriter:
 
                 if (folder / EVENTS).exists():
                     shutil.rmtree(folder / EVENTS)  # all of it is in the rows
+                _leave_errors_of_events_to_flush()
                 self._events = SummaryWriter(str(folder / EVENTS))
                 for row in self.rows:
                     self._add_events(row)
@@ -122,6 +125,18 @@ class MetricsWriter:
         if self._tracker is not None:
             self._tracker.close()
             self._tracker = None
+
+
+@functools.cache
+def _leave_errors_of_events_to_flush() -> None:
+    """TensorBoard's thread prints no traceback: `flush` and `close` raise its error where rows are written."""
+    others = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            others(args)
+
+    threading.excepthook = hook
 
 
 def read_metrics(path: Path) -> list[Row]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -60,3 +62,30 @@ def test_resuming_cuts_off_what_came_after_the_resumed_state(tmp_path, after, ke
     assert [f"{r['phase'][0]}{r['step']}" for r in read_metrics(tmp_path / "metrics.jsonl")] == kept
     writer.write({"step": 99, "phase": "rl"})
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 99
+
+
+FULL_DISK = """
+import errno, pathlib, sys
+from tensorboard.summary.writer.record_writer import RecordWriter
+from roll_batching.errors import RollBatchingError
+from roll_batching.observe.metrics_file import MetricsWriter
+
+def full(self, data):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+writer = MetricsWriter(pathlib.Path(sys.argv[1]))
+RecordWriter.write = full
+try:
+    writer.write({"step": 1, "phase": "rl", "loss": 0.5})
+except RollBatchingError as error:
+    print(error)
+writer.close()
+"""
+
+
+def test_events_that_cannot_be_written_are_one_error_without_a_traceback(tmp_path):
+    """In a process of its own: pytest takes the exceptions of threads."""
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "cannot be written: No space left on device" in done.stdout
+    assert "Traceback" not in done.stderr
