@@ -27,6 +27,7 @@ from _peer_jobs import PeerModels, what_stops
 from roll_batching.config.yaml_source import read_yaml
 from roll_batching.conversion import ORIGINS, Conversion, Origin, convert_file
 from roll_batching.errors import ConfigError
+from roll_batching.known_warnings import hide_known_warnings
 
 NOT_HERE = "is no directory here"
 BY_HAND = "actor_infer.engine_args.urls"
@@ -144,6 +145,7 @@ def _list(path: Path, done: Conversion, stopped: list[str]) -> None:
 
 
 def main() -> None:
+    hide_known_warnings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--roll", type=Path, help="checkout of alibaba/ROLL")
     parser.add_argument("--nemo-rl", type=Path, help="checkout of NVIDIA-NeMo/RL")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 from roll_batching.config.model import described_model
 from roll_batching.huggingface.families import FAMILIES
@@ -82,3 +84,17 @@ def test_a_file_starts_where_its_job_would(peers, tmp_path, case):
     stops = peers.what_stops(settings, peers.PeerModels(tmp_path / "models"), tmp_path)
     assert settings == before, "the settings that are counted stay as they are"
     assert (stops == []) if not reason else any(reason in one for one in stops), stops
+
+
+def test_the_count_prints_nothing_that_its_reader_cannot_change(tmp_path):
+    file = file_of("grpo")
+    file["policy"]["model_name"] = file["policy"]["tokenizer"]["name"] = "Qwen/Qwen2.5-1.5B"
+    file["policy"]["generation"]["backend"] = "megatron"
+    file["policy"]["sequence_packing"] = {"enabled": True, "train_mb_tokens": 4096, "logprob_mb_tokens": 4096}
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "job.yaml").write_text(yaml.safe_dump(file))
+    script = Path(__file__).parents[2] / "scripts" / "count_peer_configs.py"
+    done = subprocess.run([sys.executable, script, "--nemo-rl", tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "NeMo-RL: 1 files" in done.stdout, done.stdout + done.stderr
+    assert "start once model and data are there" in done.stdout, done.stdout
+    assert "Warning" not in done.stderr, done.stderr
