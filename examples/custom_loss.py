@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from roll_batching.config import WorkerConfig
-from roll_batching.data import SampleBatch, distribute, gather_lengths
+from roll_batching.jobs.config import WorkerConfig
 from roll_batching.losses import LossOutput, TokenView
+from roll_batching.samples import SampleBatch, distribute, gather_lengths
 from roll_batching.strategy import MegatronTrainStrategy
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 64}

@@ -12,9 +12,9 @@ import os
 
 import torch
 
-from roll_batching.config import WorkerConfig
-from roll_batching.data import SampleBatch
+from roll_batching.jobs.config import WorkerConfig
 from roll_batching.losses import PolicyLoss
+from roll_batching.samples import SampleBatch
 
 RANKS, STEPS = 4, 3
 POLICY = WorkerConfig.model_validate(
@@ -56,7 +56,7 @@ def drive() -> None:
     """The loop on Ray."""
     import ray
 
-    from roll_batching.driver.group import WorkerGroup
+    from roll_batching.jobs.driver.group import WorkerGroup
 
     # Or ray.init("auto"): the Ray that runs on this machine.
     ray.init("local", num_cpus=RANKS, object_store_memory=200_000_000, logging_level="error")
@@ -76,7 +76,7 @@ def drive() -> None:
 
 def be_a_rank() -> None:
     """The same without a driver: every rank has the batch, and finds its share by the plan."""
-    from roll_batching.data import LengthTable, collect
+    from roll_batching.samples import LengthTable, collect
     from roll_batching.strategy import MegatronTrainStrategy
 
     policy = MegatronTrainStrategy(POLICY, seed=5)

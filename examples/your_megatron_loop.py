@@ -21,12 +21,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from roll_batching.config import BatchingConfig
-from roll_batching.data import SampleBatch, distribute, gather_lengths
 from roll_batching.distributed.parallel_layout import start_processes
 from roll_batching.losses import SFTLoss
 from roll_batching.modeling.spec import packed_layer_spec
 from roll_batching.planning import BatchingSpec
+from roll_batching.samples import SampleBatch, distribute, gather_lengths
+from roll_batching.settings import BatchingConfig
 from roll_batching.strategy import MegatronTrainStrategy
 
 STEPS, SAMPLES, LONGEST, VOCABULARY = 3, 8, 48, 64

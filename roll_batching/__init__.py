@@ -1,7 +1,7 @@
 """roll-batching: plans, packs and balances every training step on Megatron-Core.
 
-The rooms: `planning` and `config` need no torch; `data`, `packing`, `losses`, `modeling`, `strategy`
-and `rl` need the extra `megatron`. Nothing is imported here, so that the light rooms stay light.
+`planning`, `settings` and `jobs.config` need no torch; all else needs the extra `megatron`. `strategy` is the plugin,
+`jobs` are built on it. Nothing is imported here, so that the light rooms stay light.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

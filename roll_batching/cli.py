@@ -62,8 +62,8 @@ def _open_streams() -> None:
 
 
 def _say(error: RollBatchingError) -> None:
-    from roll_batching.launch.environment import rank_place
-    from roll_batching.launch.failures import describe, record_failure
+    from roll_batching.jobs.launch.environment import rank_place
+    from roll_batching.jobs.launch.failures import describe, record_failure
 
     try:
         place = rank_place()

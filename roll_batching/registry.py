@@ -89,6 +89,11 @@ def load_dotted(kind: str, path: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may raise anything, and call sys.exit
+        from roll_batching.moved import moved_to
+
+        if (new := moved_to(module_name)) is not None:
+            text = f"{module_name} has moved to {new} in version 0.2.0: write {new}:{name}"
+            raise ConfigError(f"{kind} {path!r}: {text}") from error
         raise ConfigError(
             f"{kind} {path!r}: cannot import {module_name!r} ({describe_error(error)}); the module must be importable "
             "on every machine of the job: install it, or start in its folder"

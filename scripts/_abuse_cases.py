@@ -36,7 +36,7 @@ GIBI = 1 << 30
 
 
 def _rewarding(text: str) -> dict[str, str]:
-    return {"scoring.py": f"import os, sys, time\nfrom roll_batching.rl.rewards import Score\n{text}\n"}
+    return {"scoring.py": f"import os, sys, time\nfrom roll_batching.jobs.rewards import Score\n{text}\n"}
 
 
 def _call(body: str) -> dict[str, str]:
@@ -69,7 +69,7 @@ def reward(completion):
 
 # What the model wrote: more folders than any stack has frames, and a writer in a session of its own.
 JUDGED = """from dataclasses import replace
-from roll_batching.rl.rewards.code import code_tests
+from roll_batching.jobs.rewards.code import code_tests
 CODE = '''
 import os, time
 if os.fork() == 0:

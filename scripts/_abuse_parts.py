@@ -15,8 +15,8 @@ for other in range(1, size):
 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
 import torch
 from megatron.core import parallel_state
-from roll_batching.config import BatchingConfig
-from roll_batching.data import SampleBatch, distribute, gather_lengths
+from roll_batching.settings import BatchingConfig
+from roll_batching.samples import SampleBatch, distribute, gather_lengths
 from roll_batching.distributed.parallel_layout import start_processes
 from roll_batching.errors import RollBatchingError
 from roll_batching.losses import SFTLoss

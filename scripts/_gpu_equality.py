@@ -20,8 +20,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from roll_batching.data import LengthTable, SampleBatch  # noqa: E402
 from roll_batching.losses import DPOLoss, PolicyLoss, SFTLoss  # noqa: E402
+from roll_batching.samples import LengthTable, SampleBatch  # noqa: E402
 from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy  # noqa: E402
 from tests.support.experts import let_experts_run  # noqa: E402
 from tests.support.models import MODES, fill, random_batch, whole_gradients, worker_config, worst_difference  # noqa: E402

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench_step import WORKLOADS, Workload  # noqa: E402
 
-from roll_batching.config import config_from_dict  # noqa: E402
+from roll_batching.jobs.config import config_from_dict  # noqa: E402
 from roll_batching.rehearsal.job import rehearse_job  # noqa: E402
 from roll_batching.rehearsal.rank import observe  # noqa: E402
 from roll_batching.rehearsal.task import RankTask  # noqa: E402

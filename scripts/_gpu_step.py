@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from bench_step import WORKLOADS, Workload, batch_of, trl_lengths, worker_config
 
-from roll_batching.data import LengthTable
 from roll_batching.losses import PolicyLoss, SFTLoss
+from roll_batching.samples import LengthTable
 from roll_batching.strategy import MegatronTrainStrategy, infer
 
 ROOT = Path(__file__).resolve().parents[1]

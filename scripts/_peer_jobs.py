@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from roll_batching.config import load_config
-from roll_batching.config.diagnostics import ConfigFileError, dotted
-from roll_batching.config.job import JobConfig
 from roll_batching.errors import RollBatchingError
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.config.diagnostics import ConfigFileError, dotted
+from roll_batching.jobs.config.job import JobConfig
 
 FACTS = json.loads((Path(__file__).parent / "peer_models.json").read_text(encoding="utf-8"))
 ROLES = ("actor_train", "actor_infer", "reference")
@@ -101,11 +101,11 @@ def _start(job: JobConfig) -> None:
     Not that trackers are installed and as many devices are here: those are of the machine.
     """
     # Here: they import Megatron, whose warnings a script hides first.
-    from roll_batching.rl.from_config import advantages_of, loss_of
-    from roll_batching.rl.inputs import check_inputs, load_inputs
-    from roll_batching.rl.prompts import prompts_by_domain
-    from roll_batching.rl.rewards.contract import load_reward
-    from roll_batching.rl.rewards.pool import reward_of
+    from roll_batching.jobs.inputs import check_inputs, load_inputs
+    from roll_batching.jobs.objectives.from_config import advantages_of, loss_of
+    from roll_batching.jobs.rewards.contract import load_reward
+    from roll_batching.jobs.rewards.pool import reward_of
+    from roll_batching.jobs.rollouts.prompts import prompts_by_domain
 
     job.check_runnable()
     reward = reward_of(job)

@@ -17,8 +17,8 @@ import numpy as np
 from _planner_peers import functions_of
 from _streams_table import Table
 
-from roll_batching.data import FixedCountBatcher, StridedBatcher, TokenBudgetBatcher
-from roll_batching.data.rows import balance_by_squared_length, imbalance
+from roll_batching.jobs.streams import FixedCountBatcher, StridedBatcher, TokenBudgetBatcher
+from roll_batching.jobs.streams.rows import balance_by_squared_length, imbalance
 
 RANKS, BUDGET, COUNT, MICRO_BATCHES = 8, 16_384, 64, 400
 TRAINER = "trl/experimental/async_grpo/async_grpo_trainer.py"

@@ -22,7 +22,7 @@ from _streams_balance import trl_lengths
 from _streams_table import Table
 from torch.utils.data import IterableDataset
 
-from roll_batching.data import LoadBalancedDataset, PoolFormer
+from roll_batching.jobs.streams import LoadBalancedDataset, PoolFormer
 
 POOL, CAP = 128, 32_768
 SAMPLES, SAMPLES_OF_PEERS = 400_000, 3_000

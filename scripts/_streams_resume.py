@@ -22,8 +22,8 @@ from _streams_balance import trl_lengths
 from _streams_table import Table
 from torch.utils.data import DataLoader
 
-from roll_batching.data import LoadBalancedDataset
 from roll_batching.files import whole_file
+from roll_batching.jobs.streams import LoadBalancedDataset
 
 BATCHES, KILLS, EVERY, WORKERS = 10_000, 20, 50, (0, 2, 4)
 SAMPLES = 20_000

@@ -21,8 +21,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 from _planner_cases import CAP, COST, WORKLOADS, Bins, measure  # noqa: E402
 from _planner_peers import functions_of  # noqa: E402
 
-from roll_batching.data.membership import mini_batches, mini_batches_by_rank  # noqa: E402
 from roll_batching.planning import PlanConstraints, batch_balance, plan_step  # noqa: E402
+from roll_batching.samples.membership import mini_batches, mini_batches_by_rank  # noqa: E402
 
 DP, SAMPLES, MINI_BATCH = 8, 1024, 256
 Step = Iterator[tuple[np.ndarray, Callable[[np.ndarray, int, int], Bins]]]

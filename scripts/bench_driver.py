@@ -37,7 +37,7 @@ class StandIn:
 
     def as_rank(self, rank: int, dp_rank: int, reports: bool, method: str, _: Any, name: str, *handed: Any) -> Any:
         """What `StrategyRank.work` does, for the rank of this number."""
-        from roll_batching.driver.columns import Column, share_of
+        from roll_batching.jobs.driver.columns import Column, share_of
 
         assert "torch" not in sys.modules
         plan, *parts = handed[1:]
@@ -55,7 +55,7 @@ class AsRank:
     """An actor, called as one of the ranks that it stands for."""
 
     def __init__(self, actor: Any, rank: int, station: Any) -> None:
-        self.actor, self.place, self.calls = actor, (rank, station.dp_rank, station.reports), 0
+        self.actor, self.place, self.calls = actor, (rank, station.dp_rank, station.is_replica_leader), 0
 
     @property
     def work(self) -> AsRank:
@@ -77,7 +77,7 @@ def rollouts(samples: int, mean: int) -> Any:
     """A step's samples: prompts with answers, and the log-probs that they were drawn with."""
     import torch
 
-    from roll_batching.data import SampleBatch
+    from roll_batching.samples import SampleBatch
 
     drawn = np.random.default_rng(0).lognormal(0, 0.6, samples)
     lengths = torch.from_numpy((drawn * mean / drawn.mean()).clip(16, CAP).astype(np.int64))
@@ -107,13 +107,14 @@ def measure(batch: Any, ranks: int, tp_size: int, actors: list[Any]) -> dict[str
     """The figures of one step on `ranks` ranks."""
     import torch
 
-    from roll_batching.driver.handout import Part, Station, call_ranks, hand_out, with_fields
-    from roll_batching.launch.on_ray.actors import Ranks
+    from roll_batching.jobs.driver.handout import Part, Station, call_ranks, hand_out, with_fields
+    from roll_batching.jobs.launch.on_ray.actors import Ranks
     from roll_batching.planning import PlanConstraints, plan_step
 
     dp_size = ranks // tp_size
     stations = [
-        Station(dp_rank=rank // tp_size, embeds=True, judges=True, reports=rank % tp_size == 0) for rank in range(ranks)
+        Station(dp_rank=rank // tp_size, is_first_stage=True, is_last_stage=True, is_replica_leader=rank % tp_size == 0)
+        for rank in range(ranks)
     ]
     each = ranks // len(actors)
     called = [AsRank(actors[rank // each], rank, stations[rank]) for rank in range(ranks)]

@@ -31,9 +31,9 @@ def seconds_of(strategy: Any, lengths: tuple[int, ...], count: int, device: str)
     import numpy as np
     import torch
 
-    from roll_batching.data import SampleBatch
     from roll_batching.losses import SFTLoss
     from roll_batching.planning import Plan
+    from roll_batching.samples import SampleBatch
 
     sizes = np.tile(np.asarray(lengths, dtype=np.int64), count)
     total = int(sizes.sum())

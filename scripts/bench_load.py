@@ -46,9 +46,9 @@ LARGEST_FILE = 4 * 10**9
 def write_model(folder: Path, layers: int) -> None:
     """Random tensors in files of up to 4 GB, as transformers would write them."""
 
-    from roll_batching.config import ModelArgs
     from roll_batching.huggingface.families import FAMILIES, rules_of
     from roll_batching.huggingface.tensors import Sizes, expected_tensors
+    from roll_batching.settings import ModelArgs
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers}))
@@ -102,11 +102,11 @@ def load_on_a_rank(folder: Path, out: Path, tp: int) -> None:
     """On a rank: builds and loads, and writes down what it took."""
     import torch.distributed as dist
 
-    from roll_batching.config import MegatronConfig, ModelArgs
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.modeling.builder import build_chunks
     from roll_batching.modeling.kernels import choose_kernels
     from roll_batching.modeling.pretrained import load_pretrained
+    from roll_batching.settings import MegatronConfig, ModelArgs
 
     device = start_processes()
     megatron = MegatronConfig(tensor_model_parallel_size=tp, sequence_parallel=tp > 1)

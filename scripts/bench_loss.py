@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from _measure import arguments, finish, peak_bytes, relative, seconds
 
-from roll_batching.data import SampleBatch
 from roll_batching.losses import PolicyLoss, TokenView, token_log_probs
 from roll_batching.losses.denominators import local_counts
 from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import Plan, PlanConstraints
+from roll_batching.samples import SampleBatch
 
 SEQUENCES = 64
 SIZES = {"cpu": (2048, 32_768), "cuda": (16_384, 151_936)}

@@ -122,7 +122,7 @@ WORKLOADS = {
 
 
 def worker_config(load: Workload, mode: str) -> Any:
-    from roll_batching.config import WorkerConfig
+    from roll_batching.jobs.config import WorkerConfig
 
     rows = 8 if mode == "padded_micro" else max(1, load.cap // load.longest)
     architecture = {**load.architecture, "max_position_embeddings": load.longest}
@@ -157,7 +157,7 @@ def worker_config(load: Workload, mode: str) -> Any:
 def batch_of(load: Workload, step: int, mode: str = "packed") -> Any:
     import torch
 
-    from roll_batching.data import SampleBatch
+    from roll_batching.samples import SampleBatch
 
     lengths = torch.from_numpy(load.lengths(step, mode))
     draw = torch.Generator().manual_seed(abs(step))
@@ -173,8 +173,8 @@ def measure(load: Workload, mode: str, device: str) -> dict[str, Any]:
     """Train the workload's steps in one mode and report on them."""
     import torch
 
-    from roll_batching.data import LengthTable
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import LengthTable
     from roll_batching.strategy import MegatronTrainStrategy
 
     steps = range(-load.warm_up, load.steps)

@@ -24,9 +24,9 @@ from typing import Any
 
 from _peer_jobs import PeerModels, what_stops
 
-from roll_batching.config.yaml_source import read_yaml
-from roll_batching.conversion import ORIGINS, Conversion, Origin, convert_file
 from roll_batching.errors import ConfigError
+from roll_batching.jobs.config.yaml_source import read_yaml
+from roll_batching.jobs.conversion import ORIGINS, Conversion, Origin, convert_file
 from roll_batching.known_warnings import hide_known_warnings
 
 NOT_HERE = "is no directory here"

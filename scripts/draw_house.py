@@ -1,4 +1,4 @@
-"""Draws the tree in docs/architecture.md anew from the modules' docstrings: `python scripts/draw_house.py`."""
+"""Writes docs/files.md from the modules' docstrings: `python scripts/draw_house.py`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- tree -->\n", "<!-- /tree -->\n"
+PAGE = ROOT / "docs" / "files.md"
+HEAD = """# Files
+
+Every module with the first line of its docstring; `python scripts/draw_house.py` writes this page.
+[architecture.md](architecture.md) is the map.
+"""
 
 
 def first_line(path: Path) -> str:
@@ -28,11 +32,7 @@ def tree(folder: Path, depth: int = 0) -> list[str]:
 
 def page() -> str:
     """The page with today's tree."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    drawn = "\n".join(["```text", *tree(ROOT / "roll_batching"), "```"])
-    return f"{before}{BEGIN}{drawn}\n{END}{after}"
+    return "\n".join([HEAD, "```text", *tree(ROOT / "roll_batching"), "```", ""])
 
 
 if __name__ == "__main__":

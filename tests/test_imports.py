@@ -1,9 +1,12 @@
-"""The house as docs/architecture.md draws it: which room may import which, no circles, no file too long to read."""
+"""The structure that docs/architecture.md describes: which room may import which, no circles, no file too long."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import json
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -12,30 +15,47 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "roll_batching"
 
-FLOORS: tuple[tuple[str, ...], ...] = (
+PLUGIN: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("files", "known_warnings", "lifetime", "registry", "secret_names"),
+    ("files", "known_warnings", "lifetime", "moved", "secret_names"),
+    ("registry",),
     ("planning",),
-    ("distributed", "simulation", "compat", "observe", "huggingface"),
-    ("config", "data"),
-    ("packing", "conversion"),
+    ("distributed", "simulation", "huggingface"),
+    ("settings", "samples"),
+    ("packing",),
     ("modeling",),
     ("losses",),
     ("strategy",),
-    ("engines",),
-    ("rl",),
-    ("launch", "rehearsal"),
-    ("commands", "driver"),
-    ("cli",),
 )
-"""Rooms from the bottom up: a room imports rooms of lower floors only."""
+"""The plugin's rooms from the bottom up: a room imports rooms of lower floors only."""
+
+JOBS: tuple[tuple[str, ...], ...] = (
+    ("jobs.observe", "jobs.seeds", "jobs.processes"),
+    ("jobs.config", "jobs.texts"),
+    ("jobs.run_folder", "jobs.streams", "jobs.conversion", "jobs.rewards"),
+    ("jobs.inputs", "jobs.engines"),
+    ("jobs.objectives",),
+    ("jobs.steps",),
+    ("jobs.rollouts",),
+    ("jobs.roles",),
+    ("jobs.run",),
+    ("jobs.supervised", "jobs.rl"),
+    ("jobs.job",),
+    ("jobs.launch",),
+    ("jobs.driver",),
+)
+"""The rooms of the jobs, above the plugin, likewise."""
+
+FLOORS = (*PLUGIN, *JOBS, ("rehearsal",), ("commands",), ("cli",))
 
 LONGEST_FILE = 400
 LONGEST_FUNCTION_IN_PLANNING = 60
 
 
 def room_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
+    """`planning` of roll_batching.planning.plan, and `jobs.rl` of roll_batching.jobs.rl.grpo."""
+    _, *parts = module.split(".")
+    return ".".join(parts[: 2 if parts[:1] == ["jobs"] else 1])
 
 
 @cache
@@ -68,12 +88,12 @@ def _imported(name: str, tree: ast.AST) -> set[str]:
 
 def test_rooms_import_lower_floors_only():
     floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-    assert {room_of(name) for name in modules()} - {"", *floor} == set(), "a room without a floor"
+    assert {room_of(name) for name in modules()} - {"", "jobs", *floor} == set(), "a room without a floor"
     upward = [
         f"{name} imports {target}"
         for name, targets in imports().items()
         for target in targets
-        if room_of(name) and room_of(target) and room_of(name) != room_of(target)
+        if room_of(name) in floor and room_of(target) in floor and room_of(name) != room_of(target)
         and floor[room_of(target)] >= floor[room_of(name)]
     ]  # fmt: skip
     assert upward == []
@@ -148,3 +168,33 @@ def test_the_drawing_of_the_house_is_todays(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     drawing = importlib.import_module("draw_house")
     assert drawing.PAGE.read_text() == drawing.page(), "run python scripts/draw_house.py"
+
+
+MOST_FILES, MOST_LINES = 110, 15_000
+LOADED = """
+import importlib, json, sys
+importlib.import_module("{module}")
+ours = {{name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "roll_batching"}}
+print(json.dumps({{name: len(open(file).readlines()) for name, file in ours.items() if file}}))
+"""
+
+
+def loaded(module: str) -> dict[str, int]:
+    """Lines of each module of ours that `import module` reads."""
+    command = [sys.executable, "-W", "ignore", "-c", LOADED.format(module=module)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_plugin_is_light_and_knows_no_job(report):
+    lines = loaded("roll_batching.strategy")
+    report(f"import roll_batching.strategy reads {len(lines)} files and {sum(lines.values()):,} lines")
+    assert [name for name in lines if room_of(name).startswith("jobs")] == []
+    assert len(lines) <= MOST_FILES and sum(lines.values()) <= MOST_LINES
+
+
+def test_planning_is_light(report):
+    lines = loaded("roll_batching.planning")
+    report(f"import roll_batching.planning reads {len(lines)} files and {sum(lines.values()):,} lines")
+    assert {room_of(name) for name in lines} <= {"", "errors", "moved", "registry", "planning"}
+    assert len(lines) <= 36 and sum(lines.values()) <= 4_300

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_batching.rl.rewards import Completion
+from roll_batching.jobs.rewards import Completion
 
 
 def share_of_digits(text: str) -> float:

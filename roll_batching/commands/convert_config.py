@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from roll_batching.conversion import ORIGINS, convert_file, origin_of
 from roll_batching.errors import ConfigError
 from roll_batching.files import whole_file
+from roll_batching.jobs.conversion import ORIGINS, convert_file, origin_of
 
 
 class Framework(StrEnum):

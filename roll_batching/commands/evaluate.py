@@ -10,7 +10,7 @@ import typer
 
 from roll_batching.commands.checkpoints import Checkpoint, Pretrain, Prompts, require_torch
 from roll_batching.commands.generate import write_lines
-from roll_batching.observe.numbers import fixed
+from roll_batching.jobs.observe.numbers import fixed
 
 
 def evaluate(
@@ -29,9 +29,9 @@ def evaluate(
     On one process: where the run had one data-parallel rank, these are the answers of its own evaluation at that step.
     """
     require_torch("evaluating")
-    from roll_batching.data.texts import PromptDataset
-    from roll_batching.rl.inputs import read_prompts
-    from roll_batching.rl.saved_model import open_checkpoint, tokenizer_of
+    from roll_batching.jobs.inputs import read_prompts
+    from roll_batching.jobs.run.saved_model import open_checkpoint, tokenizer_of
+    from roll_batching.jobs.texts.texts import PromptDataset
 
     model = open_checkpoint(checkpoint, pretrain)
     tokenizer = tokenizer_of(model, pretrain)

@@ -31,8 +31,8 @@ def generate(
 ) -> None:
     """Answer prompts with the model of a run's checkpoint, by one process, on the GPU where there is one."""
     require_torch("generating")
-    from roll_batching.rl.inputs import prompt_of, read_prompts
-    from roll_batching.rl.saved_model import open_checkpoint, tokenizer_of
+    from roll_batching.jobs.inputs import prompt_of, read_prompts
+    from roll_batching.jobs.run.saved_model import open_checkpoint, tokenizer_of
 
     model = open_checkpoint(checkpoint, pretrain)
     tokenizer = tokenizer_of(model, pretrain)

@@ -96,7 +96,7 @@ def plan(
     """Plan one step over LENGTHS and say what it costs."""
     try:
         if plot is not None:
-            from roll_batching.observe.plan_picture import check_picture
+            from roll_batching.jobs.observe.plan_picture import check_picture
 
             check_picture(plot)
         table = read_length_file(lengths, column or ())
@@ -116,7 +116,7 @@ def plan(
     except (DataError, PlanError) as error:
         raise ConfigError(str(error)) from error
     if plot is not None:
-        from roll_batching.observe.plan_picture import draw_plan
+        from roll_batching.jobs.observe.plan_picture import draw_plan
 
         draw_plan(made, plot)
     if as_json:

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from roll_batching.config import JobConfig, load_config
 from roll_batching.errors import ConfigError, RollBatchingError
+from roll_batching.jobs.config import JobConfig, load_config
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -48,7 +48,7 @@ def rehearse(
     """Rehearse a job: memory, FLOPs, collectives and host reads of its ranks, without a GPU and without weights."""
     size = _bytes(gpu_memory)
     if plot is not None:
-        from roll_batching.observe.plan_picture import check_picture
+        from roll_batching.jobs.observe.plan_picture import check_picture
 
         check_picture(plot)
     job = load_config(config, list(overrides or ()))

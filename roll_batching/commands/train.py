@@ -13,10 +13,10 @@ from typing import Annotated
 
 import typer
 
-from roll_batching.config import JobConfig, Notice, load_config
-from roll_batching.config.engine_rules import starts_servers
-from roll_batching.config.job_keys import Task
 from roll_batching.errors import ConfigError, RollBatchingError
+from roll_batching.jobs.config import JobConfig, Notice, load_config
+from roll_batching.jobs.config.engine_rules import starts_servers
+from roll_batching.jobs.config.job_keys import Task
 
 
 class Launcher(StrEnum):
@@ -100,9 +100,9 @@ def run_command(
     command: str, config: Path, overrides: Sequence[str] | None, start: _Start, task: Task | None = None
 ) -> None:
     """Starts the processes of the job that `config` describes with `command`, or is one of them."""
-    from roll_batching.launch.devices import devices_under_torchrun, role_devices
-    from roll_batching.launch.environment import check_world, rank_place
-    from roll_batching.launch.open_files import allow_open_files
+    from roll_batching.jobs.launch.devices import devices_under_torchrun, role_devices
+    from roll_batching.jobs.launch.environment import check_world, rank_place
+    from roll_batching.jobs.launch.open_files import allow_open_files
 
     changes = list(overrides or ())
     job = load_config(config, changes, task=task)
@@ -121,7 +121,7 @@ def run_command(
         _run_here(job, [command, "--config", str(config), *changes], start.nproc)
         return
     check_world(job, place)
-    from roll_batching.launch.worker import run_worker
+    from roll_batching.jobs.launch.worker import run_worker
 
     if place.rank == 0 and place.launcher is None:
         _show_notices(job.notices)
@@ -133,9 +133,9 @@ def run_command(
 
 
 def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> None:
-    from roll_batching.launch.devices import crowding, process_count
-    from roll_batching.launch.local import launch
-    from roll_batching.rl.folder import folder_of
+    from roll_batching.jobs.launch.devices import crowding, process_count
+    from roll_batching.jobs.launch.local import launch
+    from roll_batching.jobs.run_folder import folder_of
 
     count = process_count(job, nproc)
     shown = _devices_here(job, count, nproc)
@@ -148,8 +148,8 @@ def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> No
 
 
 def _run_on_ray(job: JobConfig, start: _Start) -> None:
-    from roll_batching.launch.devices import process_count
-    from roll_batching.launch.on_ray.cluster import LOCAL, check_address, check_folder, connected
+    from roll_batching.jobs.launch.devices import process_count
+    from roll_batching.jobs.launch.on_ray.cluster import LOCAL, check_address, check_folder, connected
 
     count = process_count(job, start.nproc)
     if starts_servers(job) and job.actor_infer.device_mapping != job.actor_train.device_mapping:
@@ -165,7 +165,7 @@ def _run_on_ray(job: JobConfig, start: _Start) -> None:
     if start.address == LOCAL:
         os.environ.update(_devices_here(job, count, start.nproc, of_roles=True))
     with _ready(job) as variables:
-        from roll_batching.launch.on_ray.restarts import run_on_ray
+        from roll_batching.jobs.launch.on_ray.restarts import run_on_ray
 
         seats = count + sum(len(job.own_devices(name) or ()) for name in job.roles)
         with connected(start.address, max(seats, os.cpu_count() or 1)):
@@ -179,7 +179,7 @@ def _devices_here(job: JobConfig, count: int, nproc: int | None, *, of_roles: bo
 
     With `of_roles` also those of roles that have others.
     """
-    from roll_batching.launch.devices import choose_devices, devices_of_roles, visible_devices
+    from roll_batching.jobs.launch.devices import choose_devices, devices_of_roles, visible_devices
 
     _require_torch()
     import torch
@@ -199,9 +199,9 @@ def _require_torch() -> None:
 def _ready(job: JobConfig) -> Iterator[Mapping[str, str]]:
     """Inputs checked and the run's folder held; yields the variables for the ranks."""
     _require_torch()
-    from roll_batching.observe.trackers import tracker_of
-    from roll_batching.rl.folder import folder_of, held
-    from roll_batching.rl.inputs import check_inputs
+    from roll_batching.jobs.inputs import check_inputs
+    from roll_batching.jobs.observe.trackers import tracker_of
+    from roll_batching.jobs.run_folder import folder_of, held
 
     tracker_of(job.track_with)
     _show_notices(job.notices)
@@ -212,7 +212,7 @@ def _ready(job: JobConfig) -> Iterator[Mapping[str, str]]:
 
 def _try_reward(job: JobConfig) -> None:
     """Raises ConfigError when the reward function cannot be imported: said here, once, and before anything is built."""
-    from roll_batching.rl.rewards.pool import reward_of
+    from roll_batching.jobs.rewards.pool import reward_of
 
     reward = reward_of(job)
     if reward is not None:

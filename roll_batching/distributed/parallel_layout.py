@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.distributed.groups import group_timeout, host_group
-from roll_batching.distributed.role_groups import role_groups
 from roll_batching.distributed.team import Team
 from roll_batching.errors import LayoutError
 from roll_batching.planning import ParallelDims
@@ -44,7 +43,7 @@ class ParallelLayout(ParallelDims):
         return bool(self.pp_rank == self.pp_size - 1)
 
     @property
-    def reports(self) -> bool:
+    def is_replica_leader(self) -> bool:
         """Whether this rank speaks for its replica: last stage, first tensor and context rank."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
@@ -122,6 +121,8 @@ def join_layout(dims: ParallelDims, device: torch.device) -> tuple[ParallelLayou
     world of another size.
     """
     from megatron.core import parallel_state
+
+    from roll_batching.distributed.role_groups import role_groups  # only a second layout needs it
 
     if not parallel_state.model_parallel_is_initialized():
         return make_layout(dims, device), None

@@ -1,18 +1,48 @@
-"""Losses and what they see: contract, views, log-probs, aggregations, objectives."""
+"""Losses and what they see: contract, views, log-probs, aggregations, objectives.
 
-from roll_batching.losses.aggregation import constant_mean, sequence_mean, sequence_sum, token_mean
+Objectives are imported when they are first used: a strategy runs any of them and needs none.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from roll_batching.losses.contract import LossOutput, Max, Mean, Min, Sum, loss_spec
-from roll_batching.losses.covariance import ClipCovLoss, KlCovLoss
 from roll_batching.losses.denominators import StepCounts
-from roll_batching.losses.estimators import k1, k2, k3
-from roll_batching.losses.objectives import CISPOLoss, GMPOLoss, GPGLoss, PolicyLoss, SAPOLoss, TOPRLoss
-from roll_batching.losses.overlong import mask_overlong
-from roll_batching.losses.preference import DPOLoss, IPOLoss
 from roll_batching.losses.sequences import SequenceView
-from roll_batching.losses.supervised import SFTLoss
-from roll_batching.losses.unpaired import KTOLoss, mismatched, reference_point
 from roll_batching.losses.views import TokenView
 from roll_batching.losses.vocab_parallel import token_log_probs
+
+if TYPE_CHECKING:
+    from roll_batching.losses.aggregation import constant_mean, sequence_mean, sequence_sum, token_mean
+    from roll_batching.losses.covariance import ClipCovLoss, KlCovLoss
+    from roll_batching.losses.estimators import k1, k2, k3
+    from roll_batching.losses.objectives import CISPOLoss, GMPOLoss, GPGLoss, PolicyLoss, SAPOLoss, TOPRLoss
+    from roll_batching.losses.overlong import mask_overlong
+    from roll_batching.losses.preference import DPOLoss, IPOLoss
+    from roll_batching.losses.supervised import SFTLoss
+    from roll_batching.losses.unpaired import KTOLoss, mismatched, reference_point
+
+_OBJECTIVES = {
+    "aggregation": ("constant_mean", "sequence_mean", "sequence_sum", "token_mean"),
+    "covariance": ("ClipCovLoss", "KlCovLoss"),
+    "estimators": ("k1", "k2", "k3"),
+    "objectives": ("CISPOLoss", "GMPOLoss", "GPGLoss", "PolicyLoss", "SAPOLoss", "TOPRLoss"),
+    "overlong": ("mask_overlong",),
+    "preference": ("DPOLoss", "IPOLoss"),
+    "supervised": ("SFTLoss",),
+    "unpaired": ("KTOLoss", "mismatched", "reference_point"),
+}
+"""Names by the module that defines them."""
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _OBJECTIVES.items():
+        if name in names:
+            return getattr(import_module(f"roll_batching.losses.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CISPOLoss",

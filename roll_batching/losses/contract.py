@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roll_batching.data import SampleBatch
 from roll_batching.errors import LossError
+from roll_batching.samples import SampleBatch
 
 NEEDS = frozenset({"log_probs", "entropy", "logits"})
 

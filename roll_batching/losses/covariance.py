@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from roll_batching.data import FieldSpec, SampleBatch
-from roll_batching.data.positions import counted_positions, sample_of
 from roll_batching.distributed import exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError, LossError
@@ -23,6 +21,8 @@ from roll_batching.losses.contract import Metric
 from roll_batching.losses.estimators import bounded
 from roll_batching.losses.objectives import PolicyLoss, token_ratio
 from roll_batching.losses.policy import PolicyGradient, PolicyTokens
+from roll_batching.samples import FieldSpec, SampleBatch
+from roll_batching.samples.positions import counted_positions, sample_of
 
 _HELD_BACK = "held_back"
 
@@ -50,7 +50,7 @@ def _covariances(home: SampleBatch, counted: torch.Tensor, layout: ParallelLayou
         advantages = advantages.roll(-1, 0)
     pair = torch.stack([advantages, home["old_log_probs"].cpu().double()], -1)[counted]
     sums = [float(pair[:, 0].sum()), float(pair[:, 1].sum()), float(len(pair))]
-    parts = exchange(layout.host_group, "covariances", lambda: sums if layout.reports else None)
+    parts = exchange(layout.host_group, "covariances", lambda: sums if layout.is_replica_leader else None)
     totals = [math.fsum(column) for column in zip(*(part for part in parts if part is not None), strict=True)]
     count = max(totals[2], 1.0)
     at = torch.nonzero(counted)[:, 0]
@@ -63,7 +63,7 @@ def _together(chosen: np.ndarray, tokens: _Tokens, layout: ParallelLayout) -> np
     """[n, 3] value, id and place of the tokens `chosen` on any rank, by id and place. Collective."""
     columns = (tokens.values, tokens.ids, tokens.places)
     mine = np.stack([column[chosen].astype(np.float64) for column in columns], -1)
-    parts = exchange(layout.host_group, "tokens to hold back", lambda: mine if layout.reports else None)
+    parts = exchange(layout.host_group, "tokens to hold back", lambda: mine if layout.is_replica_leader else None)
     found = np.concatenate([part for part in parts if part is not None])
     return found[np.lexsort((found[:, 2], found[:, 1]))]
 

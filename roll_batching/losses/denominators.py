@@ -10,12 +10,12 @@ from numbers import Real
 import numpy as np
 import torch
 
-from roll_batching.data import SampleBatch
-from roll_batching.data.positions import by_prediction, counted_positions
-from roll_batching.data.ragged import row_indices
 from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossSpec
 from roll_batching.planning import Plan
+from roll_batching.samples import SampleBatch
+from roll_batching.samples.positions import by_prediction, counted_positions
+from roll_batching.samples.ragged import row_indices
 
 
 @dataclass(frozen=True, kw_only=True)

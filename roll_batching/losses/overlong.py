@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from roll_batching.data import SampleBatch
+from roll_batching.samples import SampleBatch
 
 
 def mask_overlong(batch: SampleBatch, overlong: torch.Tensor, mask: str = "response_mask") -> SampleBatch:

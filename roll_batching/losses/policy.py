@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roll_batching.data import SampleBatch
 from roll_batching.errors import DataError, LossError
 from roll_batching.losses.aggregation import Aggregation, resolve_aggregation
 from roll_batching.losses.contract import LossOutput, Max, Metric
@@ -30,6 +29,7 @@ from roll_batching.losses.estimators import (
     with_gradient,
 )
 from roll_batching.losses.views import TokenView
+from roll_batching.samples import SampleBatch
 
 
 @dataclass(frozen=True, kw_only=True)

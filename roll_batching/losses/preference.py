@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from roll_batching.data import SampleBatch
 from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossOutput, Mean
 from roll_batching.losses.denominators import counted_per_sample
 from roll_batching.losses.views import TokenView
+from roll_batching.samples import SampleBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,16 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roll_batching.data import SampleBatch
-from roll_batching.data.peers import Peers
-from roll_batching.data.positions import counted_positions, mask_of, sample_of
-from roll_batching.data.ragged import row_indices
-from roll_batching.data.table import require_batch
 from roll_batching.distributed import exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossOutput, Mean
 from roll_batching.losses.views import TokenView
+from roll_batching.samples import SampleBatch
+from roll_batching.samples.peers import Peers
+from roll_batching.samples.positions import counted_positions, mask_of, sample_of
+from roll_batching.samples.ragged import row_indices
+from roll_batching.samples.table import require_batch
 
 
 def mismatched(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
@@ -74,7 +74,8 @@ def reference_point(mismatched: SampleBatch, layout: ParallelLayout, mask: str =
     """
     gained = (mismatched["log_probs"] - mismatched["ref_log_probs"]).detach().double().cpu()
     mine = float(torch.where(counted_positions(mismatched, mask), gained, 0.0).sum()), len(mismatched)
-    parts = exchange(layout.host_group, "the reference point of KTO", lambda: mine if layout.reports else (0.0, 0))
+    leads = layout.is_replica_leader
+    parts = exchange(layout.host_group, "the reference point of KTO", lambda: mine if leads else (0.0, 0))
     return max(sum(total for total, _ in parts) / max(sum(count for _, count in parts), 1), 0.0)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from roll_batching.config import ArchitectureConfig, MegatronConfig, TrainingArgs
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import draw_experts, router_loss_weights
@@ -21,6 +20,7 @@ from roll_batching.modeling.requirements import ENGINE_LAYERS, recomputed_module
 from roll_batching.modeling.rotary import RotarySettings
 from roll_batching.modeling.spec import packed_block_spec
 from roll_batching.packing.attention_backend import installed_versions
+from roll_batching.settings import ArchitectureConfig, MegatronConfig, TrainingArgs
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 

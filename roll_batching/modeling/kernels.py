@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import torch
 
-from roll_batching.config import ArchitectureConfig, MegatronConfig
-from roll_batching.config.attention_backends import AUTO
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.requirements import Installed
 from roll_batching.packing.attention_backend import AttentionBackend, attention_backend, default_attention
+from roll_batching.settings import ArchitectureConfig, MegatronConfig
+from roll_batching.settings.attention_backends import AUTO
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roll_batching.config import ArchitectureConfig
 from roll_batching.distributed import consensus
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import CheckpointError, LayoutError
@@ -23,6 +22,7 @@ from roll_batching.huggingface.families import EMBEDDING, HEAD, Family, rules_of
 from roll_batching.huggingface.stored import StoredTensors, ranges
 from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensors, local_shape, pieces
 from roll_batching.modeling.head import gpt_of
+from roll_batching.settings import ArchitectureConfig
 
 logger = logging.getLogger(__name__)
 

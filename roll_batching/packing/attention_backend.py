@@ -18,10 +18,10 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from roll_batching.config.attention_backends import ATTENTION_BACKENDS, AUTO, AttentionEntry, default_entries
 from roll_batching.errors import ConfigError
 from roll_batching.packing.layout import PackLayout
 from roll_batching.registry import load_dotted
+from roll_batching.settings.attention_backends import ATTENTION_BACKENDS, AUTO, AttentionEntry, default_entries
 
 Rotation: TypeAlias = Callable[[torch.Tensor, torch.Tensor, PackedSeqParams], tuple[torch.Tensor, torch.Tensor]]
 """(query, key, the pass's params) -> query and key rotated by their positions."""

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll_batching.data import SampleBatch
-from roll_batching.data.positions import mask_of
 from roll_batching.errors import DataError
-from roll_batching.packing.ahead import ahead, to_cuda
 from roll_batching.packing.attention_backend import AttentionBackend, attention_backend
 from roll_batching.packing.layout import IntArray, PackLayout
 from roll_batching.packing.params import PackedParams, packed_params
+from roll_batching.packing.prefetch import ahead, to_cuda
 from roll_batching.planning import MicroBatch, Plan
+from roll_batching.samples import SampleBatch
+from roll_batching.samples.positions import mask_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class StepPacks:
     """The packs of one rank's step: checked at once, made one by one as they are asked for.
 
     What can be wrong with samples and plan is found here, and the first pack is made, so that what comes later has
-    nothing left to find; on CUDA a thread makes each pack while the one before it is computed (`packing.ahead`).
+    nothing left to find; on CUDA a thread makes each pack while the one before it is computed (`packing.prefetch`).
 
     Args:
         local: this rank's samples, with a `token` field `input_ids`; as `distribute` returns it.
@@ -109,8 +109,8 @@ class StepPacks:
         masks: names of the fields that say which rows count; None counts every row that predicts.
         tokens: fill every pack up to this many tokens; None keeps the plan's.
         attention: what the model's layers were built with; see `packed_params`.
-        embeds: whether this rank's model reads `input_ids`: the first stage of a pipeline.
-        judges: whether this rank's model ends in logits: the last stage of a pipeline.
+        is_first_stage: whether this rank's model reads `input_ids`: the first stage of a pipeline.
+        is_last_stage: whether this rank's model ends in logits: the last stage of a pipeline.
 
     Raises:
         DataError: when local samples and plan disagree, or a field is missing or has the wrong kind.
@@ -127,19 +127,19 @@ class StepPacks:
         masks: Sequence[str] | None = None,
         tokens: int | None = None,
         attention: AttentionBackend | str | None = "auto",
-        embeds: bool = True,
-        judges: bool = True,
+        is_first_stage: bool = True,
+        is_last_stage: bool = True,
     ) -> None:
         names = () if masks is None else tuple(masks)
-        if judges or local.origin is None:
+        if is_last_stage or local.origin is None:
             _check_fields(local, names)
         self._micro_batches = plan.micro_batches[dp_rank]
         _check_samples(local, plan, self._micro_batches)
         self.layouts = [PackLayout.of(mb, plan.constraints.cp_size, tokens) for mb in self._micro_batches]
         """Of every pack, known before it is made."""
         self._local, self._plan, self._cp_rank, self._device = local, plan, cp_rank, device
-        self._masks = {name: mask_of(local, name) for name in names} if judges else {}
-        self._every_row, self._embeds, self._judges = masks is None, embeds, judges
+        self._masks = {name: mask_of(local, name) for name in names} if is_last_stage else {}
+        self._every_row, self._is_first_stage, self._is_last_stage = masks is None, is_first_stage, is_last_stage
         self._backend = None if attention is None else attention_backend(attention, device.type)
         on_host = all(x.device.type == "cpu" for x in local.fields.values() if isinstance(x, torch.Tensor))
         self._made_on = torch.device("cpu") if on_host else device
@@ -160,7 +160,7 @@ class StepPacks:
         following = self._timed(functools.partial(next, coming, None))
         with contextlib.closing(coming):
             while (pack := following()) is not None:
-                if self._judges:
+                if self._is_last_stage:
                     pack.fields.update(static)  # as they are, wherever they lie
                 yield pack
 
@@ -181,13 +181,13 @@ class StepPacks:
         whole = layout.cp_size == 1
         params = packed_params(layout, self._cp_rank, device, attention=self._backend)
         tokens = params.positions
-        if self._embeds or self._judges:
+        if self._is_first_stage or self._is_last_stage:
             pad = local.schema["input_ids"].pad
             tokens = _gathered(local.fields["input_ids"], source, real, pad, device).long()
-        seen = _Seen.nothing(device)
-        if self._judges:
+        seen = _LossInputs.nothing(device)
+        if self._is_last_stage:
             seen = self._seen(layout, sample_rows, source, tokens, mine)
-        held = tokens if whole or not (self._embeds or self._judges) else tokens[mine.to(device)]
+        held = tokens if whole or not (self._is_first_stage or self._is_last_stage) else tokens[mine.to(device)]
         return PackedBatch(
             layout=layout,
             params=params,
@@ -205,7 +205,7 @@ class StepPacks:
         source: torch.Tensor,
         tokens: torch.Tensor,
         mine: torch.Tensor,
-    ) -> _Seen:
+    ) -> _LossInputs:
         local, device, whole = self._local, self._made_on, layout.cp_size == 1
         predicts = torch.from_numpy(layout.predicts)
         index = {"token": torch.where(predicts, source + 1, 0), "next_token": source}
@@ -224,7 +224,7 @@ class StepPacks:
         # A label of a row without a mask is never read; the shifted input_ids are the labels.
         labels = fields["input_ids"].long().masked_fill(~predicts.to(device), 0)
         fields["input_ids"] = tokens
-        return _Seen(
+        return _LossInputs(
             labels=labels if whole else labels[mine.to(device)],
             head_rows=(counted if whole else counted[mine]).nonzero()[:, 0].to(device),
             segment_ids=torch.from_numpy(layout.segment_ids).to(device),
@@ -235,7 +235,7 @@ class StepPacks:
 
 
 @dataclass(kw_only=True)
-class _Seen:
+class _LossInputs:
     """The part of a `PackedBatch` that losses see."""
 
     labels: torch.Tensor
@@ -246,7 +246,7 @@ class _Seen:
     fields: dict[str, Any]
 
     @classmethod
-    def nothing(cls, device: torch.device) -> _Seen:
+    def nothing(cls, device: torch.device) -> _LossInputs:
         none = torch.zeros(0, dtype=torch.int64, device=device)
         return cls(labels=none, head_rows=none, segment_ids=none, predicts=none.bool(), masks={}, fields={})
 

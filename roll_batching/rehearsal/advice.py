@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from roll_batching.config import JobConfig
 from roll_batching.errors import RollBatchingError
+from roll_batching.jobs.config import JobConfig
 from roll_batching.rehearsal.job import Rehearsal
 from roll_batching.rehearsal.variants import Cap, Change, caps_of, ladders
 

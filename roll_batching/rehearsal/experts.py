@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from roll_batching.config import JobConfig
+from roll_batching.jobs.config import JobConfig
 from roll_batching.planning.arrays import Ints
 
 READS = "moe/token_dispatcher.py"

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roll_batching.config import ArchitectureConfig, JobConfig, MegatronConfig
-from roll_batching.config.diagnostics import Problem
-from roll_batching.config.layout_rules import differing_keys
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.layout_rules import differing_keys
 from roll_batching.planning import ParallelDims
 from roll_batching.rehearsal.experts import READS
 from roll_batching.rehearsal.job_data import lengths_of_data
@@ -17,6 +17,7 @@ from roll_batching.rehearsal.process import run_tasks
 from roll_batching.rehearsal.rollout import fault_of, rolls_out
 from roll_batching.rehearsal.scaling import at_layers
 from roll_batching.rehearsal.task import RankReport, RankTask
+from roll_batching.settings import ArchitectureConfig, MegatronConfig
 
 FEW, MORE = 2, 3
 """Layers per chunk of the models that stand for a deep one."""

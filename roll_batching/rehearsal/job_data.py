@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from roll_batching.config import JobConfig
-from roll_batching.config.supervised import supervised
-from roll_batching.data.epochs import EpochStream
-from roll_batching.data.fit import token_counts
 from roll_batching.errors import ConfigError
-from roll_batching.rl.inputs import load_inputs
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.inputs import load_inputs
+from roll_batching.jobs.texts.epochs import EpochStream
+from roll_batching.jobs.texts.fit import token_counts
 
 
 def lengths_of_data(job: JobConfig, dp_size: int) -> list[int]:

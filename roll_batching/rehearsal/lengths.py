@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roll_batching.config import JobConfig
+from roll_batching.jobs.config import JobConfig
 from roll_batching.planning import Plan, PlanConstraints
 from roll_batching.planning.arrays import Ints
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from roll_batching.config import JobConfig, WorkerConfig
-from roll_batching.config.objective_rules import wants_reference
-from roll_batching.config.supervised import supervised
-from roll_batching.data import SampleBatch
 from roll_batching.distributed import Facts
+from roll_batching.jobs.config import JobConfig, WorkerConfig
+from roll_batching.jobs.config.objective_rules import wants_reference
+from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.objectives.from_config import loss_of, schedule_of, supervised_schedule_of
 from roll_batching.losses import SFTLoss, loss_spec
 from roll_batching.losses.contract import LossSpec
 from roll_batching.modeling.cost import plan_flops
@@ -24,13 +24,13 @@ from roll_batching.packing.batch import PackedBatch
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.pipeline.num_micro_batches import legal_count
-from roll_batching.rehearsal.hollow import hollow
+from roll_batching.rehearsal.fake_packs import hollow
 from roll_batching.rehearsal.lengths import fullest_bin, longest_bin, longest_sample, same_bins
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.rollout import rehearse_rollout, rolls_out
 from roll_batching.rehearsal.samples import samples_of
 from roll_batching.rehearsal.task import LOG_PROBS, REFERENCE, TrainingBatch
-from roll_batching.rl.from_config import loss_of, schedule_of, supervised_schedule_of
+from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.inputs import pack_inputs
 from roll_batching.strategy.schedule import Packs

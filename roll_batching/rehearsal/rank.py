@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch.distributed import get_rank
 
-from roll_batching.config import JobConfig
+from roll_batching.jobs.config import JobConfig
 from roll_batching.rehearsal import pretended_cuda, world
 from roll_batching.rehearsal.experts import assume_balance, assumptions
 from roll_batching.rehearsal.memory import kept_bytes, kinds_of, peaks_of, timeline_of

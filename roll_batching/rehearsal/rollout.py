@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from roll_batching.config import JobConfig
-from roll_batching.config.engine_rules import uses_engine
-from roll_batching.config.supervised import supervised
 from roll_batching.errors import LayoutError
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.engine_rules import uses_engine
+from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.objectives.from_config import sampling_of
 from roll_batching.planning import ParallelDims
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.task import COMPACTION, DECODING, PREFILL
-from roll_batching.rl.from_config import sampling_of
 from roll_batching.strategy.generation import (
     COMPACT_BELOW,
     Answers,

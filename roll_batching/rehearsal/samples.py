@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from roll_batching.data import FieldSpec, SampleBatch
-from roll_batching.data.fields import FieldKind
 from roll_batching.planning import Plan
+from roll_batching.samples import FieldSpec, SampleBatch
+from roll_batching.samples.fields import FieldKind
 
 _NEXT_TOKENS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 _OF_SAMPLES = ("advantages", "rewards")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from roll_batching.config import JobConfig
+from roll_batching.jobs.config import JobConfig
 
 PREFILL, DECODING, COMPACTION = ROLLOUT = ("rollout prefill", "rollout decoding", "rollout compaction")
 LOG_PROBS, REFERENCE = "old log-probs", "reference"

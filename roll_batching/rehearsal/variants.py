@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roll_batching.config import JobConfig
-from roll_batching.config.fields import Pass
-from roll_batching.config.supervised import supervised
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.supervised import supervised
 from roll_batching.planning import ParallelDims
 from roll_batching.rehearsal.lengths import longest_sample
 from roll_batching.rehearsal.rollout import rolls_out, sizes_of
 from roll_batching.rehearsal.task import GRADIENTS, LOG_PROBS, REFERENCE, ROLLOUT
+from roll_batching.settings.fields import Pass
 
 _LAYOUT = "actor_train.strategy_args.strategy_config."
 _ROWS = "training_args.per_device_train_batch_size"

@@ -18,11 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from roll_batching.data import SampleBatch
 from roll_batching.distributed import Facts, groups, parallel_layout
 from roll_batching.distributed.team import Team
 from roll_batching.rehearsal import pretended_cuda
 from roll_batching.rehearsal.experts import SelectedByRouter
+from roll_batching.samples import SampleBatch
 
 
 def join(rank: int, world_size: int) -> None:

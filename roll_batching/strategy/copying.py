@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from roll_batching.strategy.offload import MovableStates
-from roll_batching.strategy.resharding import Resharding, Transfer
-from roll_batching.strategy.weights import check_same_parameters, copy_parameters, gather_parameters
+from roll_batching.strategy.weights import Transfer, check_same_parameters, copy_parameters, gather_parameters
+
+if TYPE_CHECKING:
+    from roll_batching.strategy.resharding import Resharding
 
 
 class TakesWeights(MovableStates):
@@ -35,6 +39,8 @@ class TakesWeights(MovableStates):
         if alike:
             copy_parameters(theirs.chunks, mine.chunks)
             return Transfer()
+        from roll_batching.strategy.resharding import Resharding
+
         gather_parameters(theirs.chunks)
         gather_parameters(mine.chunks)
         way = self._way

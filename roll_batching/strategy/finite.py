@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roll_batching.data import SampleBatch
 from roll_batching.errors import LossError, RollBatchingError
 from roll_batching.modeling.head import gpt_of
+from roll_batching.samples import SampleBatch
 from roll_batching.strategy.state import ModelState
 
 

@@ -17,9 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from roll_batching.data import FieldSpec, SampleBatch
-from roll_batching.data.checks import content_digest
-from roll_batching.data.table import require_batch
 from roll_batching.distributed import Facts
 from roll_batching.errors import DataError, LayoutError
 from roll_batching.modeling.attention.decoding import dense_decoding
@@ -28,6 +25,9 @@ from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, hidden_states_of, logits_at
 from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import BatchingSpec, ParallelDims, PlanConstraints, plan_step
+from roll_batching.samples import FieldSpec, SampleBatch
+from roll_batching.samples.checks import content_digest
+from roll_batching.samples.table import require_batch
 from roll_batching.strategy.inputs import SAME_SAMPLES, check_positions, check_tokens, check_window
 from roll_batching.strategy.sampling import GenerationSettings, Sampler, draws_of
 from roll_batching.strategy.schedule import run_schedule

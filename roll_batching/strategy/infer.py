@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from roll_batching.config import BatchingConfig, WorkerConfig
-from roll_batching.data import FieldSpec, LengthTable, SampleBatch
 from roll_batching.distributed import Facts, consensus, digest, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, join_layout, start_processes
 from roll_batching.errors import CheckpointError, LayoutError, LossError
@@ -24,34 +21,34 @@ from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.kernels import choose_kernels, tell
-from roll_batching.modeling.pretrained import load_pretrained
 from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraints, RolePlanner
-from roll_batching.strategy.checkpoint import load_state, save_state
+from roll_batching.samples import FieldSpec, LengthTable, SampleBatch
+from roll_batching.settings import BatchingConfig, RoleSettings
 from roll_batching.strategy.copying import TakesWeights
-from roll_batching.strategy.export import export_model
 from roll_batching.strategy.finite import ChecksOutputs
-from roll_batching.strategy.generation import check_generation, generate
 from roll_batching.strategy.inputs import counts_here, pack_inputs
-from roll_batching.strategy.offload import KINDS
 from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.sampling import GenerationSettings
+from roll_batching.strategy.saving import SavesState
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.state import ModelState
-from roll_batching.strategy.tensor_stream import TensorStream
+
+if TYPE_CHECKING:
+    from roll_batching.strategy.tensor_stream import TensorStream
 
 logger = logging.getLogger(__name__)
 
 
-class MegatronInferStrategy(TakesWeights, ChecksOutputs):
+class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
     """Forward passes of one Megatron model over planned micro-batches.
 
     Built from a role's settings; `initialize` builds the model. Every method is called by all ranks
     together. Results come back in the caller's order, on every rank of a replica.
     """
 
-    def __init__(self, config: WorkerConfig | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
+    def __init__(self, config: RoleSettings | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
         self.config, self.seed = config, seed
         self.temperature = checked_temperature(temperature)
         """Logits are divided by it wherever log-probs are computed; rollouts should sample with the same."""
@@ -150,6 +147,8 @@ class MegatronInferStrategy(TakesWeights, ChecksOutputs):
             groups=groups,
         )
         if weights and pretrained is not None:
+            from roll_batching.modeling.pretrained import load_pretrained
+
             load_pretrained(chunks, architecture, pretrained, layout)
         built = ModelState(
             layout=layout,
@@ -169,15 +168,15 @@ class MegatronInferStrategy(TakesWeights, ChecksOutputs):
         """This rank's place in a layout, and the layout's groups: see `join_layout`."""
         return join_layout(dims, device)
 
-    def _made_ready(self, built: ModelState, config: WorkerConfig) -> ModelState:
+    def _made_ready(self, built: ModelState, config: RoleSettings) -> ModelState:
         """The state of a model that was just built, for what this strategy does with it."""
         for chunk in built.chunks:
             chunk.eval()
         return built
 
-    def _configured(self) -> WorkerConfig:
+    def _configured(self) -> RoleSettings:
         if self.config is None:
-            raise LayoutError("this strategy has no WorkerConfig to build a model of; from_parts takes one that exists")
+            raise LayoutError("this strategy has no RoleSettings to build a model of; from_parts takes one that exists")
         return self.config
 
     # ---- planning
@@ -278,39 +277,15 @@ class MegatronInferStrategy(TakesWeights, ChecksOutputs):
         self, prompts: SampleBatch, settings: GenerationSettings, draws: torch.Tensor | None = None
     ) -> SampleBatch:
         """Samples responses to this rank's prompts; see `strategy.generation.generate`."""
+        from roll_batching.strategy.generation import check_generation, generate
+
         with self._consensus("generate") as facts:
             check_generation(facts, prompts, settings, self.state, draws)
         self.gather_parameters()  # not in the forward pass: ranks without prompts make none
         with self._evaluating():
             return self._finite(generate(self.state, prompts, settings, draws))
 
-    # ---- checkpoints
-
-    def save(self, path: str | Path, *, optimizer: bool = True, manifest: bool = True) -> None:
-        """Writes weights, and with an optimizer its state, schedule position and skipped steps, to the folder `path`.
-
-        Collective; `path` is on a file system that all ranks see. It appears when it is whole and not before; a
-        checkpoint that was there is replaced. `optimizer=False`: weights alone; `manifest=False`: no digests of files.
-
-        Raises:
-            RankError: on all ranks: `path` holds something else, the optimizer keeps its state in a way that is
-                not saved (named), psutil is missing, or a rank could not write.
-        """
-        self._host.require(KINDS if optimizer else KINDS[:1], "save")
-        save_state(self.state if optimizer else replace(self.state, training=None), path, manifest=manifest)
-
-    def load(self, path: str | Path, *, optimizer: bool = True, verify: bool = True) -> None:
-        """Takes over what `save` wrote, in this or another parallel layout. Collective.
-
-        Learning rate, decay and the like stay as configured: the schedule goes on from the saved position. With
-        `optimizer=False`, and without an optimizer, only weights are read. `verify` compares files with their digests.
-
-        Raises:
-            RankError: on all ranks, before anything is changed: there is no such checkpoint, its files are not as
-                they were written, it is of another model (both named), or holds no optimizer.
-        """
-        self._host.require(KINDS if optimizer else KINDS[:1], "load")
-        self.state = load_state(self.state, path, optimizer=optimizer, verify=verify)
+    # ---- model directories
 
     def export(self, path: str | Path, *, replaces: Callable[[Path], bool] = lambda path: False) -> None:
         """Writes the model as a Hugging Face directory, like the one of `model_args.model_name_or_path`. Collective.
@@ -320,6 +295,8 @@ class MegatronInferStrategy(TakesWeights, ChecksOutputs):
         Raises:
             RankError: on all ranks: `path` is there, the model came from no such directory, or a rank could not write.
         """
+        from roll_batching.strategy.export import export_model
+
         export_model(self.state, self._directory("export"), path, replaces=replaces)
 
     def tensor_stream(self) -> TensorStream:
@@ -327,6 +304,8 @@ class MegatronInferStrategy(TakesWeights, ChecksOutputs):
 
         Raises `RankError` on all ranks where the model came from no such directory.
         """
+        from roll_batching.strategy.tensor_stream import TensorStream
+
         return TensorStream(self.state, self._directory("tensor_stream"))
 
     def _directory(self, what: str) -> str:

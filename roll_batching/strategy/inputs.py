@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from roll_batching.data import SampleBatch
-from roll_batching.data.checks import content_digest
-from roll_batching.data.table import require_batch
 from roll_batching.distributed import Facts
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError, LayoutError
@@ -17,6 +14,9 @@ from roll_batching.losses.denominators import StepCounts, local_counts, truncate
 from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.batch import StepPacks
 from roll_batching.planning import Plan
+from roll_batching.samples import SampleBatch
+from roll_batching.samples.checks import content_digest
+from roll_batching.samples.table import require_batch
 from roll_batching.strategy.state import ModelState
 
 SAME_SAMPLES = "Give all tensor-, context- and pipeline-parallel ranks of a data-parallel rank the same samples"
@@ -47,8 +47,8 @@ def pack_inputs(
         masks=masks,
         tokens=int(plan.tokens.max()) if state.settings.pipeline_shapes == "shared" else None,
         attention=state.attention,
-        embeds=layout.pp_rank == 0,
-        judges=layout.is_last_stage,
+        is_first_stage=layout.pp_rank == 0,
+        is_last_stage=layout.is_last_stage,
     )
     check_tokens(local, state)
     check_positions(max((int(pack.segments.max()) for pack in packs.layouts), default=0), state)

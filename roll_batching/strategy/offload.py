@@ -132,6 +132,10 @@ class MovableStates(ABC):
     def state(self) -> ModelState:
         """The model and everything that belongs to it."""
 
+    @state.setter
+    @abstractmethod
+    def state(self, state: ModelState) -> None: ...
+
     def offload_states(self, *kinds: str, keep: bool = True) -> Moved:
         """Frees the device memory of `kinds` (of `KINDS`; none named: all), until `load_states`.
 

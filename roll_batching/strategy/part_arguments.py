@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from roll_batching.config import BatchingConfig
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.planning.plain_values import kind_of
+from roll_batching.settings import BatchingConfig
 from roll_batching.strategy.settings import StepSettings
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from roll_batching.config import BatchingConfig
 from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, describe_layout
 from roll_batching.errors import LayoutError
@@ -31,6 +30,7 @@ from roll_batching.packing.attention_backend import AttentionBackend
 from roll_batching.planning import CostModel
 from roll_batching.planning.cost_model import require_cost
 from roll_batching.planning.plain_values import integer_of
+from roll_batching.settings import BatchingConfig
 from roll_batching.strategy.optimizer_parts import optimizer_problems
 from roll_batching.strategy.part_arguments import check_arguments, shape_of
 from roll_batching.strategy.settings import StepSettings

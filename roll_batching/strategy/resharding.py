@@ -25,6 +25,7 @@ from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.strategy.checkpoint import model_shards
 from roll_batching.strategy.state import ModelState
+from roll_batching.strategy.weights import Transfer
 
 BUCKET_BYTES = 64 * 2**20
 """What a rank sends at a time at most, and what it receives."""
@@ -66,26 +67,6 @@ class _Piece:
     def bytes(self) -> int:
         size = self.own.numel() * self.dtype.itemsize
         return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """What a copy took, on this rank."""
-
-    bytes: int = 0
-    """Received from other ranks."""
-    seconds: float = 0.0
-    buckets: int = 0
-    largest: int = 0
-    """Bytes of the largest bucket, sent or received."""
-
-    def __add__(self, other: Transfer) -> Transfer:
-        return Transfer(
-            bytes=self.bytes + other.bytes,
-            seconds=self.seconds + other.seconds,
-            buckets=self.buckets + other.buckets,
-            largest=max(self.largest, other.largest),
-        )
 
 
 class Resharding:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from roll_batching.config import WorkerConfig
 from roll_batching.errors import LayoutError
 from roll_batching.planning.plain_values import integer_of, switch_of
+from roll_batching.settings import RoleSettings
 
 PipelineShapes = Literal["planned", "exchanged", "shared"]
 
@@ -34,7 +34,7 @@ class StepSettings:
             object.__setattr__(self, name, switch_of(name, getattr(self, name), error=LayoutError))
 
     @classmethod
-    def of(cls, config: WorkerConfig) -> StepSettings:
+    def of(cls, config: RoleSettings) -> StepSettings:
         """The settings of a configured role."""
         megatron = config.strategy_args.strategy_config
         return cls(

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from roll_batching.config import ArchitectureConfig, BatchingConfig
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.packing.attention_backend import AttentionBackend
 from roll_batching.planning import CostModel
+from roll_batching.settings import ArchitectureConfig, BatchingConfig
 from roll_batching.strategy.settings import StepSettings
 
 SchedulerUnit = Literal["steps", "samples"]

@@ -13,9 +13,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from roll_batching.config import BatchingConfig, MegatronConfig, TrainingArgs, WorkerConfig
-from roll_batching.data import LengthTable, SampleBatch
-from roll_batching.data.table import require_batch
 from roll_batching.distributed import consensus, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, make_layout
 from roll_batching.errors import LayoutError, LossError
@@ -30,6 +27,9 @@ from roll_batching.modeling.experts import expert_biases_kept
 from roll_batching.packing.batch import StepPacks
 from roll_batching.planning import CostModel, ParallelDims, Plan
 from roll_batching.planning.plain_values import kind_of
+from roll_batching.samples import LengthTable, SampleBatch
+from roll_batching.samples.table import require_batch
+from roll_batching.settings import BatchingConfig, MegatronConfig, RoleSettings, TrainingArgs
 from roll_batching.strategy.clock import StepClock
 from roll_batching.strategy.copying import TakesWeights
 from roll_batching.strategy.infer import MegatronInferStrategy
@@ -40,12 +40,11 @@ from roll_batching.strategy.out_of_memory import named_in_update
 from roll_batching.strategy.outcome import join_outcomes
 from roll_batching.strategy.part_arguments import list_of_chunks
 from roll_batching.strategy.parts import adopt_parts, check_parts, require_processes
-from roll_batching.strategy.resharding import Transfer
 from roll_batching.strategy.settings import StepSettings
 from roll_batching.strategy.state import ModelState, SchedulerUnit, TrainingState
 from roll_batching.strategy.step_result import StepResult
 from roll_batching.strategy.update import free_optimizer_memory, gradient_square, step_optimizer
-from roll_batching.strategy.weights import gather_parameters
+from roll_batching.strategy.weights import Transfer, gather_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ logger = logging.getLogger(__name__)
 class MegatronTrainStrategy(MegatronInferStrategy):
     """Training steps over planned micro-batches; subclass it and define `token_loss` for your own loss."""
 
-    def __init__(self, config: WorkerConfig | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
+    def __init__(self, config: RoleSettings | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
         super().__init__(config, seed=seed, temperature=temperature)
         self._step_clock: StepClock | None = None
         self._noticed_empty = False
@@ -122,7 +121,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             temperature: logits are divided by it.
             cost: the planner's cost model; None derives one from the model's config.
             settings: further settings; `rows_form` is set here.
-            own: arguments of a subclass's constructor, which is called with None for the WorkerConfig.
+            own: arguments of a subclass's constructor, which is called with None for the RoleSettings.
 
         Raises:
             LayoutError: on all ranks, naming everything about the parts that cannot work and what to set.
@@ -155,7 +154,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     def _joined(self, dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:
         return make_layout(dims, device), None
 
-    def _made_ready(self, built: ModelState, config: WorkerConfig) -> ModelState:
+    def _made_ready(self, built: ModelState, config: RoleSettings) -> ModelState:
         megatron = config.strategy_args.strategy_config
         with consensus(built.layout.host_group, "initialize"):
             optimizer_config(config.training_args, megatron, built.dtype, built.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,26 @@ import torch
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.strategy.state import ModelState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """What a copy took, on this rank."""
+
+    bytes: int = 0
+    """Received from other ranks."""
+    seconds: float = 0.0
+    buckets: int = 0
+    largest: int = 0
+    """Bytes of the largest bucket, sent or received."""
+
+    def __add__(self, other: Transfer) -> Transfer:
+        return Transfer(
+            bytes=self.bytes + other.bytes,
+            seconds=self.seconds + other.seconds,
+            buckets=self.buckets + other.buckets,
+            largest=max(self.largest, other.largest),
+        )
 
 
 @torch.no_grad()

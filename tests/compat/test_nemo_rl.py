@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roll_batching.compat import nemo_rl
 from roll_batching.errors import PlanError
+from roll_batching.jobs.conversion import nemo_rl_names as nemo_rl
 
 pytestmark = pytest.mark.planning
 
@@ -19,7 +19,7 @@ SECTION = {
 @pytest.fixture
 def batch():
     torch = pytest.importorskip("torch")
-    data = pytest.importorskip("roll_batching.data")
+    data = pytest.importorskip("roll_batching.samples")
     lengths = [3, 9, 1, 5, 7, 2, 8, 4, 6, 5, 3, 1]
     rows = [torch.arange(n) + 100 * i for i, n in enumerate(lengths)]
     return data.SampleBatch.from_lists({"input_ids": rows}, {"input_ids": "token"})

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from roll_batching.config.arguments import Arguments
 from roll_batching.errors import ConfigError
+from roll_batching.jobs.config.arguments import Arguments
 
 
 @dataclass(frozen=True)

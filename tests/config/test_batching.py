@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from roll_batching.config import BatchingConfig, config_from_dict
-from roll_batching.config.devices import parse_devices
 from roll_batching.errors import ConfigError, LayoutError, PlanError
+from roll_batching.jobs.config import config_from_dict
+from roll_batching.jobs.config.devices import parse_devices
 from roll_batching.planning import BatchingSpec, ParallelDims, PlanConstraints
+from roll_batching.settings import BatchingConfig
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_padded_length(written, length):
 
 
 def test_packing_switched_off_by_an_override_is_padded():
-    from roll_batching.config import load_config
+    from roll_batching.jobs.config import load_config
 
     config = load_config("configs/demo_grpo.yaml", ["actor_train.use_sequence_packing=false"])
     assert config.actor_train.batching().train.mode == "padded"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll_batching.config import ConfigFileError, config_from_dict, load_config
+from roll_batching.jobs.config import ConfigFileError, config_from_dict, load_config
 from tests.config.jobs import changed
 
 pytestmark = pytest.mark.bad_input

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll_batching.config import config_from_dict, load_config
+from roll_batching.jobs.config import config_from_dict, load_config
 from tests.config.jobs import changed
 
 DATA = Path(__file__).parent / "data"

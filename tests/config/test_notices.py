@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from roll_batching.config import config_from_dict
-from roll_batching.config.batching import PASSES_OF_ROLES, RoleBatching
-from roll_batching.config.key_paths import schema_keys
+from roll_batching.jobs.config import config_from_dict
+from roll_batching.jobs.config.key_paths import schema_keys
+from roll_batching.settings.batching import PASSES_OF_ROLES, RoleBatching
 from tests.config.jobs import changed
 
 

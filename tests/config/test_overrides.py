@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll_batching.config import ConfigFileError, load_config
+from roll_batching.jobs.config import ConfigFileError, load_config
 
 
 @pytest.fixture

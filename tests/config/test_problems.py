@@ -7,8 +7,8 @@ import textwrap
 import pytest
 import yaml
 
-from roll_batching.config import ConfigFileError, config_from_dict, load_config
 from roll_batching.errors import ConfigError
+from roll_batching.jobs.config import ConfigFileError, config_from_dict, load_config
 
 
 @pytest.fixture

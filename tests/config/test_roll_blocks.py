@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll_batching.config import ConfigFileError, load_config
-from roll_batching.config.fields import Noticed, Refused, use_of
-from roll_batching.config.key_paths import field_at, given_keys
+from roll_batching.jobs.config import ConfigFileError, load_config
+from roll_batching.jobs.config.key_paths import field_at, given_keys
+from roll_batching.settings.fields import Noticed, Refused, use_of
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parent / "data"

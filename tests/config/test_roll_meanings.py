@@ -7,11 +7,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from roll_batching.config import config_from_dict, load_config
-from roll_batching.config.objective_rules import advantage_arguments
-from roll_batching.config.yaml_source import parse_yaml, resolve_references
 from roll_batching.errors import ConfigError
-from roll_batching.rl.advantages import outside_difficulty, reinforce
+from roll_batching.jobs.config import config_from_dict, load_config
+from roll_batching.jobs.config.objective_rules import advantage_arguments
+from roll_batching.jobs.config.yaml_source import parse_yaml, resolve_references
+from roll_batching.jobs.objectives.advantages import outside_difficulty, reinforce
 from tests.config.jobs import changed
 
 REWARDS = np.array([1.0, 0.0, 3.0, 2.0, 5.0, 5.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from roll_batching.config import config_from_dict, load_config
+from roll_batching.jobs.config import config_from_dict, load_config
 from tests.config.jobs import changed
 
 DYNAMIC = {

@@ -17,9 +17,9 @@ import yaml
 from hypothesis import strategies as st
 
 from roll_batching.cli import main
-from roll_batching.config import ConfigFileError, config_from_dict, load_config
-from roll_batching.config.key_paths import heading_of, schema_keys
 from roll_batching.errors import ConfigError
+from roll_batching.jobs.config import ConfigFileError, config_from_dict, load_config
+from roll_batching.jobs.config.key_paths import heading_of, schema_keys
 
 pytestmark = pytest.mark.bad_input
 

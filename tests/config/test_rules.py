@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_batching.config import ConfigFileError, config_from_dict, load_config
+from roll_batching.jobs.config import ConfigFileError, config_from_dict, load_config
 from tests.config.jobs import BASE, changed
 
 ROOT = Path(__file__).parents[2]

@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 
 import roll_batching
-from roll_batching.config import ConfigFileError, JobConfig, load_config
-from roll_batching.config.fields import Honoured, Noticed, Refused, Settings, honoured, use_of
-from roll_batching.config.key_paths import schema_keys
-from roll_batching.config.reference import reference_page
+from roll_batching.jobs.config import ConfigFileError, JobConfig, load_config
+from roll_batching.jobs.config.key_paths import schema_keys
+from roll_batching.jobs.config.reference import reference_page
+from roll_batching.settings.fields import Honoured, Noticed, Refused, Settings, honoured, use_of
 from tests.config.typed_reads import Package
 from tests.huggingface.published import PUBLISHED
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(roll_batching.__file__).parent
 CHECKS = {
-    ("config/rules.py", "broken_rules"),
-    ("config/rules.py", "missing_for_a_run"),
-    ("config/notices.py", "collect_notices"),
+    ("jobs/config/rules.py", "broken_rules"),
+    ("jobs/config/rules.py", "missing_for_a_run"),
+    ("jobs/config/notices.py", "collect_notices"),
 }
 """They look at keys without doing what these ask."""
 
@@ -39,7 +39,7 @@ def reads_of(package):
     found = set()
     for file, owner, function in package.places:
         validates = any("validator" in ast.unparse(decorator) for decorator in function.decorator_list)
-        if validates or not file.startswith("config/"):
+        if validates or not file.startswith(("jobs/config/", "settings/")):
             found |= package.reads(file, owner, function)
     left = list(found)
     while left:
@@ -97,8 +97,8 @@ def test_an_attribute_of_the_same_name_elsewhere_does_not_read_a_key(tmp_path):
         power: int = honoured(1, help="Read through a property.")
         fuel: int = honoured(1, help="Read from a copy of the section, in a loop.")
 
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "engine.py").write_text(
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "settings" / "engine.py").write_text(
         "class Engine:\n    speed: int\n    power: int\n    fuel: int\n"
         "    @property\n    def idle(self) -> int:\n        return self.speed\n"
         "    @property\n    def strength(self) -> int:\n        return self.power\n"
@@ -122,7 +122,7 @@ def only_refuses(key):
 
 def test_the_reference_page_is_current():
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    command = "python -m roll_batching.config.reference docs/configuration.md"
+    command = "python -m roll_batching.jobs.config.reference docs/configuration.md"
     assert page == reference_page(), f"run {command}"
 
 
@@ -164,7 +164,7 @@ def test_the_examples_cover_packing_and_dynamic_batching():
 def test_configurations_load_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from roll_batching.config import load_config\n"
+        "from roll_batching.jobs.config import load_config\n"
         "from roll_batching.planning import ParallelDims, PlanConstraints\n"
         "config = load_config('configs/demo_grpo.yaml')\n"
         "PlanConstraints.of(ParallelDims(dp_size=2), config.actor_train.batching().train)\n"

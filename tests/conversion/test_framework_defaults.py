@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from roll_batching.conversion.framework_defaults import fill_defaults
-from roll_batching.conversion.settle import Draft, settled
+from roll_batching.jobs.conversion.framework_defaults import fill_defaults
+from roll_batching.jobs.conversion.settle import Draft, settled
 
 DEFAULTS = {"seed": 42, "top.temperature": 0.95, "top.top_p": 0.7, "off.deep.value": 1, "gone": None}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from roll_batching.config import load_config
-from roll_batching.conversion import ORIGINS, Conversion, convert_file, origin_of
 from roll_batching.errors import ConfigError
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.conversion import ORIGINS, Conversion, convert_file, origin_of
 
 BASE = """
 grpo:
@@ -326,8 +326,8 @@ LOSS_OF_PAIRS = "reference_policy_kl_penalty: 0.2, preference_average_log_probs:
 
 @pytest.mark.config
 def test_learning_from_pairs_is_a_job_of_its_own(tmp_path):
+    from roll_batching.jobs.objectives.from_config import loss_of
     from roll_batching.losses.preference import DPOLoss
-    from roll_batching.rl.from_config import loss_of
 
     task = f"dpo: {{{LOSS_OF_PAIRS}preference_loss_weight: 2, sft_loss_weight: 0.5, sft_average_log_probs: true}}"
     (tmp_path / "loss.yaml").write_text(task)
@@ -372,7 +372,7 @@ LOSSES = {
 @pytest.mark.config
 @pytest.mark.parametrize("given", LOSSES)
 def test_its_loss_is_ours(tmp_path, given):
-    from roll_batching.rl.from_config import loss_of
+    from roll_batching.jobs.objectives.from_config import loss_of
 
     done = converted(tmp_path, CHILD + f"loss_fn: {{{given}}}\n")
     assert not [one.key for one in done.left_out_as("refused", "unknown") if one.key.startswith("loss_fn")]

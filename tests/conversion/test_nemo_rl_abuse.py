@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import yaml
 
-from roll_batching.compat.nemo_rl import convert_policy, get_packer, shard_by_batch_size
-from roll_batching.config import load_config
-from roll_batching.conversion import ORIGINS, convert_file
-from roll_batching.data import SampleBatch
 from roll_batching.errors import ConfigError, PlanError
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.conversion import ORIGINS, convert_file
+from roll_batching.jobs.conversion.nemo_rl_names import convert_policy, get_packer, shard_by_batch_size
+from roll_batching.samples import SampleBatch
 from tests.conversion.test_nemo_rl_defaults import converted, file_of, job_of
 
 pytestmark = [pytest.mark.config, pytest.mark.bad_input]

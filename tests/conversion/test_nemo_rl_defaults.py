@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_batching.config import load_config
-from roll_batching.config.job import JobConfig
-from roll_batching.conversion import ORIGINS, Conversion, convert_file
-from roll_batching.conversion.nemo_rl_defaults import defaults_of
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.config.job import JobConfig
+from roll_batching.jobs.conversion import ORIGINS, Conversion, convert_file
+from roll_batching.jobs.conversion.nemo_rl_defaults import defaults_of
 
 FACTS = json.loads((Path(__file__).parent / "data" / "nemo_rl_defaults.json").read_text())
 SECTIONS = {

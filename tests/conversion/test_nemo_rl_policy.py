@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_batching.compat.nemo_rl import convert_policy
 from roll_batching.errors import PlanError
+from roll_batching.jobs.conversion.nemo_rl_names import convert_policy
 from roll_batching.planning import LinearQuadraticCost, PlanConstraints, plan_step
 from tests.conversion.test_nemo_rl_defaults import converted, file_of, job_of
 

@@ -10,9 +10,9 @@ import yaml
 from typer.testing import CliRunner
 
 from roll_batching.cli import app
-from roll_batching.config import load_config
-from roll_batching.conversion import ORIGINS, Conversion, convert_file
 from roll_batching.errors import ConfigError
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.conversion import ORIGINS, Conversion, convert_file
 
 RLVR = """
 defaults:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_batching.config import load_config
-from roll_batching.conversion import ORIGINS, Conversion, convert_file
 from roll_batching.errors import ConfigError
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.conversion import ORIGINS, Conversion, convert_file
 from tests.conversion.test_roll_defaults import FILES
 
 pytestmark = [pytest.mark.config, pytest.mark.bad_input]

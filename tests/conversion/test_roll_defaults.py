@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_batching.config import JobConfig, load_config
-from roll_batching.config.fields import Honoured, Noticed, Refused, nested_settings, use_of
-from roll_batching.config.job_keys import ROLES, JobKeys
-from roll_batching.config.key_paths import field_at
-from roll_batching.config.notices import unread_in
-from roll_batching.conversion import ORIGINS, Conversion, convert_file
-from roll_batching.conversion.framework_defaults import section_at
+from roll_batching.jobs.config import JobConfig, load_config
+from roll_batching.jobs.config.job_keys import ROLES, JobKeys
+from roll_batching.jobs.config.key_paths import field_at
+from roll_batching.jobs.config.notices import unread_in
+from roll_batching.jobs.conversion import ORIGINS, Conversion, convert_file
+from roll_batching.jobs.conversion.framework_defaults import section_at
+from roll_batching.settings.fields import Honoured, Noticed, Refused, nested_settings, use_of
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "data" / "roll_defaults.json").read_text())
@@ -293,8 +293,8 @@ def test_log_probs_of_the_loss_are_at_temperature_1(tmp_path, temperature, writt
 @pytest.mark.parametrize(("ratio", "steps", "warmup"), [(0.07, 44, 4), (0.5, 8, 4), (0.01, 10, 1), (0.0, 10, 0)])
 def test_a_share_of_warm_up_is_rounded_up(ratio, steps, warmup):
     torch = pytest.importorskip("torch")
-    from roll_batching.config import TrainingArgs
     from roll_batching.modeling.builder import build_scheduler
+    from roll_batching.settings import TrainingArgs
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     optimizer.param_groups[0].update({"wd_mult": 1.0, "lr_mult": 1.0})

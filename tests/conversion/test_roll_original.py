@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_batching.config import JobConfig, load_config
-from roll_batching.conversion import ORIGINS, Conversion, convert_file
+from roll_batching.jobs.config import JobConfig, load_config
+from roll_batching.jobs.conversion import ORIGINS, Conversion, convert_file
 
 HERE = Path(__file__).parent
 CHECKOUT = os.environ.get("ROLL_CHECKOUT")
@@ -127,11 +127,11 @@ def ours(job: JobConfig, request: dict[str, Any]) -> dict[str, Any]:
     """The same figures from our job."""
     import torch
 
-    from roll_batching.data import SampleBatch
+    from roll_batching.jobs.objectives.from_config import advantages_of, loss_of, schedule_of
+    from roll_batching.jobs.rl.grpo import Grpo
     from roll_batching.losses import mask_overlong
     from roll_batching.modeling.builder import build_scheduler
-    from roll_batching.rl.from_config import advantages_of, loss_of, schedule_of
-    from roll_batching.rl.grpo import Grpo
+    from roll_batching.samples import SampleBatch
     from tests.losses.formulas import run
 
     samples = {key: np.asarray(value) for key, value in request["samples"].items()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from roll_batching.config import load_config
-from roll_batching.conversion import ORIGINS, convert_file
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.conversion import ORIGINS, convert_file
 from tests.conversion.test_nemo_rl import BASE
 from tests.conversion.test_roll_defaults import FILES
 

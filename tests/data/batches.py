@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from roll_batching.data import FieldSpec, SampleBatch
+from roll_batching.samples import FieldSpec, SampleBatch
 
 SCHEMA = {
     "input_ids": FieldSpec("token", 9),

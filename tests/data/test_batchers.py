@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from roll_batching.data import (
+from roll_batching.errors import DataError
+from roll_batching.jobs.streams import (
     FixedCountBatcher,
     StridedBatcher,
     TokenBudgetBatcher,
@@ -17,8 +18,7 @@ from roll_batching.data import (
     rollout_batcher,
     serpentine,
 )
-from roll_batching.data.rows import imbalance
-from roll_batching.errors import DataError
+from roll_batching.jobs.streams.rows import imbalance
 from roll_batching.planning.pipeline.ordering import pipeline_makespan
 from tests.data.test_stream import lengths_of
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_batching.data import FieldSpec, SampleBatch, collect, distribute, gather_lengths
 from roll_batching.errors import DataError
 from roll_batching.losses.denominators import local_counts
 from roll_batching.losses.views import TokenView
 from roll_batching.packing import pack_step, unpack_results
 from roll_batching.planning import PlanConstraints, plan_step
+from roll_batching.samples import FieldSpec, SampleBatch, collect, distribute, gather_lengths
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roll_batching.data import mini_batches, rank_slice
-from roll_batching.data.membership import mini_batches_by_rank
 from roll_batching.errors import DataError
+from roll_batching.samples import mini_batches, rank_slice
+from roll_batching.samples.membership import mini_batches_by_rank
 
 
 @pytest.mark.parametrize("count, size, sizes", [(8, 4, [4, 4]), (9, 4, [4, 4, 1]), (3, 4, [3]), (1, 1, [1])])

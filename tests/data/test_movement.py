@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from roll_batching.data import (
+from roll_batching.errors import DataError, RankError
+from roll_batching.planning import Plan, PlanConstraints, plan_step
+from roll_batching.samples import (
     FieldSpec,
     LengthTable,
     SampleBatch,
@@ -20,8 +22,6 @@ from roll_batching.data import (
     gather_lengths,
     number_globally,
 )
-from roll_batching.errors import DataError, RankError
-from roll_batching.planning import Plan, PlanConstraints, plan_step
 from tests.data.batches import assert_same, make_batch
 from tests.support.ranks import run_ranks
 

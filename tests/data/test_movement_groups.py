@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roll_batching.data import LengthTable, collect, distribute, gather_lengths
 from roll_batching.errors import DataError
+from roll_batching.samples import LengthTable, collect, distribute, gather_lengths
 from tests.data.batches import assert_same, make_batch
 from tests.data.test_movement import computed, join, plan_for, split
 from tests.support.ranks import run_ranks

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from roll_batching.data import (
+from roll_batching.errors import DataError, PlanError
+from roll_batching.jobs.streams import (
     DataCollatorForRollout,
     FixedCountBatcher,
     RolloutQueueDataset,
@@ -23,8 +24,7 @@ from roll_batching.data import (
     TokenBudgetBatcher,
     rollout_step,
 )
-from roll_batching.data.rollout_queue import END
-from roll_batching.errors import DataError, PlanError
+from roll_batching.jobs.streams.rollout_queue import END
 from roll_batching.planning import PlanConstraints
 from tests.support.ranks import run_ranks
 

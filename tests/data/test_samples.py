@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from roll_batching.data import FieldSpec, SampleBatch
 from roll_batching.errors import DataError
+from roll_batching.samples import FieldSpec, SampleBatch
 from tests.data.batches import assert_same, make_batch
 
 TOKENS = torch.arange(12).view(3, 4)

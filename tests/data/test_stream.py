@@ -10,15 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from roll_batching.data import (
-    LengthAwareStream,
-    SampleBatch,
-    distribute,
-    gather_bins,
-    gather_lengths,
-)
 from roll_batching.errors import DataError, RankError
+from roll_batching.jobs.streams import LengthAwareStream
 from roll_batching.planning import Plan, PlanConstraints
+from roll_batching.samples import SampleBatch, distribute, gather_bins, gather_lengths
 from tests.data.batches import assert_same, make_batch
 from tests.support.ranks import run_ranks
 

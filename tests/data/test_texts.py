@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from roll_batching.data import (
+from roll_batching.errors import DataError
+from roll_batching.jobs.texts import (
     CharTokenizer,
     Document,
     DocumentDataset,
@@ -20,7 +21,6 @@ from roll_batching.data import (
     encode_prompts,
     epoch_order,
 )
-from roll_batching.errors import DataError
 
 VOCABULARY = "0123456789+=$."
 
@@ -303,7 +303,7 @@ def test_a_text_that_does_not_fit_is_named(report):
 
 
 def _read_all(paths, keys):
-    from roll_batching.data.jsonl import read_records
+    from roll_batching.jobs.texts.jsonl import read_records
 
     return read_records(paths, keys)
 

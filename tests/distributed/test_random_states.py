@@ -30,8 +30,8 @@ def _started(architecture: dict[str, Any], **megatron: Any) -> Any:
 
 
 def _step(strategy: Any, seed: int) -> float:
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
     from tests.losses.steps import mine
     from tests.support.models import random_batch
 

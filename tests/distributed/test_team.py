@@ -119,8 +119,8 @@ def test_alone() -> None:
 
 def calls_of_a_step(megatron: dict[str, Any]) -> tuple[list[str], float]:
     """On host groups during one optimizer step, in order, with the schedule's place among them."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import fill, random_batch, worker_config
 

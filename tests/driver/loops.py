@@ -8,8 +8,8 @@ from pathlib import Path
 import ray
 
 from examples.ray_driver import POLICY, advantages, rollouts
-from roll_batching.driver.group import WorkerGroup
 from roll_batching.errors import DataError, RankError
+from roll_batching.jobs.driver.group import WorkerGroup
 from roll_batching.losses import SFTLoss
 
 

@@ -11,11 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from roll_batching.data import FieldSpec, SampleBatch  # noqa: E402
-from roll_batching.driver.batches import batch_of, columns_of  # noqa: E402
-from roll_batching.driver.columns import cut, join, nbytes, share_of  # noqa: E402
-from roll_batching.driver.handout import Station  # noqa: E402
+from roll_batching.jobs.driver.batches import batch_of, columns_of  # noqa: E402
+from roll_batching.jobs.driver.columns import cut, join, nbytes, share_of  # noqa: E402
+from roll_batching.jobs.driver.handout import Station  # noqa: E402
 from roll_batching.planning import PlanConstraints, plan_step  # noqa: E402
+from roll_batching.samples import FieldSpec, SampleBatch  # noqa: E402
 
 
 def batch() -> SampleBatch:
@@ -83,8 +83,10 @@ def test_a_replica_without_samples_gets_empty_columns_and_missing_samples_read_p
 
 
 def test_stages_of_a_pipeline_read_what_they_need():
-    def station(embeds: bool, judges: bool) -> Station:
-        return Station(dp_rank=0, embeds=embeds, judges=judges, reports=judges)
+    def station(is_first_stage: bool, is_last_stage: bool) -> Station:
+        return Station(
+            dp_rank=0, is_first_stage=is_first_stage, is_last_stage=is_last_stage, is_replica_leader=is_last_stage
+        )
 
     tokens, rest = frozenset({"input_ids"}), frozenset({"mask"})
     assert [station(True, False).reads(names) for names in (tokens, rest)] == [True, False]
@@ -102,5 +104,5 @@ def test_a_plan_travels_as_its_arrays():
 
 
 def test_columns_and_plans_are_read_without_torch():
-    code = "import sys, roll_batching.driver.columns; sys.exit('torch' in sys.modules)"
+    code = "import sys, roll_batching.jobs.driver.columns; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

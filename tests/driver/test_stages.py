@@ -16,8 +16,8 @@ def both_ways(_: Any) -> list[tuple[Any, ...]]:
     read."""
     from dataclasses import replace
 
-    from roll_batching.data import LengthTable
     from roll_batching.losses import LossOutput, SFTLoss
+    from roll_batching.samples import LengthTable
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import ARCHITECTURE, fill, random_batch, worker_config
 

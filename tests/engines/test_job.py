@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from roll_batching.config import ConfigFileError, config_from_dict
-from roll_batching.config.engine_rules import server_options
-from roll_batching.observe.metrics_file import read_metrics
+from roll_batching.jobs.config import ConfigFileError, config_from_dict
+from roll_batching.jobs.config.engine_rules import server_options
+from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.engines.test_replicas import order, seen, start
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from roll_batching.config import ConfigFileError, config_from_dict
-from roll_batching.config.engine_rules import server_options
-from roll_batching.engines.replicas import Replicas
-from roll_batching.engines.vllm import VLLM
+from roll_batching.jobs.config import ConfigFileError, config_from_dict
+from roll_batching.jobs.config.engine_rules import server_options
+from roll_batching.jobs.engines.replicas import Replicas
+from roll_batching.jobs.engines.vllm import VLLM
 from tests.engines import test_replicas
 from tests.engines.test_replicas import SETTINGS, check_log_probs, questions, start
 from tests.huggingface import tiny
@@ -123,7 +123,7 @@ def test_sglangs_log_probs_are_at_the_sampling_temperature(folder, sampling, own
 
 def test_sglang_servers_of_the_job_have_log_probs_at_the_sampling_temperature(folder, monkeypatch):
     """Also where the environment of the job says otherwise."""
-    from roll_batching.rl.engine.servers import _servers
+    from roll_batching.jobs.engines.started_servers import _servers
 
     for name, value in {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)

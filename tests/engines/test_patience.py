@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from roll_batching.engines.replicas import EngineLimits, Replicas
-from roll_batching.engines.sglang import SGLang
-from roll_batching.engines.vllm import VLLM
+from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
+from roll_batching.jobs.engines.sglang import SGLang
+from roll_batching.jobs.engines.vllm import VLLM
 from tests.rl.jobs import settings
 from tests.support.ranks import run_ranks
 
@@ -28,11 +28,11 @@ def silent_on_rank_1(payload):
     """On a rank: what is raised, and after how long, when rank 1's engine takes far longer than it may."""
     import torch
 
-    from roll_batching.config import JobConfig
-    from roll_batching.data import SampleBatch
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
+    from roll_batching.jobs.config import JobConfig
+    from roll_batching.jobs.engines import asking as asking
     from roll_batching.planning import ParallelDims
-    from roll_batching.rl.engine import client as asking
+    from roll_batching.samples import SampleBatch
     from roll_batching.strategy import GenerationSettings
 
     class Silent(Replicas):

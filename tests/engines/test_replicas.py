@@ -15,11 +15,11 @@ import torch
 
 pytest.importorskip("aiohttp")
 
-from roll_batching.engines.protocol import Question
-from roll_batching.engines.replicas import EngineLimits, Replicas
-from roll_batching.engines.sglang import SGLang
-from roll_batching.engines.vllm import VLLM
 from roll_batching.errors import EngineError
+from roll_batching.jobs.engines.protocol import Question
+from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
+from roll_batching.jobs.engines.sglang import SGLang
+from roll_batching.jobs.engines.vllm import VLLM
 from roll_batching.strategy.sampling import GenerationSettings
 from tests.engines.model import Model
 from tests.huggingface import tiny
@@ -260,7 +260,7 @@ def test_answers_that_are_none(reply, words):
 
 
 def test_transformers_in_process(model):
-    from roll_batching.engines.hf import HFEngine
+    from roll_batching.jobs.engines.hf import HFEngine
 
     engine = HFEngine(torch.device("cpu"))
     with pytest.raises(EngineError, match="no weights yet"):
@@ -273,7 +273,7 @@ def test_transformers_in_process(model):
 
 
 def test_transformers_draws_as_it_is_asked_whatever_the_model_directory_says(model, tmp_path):
-    from roll_batching.engines.hf import HFEngine
+    from roll_batching.jobs.engines.hf import HFEngine
 
     def answers(folder):
         engine = HFEngine(torch.device("cpu"))

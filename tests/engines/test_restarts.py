@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from roll_batching.engines.replicas import EngineLimits, Replicas
-from roll_batching.engines.vllm import VLLM
 from roll_batching.errors import EngineError
+from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
+from roll_batching.jobs.engines.vllm import VLLM
 from tests.engines.test_replicas import SETTINGS, order, questions
 from tests.engines.test_weight_broadcast import Servers, models
 

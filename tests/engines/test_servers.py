@@ -12,9 +12,9 @@ import time
 import psutil
 import pytest
 
-from roll_batching.config import ConfigFileError, config_from_dict
-from roll_batching.engines.servers import KINDS, command_of
 from roll_batching.errors import EngineError
+from roll_batching.jobs.config import ConfigFileError, config_from_dict
+from roll_batching.jobs.engines.servers import KINDS, command_of
 from tests.engines.programs import install, parser
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job

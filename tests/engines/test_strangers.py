@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from roll_batching.engines.protocol import Question
-from roll_batching.engines.replicas import EngineLimits, Replicas
-from roll_batching.engines.sglang import SGLang
-from roll_batching.engines.vllm import VLLM
 from roll_batching.errors import EngineError
+from roll_batching.jobs.engines.protocol import Question
+from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
+from roll_batching.jobs.engines.sglang import SGLang
+from roll_batching.jobs.engines.vllm import VLLM
 from roll_batching.strategy.sampling import GenerationSettings
 from tests.engines.strange_server import KINDS
 

@@ -11,10 +11,10 @@ pytest.importorskip("aiohttp")
 
 from safetensors.torch import load_file
 
-from roll_batching.engines.replicas import EngineLimits, Replicas
-from roll_batching.engines.sglang import SGLang
-from roll_batching.engines.weight_broadcast import WeightBroadcast
 from roll_batching.errors import EngineError
+from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
+from roll_batching.jobs.engines.sglang import SGLang
+from roll_batching.jobs.engines.weight_broadcast import WeightBroadcast
 from tests.engines.test_replicas import SETTINGS, launched, order, questions, seen, urls_of
 from tests.huggingface import tiny
 

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from roll_batching.config import config_from_dict
-from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.engine.weights import weights_folder
+from roll_batching.jobs.config import config_from_dict
+from roll_batching.jobs.engines.weights import weights_folder
+from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job
 from tests.observe.rows import TIMES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_batching.config import ConfigFileError, config_from_dict
+from roll_batching.jobs.config import ConfigFileError, config_from_dict
 from tests.engines.test_job import rows_of
 from tests.engines.test_replicas import launched, order, seen, start, urls_of
 from tests.huggingface import tiny

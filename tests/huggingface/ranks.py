@@ -37,7 +37,7 @@ def strategy_of(directory: str | Path, layout: Layout | None = None) -> Any:
 
 def batch() -> Any:
     """`tiny.rows` as a batch, all of whose tokens are learnt."""
-    from roll_batching.data import SampleBatch
+    from roll_batching.samples import SampleBatch
     from tests.huggingface.tiny import rows
 
     fields = {"input_ids": rows(), "response_mask": [torch.ones(len(row), dtype=torch.bool) for row in rows()]}
@@ -52,7 +52,7 @@ def share(place: Any) -> Any:
 
 def log_probs(strategy: Any) -> list[torch.Tensor]:
     """As `tiny.log_probs`, of this rank's share."""
-    from roll_batching.data import collect, distribute, gather_lengths
+    from roll_batching.samples import collect, distribute, gather_lengths
 
     local = share(strategy.layout)
     plan = strategy.plan(gather_lengths(local), forward=True)
@@ -62,9 +62,9 @@ def log_probs(strategy: Any) -> list[torch.Tensor]:
 
 def sft_losses(strategy: Any, steps: int, rate: float) -> list[float]:
     """As `tiny.sft_losses`."""
-    from roll_batching.config import TrainingArgs
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
+    from roll_batching.settings import TrainingArgs
 
     strategy.start_phase(TrainingArgs(learning_rate=rate, max_grad_norm=0.0))
     losses = []

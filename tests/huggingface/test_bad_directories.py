@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from roll_batching.data import HFTokenizer
 from roll_batching.errors import CheckpointError, DataError
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.stored import StoredTensors
+from roll_batching.jobs.texts import HFTokenizer
 from tests.huggingface import tiny
 from tests.huggingface.published import PUBLISHED
 

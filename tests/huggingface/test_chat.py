@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from roll_batching.config import config_from_dict
-from roll_batching.config.diagnostics import ConfigFileError
-from roll_batching.data.chat import ChatTemplate
-from roll_batching.data.encode import encode_documents
-from roll_batching.data.faults import Faults
-from roll_batching.data.texts import Conversation, Instruction, Pair, Prompt, iterate_texts
-from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer
 from roll_batching.errors import DataError
-from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.inputs import load_inputs
+from roll_batching.jobs.config import config_from_dict
+from roll_batching.jobs.config.diagnostics import ConfigFileError
+from roll_batching.jobs.inputs import load_inputs
+from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.texts.chat import ChatTemplate
+from roll_batching.jobs.texts.encode import encode_documents
+from roll_batching.jobs.texts.faults import Faults
+from roll_batching.jobs.texts.texts import Conversation, Instruction, Pair, Prompt, iterate_texts
+from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job
 from tests.rl.jobs import write_data

@@ -9,11 +9,12 @@ import sys
 
 import pytest
 
-from roll_batching.config import ArchitectureConfig, ConfigFileError, config_from_dict
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.families import FAMILIES, rules_of
 from roll_batching.huggingface.stored import ranges
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, local_shape, pieces
+from roll_batching.jobs.config import ConfigFileError, config_from_dict
+from roll_batching.settings import ArchitectureConfig
 from tests.huggingface import tiny
 from tests.huggingface.published import PUBLISHED
 
@@ -215,7 +216,9 @@ def test_a_name_is_found_in_the_cache(tmp_path):
     refs = tmp_path / "hub" / "models--Some--Model" / "refs"
     refs.mkdir()
     (refs / "main").write_text("abc")
-    code = "from roll_batching.config import ModelArgs; print(ModelArgs(model_name_or_path='Some/Model').architecture)"
+    code = (
+        "from roll_batching.settings import ModelArgs; print(ModelArgs(model_name_or_path='Some/Model').architecture)"
+    )
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert "hidden_size=3584" in done.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_batching.config import load_config
+from roll_batching.jobs.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples" / "hf_model" / "config.yaml"

@@ -13,8 +13,8 @@ import time
 import psutil
 import pytest
 
-from roll_batching.launch.on_ray.callers import Callers
-from roll_batching.rl.roles.world import ChildWorld, local_store
+from roll_batching.jobs.launch.on_ray.callers import Callers
+from roll_batching.jobs.processes.world import ChildWorld, local_store
 
 CALL = """
 import sys

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from roll_batching.cli import main
-from roll_batching.config import config_from_dict
 from roll_batching.errors import ConfigError
-from roll_batching.launch.environment import LAUNCHER, check_world, rank_place
+from roll_batching.jobs.config import config_from_dict
+from roll_batching.jobs.launch.environment import LAUNCHER, check_world, rank_place
 from tests.launch.commands import ROOT, done
 from tests.support.ranks import _free_port
 
@@ -71,8 +71,8 @@ def test_devices_and_processes_that_differ_are_an_error_under_torchrun(report):
 MEET = """
 import sys
 from roll_batching.errors import LayoutError
-from roll_batching.launch.environment import rank_place
-from roll_batching.launch.meeting import meet
+from roll_batching.jobs.launch.environment import rank_place
+from roll_batching.jobs.launch.meeting import meet
 try:
     meet(rank_place(), float(sys.argv[1]), notice_after=0.5)
 except LayoutError as error:

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from roll_batching.config import config_from_dict
 from roll_batching.errors import ConfigError
-from roll_batching.launch.devices import choose_devices, crowding, process_count, visible_devices
+from roll_batching.jobs.config import config_from_dict
+from roll_batching.jobs.launch.devices import choose_devices, crowding, process_count, visible_devices
 from tests.launch import commands
 
 pytest.importorskip("torch")
 
 LAUNCH = """
 import sys
-from roll_batching.launch.local import launch
+from roll_batching.jobs.launch.local import launch
 message = launch("tests.launch.workers", sys.argv[1:], 2, {"NVTE_FLASH_ATTN": "1"})
 if message:
     sys.exit(message)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from roll_batching.launch.logs import log_of, named
+from roll_batching.jobs.launch.logs import log_of, named
 from tests.launch.commands import ROOT, trained
 
 pytest.importorskip("torch")
@@ -16,8 +16,8 @@ pytest.importorskip("torch")
 TALK = """
 import os, signal, sys
 from pathlib import Path
-from roll_batching.launch.environment import rank_place
-from roll_batching.launch.logs import keep_log
+from roll_batching.jobs.launch.environment import rank_place
+from roll_batching.jobs.launch.logs import keep_log
 
 keep_log(Path(sys.argv[1]), rank_place(), resumes=sys.argv[2] == "resume")
 print("printed")

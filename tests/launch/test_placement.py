@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from roll_batching.driver.rank import StrategyRank
-from roll_batching.launch.on_ray.actors import passed_on, shown_and_secret
-from roll_batching.launch.on_ray.placement import Seat, bundle_size, seats
-from roll_batching.launch.on_ray.rank import Rank
-from roll_batching.launch.on_ray.worlds import RoleRank
+from roll_batching.jobs.driver.rank import StrategyRank
+from roll_batching.jobs.launch.on_ray.actors import passed_on, shown_and_secret
+from roll_batching.jobs.launch.on_ray.placement import Seat, bundle_size, seats
+from roll_batching.jobs.launch.on_ray.rank import Rank
+from roll_batching.jobs.launch.on_ray.worlds import RoleRank
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from roll_batching.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.launch.clusters import cluster, on_ray, ranks
 from tests.launch.commands import ROOT, done, kill, processes, started, train, trained, wait_for, write_job
 from tests.rl.test_resume import TIMES

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from roll_batching.launch.logs import log_of
+from roll_batching.jobs.launch.logs import log_of
 from roll_batching.losses import LossOutput, TokenView
 from tests.launch.commands import ROOT, done, environment, processes, train, trained, wait_for, write_job
 
@@ -20,8 +20,8 @@ pytest.importorskip("torch")
 TALK = """
 import sys
 from pathlib import Path
-from roll_batching.launch.environment import rank_place
-from roll_batching.launch.logs import keep_log
+from roll_batching.jobs.launch.environment import rank_place
+from roll_batching.jobs.launch.logs import keep_log
 
 keep_log(Path(sys.argv[1]), rank_place())
 for number in range(2000):

@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from roll_batching.config import JobConfig
 from roll_batching.errors import DataError
-from roll_batching.launch.failures import FOLDER_VARIABLE
-from roll_batching.launch.worker import run_worker
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.launch.failures import FOLDER_VARIABLE
+from roll_batching.jobs.launch.worker import run_worker
 
 RANK = int(os.environ.get("RANK", 0))
 

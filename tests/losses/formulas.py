@@ -12,7 +12,7 @@ LENGTHS = (7, 1, 12, 5, 9, 3, 8, 6)
 
 
 def batch(seed: int = 0) -> Any:
-    from roll_batching.data import SampleBatch
+    from roll_batching.samples import SampleBatch
 
     g = torch.Generator().manual_seed(seed)
 

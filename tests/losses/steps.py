@@ -35,7 +35,7 @@ def mine(strategy: Any, whole: Any) -> Any:
 
 def step(strategy: Any, whole: Any, loss: Any, plan: Any = None, **plan_options: Any) -> tuple[Any, dict[str, Any]]:
     """One step on `whole` (given on all ranks) from the shared weights: its result and the whole gradients."""
-    from roll_batching.data import distribute, gather_lengths
+    from roll_batching.samples import distribute, gather_lengths
     from tests.support.models import whole_gradients
 
     local = mine(strategy, whole)

@@ -99,7 +99,7 @@ def test_the_log_ratio_is_bounded_where_peers_bound_it(options: dict[str, Any], 
 
 def leaves_of(lengths: list[int], apart: float, name: str = "old_log_probs") -> Any:
     """One sequence, advantage -1, whose field `name` lies `apart` from the log-probs that `run` will give it."""
-    from roll_batching.data import SampleBatch
+    from roll_batching.samples import SampleBatch
 
     tokens = sum(lengths)
     data = SampleBatch(

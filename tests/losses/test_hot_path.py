@@ -30,7 +30,7 @@ ALLOWED = {
     "fork",
 }
 PACKING = ("packing/batch.py", "_make")
-"""Packs are made on the host, of host tensors; on a CPU when asked for, on CUDA by a thread (packing/ahead.py)."""
+"""Packs are made on the host, of host tensors; on a CPU when asked for, on CUDA by a thread (packing/prefetch.py)."""
 
 
 class Reads(TorchFunctionMode):
@@ -129,7 +129,7 @@ def _losses() -> dict[str, Any]:
 
 
 def count_reads(megatron: dict[str, Any]) -> dict[str, dict[str, int]]:
-    from roll_batching.data import gather_lengths
+    from roll_batching.samples import gather_lengths
     from tests.losses.steps import mine
     from tests.losses.test_partitions import batch
 
@@ -152,7 +152,7 @@ def count_reads(megatron: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def _pairs(strategy: Any, data: Any) -> Any:
-    from roll_batching.data import gather_lengths
+    from roll_batching.samples import gather_lengths
     from tests.losses.steps import mine
 
     ids = gather_lengths(mine(strategy, data)).ids

@@ -105,8 +105,8 @@ def batch() -> Any:
 
 def random_plan(strategy: Any, data: Any, seed: int, pairs: bool) -> Any:
     """Random bins under the cap for every data-parallel rank, some left empty, in random order."""
-    from roll_batching.data import gather_lengths
     from roll_batching.planning import Plan
+    from roll_batching.samples import gather_lengths
     from tests.losses.steps import mine
 
     table = gather_lengths(mine(strategy, data))

@@ -74,9 +74,9 @@ def test_dpo_refuses_half_a_pair_before_the_step() -> None:
 @pytest.mark.parametrize("kind", ["token", "next_token"])
 def test_dpo_counts_responses_by_the_kind_of_their_mask(kind: str) -> None:
     """Of samples of two tokens the second is predicted: at place 1 of a token field, and 0 of a next_token field."""
-    from roll_batching.data import SampleBatch
     from roll_batching.errors import DataError
     from roll_batching.losses import DPOLoss
+    from roll_batching.samples import SampleBatch
 
     def data(place: int) -> SampleBatch:
         mask = torch.arange(2) == place

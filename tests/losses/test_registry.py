@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from roll_batching.config import load_config
-from roll_batching.config.diagnostics import ConfigFileError
-from roll_batching.config.loader import config_from_dict
-from roll_batching.config.losses import LOSSES, ROLLOUT_FIELDS
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.config.diagnostics import ConfigFileError
+from roll_batching.jobs.config.loader import config_from_dict
+from roll_batching.jobs.config.losses import LOSSES, ROLLOUT_FIELDS
+from roll_batching.jobs.objectives.from_config import loss_of
 from roll_batching.losses import PolicyLoss, loss_spec
-from roll_batching.rl.from_config import loss_of
 from tests.support.ranks import ROOT
 
 

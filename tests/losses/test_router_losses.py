@@ -22,7 +22,7 @@ EXPERTS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
 
 
 def batch(lengths: list[int], pad: int = 0) -> Any:
-    from roll_batching.data import FieldSpec, SampleBatch
+    from roll_batching.samples import FieldSpec, SampleBatch
 
     g = torch.Generator().manual_seed(2)
     rows = [torch.randint(0, 61, (n,), generator=g) for n in lengths]
@@ -40,9 +40,9 @@ def gradients(
     bins: list[list[list[int]]], lengths: list[int], coefficients: Coefficients, mode: str, pad: int, **megatron: Any
 ) -> Any:
     """Whole gradients of SFT over the given micro-batches."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
     from roll_batching.planning import Plan
+    from roll_batching.samples import distribute, gather_lengths
     from tests.losses.steps import mine
     from tests.support.models import whole_gradients
 

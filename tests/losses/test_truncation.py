@@ -21,7 +21,7 @@ LAYOUTS = {
 
 
 def _cut(whole: Any) -> Any:
-    from roll_batching.data import SampleBatch
+    from roll_batching.samples import SampleBatch
 
     columns = {}
     for name, spec in whole.schema.items():
@@ -33,9 +33,9 @@ def compared(megatron: dict[str, Any]) -> dict[str, Any]:
     """On a rank: how far the two steps are from each other, by aggregation, and what was truncated."""
     from dataclasses import replace
 
-    from roll_batching.data import gather_lengths
     from roll_batching.losses import PolicyLoss
     from roll_batching.planning import plan_step
+    from roll_batching.samples import gather_lengths
     from tests.losses.steps import mine
     from tests.support.models import random_batch
 

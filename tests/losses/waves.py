@@ -18,7 +18,7 @@ def wave(k: float, scale: float = 1.0, shift: float = 0.0, n: int = sum(LENGTHS)
 
 def batch(mask: torch.Tensor | None = None) -> Any:
     """Samples of LENGTHS tokens; every one has counted tokens."""
-    from roll_batching.data import SampleBatch
+    from roll_batching.samples import SampleBatch
 
     count = len(LENGTHS)
     tokens = sum(LENGTHS)

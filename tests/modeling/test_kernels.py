@@ -43,9 +43,9 @@ def test_fusions_follow_the_device_and_what_is_installed(case: str) -> None:
 def test_the_notice_names_what_is_on_and_why_the_rest_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from roll_batching.config import ArchitectureConfig, MegatronConfig
     from roll_batching.modeling import kernels
     from roll_batching.modeling.requirements import Installed
+    from roll_batching.settings import ArchitectureConfig, MegatronConfig
     from tests.support.models import ARCHITECTURE
 
     def notice(versions: dict[str, str], **strategy: Any) -> str:

@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from roll_batching.observe.numbers import fixed
-from roll_batching.observe.progress import _short
-from roll_batching.observe.summary import show_summary
+from roll_batching.jobs.observe.numbers import fixed
+from roll_batching.jobs.observe.progress import _short
+from roll_batching.jobs.observe.summary import show_summary
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from roll_batching.observe.curves import _marks_panel, _padding_panel, _reward_panel, plot_learning_curve
-from roll_batching.observe.progress import ProgressReporter
-from roll_batching.observe.summary import show_summary, summarize
+from roll_batching.jobs.observe.curves import _marks_panel, _padding_panel, _reward_panel, plot_learning_curve
+from roll_batching.jobs.observe.progress import ProgressReporter
+from roll_batching.jobs.observe.summary import show_summary, summarize
 from tests.observe.rows import rl_rows
 
 
@@ -107,7 +107,7 @@ def test_the_table_names_domains_and_metrics_of_any_name():
 
 def test_a_resumed_phase_tells_the_time_that_its_own_steps_take(monkeypatch):
     now = 100.0
-    monkeypatch.setattr("roll_batching.observe.progress.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("roll_batching.jobs.observe.progress.time", SimpleNamespace(monotonic=lambda: now))
     out = io.StringIO()
     progress = ProgressReporter(console=Console(file=out, width=100))
     progress.start("rl", 12, done=4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roll_batching.packing import StepPacks, pack_step
-from roll_batching.packing.ahead import ahead, flattened
+from roll_batching.packing.prefetch import ahead, flattened
 from roll_batching.planning import PlanConstraints, plan_step
 from tests.support.models import random_batch
 
@@ -62,15 +62,17 @@ def test_stages_make_what_they_read() -> None:
     plan = plan_step(batch.lengths.numpy(), PlanConstraints(dp_size=1, max_tokens=96), ids=batch.ids.numpy())
     where: dict[str, Any] = {"dp_rank": 0, "device": CPU, "masks": ("response_mask",)}
     whole = pack_step(batch, plan, **where)
-    for embeds, judges in ((True, False), (False, False), (False, True)):
-        for pack, every in zip(pack_step(batch, plan, **where, embeds=embeds, judges=judges), whole, strict=True):
+    for first, last in ((True, False), (False, False), (False, True)):
+        for pack, every in zip(
+            pack_step(batch, plan, **where, is_first_stage=first, is_last_stage=last), whole, strict=True
+        ):
             assert pack.input_ids.shape == every.input_ids.shape
             assert torch.equal(pack.padding_mask, every.padding_mask)
             assert torch.equal(pack.params.positions, every.params.positions)
-            if embeds or judges:
+            if first or last:
                 assert torch.equal(pack.input_ids, every.input_ids)
-            assert (set(pack.fields) == set(every.fields)) == judges
-            assert len(pack.labels) == (len(every.labels) if judges else 0)
+            assert (set(pack.fields) == set(every.fields)) == last
+            assert len(pack.labels) == (len(every.labels) if last else 0)
 
 
 def test_one_thing_ahead() -> None:

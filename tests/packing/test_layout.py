@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_batching.data import SampleBatch
 from roll_batching.errors import DataError, PlanError
 from roll_batching.packing import PackLayout, pack_step, packed_params, unpack_results
 from roll_batching.packing.layout import TAIL_SEGMENT
 from roll_batching.planning import Plan, PlanConstraints, plan_step
+from roll_batching.samples import SampleBatch
 
 CPU = torch.device("cpu")
 PAD = -1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roll_batching.config import config_from_dict
 from roll_batching.errors import PlanError
+from roll_batching.jobs.config import config_from_dict
 from roll_batching.planning import PlanConstraints, plan_step
 from roll_batching.planning.registry import ALGORITHMS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from roll_batching.config import config_from_dict
+from roll_batching.jobs.config import config_from_dict
 from roll_batching.rehearsal.task import RankReport, RankTask
 
 ARCHITECTURE = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from roll_batching.config import load_config
+from roll_batching.jobs.config import load_config
 from roll_batching.losses import LossOutput
 from roll_batching.rehearsal.task import RankReport, RankTask
 from tests.rehearsal.jobs import job_of, rehearsed, task_of

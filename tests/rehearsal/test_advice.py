@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from roll_batching.cli import main
-from roll_batching.config import JobConfig, config_from_dict
 from roll_batching.errors import RollBatchingError
+from roll_batching.jobs.config import JobConfig, config_from_dict
 from roll_batching.rehearsal.advice import limits_of, lowered, ways_that_were_tried
 from roll_batching.rehearsal.job import Rehearsal, StageReport
 from roll_batching.rehearsal.margins import margins_of

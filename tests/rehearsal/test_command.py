@@ -27,7 +27,7 @@ def test_a_job_that_fits_says_so_with_figures_of_every_phase(capsys):
 
 @pytest.mark.slow
 def test_users_of_the_library_rehearse_a_job_in_python():
-    from roll_batching.config import load_config
+    from roll_batching.jobs.config import load_config
     from roll_batching.rehearsal import lines_of, rehearse_job, totals_of
 
     found = rehearse_job(load_config("configs/dpo_demo.yaml"), world_size=2, lengths=[90, 40] * 32)
@@ -42,8 +42,8 @@ def test_users_of_the_library_rehearse_a_job_in_python():
 
 def test_lengths_of_the_jobs_own_first_step(tmp_path):
     """Of pairs both answers, each with the prompt before it and the end behind it."""
-    from roll_batching.config import load_config
     from roll_batching.errors import ConfigError
+    from roll_batching.jobs.config import load_config
     from roll_batching.rehearsal.job_data import lengths_of_data
 
     sizes = [3, 5, 9, 2] * 16

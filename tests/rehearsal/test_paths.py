@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll_batching.config import load_config
+from roll_batching.jobs.config import load_config
 from roll_batching.rehearsal.task import RankReport
 from tests.rehearsal.jobs import DYNAMIC, PACKED, PADDED, job_of
 from tests.support.ranks import RanksFailed, run_ranks

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roll_batching.config import config_from_dict
+from roll_batching.jobs.config import config_from_dict
 from roll_batching.planning import ParallelDims
 from roll_batching.rehearsal.rollout import fault_of, rolls_out, sizes_of
 from roll_batching.rehearsal.task import DECODING, PREFILL
@@ -23,12 +23,12 @@ def whole_rollout(job: dict[str, Any]) -> tuple[float, float, int]:
     """(bytes that are always held, most bytes while prompts are answered to their full length, host reads)."""
     import torch
 
-    from roll_batching.data import SampleBatch
     from roll_batching.distributed.parallel_layout import start_processes
+    from roll_batching.jobs.objectives.from_config import sampling_of
     from roll_batching.rehearsal.memory import peaks_of
     from roll_batching.rehearsal.passes import passes_of
     from roll_batching.rehearsal.recorder import Recorder
-    from roll_batching.rl.from_config import sampling_of
+    from roll_batching.samples import SampleBatch
 
     start_processes()
     recorder, config = Recorder("cpu"), config_from_dict(job)

@@ -22,7 +22,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "response_length": 24,
         "rollout_batch_size": 4,
         "num_return_sequences_in_group": 3,
-        "reward_function": "roll_batching.rl.rewards:final_answer",
+        "reward_function": "roll_batching.jobs.rewards:final_answer",
         "tokenizer": {"type": "char", "vocabulary": VOCABULARY, "eos_token": "$", "pad_token": "."},
         "adv_estimator": "grpo",
         "warmup": {
@@ -69,8 +69,8 @@ def write_data(folder: Path) -> None:
 
 def run(payload: dict[str, Any]) -> None:
     """On a rank: the whole job."""
-    from roll_batching.config import JobConfig
-    from roll_batching.rl.job import run_job
+    from roll_batching.jobs.config import JobConfig
+    from roll_batching.jobs.job import run_job
 
     run_job(JobConfig.model_validate(payload))
 

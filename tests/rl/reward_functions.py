@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from roll_batching.rl.rewards import Completion, Score
+from roll_batching.jobs.rewards import Completion, Score
 
 
 def tokens(completion: Completion) -> float:

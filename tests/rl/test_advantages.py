@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_batching.errors import DataError
-from roll_batching.rl.advantages import AdvantageRule, checked, compute_advantages, shuffled, zero_groups
+from roll_batching.jobs.objectives.advantages import AdvantageRule, checked, compute_advantages, shuffled, zero_groups
 
 GRPO = AdvantageRule()
 
@@ -139,8 +139,8 @@ def test_one_response_per_prompt_serves_where_groups_are_not_compared():
 
 
 def test_an_estimator_that_works_in_place_leaves_the_rewards_alone(monkeypatch):
-    from roll_batching.config.loader import config_from_dict
-    from roll_batching.rl import from_config
+    from roll_batching.jobs.config.loader import config_from_dict
+    from roll_batching.jobs.objectives import from_config
 
     def in_place(rewards, group_size, *, response_tokens):
         rewards -= rewards.mean()
@@ -165,8 +165,8 @@ def test_what_an_estimator_returns_is_checked(made, words):
 
 
 def test_the_keys_of_a_registered_estimator_reach_it():
-    from roll_batching.config.loader import config_from_dict
-    from roll_batching.rl.from_config import advantages_of
+    from roll_batching.jobs.config.loader import config_from_dict
+    from roll_batching.jobs.objectives.from_config import advantages_of
 
     rewards, tokens = np.array([1.0, 0, 0, 0, 1, 1, 0, 5]), np.arange(1, 9)
     limits = {"reward_clip": 0.7, "advantage_clip": 0.5, "whiten_advantages": True}

@@ -14,15 +14,15 @@ from typing import Any
 import psutil
 import pytest
 
-from roll_batching.config import ConfigFileError, JobConfig, load_config
-from roll_batching.data.texts import Prompt
 from roll_batching.errors import ConfigError
-from roll_batching.launch.devices import role_devices
-from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.ahead import parts_of
-from roll_batching.rl.roles.client import SAMPLER, RoleClient
-from roll_batching.rl.roles.sampler import Request
-from roll_batching.rl.roles.world import DEVICES
+from roll_batching.jobs.config import ConfigFileError, JobConfig, load_config
+from roll_batching.jobs.launch.devices import role_devices
+from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.processes.world import DEVICES
+from roll_batching.jobs.rl.async_rollouts import parts_of
+from roll_batching.jobs.roles.client import SAMPLER, RoleClient
+from roll_batching.jobs.roles.sampler import Request
+from roll_batching.jobs.texts.texts import Prompt
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roll_batching.config.advantages import ADVANTAGE_ESTIMATORS
-from roll_batching.config.diagnostics import ConfigFileError
-from roll_batching.config.loader import config_from_dict
 from roll_batching.errors import DataError
-from roll_batching.rl.from_config import advantages_of
+from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
+from roll_batching.jobs.config.diagnostics import ConfigFileError
+from roll_batching.jobs.config.loader import config_from_dict
+from roll_batching.jobs.objectives.from_config import advantages_of
 
 REWARDS = np.array([1.0, 0.0, 0.25, 0.5, 0.0, 0.0, 0.0, 1.0, 0.3, 0.3, 0.3, 0.3])
 TOKENS = np.array([3, 5, 2, 4, 1, 6, 2, 3, 4, 4, 1, 2])
@@ -58,7 +58,7 @@ def test_a_step_of_one_response_is_the_response() -> None:
 
 
 def test_pass_at_k_rewards_the_lead_alone() -> None:
-    from roll_batching.rl.baselines import pass_at_k
+    from roll_batching.jobs.objectives.baselines import pass_at_k
 
     assert pass_at_k(REWARDS, 4, std=False).tolist() == [0.5, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
 

@@ -15,14 +15,15 @@ import psutil
 import pytest
 
 from roll_batching.errors import DataError
-from roll_batching.rl.rewards import Completion, sandbox
-from roll_batching.rl.rewards.code import check_run, code_tests
-from roll_batching.rl.rewards.pool import RewardDomain, RewardPool
-from roll_batching.rl.rewards.process import RewardLimits
-from roll_batching.rl.rewards.sandbox import Sandbox
+from roll_batching.jobs.rewards import Completion
+from roll_batching.jobs.rewards.code import check_run, code_tests
+from roll_batching.jobs.rewards.judged_code import sandbox
+from roll_batching.jobs.rewards.judged_code.sandbox import Sandbox
+from roll_batching.jobs.rewards.pool import RewardDomain, RewardPool
+from roll_batching.jobs.rewards.process import RewardLimits
 from tests.launch.commands import wait_for
 
-CODE_TESTS = "roll_batching.rl.rewards.code:code_tests"
+CODE_TESTS = "roll_batching.jobs.rewards.code:code_tests"
 # docs_roll/docs/User Guides/Pipeline/rlvr_pipeline_start.md has records of this shape.
 OF_ROLL = {
     "case_type": "pytest",
@@ -53,7 +54,9 @@ def judged(code: str, *tests: Any, seconds: float = 20.0, **record: Any) -> floa
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The sandbox of this machine, and none, as where neither tool works."""
     if request.param == "kept":
-        monkeypatch.setattr("roll_batching.rl.rewards.judged_process.best_sandbox", lambda: Sandbox(tool="", user=None))
+        monkeypatch.setattr(
+            "roll_batching.jobs.rewards.judged_code.process.best_sandbox", lambda: Sandbox(tool="", user=None)
+        )
     elif not sandbox.best_sandbox().tool:
         pytest.skip("no sandbox works on this machine")
     return str(request.param)
@@ -344,7 +347,7 @@ def test_root_judges_as_nobody_where_nobody_can_run_python(monkeypatch: pytest.M
     try:
         found = sandbox.best_sandbox()
         assert found == Sandbox(tool="", user=65534)
-        monkeypatch.setattr("roll_batching.rl.rewards.judged_process.best_sandbox", lambda: found)
+        monkeypatch.setattr("roll_batching.jobs.rewards.judged_code.process.best_sandbox", lambda: found)
         code = "import os\ntry: os.kill(os.getppid(), 0)\nexcept PermissionError: pass\nopen('here', 'w').write('x')"
         assert judged(code, "assert os.getuid() == 65534", {"stdin": "", "expected_stdout": ""}) == 1
         bomb = "import os, time\nn = 0\ntry:\n    while n < 2000:\n        if os.fork() == 0: time.sleep(60)\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roll_batching.config import config_from_dict
+from roll_batching.jobs.config import config_from_dict
+from roll_batching.jobs.rl.comparison import ModeComparison
 from roll_batching.planning import ParallelDims
-from roll_batching.rl.comparison import ModeComparison
 from tests.rl.jobs import settings
 
 pytestmark = pytest.mark.config

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from roll_batching.errors import RollBatchingError
-from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.folder import HELD, EarlierRun, held
+from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.run_folder import HELD, EarlierRun, held
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -103,7 +103,7 @@ def test_a_temporary_folder_goes_unless_something_is_left_in_it(tmp_path, monkey
         monkeypatch.undo()
         (folder / ".lock").unlink()
 
-    monkeypatch.setattr("roll_batching.rl.folder._take", removes)
+    monkeypatch.setattr("roll_batching.jobs.run_folder._take", removes)
     with held(tmp_path / "weights"):
         with pytest.raises(RollBatchingError, match="in use"), held(tmp_path / "weights"):
             pass

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from roll_batching.config import JobConfig, config_from_dict
-from roll_batching.config.diagnostics import ConfigFileError
-from roll_batching.observe.metrics_file import read_metrics
+from roll_batching.jobs.config import JobConfig, config_from_dict
+from roll_batching.jobs.config.diagnostics import ConfigFileError
+from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.rl.jobs import settings, write_data
 from tests.rl.test_resume import TIMES
 from tests.support.ranks import run_ranks

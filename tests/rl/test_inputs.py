@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll_batching.config import JobConfig
 from roll_batching.errors import DataError
-from roll_batching.rl.inputs import CHECKED, check_inputs, load_inputs
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.inputs import CHECKED, check_inputs, load_inputs
 from tests.rl.jobs import settings, write_data
 
 
@@ -114,7 +114,7 @@ def test_ranks_that_another_launcher_started_check_for_themselves(folder, monkey
 
 def test_ranks_do_not_repeat_the_launchers_check(folder, monkeypatch):
     """Seen by a tokenizer that counts: a launched rank encodes nothing while it loads."""
-    from roll_batching.data.tokenizers import CharTokenizer
+    from roll_batching.jobs.texts.tokenizers import CharTokenizer
 
     encoded: list[str] = []
     encode = CharTokenizer.encode
@@ -143,7 +143,7 @@ def test_many_lines_take_little_memory(folder):
 
 
 def test_progress_is_shown_when_reading_takes_its_time(capsys):
-    from roll_batching.observe.reading import ReadingProgress
+    from roll_batching.jobs.observe.reading import ReadingProgress
 
     with ReadingProgress("checking", 4 * 10**9) as progress:
         progress.read(10**9)

@@ -5,9 +5,9 @@ import json
 import pytest
 import yaml
 
-from roll_batching.config import JobConfig
-from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.from_config import loss_of
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.objectives.from_config import loss_of
+from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.observe.rows import PHASES
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks

@@ -24,7 +24,7 @@ def _worker(sizes: dict[str, Any], options: dict[str, Any]) -> Any:
 
 def _models(options: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
     """What trains, what answers in its own way, and the samplers beside it."""
-    from roll_batching.rl.roles.layout_sampler import LayoutSampler
+    from roll_batching.jobs.roles.layout_sampler import LayoutSampler
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.experts import let_experts_run
     from tests.support.models import fill
@@ -41,7 +41,7 @@ def _models(options: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
 
 def _prompts(policy: Any) -> Any:
     """This replica's prompts, the first replica having most and the last one of four none."""
-    from roll_batching.data import SampleBatch
+    from roll_batching.samples import SampleBatch
 
     g = torch.Generator().manual_seed(3)
     rows = [torch.randint(0, 61, (2 + 3 * i,), generator=g) for i in range(PROMPTS)]

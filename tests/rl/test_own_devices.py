@@ -13,13 +13,13 @@ import psutil
 import pytest
 import torch
 
-from roll_batching.config import JobConfig, load_config
 from roll_batching.errors import ConfigError
-from roll_batching.launch.devices import devices_of_roles, devices_under_torchrun, role_devices
-from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.roles.client import SAMPLER, Kind, RoleClient
-from roll_batching.rl.roles.reference_apart import REFERENCE
-from roll_batching.rl.roles.world import DEVICES, ChildWorld
+from roll_batching.jobs.config import JobConfig, load_config
+from roll_batching.jobs.launch.devices import devices_of_roles, devices_under_torchrun, role_devices
+from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.processes.world import DEVICES, ChildWorld
+from roll_batching.jobs.roles.client import SAMPLER, Kind, RoleClient
+from roll_batching.jobs.roles.remote_reference import REFERENCE
 from tests.observe.rows import TIMES
 from tests.rl.jobs import settings, write_data
 from tests.rl.test_ahead import trained_on

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from roll_batching.config import load_config
-from roll_batching.config.diagnostics import ConfigFileError
-from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.from_config import advantages_of, loss_of
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.config.diagnostics import ConfigFileError
+from roll_batching.jobs.objectives.from_config import advantages_of, loss_of
+from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -30,7 +30,7 @@ def job(folder, loss=PATH, **changes):
 
 def train(payload):
     """On a rank: the whole job, from its file; of every micro-batch the values that the loss's metrics are made of."""
-    from roll_batching.rl.job import run_job
+    from roll_batching.jobs.job import run_job
     from tests.rl.own_loss import ClippedWeights
 
     seen, token_loss = [], ClippedWeights.token_loss

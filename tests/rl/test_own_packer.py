@@ -13,14 +13,14 @@ def said_by_each(payload):
     import numpy as np
     import torch
 
-    from roll_batching.config import JobConfig
-    from roll_batching.data import SampleBatch
-    from roll_batching.data.texts import Document, TextDataset
-    from roll_batching.data.tokenizers import CharTokenizer
     from roll_batching.errors import RankError
+    from roll_batching.jobs.config import JobConfig
+    from roll_batching.jobs.steps.steps import Encoder, PlannedSteps
+    from roll_batching.jobs.steps.update import UpdateSettings, train_on_rollouts
+    from roll_batching.jobs.texts.texts import Document, TextDataset
+    from roll_batching.jobs.texts.tokenizers import CharTokenizer
     from roll_batching.losses import SFTLoss
-    from roll_batching.rl.steps import Encoder, PlannedSteps
-    from roll_batching.rl.update import UpdateSettings, train_on_rollouts
+    from roll_batching.samples import SampleBatch
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.rl import own_packer
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from roll_batching.config import load_config
-from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.rewards import Completion, load_reward
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.rewards import Completion, load_reward
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "own_task"

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from roll_batching.config import config_from_dict
-from roll_batching.config.diagnostics import ConfigFileError
-from roll_batching.config.rewards import prompts_of_domains
-from roll_batching.data.epochs import MixedStream
-from roll_batching.data.texts import Prompt, PromptDataset
 from roll_batching.errors import DataError
-from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.inputs import check_inputs, load_inputs
-from roll_batching.rl.prompts import prompt_stream
+from roll_batching.jobs.config import config_from_dict
+from roll_batching.jobs.config.diagnostics import ConfigFileError
+from roll_batching.jobs.config.rewards import prompts_of_domains
+from roll_batching.jobs.inputs import check_inputs, load_inputs
+from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.rollouts.prompts import prompt_stream
+from roll_batching.jobs.texts.epochs import MixedStream
+from roll_batching.jobs.texts.texts import Prompt, PromptDataset
 from tests.rl.jobs import settings, write_data
 from tests.rl.test_resume import TIMES
 from tests.support.ranks import RanksFailed, run_ranks

@@ -44,7 +44,7 @@ def test_a_tracker_that_takes_no_figures_is_named(tmp_path):
     """wandb itself, without network, after its run was finished."""
     pytest.importorskip("wandb", reason="pip install wandb")
     from roll_batching.errors import RollBatchingError
-    from roll_batching.observe.trackers import TrackedRun
+    from roll_batching.jobs.observe.trackers import TrackedRun
 
     run = TrackedRun("wandb", tmp_path, "mine", {}, {"mode": "offline"})
     run.add({"phase": "rl", "step": 1, "loss": 1.0})

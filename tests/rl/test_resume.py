@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_batching.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.observe.rows import TIMES
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks

@@ -29,9 +29,9 @@ def endings(jobs: dict[str, dict[str, Any]]) -> dict[str, str]:
     """What each job says on this rank: its warnings, or its error."""
     import logging
 
-    from roll_batching.config import config_from_dict
     from roll_batching.errors import RollBatchingError
-    from roll_batching.rl.job import run_job
+    from roll_batching.jobs.config import config_from_dict
+    from roll_batching.jobs.job import run_job
 
     said: dict[str, list[str]] = {}
 
@@ -129,16 +129,16 @@ def test_another_vocabulary_and_steps_that_cannot_be_are_refused_on_every_rank(t
     ],
 )
 def test_the_key_that_lengthens_a_phase(tmp_path, changes, phase, key):
-    from roll_batching.config import config_from_dict
-    from roll_batching.rl.from_config import steps_key
+    from roll_batching.jobs.config import config_from_dict
+    from roll_batching.jobs.objectives.from_config import steps_key
 
     assert steps_key(config_from_dict(settings(tmp_path, **changes)), phase) == key
 
 
 @pytest.mark.config
 def test_the_key_that_lengthens_fine_tuning(tmp_path):
-    from roll_batching.config import config_from_dict
-    from roll_batching.rl.from_config import steps_key
+    from roll_batching.jobs.config import config_from_dict
+    from roll_batching.jobs.objectives.from_config import steps_key
 
     assert steps_key(config_from_dict(of_texts(tmp_path, "sft")), "sft") == "max_steps"
     epochs = of_texts(tmp_path, "dpo") | {"num_train_epochs": 1.0}

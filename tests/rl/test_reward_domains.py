@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from roll_batching.config import config_from_dict
-from roll_batching.config.rules import missing_for_a_run
-from roll_batching.data import SampleBatch
 from roll_batching.errors import DataError
-from roll_batching.rl.from_config import advantages_of
-from roll_batching.rl.rewards import Completion
-from roll_batching.rl.running import DomainMoments, RunningMoments
-from roll_batching.rl.token_rewards import TokenRewards
+from roll_batching.jobs.config import config_from_dict
+from roll_batching.jobs.config.rules import missing_for_a_run
+from roll_batching.jobs.objectives.from_config import advantages_of
+from roll_batching.jobs.objectives.running import DomainMoments, RunningMoments
+from roll_batching.jobs.objectives.token_rewards import TokenRewards
+from roll_batching.jobs.rewards import Completion
+from roll_batching.samples import SampleBatch
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -144,7 +144,7 @@ def test_a_domain_whose_responses_are_all_masked_ends_no_job(name: str) -> None:
 
 
 def test_an_estimator_of_ones_own_sees_one_domain_at_a_time(monkeypatch) -> None:
-    from roll_batching.rl import from_config
+    from roll_batching.jobs.objectives import from_config
 
     def own(rewards, group_size, *, response_tokens):
         return rewards / rewards.max() if rewards.max() < 5 else rewards[:-1]

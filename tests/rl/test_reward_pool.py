@@ -12,13 +12,13 @@ import numpy as np
 import psutil
 import pytest
 
-from roll_batching.config import ConfigFileError, config_from_dict
 from roll_batching.errors import ConfigError, DataError
-from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.rewards import Completion, exact_match
-from roll_batching.rl.rewards.code import check_run, code_tests
-from roll_batching.rl.rewards.pool import RewardDomain, RewardPool, reward_of
-from roll_batching.rl.rewards.process import RewardLimits
+from roll_batching.jobs.config import ConfigFileError, config_from_dict
+from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.jobs.rewards import Completion, exact_match
+from roll_batching.jobs.rewards.code import check_run, code_tests
+from roll_batching.jobs.rewards.pool import RewardDomain, RewardPool, reward_of
+from roll_batching.jobs.rewards.process import RewardLimits
 from tests.launch.commands import wait_for
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
@@ -147,7 +147,7 @@ def test_exact_match():
 )
 def test_math_verify(answer, response, reward, has_answer):
     pytest.importorskip("math_verify")
-    from roll_batching.rl.rewards.mathematics import math_verify
+    from roll_batching.jobs.rewards.mathematics import math_verify
 
     score = math_verify(completion(response, answer=answer))
     assert (score.reward, score.marks) == (reward, {"has_answer": has_answer})
@@ -192,7 +192,7 @@ def test_code_ends_with_the_process_that_runs_it():
         return any(mark in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
     arguments = {"run": "subprocess", "seconds": 300}
-    domain = RewardDomain(path="roll_batching.rl.rewards.code:code_tests", arguments=arguments)
+    domain = RewardDomain(path="roll_batching.jobs.rewards.code:code_tests", arguments=arguments)
     with RewardPool(domain, limits=RewardLimits(seconds=5)) as pool:
         with pytest.raises(DataError, match="did not return within 5 s"):
             (process,) = pool._workers[0]
@@ -251,7 +251,7 @@ def test_no_container_outlives_its_limit_or_the_process_that_judges(tmp_path):
 
     assert code_tests(wrote(code), run=run, seconds=3).reward == 0
     is_gone()
-    path, arguments = "roll_batching.rl.rewards.code:code_tests", {"run": run, "seconds": 300}
+    path, arguments = "roll_batching.jobs.rewards.code:code_tests", {"run": run, "seconds": 300}
     with RewardPool(RewardDomain(path=path, arguments=arguments), limits=RewardLimits(seconds=5)) as pool:
         with pytest.raises(DataError, match="did not return within 5 s"):
             pool.score([wrote(code)], [0], seed=0)
@@ -269,7 +269,7 @@ def test_code_does_not_run_unless_asked():
         ({"run": "docker"}, "a command as a list of words"),
         (named, "leave --name out"),
     ):
-        with RewardPool(RewardDomain(path="roll_batching.rl.rewards.code:code_tests", arguments=arguments)) as pool:
+        with RewardPool(RewardDomain(path="roll_batching.jobs.rewards.code:code_tests", arguments=arguments)) as pool:
             with pytest.raises(ConfigError, match=words):
                 pool.start()
     check_run("subprocess", seconds=3)
@@ -284,7 +284,7 @@ def test_the_section_rewards(tmp_path):
     rewards = {"math": {"reward_function": "final_answer", "tag_included": ["m"]}, "rest": {"reward_function": "a:b"}}
     pool = reward_of(config_from_dict({**base, "rewards": rewards, "reward_workers": 3}))
     assert [(d.name, d.path, d.tags) for d in pool.domains] == [
-        ("math", "roll_batching.rl.rewards:final_answer", ("m",)),
+        ("math", "roll_batching.jobs.rewards:final_answer", ("m",)),
         ("rest", "a:b", None),
     ]
     wrong = {
@@ -332,7 +332,7 @@ def test_a_job_with_two_rewards_that_drops_what_fails(tmp_path):
 
 @pytest.mark.bad_input
 def test_a_prompt_without_a_reward_is_named(tmp_path):
-    from roll_batching.rl.inputs import load_inputs
+    from roll_batching.jobs.inputs import load_inputs
 
     write_data(tmp_path)
     job = settings(tmp_path)
@@ -343,7 +343,7 @@ def test_a_prompt_without_a_reward_is_named(tmp_path):
 
 
 def test_a_dropped_reward_is_its_groups_mean():
-    from roll_batching.rl.rollout import _means_of_others
+    from roll_batching.jobs.rollouts.rollout import _means_of_others
 
     rewards = np.array([1.0, 0.0, 4.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0])
     failed = np.array([False, True, False, True, True, True, False, False, False])

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from roll_batching.errors import ConfigError, DataError
-from roll_batching.rl.rewards import Completion, final_answer
-from roll_batching.rl.rewards.pool import RewardDomain, RewardPool
-from roll_batching.rl.rewards.process import RewardLimits
+from roll_batching.jobs.rewards import Completion, final_answer
+from roll_batching.jobs.rewards.pool import RewardDomain, RewardPool
+from roll_batching.jobs.rewards.process import RewardLimits
 from tests.launch.commands import wait_for
 
 HERE = "tests.rl.reward_functions:"
@@ -76,7 +76,7 @@ def test_a_function_of_the_users_own_is_found_in_the_working_directory(tmp_path,
 
 
 def test_neither_torch_nor_megatron_is_imported_for_it():
-    code = "import sys, roll_batching.rl.rewards.child; print({'torch', 'megatron', 'pydantic'} & set(sys.modules))"
+    code = "import sys, roll_batching.jobs.rewards.child; print({'torch', 'megatron', 'pydantic'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
@@ -166,7 +166,11 @@ def test_a_failure_names_its_sample_and_function(how, words, failing, report, ca
 
 @pytest.mark.bad_input
 def test_the_names_of_a_steps_marks_are_bounded(tmp_path, monkeypatch):
-    lines = "from roll_batching.rl.rewards import Score", "def f(c):", " return Score(reward=1, marks={c.response: 1})"
+    lines = (
+        "from roll_batching.jobs.rewards import Score",
+        "def f(c):",
+        " return Score(reward=1, marks={c.response: 1})",
+    )
     (tmp_path / "naming.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
     with one_reward("naming:f") as reward, pytest.raises(DataError, match="has used 101 names of marks"):

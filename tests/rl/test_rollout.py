@@ -21,7 +21,7 @@ TEXTS = [f"a+{i}=" + ";" * i for i in range(PROMPTS)]  # unlike lengths: the ran
 
 def numbered(completion: Any) -> Any:
     """10 x the prompt's number, plus a little for the length; marks what ended and odd prompts."""
-    from roll_batching.rl.rewards import Score
+    from roll_batching.jobs.rewards import Score
 
     number = completion.record["number"]
     return Score(
@@ -31,12 +31,12 @@ def numbered(completion: Any) -> Any:
 
 def roll_out(job: dict[str, Any]) -> dict[str, Any]:
     """Two rollouts and an evaluation with an untrained model; all that a rank sees of them."""
-    from roll_batching.config import JobConfig
-    from roll_batching.data import CharTokenizer
-    from roll_batching.data.texts import Prompt, PromptDataset
-    from roll_batching.rl.evaluation import Evaluator
-    from roll_batching.rl.rewards.pool import RewardDomain, RewardPool
-    from roll_batching.rl.rollout import generate_rollouts, score_rollouts
+    from roll_batching.jobs.config import JobConfig
+    from roll_batching.jobs.rewards.pool import RewardDomain, RewardPool
+    from roll_batching.jobs.rollouts.evaluation import Evaluator
+    from roll_batching.jobs.rollouts.rollout import generate_rollouts, score_rollouts
+    from roll_batching.jobs.texts import CharTokenizer
+    from roll_batching.jobs.texts.texts import Prompt, PromptDataset
     from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
 
     config = JobConfig.model_validate(job)
@@ -82,11 +82,11 @@ def score_slowly(job: dict[str, Any]) -> list[float]:
 
     import torch.distributed as dist
 
-    from roll_batching.config import JobConfig
-    from roll_batching.data import CharTokenizer
-    from roll_batching.data.texts import Prompt
-    from roll_batching.rl.rewards.pool import RewardDomain, RewardPool
-    from roll_batching.rl.rollout import generate_rollouts, score_rollouts, start_reward
+    from roll_batching.jobs.config import JobConfig
+    from roll_batching.jobs.rewards.pool import RewardDomain, RewardPool
+    from roll_batching.jobs.rollouts.rollout import generate_rollouts, score_rollouts, start_reward
+    from roll_batching.jobs.texts import CharTokenizer
+    from roll_batching.jobs.texts.texts import Prompt
     from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
 
     strategy = MegatronTrainStrategy(JobConfig.model_validate(job).actor_train, seed=1)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from roll_batching.observe.metrics_file import read_metrics
+from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -76,8 +76,8 @@ def test_eval_finds_what_the_run_found(run):
 def test_a_checkpoint_is_asked_with_the_attention_of_its_run(tmp_path):
     from types import SimpleNamespace
 
-    from roll_batching.config import config_from_dict
-    from roll_batching.rl.saved_model import RECORD, _on_one_process
+    from roll_batching.jobs.config import config_from_dict
+    from roll_batching.jobs.run.saved_model import RECORD, _on_one_process
 
     def asked(backend, *, runs):
         job = settings(tmp_path)
@@ -117,7 +117,7 @@ def test_generate_answers_prompts(run, tmp_path, report):
 )
 def test_a_run_without_a_checkpoint_says_what_to_do(made, words, tmp_path):
     from roll_batching.errors import CheckpointError
-    from roll_batching.rl.saved_model import open_checkpoint
+    from roll_batching.jobs.run.saved_model import open_checkpoint
 
     if made:
         (tmp_path / made).parent.mkdir(exist_ok=True)
@@ -140,8 +140,8 @@ REFUSED = """
 import sys
 from pathlib import Path
 from roll_batching.errors import RollBatchingError
-from roll_batching.rl.inputs import prompt_of, read_prompts
-from roll_batching.rl.saved_model import open_checkpoint, tokenizer_of
+from roll_batching.jobs.inputs import prompt_of, read_prompts
+from roll_batching.jobs.run.saved_model import open_checkpoint, tokenizer_of
 try:
     open_checkpoint(Path("nowhere"))
 except RollBatchingError as error:

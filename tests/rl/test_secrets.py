@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_batching.config import config_from_dict, load_config
 from roll_batching.errors import ConfigError
+from roll_batching.jobs.config import config_from_dict, load_config
 from roll_batching.secret_names import WITHHELD, is_secret
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
@@ -78,7 +78,7 @@ def run_twice(job):
     """On a rank: the job, then what evaluating its model says."""
     from pathlib import Path
 
-    from roll_batching.rl.saved_model import open_checkpoint, tokenizer_of
+    from roll_batching.jobs.run.saved_model import open_checkpoint, tokenizer_of
     from tests.rl.jobs import run
 
     run(job)
@@ -90,7 +90,7 @@ def run_twice(job):
 
 
 def test_a_written_configuration_loads_and_trains_only_once_its_secrets_are_given(tmp_path):
-    from roll_batching.config.withheld import without_secrets
+    from roll_batching.jobs.config.withheld import without_secrets
 
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(without_secrets(config_from_dict(job_of(tmp_path)).to_dict())))
@@ -106,7 +106,7 @@ def test_a_written_configuration_loads_and_trains_only_once_its_secrets_are_give
 
 
 def test_a_tracker_gets_its_options_whole_and_the_settings_without_secrets(tmp_path, monkeypatch):
-    from roll_batching.rl import recorder
+    from roll_batching.jobs.run import recorder
 
     given = []
     monkeypatch.setattr(recorder, "tracker_of", lambda name: object())
@@ -145,7 +145,7 @@ def test_an_override_of_a_key_is_refused_without_its_value(tmp_path):
 
 
 def test_what_a_checkpoint_keeps_does_not_depend_on_keys(tmp_path):
-    from roll_batching.rl.saved_job import settings_of
+    from roll_batching.jobs.run.saved_job import settings_of
 
     job = job_of(tmp_path)
     before = settings_of(config_from_dict(job))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from roll_batching.rl.seeds import answers_seed, evaluation_seed, response_seed, reward_seed, step_seed
+from roll_batching.jobs.seeds import answers_seed, evaluation_seed, response_seed, reward_seed, step_seed
 
 
 def test_no_two_purposes_draw_the_same_numbers():
@@ -29,9 +29,9 @@ def test_training_draws_what_it_always_drew():
 
 
 def test_an_evaluation_does_not_draw_with_a_training_steps_seed():
-    from roll_batching.data.texts import Prompt
-    from roll_batching.data.tokenizers import CharTokenizer
-    from roll_batching.rl.evaluation import Evaluator
+    from roll_batching.jobs.rollouts.evaluation import Evaluator
+    from roll_batching.jobs.texts.texts import Prompt
+    from roll_batching.jobs.texts.tokenizers import CharTokenizer
     from roll_batching.strategy import GenerationSettings
 
     class Asked(Exception):

@@ -22,8 +22,8 @@ class Texts:
         return TEXTS
 
     def __getitem__(self, index):
-        from roll_batching.data.texts import Document
         from roll_batching.errors import DataError
+        from roll_batching.jobs.texts.texts import Document
 
         if index == self.fails and self.times:
             self.times -= 1
@@ -35,10 +35,10 @@ def steps(payload):
     """On a rank: the samples of steps, saved after the first, and of those that a second source gives from there."""
     import torch.distributed as dist
 
-    from roll_batching.config import JobConfig
-    from roll_batching.data.tokenizers import CharTokenizer
     from roll_batching.errors import RollBatchingError
-    from roll_batching.rl.steps import Encoder, PlannedSteps
+    from roll_batching.jobs.config import JobConfig
+    from roll_batching.jobs.steps.steps import Encoder, PlannedSteps
+    from roll_batching.jobs.texts.tokenizers import CharTokenizer
     from roll_batching.strategy import MegatronTrainStrategy
 
     strategy = MegatronTrainStrategy(JobConfig.model_validate(payload["job"]).actor_train, seed=1)

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from roll_batching.config.diagnostics import ConfigFileError
-from roll_batching.config.loader import config_from_dict
-from roll_batching.data.positions import counted_positions
 from roll_batching.errors import DataError
-from roll_batching.observe.metrics_file import read_metrics
-from roll_batching.rl.from_config import advantages_of
-from roll_batching.rl.running import KlCoefficient, RunningMoments, Together
-from roll_batching.rl.token_rewards import TokenRewards, returns
+from roll_batching.jobs.config.diagnostics import ConfigFileError
+from roll_batching.jobs.config.loader import config_from_dict
+from roll_batching.jobs.objectives.from_config import advantages_of
+from roll_batching.jobs.objectives.running import CompositeState, KlCoefficient, RunningMoments
+from roll_batching.jobs.objectives.token_rewards import TokenRewards, returns
+from roll_batching.jobs.observe.metrics_file import read_metrics
+from roll_batching.samples.positions import counted_positions
 from tests.losses.waves import batch, wave
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
@@ -60,7 +60,7 @@ def test_token_advantages_are_rolls(name: str) -> None:
 
 def test_verls_reinforce_plus_plus_with_a_discount() -> None:
     """verl b178a3c, compute_reinforce_plus_plus_outcome_advantage, gamma 0.9: samples 0, 5 and 8 of test_baselines."""
-    from roll_batching.data import SampleBatch
+    from roll_batching.samples import SampleBatch
     from tests.rl.test_baselines import REWARDS, TOKENS
 
     rows = [torch.ones(n + 1, dtype=torch.bool) for n in TOKENS.tolist()]
@@ -101,9 +101,9 @@ def test_rewards_by_running_moments_are_rolls_and_go_on_from_a_checkpoint() -> N
 
     first = estimator()
     assert step(first, [1.0, 0, 0.25, 0.5]) == pytest.approx([1.317461928, -1.024692611, -0.439153976, 0.146384659])
-    saved = json.loads(json.dumps(Together(RunningMoments(), **first.carried()).state_dict()))
+    saved = json.loads(json.dumps(CompositeState(RunningMoments(), **first.carried()).state_dict()))
     again = estimator()
-    Together(RunningMoments(), **again.carried()).load_state_dict(saved)
+    CompositeState(RunningMoments(), **again.carried()).load_state_dict(saved)
     expected = [0.976640783, 1.923686391, -0.917450433, 0.029595175]
     later = step(first, [2.0, 3, 0, 1])
     assert later == pytest.approx(expected, rel=1e-6), "ROLL keeps its moments in fp32"
@@ -112,7 +112,7 @@ def test_rewards_by_running_moments_are_rolls_and_go_on_from_a_checkpoint() -> N
 
 def test_a_coefficient_that_was_not_saved_cannot_go_on() -> None:
     with pytest.raises(DataError, match="the checkpoint has no reward_kl"):
-        Together(RunningMoments(), reward_kl=KlCoefficient(0.1)).load_state_dict(RunningMoments().state_dict())
+        CompositeState(RunningMoments(), reward_kl=KlCoefficient(0.1)).load_state_dict(RunningMoments().state_dict())
 
 
 REFUSED = {
@@ -157,8 +157,8 @@ JOBS = {
 
 def both_jobs(payload):
     """On a rank: a job, and the same from its first checkpoint on; then one with greedy answers."""
-    from roll_batching.config import JobConfig
-    from roll_batching.rl.job import run_job
+    from roll_batching.jobs.config import JobConfig
+    from roll_batching.jobs.job import run_job
 
     for job in payload:
         run_job(JobConfig.model_validate(job))

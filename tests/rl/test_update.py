@@ -17,10 +17,10 @@ def train(payload):
     """On a rank: two updates on fixed samples, dealt to the ranks as the payload says."""
     import torch
 
-    from roll_batching.config import JobConfig
-    from roll_batching.data import SampleBatch
+    from roll_batching.jobs.config import JobConfig
+    from roll_batching.jobs.steps.update import UpdateSettings, train_on_rollouts
     from roll_batching.losses import PolicyLoss, mask_overlong
-    from roll_batching.rl.update import UpdateSettings, train_on_rollouts
+    from roll_batching.samples import SampleBatch
     from roll_batching.strategy import MegatronTrainStrategy
 
     config = JobConfig.model_validate(payload["job"])
@@ -112,11 +112,11 @@ def every_kind(payload):
     """On a rank: the row of two updates, of 8 and of 4 samples, under a loss with a metric of every kind."""
     import torch
 
-    from roll_batching.config import JobConfig
-    from roll_batching.data import SampleBatch
+    from roll_batching.jobs.config import JobConfig
+    from roll_batching.jobs.rollouts.rows import update_row
+    from roll_batching.jobs.steps.update import UpdateSettings, train_on_rollouts
     from roll_batching.losses import LossOutput, Max, Mean, Min, Sum
-    from roll_batching.rl.rows import update_row
-    from roll_batching.rl.update import UpdateSettings, train_on_rollouts
+    from roll_batching.samples import SampleBatch
     from roll_batching.strategy import MegatronTrainStrategy
 
     class EveryKind:

@@ -11,7 +11,7 @@ import psutil
 
 MARK = "ROLL_BATCHING_OWN_DEVICES_TEST"
 """Variable by which processes of a test are told from others."""
-ROLES = {"sampler": "roll_batching.rl.roles.sampler", "reference": "roll_batching.rl.roles.reference"}
+ROLES = {"sampler": "roll_batching.jobs.roles.sampler", "reference": "roll_batching.jobs.roles.reference"}
 
 
 def left_of(folder: Path) -> list[psutil.Process]:

@@ -15,8 +15,8 @@ import pytest
 import typer
 
 from roll_batching.cli import app
-from roll_batching.config import JobConfig, load_config
-from roll_batching.config.supervised import supervised
+from roll_batching.jobs.config import JobConfig, load_config
+from roll_batching.jobs.config.supervised import supervised
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = typer.main.get_command(app)

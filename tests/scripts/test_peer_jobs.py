@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_batching.config.model import described_model
 from roll_batching.huggingface.families import FAMILIES
+from roll_batching.settings.model import described_model
 from tests.conversion.test_nemo_rl_defaults import converted, file_of
 
 

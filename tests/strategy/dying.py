@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from roll_batching.config import JobConfig
-from roll_batching.launch.worker import run_worker
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.launch.worker import run_worker
 
 WHERE, HOW, FOLDER = sys.argv[1:4]
 RANK = int(os.environ.get("RANK", 0))
@@ -39,9 +39,9 @@ class _Dies(torch.autograd.Function):
 
 
 def job(_: JobConfig) -> None:
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
     from roll_batching.modeling.head import gpt_of
+    from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import random_batch, worker_config
 

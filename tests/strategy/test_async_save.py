@@ -82,7 +82,7 @@ def job_that_ends_early(payload: dict[str, Any]) -> None:
         if step == 3 and payload["end"] == "fails":
             raise RuntimeError("a figure is missing")
 
-    from roll_batching.rl.recorder import RunRecorder
+    from roll_batching.jobs.run.recorder import RunRecorder
 
     checkpoint_writer._write = slow
     record, RunRecorder.step = RunRecorder.step, end

@@ -39,8 +39,8 @@ def compare(payload: tuple[str, str, dict[str, Any]]) -> tuple[float, float, str
     """Worst relative difference of loss and gradients from the reference in all modes, and what attended."""
     import torch
 
-    from roll_batching.data import gather_lengths
     from roll_batching.losses import PolicyLoss
+    from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import MODES, fill, random_batch, whole_gradients, worker_config, worst_difference
 
@@ -103,8 +103,8 @@ def generate_without_cache(_: None) -> tuple[list[list[list[int]]], list[str], b
 
     And what computed the last, and whether the model was as before afterwards.
     """
-    from roll_batching.data import gather_lengths
     from roll_batching.modeling.head import gpt_of
+    from roll_batching.samples import gather_lengths
     from roll_batching.strategy import GenerationSettings, MegatronInferStrategy, generation
     from tests.support.models import fill, random_batch, worker_config
 
@@ -171,12 +171,12 @@ def test_ranks_that_share_experts_make_as_many_passes_without_a_cache() -> None:
 
 def own_models(_: None) -> dict[str, Any]:
     """Losses of a step on a model of the caller's, by what attends; and what cannot be taken over."""
-    from roll_batching.data import gather_lengths
     from roll_batching.errors import ConfigError, LayoutError
     from roll_batching.losses import SFTLoss
     from roll_batching.modeling.rotary import RotarySettings
     from roll_batching.modeling.spec import core_attention
     from roll_batching.packing import PackLayout, packed_params
+    from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_parts import _batching, _start
     from tests.support.models import random_batch

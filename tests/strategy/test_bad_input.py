@@ -40,9 +40,9 @@ def _weights(strategy: Any) -> float:
 
 def attempt(case: str) -> tuple[str, str, bool]:
     """(error class, message, whether a good step still works, with weights and times untouched by the bad one)."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.errors import RollBatchingError
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
 
     strategy = _strategy()
     before = _weights(strategy)
@@ -61,8 +61,8 @@ def attempt(case: str) -> tuple[str, str, bool]:
 
 
 def _train(strategy: Any, batch: Any, loss: Any = None) -> None:
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
 
     plan = strategy.plan(gather_lengths(batch))
     strategy.train_step(distribute(batch, plan), plan, loss or SFTLoss())
@@ -118,8 +118,8 @@ def _missing_mask(strategy: Any) -> None:
 
 
 def _plan_differs(strategy: Any) -> None:
-    from roll_batching.data import gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import gather_lengths
     from tests.support.models import random_batch
 
     batch = random_batch(1, 8, 30)
@@ -134,8 +134,8 @@ def _plan_differs(strategy: Any) -> None:
 
 
 def _not_distributed(strategy: Any) -> None:
-    from roll_batching.data import gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import gather_lengths
 
     local = _batch(strategy)
     strategy.train_step(local.select([0]), strategy.plan(gather_lengths(local)), SFTLoss())
@@ -143,8 +143,8 @@ def _not_distributed(strategy: Any) -> None:
 
 def _raises_before(strategy: Any) -> None:
     """One rank's batch lacks a field that the others have: it fails while packing, alone."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
 
     local = _batch(strategy)
     plan = strategy.plan(gather_lengths(local))
@@ -155,9 +155,9 @@ def _raises_before(strategy: Any) -> None:
 
 
 def _other_layout(strategy: Any) -> None:
-    from roll_batching.data import gather_lengths
     from roll_batching.losses import SFTLoss
     from roll_batching.planning import PlanConstraints, plan_step
+    from roll_batching.samples import gather_lengths
 
     local = _batch(strategy)
     table = gather_lengths(local)
@@ -231,8 +231,8 @@ def test_a_rank_that_raises_inside_the_schedule_ends_the_job(report: Callable[[s
 def few_samples(_: None) -> tuple[float, int, str]:
     import logging
 
-    from roll_batching.data import SampleBatch, distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import SampleBatch, distribute, gather_lengths
 
     class Kept(logging.Handler):
         text = ""
@@ -262,12 +262,12 @@ def test_fewer_samples_than_ranks_trains_with_fillers_and_a_notice(report: Calla
 def longer_than_the_table(_: None) -> list[str]:
     """What a model of 32 learned positions says of a sample of 40 tokens, and of a prompt with a long answer, that one
     rank has; then it takes a good step."""
-    from roll_batching.config import BatchingConfig
-    from roll_batching.data import SampleBatch, distribute, gather_lengths
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.errors import RollBatchingError
     from roll_batching.losses import SFTLoss
     from roll_batching.planning import BatchingSpec, ParallelDims
+    from roll_batching.samples import SampleBatch, distribute, gather_lengths
+    from roll_batching.settings import BatchingConfig
     from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
     from tests.support.own_model import build
 

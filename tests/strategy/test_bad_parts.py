@@ -23,8 +23,8 @@ class Scene:
     """Two models with their optimizers, one of which is adopted, and samples for it."""
 
     def __init__(self) -> None:
-        from roll_batching.data import distribute, gather_lengths
         from roll_batching.losses import SFTLoss
+        from roll_batching.samples import distribute, gather_lengths
         from tests.strategy.test_parts import _batch, _start
 
         _start()

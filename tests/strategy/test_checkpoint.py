@@ -55,8 +55,8 @@ def strategy_of(case: dict[str, Any], *, train: bool = True) -> Any:
 
 def steps(strategy: Any, first: int, last: int) -> list[tuple[float, float, float]]:
     """(loss, gradient norm, lr) of steps first..last-1, each on a batch of its own."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
     from tests.support.models import random_batch
 
     done = []
@@ -195,7 +195,7 @@ def test_saved_in_one_layout_and_loaded_in_another(tmp_path, report):
 
 def other_uses(folder: str) -> None:
     """On one rank: a frozen model, weights alone, a model that the caller built, a checkpoint before the first step."""
-    from roll_batching.data import gather_lengths
+    from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import random_batch
 

@@ -11,11 +11,11 @@ from tests.support.ranks import run_ranks
 
 def before_initialize(path: str) -> dict[str, str]:
     """What every public method and property of a strategy without a model raises."""
-    from roll_batching.config import TrainingArgs
-    from roll_batching.data import LengthTable
     from roll_batching.errors import LayoutError
     from roll_batching.losses import SFTLoss
     from roll_batching.planning import PlanConstraints, plan_step
+    from roll_batching.samples import LengthTable
+    from roll_batching.settings import TrainingArgs
     from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
     from tests.support.models import random_batch, worker_config
 
@@ -65,9 +65,9 @@ def test_before_initialize_every_method_says_what_to_call(tmp_path: Any) -> None
 
 def subclasses(_: None) -> dict[str, tuple[float, Any]]:
     """(loss of a step, what the subclass's constructor was given) by both ways, with the same weights."""
-    from roll_batching.data import gather_lengths
     from roll_batching.losses import LossOutput
     from roll_batching.planning import LinearQuadraticCost
+    from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_parts import _batching, _start
     from tests.support.models import fill, random_batch, worker_config

@@ -54,8 +54,8 @@ def write_references(folder: str) -> None:
 
 def compare_modes(folder: str) -> dict[tuple[str, bool], tuple[float, float, str]]:
     """Worst difference of the loss (of its mean absolute term) and of gradients, per mode and loss scaling."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import PolicyLoss
+    from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import fill, random_batch, whole_gradients, worker_config, worst_difference
 

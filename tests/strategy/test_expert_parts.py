@@ -25,9 +25,9 @@ def counted(sizes: dict[str, int]) -> dict[str, list[tuple[int, torch.Tensor, to
     """By mode, for each layer of this rank: its number, tokens counted by expert, expert bias after the step."""
     from megatron.core.distributed import finalize_model_grads
 
-    from roll_batching.data import gather_lengths
     from roll_batching.losses import SFTLoss
     from roll_batching.modeling.head import gpt_of
+    from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_parts import _batching, _start
     from tests.support.experts import let_experts_run
@@ -82,10 +82,10 @@ def test_an_expert_bias_counts_real_tokens_alone_on_every_stage() -> None:
 
 def biases_after(_: None) -> dict[str, Any]:
     """How far expert biases are from 0, and tokens still counted, after steps made, skipped and failed."""
-    from roll_batching.data import gather_lengths
     from roll_batching.errors import RollBatchingError
     from roll_batching.losses import SFTLoss
     from roll_batching.modeling.head import gpt_of
+    from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_parts import _batching, _start
     from tests.support.experts import let_experts_run

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.bad_input
 
 LAUNCH = """
 import sys
-from roll_batching.launch.local import launch
+from roll_batching.jobs.launch.local import launch
 message = launch("tests.strategy.dying", sys.argv[1:], 2, {})
 if message:
     sys.exit(message)

@@ -21,9 +21,9 @@ def outputs(payload: dict[str, Any]) -> dict[str, str]:
     """What each pass says of a weight of this value, which rank 1 alone holds."""
     import torch.distributed as dist
 
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.errors import RollBatchingError
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import GenerationSettings
     from tests.strategy.test_checkpoint import strategy_of
     from tests.support.models import random_batch

@@ -26,7 +26,7 @@ def _strategy(dtype: str, megatron: Any = None, moe: bool = False, layers: int =
 
 
 def _prompts(count: int = 7) -> Any:
-    from roll_batching.data import SampleBatch
+    from roll_batching.samples import SampleBatch
 
     g = torch.Generator().manual_seed(3)
     rows = [torch.randint(0, 61, (1 + 3 * i,), generator=g) for i in range(count)]
@@ -34,9 +34,9 @@ def _prompts(count: int = 7) -> Any:
 
 
 def greedy_against_recompute(dtype: str) -> tuple[list[list[int]], list[list[int]]]:
-    from roll_batching.data import SampleBatch, gather_lengths
     from roll_batching.modeling.head import gpt_of, logits_at
     from roll_batching.packing import PackLayout, packed_params
+    from roll_batching.samples import SampleBatch, gather_lengths
     from roll_batching.strategy import GenerationSettings
 
     strategy = _strategy(dtype)
@@ -63,7 +63,7 @@ def greedy_against_recompute(dtype: str) -> tuple[list[list[int]], list[list[int
 
 
 def recorded_against_packed(payload: tuple[str, float]) -> float:
-    from roll_batching.data import gather_lengths
+    from roll_batching.samples import gather_lengths
     from roll_batching.strategy import GenerationSettings
 
     dtype, temperature = payload
@@ -134,7 +134,7 @@ def sampling_rules(_: None) -> None:
 
 def greedy_in_layout(payload: tuple[dict[str, Any], bool]) -> tuple[list[list[int]], float]:
     """(this rank's sequences, gap of their log-probs to a packed forward); ranks of one replica agree."""
-    from roll_batching.data import distribute, gather_lengths, number_globally
+    from roll_batching.samples import distribute, gather_lengths, number_globally
     from roll_batching.strategy import GenerationSettings
 
     strategy = _strategy("fp64", *payload)
@@ -326,7 +326,7 @@ def of_unsteady_sums(megatron: dict[str, Any]) -> list[list[Any]]:
 
 
 def gather(batch: Any) -> Any:
-    from roll_batching.data import gather_lengths
+    from roll_batching.samples import gather_lengths
 
     return gather_lengths(batch)
 

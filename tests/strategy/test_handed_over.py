@@ -72,7 +72,7 @@ def test_checks_of_gradients_that_one_rank_would_fail_alone_are_refused() -> Non
 
 def log_probs_without_rotation(payload: tuple[str, int, Any]) -> tuple[torch.Tensor, float]:
     """(log-probs of a batch, largest gap to those recorded while sampling) of a model with `no_rope_freq`."""
-    from roll_batching.data import gather_lengths
+    from roll_batching.samples import gather_lengths
     from roll_batching.strategy import GenerationSettings
     from tests.strategy.test_parts import _batch, _start
     from tests.support.own_model import build
@@ -127,8 +127,8 @@ def test_routers_that_choose_otherwise_in_training_are_refused_where_log_probs_s
 
 
 def generated(_: None) -> dict[str, Any]:
-    from roll_batching.data import SampleBatch, gather_lengths
     from roll_batching.errors import RollBatchingError
+    from roll_batching.samples import SampleBatch, gather_lengths
     from roll_batching.strategy import GenerationSettings
     from tests.strategy.test_parts import _start
     from tests.support.own_model import build
@@ -212,9 +212,9 @@ def test_responses_that_one_rank_cannot_exchange_are_an_error_on_all(shape: str)
 def weighted(_: None) -> dict[str, str]:
     import torch.distributed as dist
 
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.errors import RollBatchingError
     from roll_batching.losses import PolicyLoss
+    from roll_batching.samples import distribute, gather_lengths
     from tests.strategy.test_parts import _batch, _start
     from tests.support.own_model import build
 

@@ -154,7 +154,7 @@ def _part() -> None:
 
 def _forward_gaps(strategy: Any, whole: Any, rows: list[torch.Tensor], loss: float) -> tuple[float, float]:
     """(log-probs of this rank's samples in their own order, the evaluated loss) against the reference."""
-    from roll_batching.data import collect, distribute, gather_lengths
+    from roll_batching.samples import collect, distribute, gather_lengths
 
     place = strategy.layout
     local = whole.select(torch.arange(place.dp_rank, len(whole), place.dp_size))
@@ -168,8 +168,8 @@ def _forward_gaps(strategy: Any, whole: Any, rows: list[torch.Tensor], loss: flo
 
 
 def _compare_layout(folder: str, layout: Layout) -> Found:
-    from roll_batching.config import TrainingArgs
-    from roll_batching.data import distribute, gather_lengths
+    from roll_batching.samples import distribute, gather_lengths
+    from roll_batching.settings import TrainingArgs
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import fill, whole_gradients, worker_config, worst_difference
 

@@ -40,8 +40,8 @@ def live_tables(megatron: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
     """(most tables alive at once, tables made, tables alive behind the schedule) of training and of a forward pass."""
     import torch.multiprocessing.reductions  # noqa: F401
 
-    from roll_batching.data import gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import gather_lengths
     from tests.strategy.test_steps import _strategy
     from tests.support.models import ARCHITECTURE, random_batch
 
@@ -92,9 +92,9 @@ def test_rotary_tables_live_as_long_as_their_micro_batch(name: str, recompute: s
 
 def live_packs(megatron: dict[str, Any]) -> tuple[int, int, int]:
     """(most packs alive at once, packs made, packs alive behind the step) of a training step."""
-    from roll_batching.data import gather_lengths
     from roll_batching.losses import SFTLoss
     from roll_batching.packing import StepPacks
+    from roll_batching.samples import gather_lengths
     from tests.strategy.test_steps import _strategy
     from tests.support.models import ARCHITECTURE, random_batch
 

@@ -24,9 +24,9 @@ def step(case: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
     from roll_batching.modeling.head import gpt_of
+    from roll_batching.samples import distribute, gather_lengths
     from tests.strategy.test_checkpoint import strategy_of
     from tests.support.models import random_batch
 

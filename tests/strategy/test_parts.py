@@ -34,8 +34,8 @@ def _loss() -> Any:
 
 
 def _batching(mode: str) -> Any:
-    from roll_batching.config import BatchingConfig
     from roll_batching.planning import BatchingSpec
+    from roll_batching.settings import BatchingConfig
 
     options: dict[str, Any] = {"padded": {"rows": 3, "algorithm": "none"}}.get(mode, {"max_tokens": CAP})
     if mode == "dynamic":
@@ -60,8 +60,8 @@ def _start(**sizes: int) -> None:
 
 def _compare(chunks: list[Any], optimizer: Any, mode: str, folder: str, **options: Any) -> tuple[float, float, str]:
     """(loss difference, worst gradient difference, its parameter) of one forward and backward."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.modeling.head import gpt_of
+    from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import whole_gradients, worst_difference
 
@@ -298,10 +298,10 @@ def test_the_experts_of_existing_groups_reach_the_plan(etp_size: int | None, fou
 
 
 def plans_of_an_expert_strategy(_: None) -> tuple[Any, str]:
-    from roll_batching.data import gather_lengths
     from roll_batching.errors import RankError
     from roll_batching.losses import SFTLoss
     from roll_batching.planning import plan_step
+    from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.experts import let_experts_run
     from tests.support.models import ARCHITECTURE, worker_config
@@ -324,7 +324,7 @@ def plans_of_an_expert_strategy(_: None) -> tuple[Any, str]:
 
 
 def _samples_of(rank: int) -> Any:
-    from roll_batching.data import SampleBatch
+    from roll_batching.samples import SampleBatch
 
     rows = [torch.arange(5 + i) for i in range(3)]
     return SampleBatch.from_lists({"input_ids": rows}, {"input_ids": "token"}, ids=[3 * rank + i for i in range(3)])

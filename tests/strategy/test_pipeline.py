@@ -35,8 +35,8 @@ def count_exchanges(payload: tuple[dict[str, Any], str]) -> dict[str, int]:
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import p2p_communication
 
-    from roll_batching.data import gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import gather_lengths
 
     strategy = _strategy(*payload)
     batch = _batch()
@@ -85,8 +85,8 @@ def test_megatrons_own_exchange_is_what_the_counter_counts() -> None:
 
 
 def one_step(payload: dict[str, Any]) -> tuple[float, float, int, int]:
-    from roll_batching.data import gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import gather_lengths
     from tests.support.models import whole_gradients
 
     count = payload.pop("count", 9)
@@ -141,9 +141,9 @@ def test_a_count_that_megatron_rejects_is_an_error_of_the_plan() -> None:
 
 
 def replicas_that_differ(_: None) -> str:
-    from roll_batching.data import gather_lengths
     from roll_batching.errors import RankError
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import gather_lengths
 
     strategy = _strategy({"pipeline_model_parallel_size": 2})
     batch = _batch()

@@ -16,8 +16,8 @@ BEFORE, AFTER = 12, 8
 
 def sums_of_gradients(distributed: bool) -> dict[str, Any]:
     """By setting: precision of the gradients' buffers, losses of some steps of a bf16 model, and the weights."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_steps import _mine
     from tests.support.models import fill, random_batch, worker_config
@@ -60,9 +60,9 @@ def refused(_: None) -> list[str]:
     """What is said of an optimizer that is not there: by the strategy, and where there is a GPU without the package."""
     import torch
 
-    from roll_batching.config import MegatronConfig, TrainingArgs
     from roll_batching.errors import LayoutError, RankError
     from roll_batching.modeling.builder import optimizer_config
+    from roll_batching.settings import MegatronConfig, TrainingArgs
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import worker_config
 

@@ -66,13 +66,13 @@ def _weights(strategy: Any) -> dict[str, torch.Tensor]:
 
 def _crossed(policy: Any, other: Any, whole: Any) -> tuple[Any, Any]:
     """Log-probs of the policy's local samples, computed by either."""
-    from roll_batching.data import gather_lengths
-    from roll_batching.rl.update import crossing_between, with_log_probs, with_log_probs_over
+    from roll_batching.jobs.steps.update import layout_exchange_between, with_log_probs, with_log_probs_over
+    from roll_batching.samples import gather_lengths
 
     home = whole.select(torch.arange(policy.layout.dp_rank, len(whole), policy.layout.dp_size))
     table = gather_lengths(home)
     ours = with_log_probs(policy, home, [policy.plan(table, forward=True)], "ours", None)
-    crossing = crossing_between(policy, other)
+    crossing = layout_exchange_between(policy, other)
     theirs = with_log_probs_over(crossing, other, home, table, "theirs", None)
     return ours["ours"], theirs["theirs"]
 

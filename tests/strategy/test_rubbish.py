@@ -22,8 +22,8 @@ class Scene:
     def __init__(self, layout: dict[str, Any], folder: str) -> None:
         import torch
 
-        from roll_batching.data import distribute, gather_lengths
         from roll_batching.losses import SFTLoss
+        from roll_batching.samples import distribute, gather_lengths
         from roll_batching.strategy import GenerationSettings, MegatronTrainStrategy
         from tests.support.models import random_batch, worker_config
 
@@ -65,9 +65,9 @@ def _metric_that_divides(tokens: Any) -> Any:
 
 
 def _data(name: str) -> Callable[..., Any]:
-    import roll_batching.data
+    import roll_batching.samples
 
-    return getattr(roll_batching.data, name)
+    return getattr(roll_batching.samples, name)
 
 
 def _foreign(batch: Any) -> Any:

@@ -26,7 +26,7 @@ def _mine(strategy: Any, whole: Any) -> Any:
 
 
 def log_probs_in_order(mode: str) -> tuple[float, float]:
-    from roll_batching.data import collect, distribute, gather_lengths
+    from roll_batching.samples import collect, distribute, gather_lengths
     from tests.support.models import random_batch
     from tests.support.reference import sequence_statistics, stock_model
 
@@ -56,8 +56,8 @@ def test_log_probs_come_back_in_the_callers_order(mode: str) -> None:
 
 
 def first_ratio(mode: str) -> dict[str, tuple[float, float]]:
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import LossOutput, Max, Min, PolicyLoss
+    from roll_batching.samples import distribute, gather_lengths
     from tests.support.models import random_batch
 
     class Ratios(PolicyLoss):
@@ -79,7 +79,7 @@ def first_ratio(mode: str) -> dict[str, tuple[float, float]]:
         old = strategy.compute_log_probs(placed, plan, masks=("response_mask",))
         placed = placed.with_fields({"old_log_probs": old["log_probs"]}, {"old_log_probs": "next_token"})
         if plan_name == "own":
-            from roll_batching.data import collect
+            from roll_batching.samples import collect
 
             placed = distribute(collect(placed, plan), train_plan)
         metrics = strategy.train_step(placed, train_plan, Ratios()).metrics
@@ -99,8 +99,8 @@ def test_the_first_ratio_is_exactly_one_on_the_shared_plan(mode: str) -> None:
 
 def on_policy(_: None) -> tuple[float, float]:
     """Without old log-probs the policy loss uses the detached current ones."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import PolicyLoss
+    from roll_batching.samples import distribute, gather_lengths
     from tests.support.models import random_batch
 
     strategy = _strategy()
@@ -116,8 +116,8 @@ def test_strictly_on_policy_needs_no_old_log_probs() -> None:
 
 def left_out_groups(_: None) -> list[float]:
     """A step with zero-advantage samples left out, under counts of all, has the gradient of the whole step."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import PolicyLoss
+    from roll_batching.samples import distribute, gather_lengths
     from tests.support.models import random_batch, whole_gradients, worst_difference
 
     strategy = _strategy()
@@ -153,9 +153,9 @@ def test_samples_left_out_still_count() -> None:
 
 def skipped_step(_: None) -> tuple[bool, int, bool, float, float]:
     """A finite loss whose gradient overflows: the weights stay, the step is counted."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import LossOutput
     from roll_batching.modeling.head import gpt_of
+    from roll_batching.samples import distribute, gather_lengths
     from tests.support.models import random_batch
 
     class Overflowing:
@@ -182,8 +182,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step() -> None:
 
 
 def loss_as_megatron_scales_it(_: None) -> list[float]:
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
     from tests.support.models import random_batch, whole_gradients
 
     norms = []
@@ -204,9 +204,9 @@ def test_apply_loss_scale_false_divides_by_micro_batches_and_ranks() -> None:
 
 
 def schedule_and_phases(_: None) -> list[float]:
-    from roll_batching.config import TrainingArgs
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
+    from roll_batching.settings import TrainingArgs
     from tests.support.models import random_batch
 
     training = {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "warmup_steps": 2, "max_steps": 6}
@@ -224,8 +224,8 @@ def test_learning_rate_warms_up_decays_and_starts_anew() -> None:
 
 
 def own_loss(_: None) -> tuple[float, float]:
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import LossOutput, SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import random_batch
 

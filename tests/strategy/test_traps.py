@@ -17,8 +17,8 @@ pytestmark = pytest.mark.layouts
 
 def batched_transfers(_: None) -> tuple[float, float]:
     """(gradient norm with planned shapes, with Megatron's batched exchange) at two stages of two chunks."""
-    from roll_batching.data import gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import gather_lengths
     from tests.strategy.test_pipeline import _batch, _strategy
     from tests.support.models import fill, whole_gradients
 
@@ -108,9 +108,9 @@ def test_megatrons_cross_entropy_changes_fp32_logits_and_ours_does_not() -> None
 
 def dropout_ratios(_: None) -> tuple[float, str]:
     """(largest first ratio when a model with dropout is trained on the shared plan, what a built model says)."""
-    from roll_batching.data import gather_lengths
     from roll_batching.errors import RollBatchingError
     from roll_batching.losses import PolicyLoss
+    from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import ARCHITECTURE, fill, random_batch, worker_config
 
@@ -140,9 +140,9 @@ def test_dropout_moves_the_first_ratio_and_is_refused_with_the_shared_plan() -> 
 
 def local_counts_under_context_parallelism(_: None) -> tuple[float, float, float]:
     """(gradient of one rank's share by a 3-tuple with local counts, by ours, by all rows at once)."""
-    from roll_batching.data import gather_lengths
     from roll_batching.distributed import Facts
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import gather_lengths
     from roll_batching.strategy.schedule import run_schedule
     from tests.strategy.test_pipeline import _batch, _strategy
     from tests.support.models import fill, whole_gradients

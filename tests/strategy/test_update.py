@@ -16,8 +16,8 @@ TRAJECTORY = 18
 
 
 def _batching() -> Any:
-    from roll_batching.config import BatchingConfig
     from roll_batching.planning import BatchingSpec
+    from roll_batching.settings import BatchingConfig
 
     one = BatchingSpec(max_tokens=32)
     return BatchingConfig(train=one, infer=one)
@@ -25,7 +25,7 @@ def _batching() -> Any:
 
 def _adopted(**options: Any) -> Any:
     """A strategy over a caller's model, and its share of some samples."""
-    from roll_batching.data import distribute, gather_lengths
+    from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import random_batch
     from tests.support.own_model import build
@@ -263,9 +263,9 @@ def _buffers(strategy: Any) -> set[int]:
 
 def phases(options: dict[str, Any]) -> tuple[list[str], int, bool]:
     """(what of the old optimizer lives when the new one is built, how much was watched, whether buffers stayed)."""
-    from roll_batching.config import TrainingArgs
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
+    from roll_batching.settings import TrainingArgs
     from roll_batching.strategy import train
     from tests.strategy.test_steps import _mine, _strategy
     from tests.support.models import random_batch

@@ -24,8 +24,8 @@ def _parameters(chunks: list[Any]) -> dict[str, torch.Tensor]:
 
 def _trained(megatron: dict[str, Any], dtype: str) -> tuple[Any, Any, Any]:
     """A strategy one step behind its first weights, its samples and their plan."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
     from tests.strategy.test_steps import _mine, _strategy
     from tests.support.models import random_batch
 
@@ -48,8 +48,8 @@ def _fresh_reference(megatron: dict[str, Any], dtype: str, cls: Any) -> Any:
 
 def readers(options: dict[str, Any]) -> dict[str, list[str]]:
     """What each reader of parameters saw that differs from the same step without overlap."""
-    from roll_batching.data import SampleBatch
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import SampleBatch
     from roll_batching.strategy import GenerationSettings, MegatronInferStrategy, MegatronTrainStrategy
 
     layout, dtype = options["layout"], options["dtype"]

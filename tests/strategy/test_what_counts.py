@@ -56,8 +56,8 @@ BAD = {
 
 def masked(_: None) -> dict[str, Any]:
     """By case, what each use of a mask raises; and the losses of masks of all dtypes."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss, mismatched
+    from roll_batching.samples import distribute, gather_lengths
     from tests.strategy.test_parts import _batch
 
     strategy, whole, found = _strategy(), _batch(), {}
@@ -110,8 +110,8 @@ def test_a_mask_is_bool_or_exactly_0_and_1() -> None:
 
 def empty_steps(payload: dict[str, Any]) -> dict[str, Any]:
     """A step in which no mask counts a token, between two that train."""
-    from roll_batching.data import distribute, gather_lengths
     from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
     from tests.strategy.test_parts import _batch
     from tests.strategy.test_update import _same, _schedule, _weights
 
@@ -176,7 +176,7 @@ class _ConstantBySequence(_Constant):
 
 
 def without_a_path(_: None) -> dict[str, str]:
-    from roll_batching.data import distribute, gather_lengths
+    from roll_batching.samples import distribute, gather_lengths
     from tests.strategy.test_parts import _batch
 
     found = {}

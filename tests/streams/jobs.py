@@ -70,7 +70,7 @@ def write_data(folder: Path, count: int = 20) -> None:
 
 def run(payload: dict[str, Any]) -> None:
     """On a rank: the whole job."""
-    from roll_batching.config import config_from_dict
-    from roll_batching.rl.job import run_job
+    from roll_batching.jobs.config import config_from_dict
+    from roll_batching.jobs.job import run_job
 
     run_job(config_from_dict(payload))

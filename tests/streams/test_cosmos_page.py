@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_batching.config import load_config
-from roll_batching.config.stream import TrainPolicy, TrainSection
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.config.stream import TrainPolicy, TrainSection
 
 pytestmark = pytest.mark.streams
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-cosmos-rl.md").read_text(encoding="utf-8")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from roll_batching.data.former import PoolFormer
-from roll_batching.data.load_balanced import LoadBalancedDataset, ShardedIterableDataset
 from roll_batching.errors import DataError
+from roll_batching.jobs.streams.former import PoolFormer
+from roll_batching.jobs.streams.load_balanced import LoadBalancedDataset, ShardedIterableDataset
 
 pytestmark = [
     pytest.mark.streams,

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from roll_batching.config import ConfigFileError, config_from_dict, load_config
+from roll_batching.jobs.config import ConfigFileError, config_from_dict, load_config
 from tests.streams.jobs import settings, write_data
 from tests.streams.test_jobs import HERE, rows_of
 from tests.support.ranks import run_ranks
@@ -146,15 +146,15 @@ def test_another_number_of_ranks_is_refused_or_dealt_anew(folder):
 
 def into_a_model_for_rows(packed):
     """On a rank: what is said when a model that Megatron built for rows is given a stream."""
-    from roll_batching.config import BatchingConfig
-    from roll_batching.config.stream import TrainSection
-    from roll_batching.data.texts import Document, TextDataset
-    from roll_batching.data.tokenizers import CharTokenizer
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.errors import RankError
+    from roll_batching.jobs.config.stream import TrainSection
+    from roll_batching.jobs.steps.steps import Encoder
+    from roll_batching.jobs.steps.stream_steps import StreamedSteps
+    from roll_batching.jobs.texts.texts import Document, TextDataset
+    from roll_batching.jobs.texts.tokenizers import CharTokenizer
     from roll_batching.planning import BatchingSpec, ParallelDims
-    from roll_batching.rl.steps import Encoder
-    from roll_batching.rl.stream_steps import StreamedSteps
+    from roll_batching.settings import BatchingConfig
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.own_model import build
 
@@ -185,12 +185,12 @@ def asked_again(payload):
     """On a rank: the lengths of steps where rank 1 cannot read a text at first, and of those where it can."""
     import torch.distributed as dist
 
-    from roll_batching.config import JobConfig
-    from roll_batching.data.texts import Document, TextDataset
-    from roll_batching.data.tokenizers import CharTokenizer
     from roll_batching.errors import DataError, RankError
-    from roll_batching.rl.steps import Encoder
-    from roll_batching.rl.stream_steps import StreamedSteps
+    from roll_batching.jobs.config import JobConfig
+    from roll_batching.jobs.steps.steps import Encoder
+    from roll_batching.jobs.steps.stream_steps import StreamedSteps
+    from roll_batching.jobs.texts.texts import Document, TextDataset
+    from roll_batching.jobs.texts.tokenizers import CharTokenizer
     from roll_batching.strategy import MegatronTrainStrategy
 
     class Texts(TextDataset):

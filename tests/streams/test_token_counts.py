@@ -8,11 +8,11 @@ import logging
 import numpy as np
 import pytest
 
-from roll_batching.config import config_from_dict
-from roll_batching.data.fit import token_counts
-from roll_batching.data.tokenizers import CharTokenizer, HFTokenizer
 from roll_batching.errors import DataError
-from roll_batching.rl.inputs import CHECKED, check_inputs, load_inputs
+from roll_batching.jobs.config import config_from_dict
+from roll_batching.jobs.inputs import CHECKED, check_inputs, load_inputs
+from roll_batching.jobs.texts.fit import token_counts
+from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer
 from tests.huggingface import tiny
 from tests.streams.jobs import VOCABULARY, settings, write_data
 

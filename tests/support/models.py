@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roll_batching.config import WorkerConfig
-from roll_batching.data import SampleBatch
+from roll_batching.jobs.config import WorkerConfig
 from roll_batching.modeling.head import gpt_of
+from roll_batching.samples import SampleBatch
 
 ARCHITECTURE = {
     "vocab_size": 61,

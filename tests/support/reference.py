@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from roll_batching.data import SampleBatch
+from roll_batching.samples import SampleBatch
 from tests.support.models import ARCHITECTURE, fill, global_name
 
 

@@ -192,11 +192,11 @@ def what_a_gpu_would_get(_: None) -> dict[str, Any]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from transformer_engine.pytorch import DotProductAttention
 
-    from roll_batching.config import ArchitectureConfig, MegatronConfig
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.modeling.builder import transformer_config
     from roll_batching.modeling.kernels import choose_kernels
     from roll_batching.planning import ParallelDims
+    from roll_batching.settings import ArchitectureConfig, MegatronConfig
     from tests.support.models import ARCHITECTURE
     from tests.te.engine import as_if_on_an_h100
 
@@ -216,8 +216,8 @@ def what_a_gpu_would_get(_: None) -> dict[str, Any]:
     taken = set(inspect.signature(DotProductAttention.forward).parameters)
     given = core.kept_packed_seq_params - {"cp_group", "local_cp_size"}
     assert given <= {field for field in PackedSeqParams.__dataclass_fields__}
-    from roll_batching.config import TrainingArgs
     from roll_batching.modeling.builder import optimizer_config
+    from roll_batching.settings import TrainingArgs
 
     state = {
         "main_grads_dtype": "bf16",

@@ -1,1 +1,0 @@
-"""Other frameworks' names for what is done here."""

@@ -1,0 +1,110 @@
+"""The advantage estimators that a job can name, and the keys that are their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from roll_batching.registry import Entry, Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageEstimator(Entry):
+    """A registered advantage estimator."""
+
+    keys: Mapping[str, str]
+    """Its settings: by the job's key, the keyword of its function."""
+    compares: bool = False
+    """It compares the responses to a prompt with each other, and needs at least two."""
+    greedy: bool = False
+    """It takes the reward of a greedy answer to each prompt, which is then sampled as well (`baselines`)."""
+    implied: Mapping[str, str | bool] = field(default_factory=dict)
+    """Keys that have one value under it: what a file may say all the same."""
+
+
+_CLIPS = {"reward_clip": "reward_clip", "advantage_clip": "advantage_clip"}
+_LIMITS = {**_CLIPS, "whiten_advantages": "whiten"}
+
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
+    "advantage estimator",
+    AdvantageEstimator(
+        name="grpo",
+        target="roll_batching.jobs.objectives.advantages:grpo",
+        summary="rewards minus their group's mean, over its deviation (the sample's, plus 1e-6)",
+        keys={"norm_std_type": "std", **_LIMITS},
+        compares=True,
+        implied={"norm_mean_type": "group"},
+    ),
+    AdvantageEstimator(
+        name="reinforce",
+        target="roll_batching.jobs.objectives.advantages:reinforce",
+        summary="rewards as norm_* says",
+        keys={"norm_mean_type": "mean", "norm_std_type": "std", **_LIMITS},
+    ),
+    AdvantageEstimator(
+        name="step_reinforce",
+        target="roll_batching.jobs.objectives.advantages:reinforce",
+        summary="ROLL's: reinforce over steps; a response is one step here, so that both are the same",
+        keys={"norm_mean_type": "mean", "norm_std_type": "std", **_LIMITS},
+    ),
+    AdvantageEstimator(
+        name="reinforce_plus_plus",
+        target="roll_batching.jobs.objectives.baselines:reinforce_plus_plus",
+        summary="rewards, whitened over the step's tokens (REINFORCE++)",
+        keys=_CLIPS,
+        implied={"whiten_advantages": True},
+    ),
+    AdvantageEstimator(
+        name="reinforce_plus_plus_baseline",
+        target="roll_batching.jobs.objectives.baselines:reinforce_plus_plus_baseline",
+        summary="rewards minus their group's mean, whitened over the step's tokens (REINFORCE++ with baseline)",
+        keys=_CLIPS,
+        compares=True,
+        implied={"norm_mean_type": "group", "whiten_advantages": True},
+    ),
+    AdvantageEstimator(
+        name="rloo",
+        target="roll_batching.jobs.objectives.baselines:rloo",
+        summary="rewards minus the mean of their group's others (RLOO)",
+        keys=_LIMITS,
+        compares=True,
+    ),
+    AdvantageEstimator(
+        name="opo",
+        target="roll_batching.jobs.objectives.baselines:opo",
+        summary="rewards minus their group's mean over tokens (OPO)",
+        keys=_LIMITS,
+        compares=True,
+    ),
+    AdvantageEstimator(
+        name="gpg",
+        target="roll_batching.jobs.objectives.baselines:gpg",
+        summary="rewards minus their group's mean, times the step's responses over those with a reward (GPG)",
+        keys=_LIMITS,
+        compares=True,
+    ),
+    AdvantageEstimator(
+        name="pass_at_k",
+        target="roll_batching.jobs.objectives.baselines:pass_at_k",
+        summary="the best response's lead over the second, over the group's deviation; 0 for the others (pass@k)",
+        keys=_LIMITS,
+        compares=True,
+    ),
+    AdvantageEstimator(
+        name="remax",
+        target="roll_batching.jobs.objectives.baselines:remax",
+        summary="rewards minus that of the greedy answer, which is one more response per prompt (ReMax)",
+        keys=_LIMITS,
+        greedy=True,
+    ),
+)
+ADVANTAGE_KEYS = tuple(dict.fromkeys(key for entry in ADVANTAGE_ESTIMATORS for key in entry.keys))
+"""Keys that registered estimators read; an estimator of anybody's own reads none of them."""
+REFUSED_ESTIMATORS: Mapping[str, str] = {
+    "gae": "it needs a critic, a model with a value head, which is not supported; choose reinforce_plus_plus, grpo or "
+    "rloo, which take their baseline from other responses",
+    "gigpo": "it compares steps of agents, which are not supported; choose grpo or step_reinforce",
+    "agentic_reinforce": "it discounts over turns of agents, which are not supported; choose reinforce",
+    "optimal_token_baseline": "it needs the norms of each token's logits; choose opo, whose baseline weighs by length",
+}
+"""Peers' estimators that do not exist here, each with the reason and what to take instead."""

@@ -1,0 +1,46 @@
+"""Rollouts ahead of training, in a process of their own: how far, how old, and what when that process fails."""
+
+from __future__ import annotations
+
+import math
+
+from roll_batching.settings.fields import Settings, honoured
+
+
+class AsyncKeys(Settings):
+    """The keys of asynchronous rollouts."""
+
+    async_generation_ratio: float = honoured(
+        0,
+        help="Rollouts ahead of training, in parts of rollout_batch_size: a process of its own, the sampler, draws and "
+        "scores them while the model trains. 0: one after the other, on the model in training.",
+        ge=0,
+    )
+    max_staleness: int | None = honoured(
+        None,
+        help="async_generation_ratio: RL steps that the weights which drew a sample may be behind; an older sample is "
+        "dropped, counted and drawn again. Default: async_generation_ratio, rounded up, which never drops any.",
+        ge=0,
+    )
+    sampler_restarts: int = honoured(
+        2,
+        help="How often the processes of a role of its own (the sampler of async_generation_ratio, roles on devices of "
+        "their own) are started again when one was killed or stalls, with what they were asked for; after that, and "
+        "with 0 at once, the job ends.",
+        ge=0,
+    )
+    rollout_timeout: float = honoured(
+        1800.0,
+        help="Seconds that training waits for such processes without hearing of them before it takes them for stalled.",
+        gt=0,
+    )
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether rollouts run ahead of training."""
+        return self.async_generation_ratio > 0
+
+    @property
+    def staleness_bound(self) -> int:
+        """RL steps that a sample's weights may be behind."""
+        return math.ceil(self.async_generation_ratio) if self.max_staleness is None else self.max_staleness

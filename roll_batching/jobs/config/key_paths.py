@@ -1,0 +1,98 @@
+"""Paths of keys: of all that the schema has, and of those that a file gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from roll_batching.jobs.config.diagnostics import KeyPath
+from roll_batching.jobs.config.job_keys import ROLES, JobKeys
+from roll_batching.settings.fields import Settings, named_settings, nested_settings, ordered_fields
+
+ANY_NAME = "NAME"
+"""In a path of the schema: a name that the user chooses."""
+
+
+@dataclass(frozen=True)
+class SchemaKey:
+    """One key of the schema."""
+
+    path: tuple[str, ...]
+    field: FieldInfo
+    owner: type[Settings]
+
+    @property
+    def section(self) -> type[Settings] | None:
+        """The settings class below this key; None for a plain value."""
+        return nested_settings(self.field)
+
+
+def schema_keys(root: type[Settings] = JobKeys, prefix: tuple[str, ...] = ()) -> Iterator[SchemaKey]:
+    """Every key of the schema, parents before children, a class's own before those of its bases."""
+    for name, field in ordered_fields(root).items():
+        key = SchemaKey((*prefix, name), field, root)
+        yield key
+        if key.section is not None:
+            yield from schema_keys(key.section, key.path)
+        named = named_settings(field)
+        if named is not None:
+            yield from schema_keys(named, (*key.path, ANY_NAME))
+
+
+@cache
+def all_keys() -> tuple[SchemaKey, ...]:
+    """Every key of a job."""
+    return tuple(schema_keys())
+
+
+def settings_at(path: KeyPath) -> type[Settings] | None:
+    """The settings class at `path`; None when a plain value (or nothing) is there."""
+    here: type[Settings] | None = JobKeys
+    named: type[Settings] | None = None
+    for part in path:
+        if named is not None:
+            here, named = named, None
+            continue
+        if here is None or part not in here.model_fields:
+            return None
+        field = here.model_fields[str(part)]
+        here, named = nested_settings(field), named_settings(field)
+    return here
+
+
+def heading_of(path: KeyPath) -> str:
+    """The heading of docs/configuration.md under which the keys of the section at `path` are listed."""
+    if not path:
+        return "The job"
+    role = path[0] in ROLES
+    return ".".join(str(part) for part in path[role:]) or "Roles"
+
+
+def field_at(path: KeyPath) -> FieldInfo | None:
+    """The field at `path`; None when the schema has no such key."""
+    parent = settings_at(path[:-1]) if path else None
+    return parent.model_fields.get(str(path[-1])) if parent is not None else None
+
+
+def given_keys(
+    data: Any, prefix: KeyPath = (), settings: type[Settings] | None = JobKeys
+) -> Iterator[tuple[KeyPath, Any]]:
+    """The keys that `data` gives, down to plain values and to the entries of free-form maps."""
+    if not isinstance(data, dict):
+        return
+    for name, value in data.items():
+        path = (*prefix, name)
+        field = settings.model_fields.get(name) if settings is not None else None
+        below = nested_settings(field) if field is not None else None
+        named = named_settings(field) if field is not None else None
+        if named is not None and isinstance(value, dict):
+            for chosen, section in value.items():
+                yield from given_keys(section, (*path, chosen), named)
+        elif isinstance(value, dict) and value and (below is not None or settings is not None):
+            yield from given_keys(value, path, below)
+        else:
+            yield path, value

@@ -1,0 +1,161 @@
+"""What is wrong with a role's parallel layout, and with its model under that layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.engine_rules import uses_engine
+from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.worker import WorkerConfig
+from roll_batching.settings.model import ArchitectureConfig
+from roll_batching.settings.strategy import OPTIMIZER_DTYPES, MegatronConfig
+
+PARALLEL_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+)
+
+
+def differing_keys(role: WorkerConfig, train: WorkerConfig) -> list[str]:
+    """The parallel sizes in which a role's layout is not actor_train's."""
+    own, theirs = role.strategy_args.strategy_config, train.strategy_args.strategy_config
+    found = [key for key in PARALLEL_KEYS if getattr(own, key) != getattr(theirs, key)]
+    if own.tensor_model_parallel_size == theirs.tensor_model_parallel_size == 1:
+        found = [key for key in found if key != "sequence_parallel"]  # means nothing there
+    if own.vpp_size == theirs.vpp_size:
+        found = [key for key in found if key != "virtual_pipeline_model_parallel_size"]  # 1 and none
+    return found
+
+
+def sampling_role(job: JobKeys) -> WorkerConfig:
+    """The role whose layout the model has that answers a step's prompts."""
+    own = job.own_devices("actor_infer") is not None or not job.asynchronous
+    return job.actor_infer if own and job.actor_infer.strategy_args.runs_on_megatron else job.actor_train
+
+
+def samples_apart(job: JobKeys) -> bool:
+    """Whether rollouts are sampled by a copy of the model in training, in a layout of its own on the same ranks."""
+    return not job.has_sampler and bool(differing_keys(sampling_role(job), job.actor_train))
+
+
+def layout_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    """What contradicts itself in the layout of the role `name`, which trains."""
+    yield from size_problems(name, role)
+    layout, path = role.strategy_args.strategy_config, (name, "strategy_args", "strategy_config")
+    if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
+        text = "needs use_distributed_optimizer: true and overlap_grad_reduce: true"
+        yield Problem((*path, "overlap_param_gather"), text)
+    yield from _precision_of_the_optimizer(path, layout)
+    yield from _recompute(path, layout)
+
+
+def size_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    """What contradicts itself in the sizes of the layout of the role `name`, and what of its model does not divide."""
+    layout = role.strategy_args.strategy_config
+    path = (name, "strategy_args", "strategy_config")
+    pp = layout.pipeline_model_parallel_size
+    if layout.vpp_size > 1 and pp == 1:
+        text = f"{layout.vpp_size} chunks per stage need pipeline_model_parallel_size of at least 2, which is 1"
+        yield Problem((*path, "virtual_pipeline_model_parallel_size"), text)
+    group = layout.microbatch_group_size_per_vp_stage
+    if group is not None and layout.vpp_size == 1:
+        text = "is read only with virtual_pipeline_model_parallel_size above 1; leave it out"
+        yield Problem((*path, "microbatch_group_size_per_vp_stage"), text)
+    elif isinstance(group, int) and group < pp:
+        yield Problem((*path, "microbatch_group_size_per_vp_stage"), f"is {group}; it must be at least PP = {pp}")
+    if role.device_mapping is not None and len(role.device_mapping) % layout.model_size:
+        yield Problem((name, "device_mapping"), layout.misfit(len(role.device_mapping)))
+    if role.model_args.architecture is not None:
+        yield from model_fits(name, role.model_args.architecture, layout)
+
+
+_NOT_SAMPLING = ("virtual_pipeline_model_parallel_size", "context_parallel_size")
+"""Sizes above 1 with which no model samples."""
+
+
+def policy_cannot_sample(job: JobKeys) -> Iterator[Problem]:
+    """What keeps the model in training from the answers that it is asked for, where nobody else gives them."""
+    if job.has_sampler and job.eval_samples:
+        cure = "answers held-out prompts: set eval_samples to 0, or train without"
+    elif not job.has_sampler and not uses_engine(job) and not samples_apart(job):
+        cure = "samples: set it to 1 in actor_infer.strategy_args.strategy_config, which gives it a layout of its own"
+    else:
+        return
+    layout = job.actor_train.strategy_args.strategy_config
+    for key in _NOT_SAMPLING:
+        if (size := getattr(layout, key) or 1) > 1:
+            text = f"is {size}, and no model samples with more than 1; the one in training {cure}"
+            yield Problem(("actor_train", "strategy_args", "strategy_config", key), text)
+
+
+def sampling_problems(name: str, role: WorkerConfig, train: WorkerConfig) -> Iterator[Problem]:
+    """What keeps a model from sampling in the layout of the role `name`, which is not the model that trains."""
+    path = (name, "strategy_args", "strategy_config")
+    for key in _NOT_SAMPLING:
+        size, theirs = (getattr(one.strategy_args.strategy_config, key) or 1 for one in (role, train))
+        if size > 1:
+            words = f"is {size}, as in actor_train" if size == theirs else f"is {size}"
+            yield Problem((*path, key), f"{words}, and no model samples with more than 1; set it to 1 here")
+
+
+def _precision_of_the_optimizer(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:
+    if layout.use_precision_aware_optimizer and not layout.use_distributed_optimizer:
+        yield Problem((*path, "use_precision_aware_optimizer"), "needs use_distributed_optimizer: true")
+    for key in OPTIMIZER_DTYPES:
+        if (dtype := getattr(layout, key)) != "fp32" and not layout.use_precision_aware_optimizer:
+            text = f"is {dtype}; only the optimizer of use_precision_aware_optimizer: true keeps anything but fp32"
+            yield Problem((*path, key), f"{text}; set that, or leave this out")
+    if layout.main_grads_dtype != "fp32" and layout.grad_reduce_in_fp32:
+        text = "is true, and main_grads_dtype bf16: gradients are summed in one precision; leave one of them out"
+        yield Problem((*path, "grad_reduce_in_fp32"), text)
+
+
+def _recompute(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:
+    for key, needed in (
+        ("recompute_method", "full"),
+        ("recompute_num_layers", "full"),
+        ("recompute_modules", "selective"),
+    ):
+        if getattr(layout, key) is not None and layout.recompute_granularity != needed:
+            yield Problem((*path, key), f"is read only with recompute_granularity: {needed}; leave it out")
+
+
+def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> Iterator[Problem]:
+    """What of `model` does not divide as `layout` asks."""
+    path = (name, "model_args", "architecture")
+    tp, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size * layout.vpp_size
+    if model.num_layers % stages:
+        text = (
+            f"{model.num_layers} layers do not divide into PP x VPP = {stages} equal parts; use a multiple of {stages}"
+        )
+        yield Problem((*path, "num_layers"), text)
+    if model.num_attention_heads % tp:
+        text = f"{model.num_attention_heads} heads do not divide among TP = {tp} ranks; use a multiple of {tp}"
+        yield Problem((*path, "num_attention_heads"), text)
+    if model.kv_heads % tp:
+        text = f"{model.kv_heads} query groups do not divide among TP = {tp} ranks; use a multiple of {tp}"
+        yield Problem((*path, "num_query_groups"), text)
+    if model.num_attention_heads % model.kv_heads:
+        text = f"{model.num_attention_heads} heads do not divide among {model.kv_heads} query groups"
+        yield Problem((*path, "num_query_groups"), text)
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        text = f"{model.hidden_size} does not divide among {model.num_attention_heads} heads; set kv_channels"
+        yield Problem((*path, "hidden_size"), text)
+    if model.ffn_width % tp:
+        yield Problem((*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks")
+    experts = layout.expert_model_parallel_size
+    where = (name, "strategy_args", "strategy_config", "expert_model_parallel_size")
+    if experts > 1 and model.moe is None:
+        yield Problem(where, f"is {experts}, but the model has no mixture of experts (architecture.moe); use 1")
+    elif model.moe is not None and model.moe.num_experts % experts:
+        yield Problem(where, f"{model.moe.num_experts} experts do not divide among EP = {experts} ranks")
+    if model.moe is not None and tp > 1 and not layout.sequence_parallel:
+        where = (name, "strategy_args", "strategy_config", "sequence_parallel")
+        yield Problem(where, "is false; Megatron trains experts with tensor parallelism only with it; set it to true")
+    if model.moe is not None and model.moe.router_topk > model.moe.num_experts:
+        yield Problem((*path, "moe", "router_topk"), f"is more than the {model.moe.num_experts} experts")

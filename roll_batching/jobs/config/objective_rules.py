@@ -1,0 +1,203 @@
+"""What a job optimises: from its keys to the settings of its loss, and what of them is wrong or without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, ADVANTAGE_KEYS
+from roll_batching.jobs.config.arguments import Arguments
+from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.losses import LOSSES, Loss
+from roll_batching.jobs.config.supervised import FIELDS, supervised
+
+KEYS_OF_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "clip_low": ("pg_clip", "use_pg_clip_range", "pg_clip_low"),
+    "clip_high": ("pg_clip", "use_pg_clip_range", "pg_clip_high"),
+    "ratio": ("importance_sampling",),
+    "dual_clip": ("dual_clip_loss", "dual_clip_ratio"),
+    "kl_coef": ("use_kl_loss", "kl_loss_coef"),
+    "kl_bound": ("kl_loss_bound",),
+    "entropy_coef": ("entropy_loss_coef",),
+    "aggregation": ("loss_agg_mode", "loss_agg_length"),
+}
+"""Settings of registered losses that are keys of the job."""
+LOSS_KEYS = tuple(dict.fromkeys(key for keys in KEYS_OF_SETTINGS.values() for key in keys))
+_RATIO = {"token": "token", "seq": "sequence", "seq-token": "sequence_token"}
+_AGGREGATION = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "constant_mean",
+}
+
+
+def loss_arguments(job: JobKeys, loss: Loss) -> dict[str, Any]:
+    """The keyword arguments of the registered loss that `job` names.
+
+    `aggregation` is a name of `losses.aggregation`; "constant_mean" goes with the job's `loss_agg_length`.
+    """
+    given, _ = _arguments(loss).read(job.loss_args, ("loss_args",))
+    low, high = job.clip_range
+    values = {
+        "clip_low": low,
+        "clip_high": high,
+        "dual_clip": (job.dual_clip_ratio or 1 + 2 * job.pg_clip) if job.dual_clip_loss else None,
+        "ratio": _RATIO[job.importance_sampling],
+        "kl_coef": job.kl_coef,
+        "kl_bound": job.kl_loss_bound,
+        "entropy_coef": job.entropy_loss_coef,
+        "aggregation": _AGGREGATION[job.loss_agg_mode],
+    }
+    return {name: values[name] for name in loss.keys} | given
+
+
+def advantage_arguments(job: JobKeys) -> dict[str, Any]:
+    """The keyword arguments of the advantage estimator that `job` names: settings that differ from its own defaults.
+
+    Advantages of tokens are whitened and clipped as such, later.
+    """
+    entry = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    values = {
+        "mean": job.norm_mean_type,
+        "std": job.norm_std_type,
+        "reward_clip": job.reward_clip,
+        "advantage_clip": job.advantage_clip,
+        "whiten": job.whiten_advantages,
+    }
+    taken = [] if entry is None else list(entry.keys.values())
+    if job.advantages_of_tokens:
+        values |= {"advantage_clip": None, "whiten": False}
+        taken += ["whiten"] if entry is not None and "whiten_advantages" in entry.implied else []
+    return {name: values[name] for name in taken if values[name] is not None}
+
+
+def reward_norm_of(job: JobKeys) -> dict[str, Any]:
+    """What `reward_norm` comes to in `norm_mean_type` and `norm_std_type`; nothing where it is not read.
+
+    As ROLL read it before its commit 7b97eef8 (`reward_postprocess`), which gave it these two keys.
+    """
+    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    if job.reward_norm is None or estimator is None or "norm_mean_type" not in estimator.keys:
+        return {}
+    scaled_only = job.reward_scale and not job.reward_shift
+    return {
+        "norm_mean_type": None if scaled_only else job.reward_norm,
+        "norm_std_type": None if job.reward_shift else job.reward_norm,
+    }
+
+
+def whitens(job: JobKeys) -> bool:
+    """Whether the registered estimator that `job` names gives whitened advantages."""
+    entry = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    return entry is not None and (job.whiten_advantages or bool(entry.implied.get("whiten_advantages")))
+
+
+def wants_reference(job: JobKeys) -> bool:
+    """Whether the job has a reference and something reads it: rewards, or the loss; anybody's own loss always does."""
+    return job.reference is not None and _idle_reference(job) is None
+
+
+def _idle_reference(job: JobKeys) -> str | None:
+    """Why nothing reads the reference; None where something does."""
+    if job.add_token_level_kl:
+        return None
+    loss = LOSSES.get(job.loss_function)
+    if loss is not None and "kl_coef" in loss.keys:
+        return None if job.kl_coef else "use_kl_loss is false or kl_loss_coef is 0"
+    if loss is None or "ref_log_probs" in loss.reads:
+        return None
+    return f"the loss {loss.name} does not read it"
+
+
+def objective_problems(job: JobKeys) -> Iterator[Problem]:
+    """What is wrong with a registered loss and its settings. Anybody's own is looked at when the job starts."""
+    loss = LOSSES.get(job.loss_function)
+    if loss is None:
+        return
+    held = FIELDS[job.task]
+    absent = [name for name in loss.reads if name not in held]
+    if absent and job.max_steps:
+        whose = "rollouts" if job.task == "grpo" else f"samples of task: {job.task}"
+        text = f"{loss.name} reads {' and '.join(absent)}, which {whose} do not have ({', '.join(held)})"
+        yield Problem(("loss_function",), f"{text}; choose another loss, or call strategy.train_step with this one")
+    if "ref_log_probs" in loss.reads and supervised(job) and job.reference is None:
+        yield Problem(
+            ("loss_function",), f"{loss.name} needs the role `reference`; add that section (`reference: {{}}`)"
+        )
+    if "old_log_probs" in loss.reads and job.max_steps and not supervised(job):
+        if job.actor_train.logprob_plan == "none":
+            text = f"the loss {loss.name} reads old log-probs; use train or own"
+            yield Problem(("actor_train", "logprob_plan"), text)
+        if job.drop_zero_advantage_groups:
+            text = f"the loss {loss.name} reads the old log-probs of all samples; set this to false"
+            yield Problem(("drop_zero_advantage_groups",), text)
+    for name in job.loss_args:
+        if name in loss.keys:
+            text = f"is given by a key of the job: {loss.keys[name]}; set that, and leave this out"
+            yield Problem(("loss_args", name), text)
+    own = {name: value for name, value in job.loss_args.items() if name not in loss.keys}
+    yield from _arguments(loss).read(own, ("loss_args",))[1]
+
+
+def idle_objective_keys(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Paths of the `given` keys that this loss and this advantage estimator do not read, with what rules instead."""
+    name = job.loss_function
+    loss = LOSSES.get(name)
+    read = {key for setting in (loss.keys if loss else ()) for key in KEYS_OF_SETTINGS[setting]}
+    for key in LOSS_KEYS:
+        if key in given and key not in read:
+            yield (key,), f"has no effect: {name} does not read it; settings of its own stand in loss_args"
+    yield from _idle_loss_args(job, read)
+    if supervised(job):
+        idle_reference = _idle_reference(job)
+        if job.reference is not None and idle_reference is not None:
+            yield ("reference",), f"is not built: {idle_reference}"
+        return
+    for key in ("kl_penalty", "init_kl_coef", "target_kl", "kl_horizon"):
+        if key in given and not job.add_token_level_kl:
+            yield (key,), "has no effect: add_token_level_kl is false"
+    if "kl_horizon" in given and job.add_token_level_kl and job.target_kl is None:
+        yield ("kl_horizon",), "has no effect: without target_kl the weight is fixed"
+    idle_reference = _idle_reference(job)
+    if job.reference is not None and idle_reference is not None:
+        yield ("reference",), f"is not built: {idle_reference}"
+    if loss is not None and "advantages" not in loss.reads:
+        yield ("loss_function",), f"{name} reads no advantages: rewards are measured and change nothing"
+    yield from _idle_norms(job, given)
+    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    for key in ADVANTAGE_KEYS:
+        if key in given and estimator is None:
+            yield (key,), f"has no effect: {job.adv_estimator} alone makes the advantages"
+        elif key in given and estimator is not None and key not in {*estimator.keys, *estimator.implied}:
+            yield (key,), f"has no effect: the advantages of {job.adv_estimator} do not depend on it"
+
+
+def _idle_norms(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Which of reward_norm, reward_shift and reward_scale say nothing."""
+    if given.get("reward_norm") is not None and not reward_norm_of(job):
+        yield ("reward_norm",), f"has no effect: {job.adv_estimator} shapes rewards in its own way"
+    for key in ("reward_shift", "reward_scale"):
+        if given.get(key) and not reward_norm_of(job):
+            yield (key,), "has no effect: there is no reward_norm that it could change"
+    if given.get("reward_scale") and job.reward_shift and reward_norm_of(job):
+        yield ("reward_scale",), "has no effect: reward_shift goes before it"
+
+
+def _idle_loss_args(job: JobKeys, read: set[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Settings of a registered loss's own that another one puts out of effect."""
+    if "kl_loss_coef" not in read:
+        return
+    for name in ("kl_estimator", "kl_gradient"):
+        if name in job.loss_args and not job.kl_coef:
+            yield ("loss_args", name), "has no effect: use_kl_loss is false or kl_loss_coef is 0"
+    for name in ("engine_correction", "engine_ratio_min"):
+        if name in job.loss_args and job.loss_args.get("engine_ratio_cap") is None:
+            yield ("loss_args", name), "has no effect: engine_ratio_cap is not given"
+    if job.loss_args.get("engine_ratio_cap") is not None and job.actor_train.logprob_plan == "rollout":
+        yield ("loss_args", "engine_ratio_cap"), "has no effect: logprob_plan rollout has no other numbers to correct"
+
+
+def _arguments(loss: Loss) -> Arguments:
+    return Arguments(f"the loss {loss.name!r}", loss.settings)

@@ -1,0 +1,75 @@
+"""What a model directory says and what is written beside it: both must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roll_batching.errors import ConfigError
+from roll_batching.huggingface.directory import directory_of
+from roll_batching.jobs.config.diagnostics import KeyPath, Problem
+from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.settings.fields import Settings
+from roll_batching.settings.model import ArchitectureConfig, described_model
+
+TRAINED_WITH = ("hidden_dropout", "init_std", "aux_loss_coeff", "z_loss_coeff")
+"""Settings of an architecture that say how it is trained: free beside a model directory."""
+
+
+def model_problems(job: JobKeys) -> Iterator[Problem]:
+    """What the `config.json` of a job's model asks for that cannot be computed, and where settings disagree with it."""
+    told: list[tuple[object, ...]] = []
+    for role, worker in job.roles.items():
+        name = worker.model_args.model_name_or_path
+        found = described_model(name) if name is not None else None
+        if name is None or found is None:  # a directory that is not there is missed when the job is run
+            continue
+        given = worker.model_args.architecture
+        if (name, given) in told:
+            continue
+        told.append((name, given))
+        if found.problems:
+            yield Problem(_place(job, role, name), f"{name}: {'; '.join(found.problems)}")
+        elif given is not None:
+            path = (role, "model_args", "architecture")
+            yield from _differences(given, ArchitectureConfig.model_validate(found.architecture), path, name)
+
+
+def window_problems(job: JobKeys) -> Iterator[Problem]:
+    """A window of attention that the job's sequences would reach beyond."""
+    model, longest = job.actor_train.model_args, job.sequence_length
+    architecture = model.architecture
+    if architecture is None or architecture.sliding_window is None or longest is None:
+        return
+    if longest > architecture.sliding_window:
+        where = ("actor_train", "model_args", "architecture", "sliding_window")
+        name = model.model_name_or_path
+        text = (
+            f"is {architecture.sliding_window}, and sequences may reach {longest} tokens (prompt_length + "
+            "response_length): attention beyond a window is not supported; shorten them"
+        )
+        yield Problem(where if name is None else _place(job, "actor_train", name), f"sliding_window {text}")
+
+
+def missing_model(job: JobKeys, name: str) -> list[Problem]:
+    """The problem that the model `name` of actor_train is not there, or none."""
+    try:
+        directory_of(name)
+    except ConfigError as error:
+        return [Problem(_place(job, "actor_train", name), str(error))]
+    return []
+
+
+def _place(job: JobKeys, role: str, name: str) -> KeyPath:
+    return ("pretrain",) if job.pretrain == name else (role, "model_args", "model_name_or_path")
+
+
+def _differences(given: Settings, found: Settings, path: KeyPath, name: str) -> Iterator[Problem]:
+    for key in type(given).model_fields:
+        here, there = getattr(given, key), getattr(found, key)
+        if here == there or key in TRAINED_WITH:
+            continue
+        if isinstance(here, Settings) and isinstance(there, Settings):
+            yield from _differences(here, there, (*path, key), name)
+        else:
+            text = f"is {here}, and config.json of {name} says {there}; leave it out here"
+            yield Problem((*path, key), text)

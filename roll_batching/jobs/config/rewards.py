@@ -1,0 +1,138 @@
+"""The rewards that a job can name, and the keys that say who judges what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.registry import Entry, Registry
+from roll_batching.settings.fields import Settings, honoured
+from roll_batching.settings.registered import RegisteredName
+
+REWARDS: Registry[Entry] = Registry(
+    "reward function",
+    Entry(
+        name="final_answer",
+        target="roll_batching.jobs.rewards:final_answer",
+        summary="1 when what follows the last `#` is the answer, and the response ended there; marks `shows_work`",
+    ),
+    Entry(
+        name="exact_match",
+        target="roll_batching.jobs.rewards:exact_match",
+        summary="1 when the response, or what follows the last `after` in it, is the answer; reward_args `after`, "
+        "`ignore_case`",
+    ),
+    Entry(
+        name="math_verify",
+        target="roll_batching.jobs.rewards.mathematics:math_verify",
+        summary="1 when the response's answer equals the right one as mathematics (the library math-verify, extra "
+        "`math`); reward_args `after`, such as `</think>`",
+    ),
+    Entry(
+        name="code_tests",
+        target="roll_batching.jobs.rewards.code:code_tests",
+        summary="the share of its tests that the response's code passes. Runs what the model wrote: off until "
+        "reward_args `run` says how (docs/rewards.md)",
+    ),
+)
+
+
+_SHARES_SUM_TO = 1e-3
+"""How far from 1 the parts of domains may sum to."""
+
+
+class RewardConfig(Settings):
+    """`rewards.NAME`: the reward of one domain of prompts."""
+
+    reward_function: Annotated[str, RegisteredName(REWARDS)] = honoured(
+        help="The function that scores the responses to the domain's prompts."
+    )
+    reward_args: dict[str, Any] = honoured(default_factory=dict, help="Its keyword arguments.")
+    tag_included: list[str] | None = honoured(
+        None,
+        help="Tags of the domain's prompts (actor_train.data_args.tag names their key; a prompt whose key `domain` "
+        "names one of `rewards` belongs there, whatever its tag). Default: whatever no other domain names.",
+    )
+
+
+class RewardKeys(Settings):
+    """The keys of rewards."""
+
+    reward_function: Annotated[str | None, RegisteredName(REWARDS)] = honoured(
+        None,
+        help="The function that scores responses; your own takes a roll_batching.jobs.rewards.Completion. It, or "
+        "`rewards`, is needed when max_steps > 0.",
+    )
+    reward_args: dict[str, Any] = honoured(default_factory=dict, help="Keyword arguments for the reward function.")
+    rewards: dict[str, RewardConfig] = honoured(
+        default_factory=dict,
+        help="In place of reward_function: rewards of several domains, by name; each is a metric, `reward/NAME`.",
+    )
+    reward_workers: int = honoured(
+        1, help="Processes per reward function and data-parallel rank, which score side by side.", ge=1
+    )
+    reward_timeout: float = honoured(
+        300.0,
+        help="Seconds that one call of a reward function may take, and the import of its module (60 at least).",
+        gt=0,
+    )
+    reward_memory: int | None = honoured(
+        None,
+        help="MiB that one call may take beyond what its process has once the function is imported. Default: no limit.",
+        ge=1,
+    )
+    reward_failure: Literal["error", "zero", "drop"] = honoured(
+        "error",
+        help="A response whose reward raises, takes too long, ends its process or is no number: the job ends with an "
+        "error that names it (error); its reward is 0 (zero); or it is left out of training, and its group's "
+        "advantages are computed with the mean reward of the others in its place (drop). Counted in "
+        "`reward_failures`; a step without any reward is an error.",
+    )
+
+
+def prompts_of_domains(shares: Mapping[str, float], prompts: int) -> dict[str, int]:
+    """How many of a step's prompts each domain has: rounded down, the last has the rest.
+
+    Source: ROLL, `roll/pipeline/rlvr/rlvr_pipeline.py`, `domain_batch_size`.
+    """
+    *names, last = shares
+    counts = {name: math.floor(shares[name] * prompts) for name in names}
+    return counts | {last: prompts - sum(counts.values())}
+
+
+def share_problems(
+    shares: Mapping[str, float] | None, rewards: Mapping[str, RewardConfig], prompts: int
+) -> Iterator[Problem]:
+    """What is wrong with the parts of domains among a step's prompts."""
+    if shares is None:
+        return
+    path = ("actor_train", "data_args", "domain_interleave_probs")
+    if unknown := sorted(shares.keys() - rewards.keys()):
+        yield Problem((*path, unknown[0]), f"names no domain of `rewards` ({', '.join(rewards) or 'there are none'})")
+    elif missing := sorted(rewards.keys() - shares.keys()):
+        text = f"lacks {', '.join(missing)}: prompts of that domain would never be drawn; give it a part, or remove"
+        yield Problem(path, f"{text} rewards.{missing[0]} and its prompts")
+    elif not all(share > 0 for share in shares.values()) or abs(sum(shares.values()) - 1) > _SHARES_SUM_TO:
+        yield Problem(path, f"has the parts {', '.join(map(str, shares.values()))}; all are above 0 and sum to 1")
+    elif none := [name for name, count in prompts_of_domains(shares, prompts).items() if count < 1]:
+        text = f"leaves {', '.join(none)} no prompt of the {prompts} of a step (rollout_batch_size)"
+        yield Problem(path, f"{text}; raise one of the two")
+
+
+def reward_problems(rewards: Mapping[str, RewardConfig], reward_function: str | None) -> Iterator[Problem]:
+    """What is wrong with the rewards of a job beyond each key by itself."""
+    if rewards and reward_function is not None:
+        yield Problem(
+            ("reward_function",), "stands beside `rewards`, each with a function of its own; keep one of the two"
+        )
+    owners: dict[str | None, str] = {}
+    for name, reward in rewards.items():
+        for tag in reward.tag_included if reward.tag_included is not None else [None]:
+            owner = owners.setdefault(tag, name)
+            if owner != name and tag is None:
+                text = f"is missing, as in rewards.{owner}: one domain at most takes what no other names"
+                yield Problem(("rewards", name, "tag_included"), text)
+            elif owner != name:
+                yield Problem(("rewards", name, "tag_included"), f"has {tag!r}, which rewards.{owner} has already")

@@ -1,0 +1,352 @@
+"""Rules that look at several keys at once. Each returns problems; none raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
+from roll_batching.jobs.config.async_rules import async_problems
+from roll_batching.jobs.config.device_rules import device_problems
+from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.engine_rules import SERVED, engine_problems, uses_engine
+from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.layout_rules import (
+    differing_keys,
+    layout_problems,
+    policy_cannot_sample,
+    sampling_problems,
+    sampling_role,
+    size_problems,
+)
+from roll_batching.jobs.config.objective_rules import objective_problems, reward_norm_of, whitens
+from roll_batching.jobs.config.pretrained import missing_model, model_problems, window_problems
+from roll_batching.jobs.config.rewards import reward_problems, share_problems
+from roll_batching.jobs.config.stream_rules import stream_problems
+from roll_batching.jobs.config.supervised import missing_for_supervised, supervised, supervised_problems
+from roll_batching.jobs.config.withheld import withheld_problems
+from roll_batching.jobs.config.worker import WorkerConfig
+from roll_batching.planning.registry import ALGORITHMS, algorithm_of
+from roll_batching.secret_names import is_secret
+from roll_batching.settings.fields import Pass
+from roll_batching.settings.strategy import MEGATRON_STRATEGIES
+
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def broken_rules(job: JobKeys) -> list[Problem]:
+    """Every rule that `job` breaks, with the path of the key to change."""
+    problems: list[Problem] = []
+    for name, role in job.roles.items():
+        problems += _strategy_name(name, role)
+        if role.strategy_args.runs_on_megatron or name != "actor_infer":
+            problems += _batching(name, role)
+    problems += layout_problems("actor_train", job.actor_train)
+    problems += model_problems(job)
+    problems += window_problems(job)
+    problems += _roles(job)
+    problems += device_problems(job)
+    problems += _environment(job)
+    if not supervised(job):
+        problems += _objective(job)
+    problems += supervised_problems(job)
+    problems += _chats(job)
+    problems += stream_problems(job)
+    problems += objective_problems(job)
+    problems += reward_problems(job.rewards, job.reward_function)
+    if not supervised(job):
+        shares = job.actor_train.data_args.domain_interleave_probs
+        problems += share_problems(shares, job.rewards, job.rollout_batch_size)
+    problems += async_problems(job)
+    problems += engine_problems(job)
+    problems += _lengths(job)
+    return problems
+
+
+def _strategy_name(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    path = (name, "strategy_args", "strategy_name")
+    given = role.strategy_args.strategy_name
+    if name == "actor_train" and given != "megatron_train":
+        yield Problem(path, f"actor_train trains, which {given} does not; use megatron_train")
+    if name == "reference" and not role.strategy_args.runs_on_megatron:
+        yield Problem(path, f"{given} cannot serve the reference; use megatron_infer")
+    if role.use_sequence_packing and not role.strategy_args.runs_on_megatron:
+        text = f"packing works only under {' and '.join(MEGATRON_STRATEGIES)}, not under {given}; set it to false"
+        yield Problem((name, "use_sequence_packing"), text)
+
+
+def _batching(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    for kind, flag in (
+        ("train", role.use_dynamic_batching_in_train),
+        ("infer", role.use_dynamic_batching_in_infer),
+    ):
+        key = f"use_dynamic_batching_in_{kind}"
+        given = key in role.model_fields_set
+        if role.use_dynamic_batching is not None and given and flag != role.use_dynamic_batching:
+            text = (
+                f"use_dynamic_batching says {str(role.use_dynamic_batching).lower()} for both "
+                "passes; keep one of the two"
+            )
+            yield Problem((name, key), text)
+    if role.use_sequence_packing and (role.dynamic_in_train or role.dynamic_in_infer):
+        keys = ["use_dynamic_batching"] if role.use_dynamic_batching else []
+        keys += [
+            f"use_dynamic_batching_in_{k}" for k in ("train", "infer") if getattr(role, f"use_dynamic_batching_in_{k}")
+        ]
+        text = f"packing and dynamic batching ({', '.join(keys)}) exclude each other; set one of them to false"
+        yield Problem((name, "use_sequence_packing"), text)
+        return
+    if role.use_sequence_packing:
+        yield from _packing_caps(name, role)
+    passes: tuple[tuple[Pass, bool], ...] = (("train", role.dynamic_in_train), ("infer", role.dynamic_in_infer))
+    for kind, on in passes:
+        if on and (kind == "infer" or name == "actor_train"):
+            yield from _dynamic(name, role, kind)
+    if role.dynamic_in_train or role.dynamic_in_infer:
+        yield from _shared_shapes(name, role)
+
+
+def _packing_caps(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    packing = role.sequence_packing_args
+    forward_only = name != "actor_train"
+    cap = packing.max_packed_sequence_length_train
+    if cap is None and not (forward_only and packing.max_packed_sequence_length_forward):
+        key = f"max_packed_sequence_length_{'forward' if forward_only else 'train'}"
+        text = "is missing: use_sequence_packing needs the most tokens that one pack may hold"
+        yield Problem((name, "sequence_packing_args", key), text)
+
+
+def _dynamic(name: str, role: WorkerConfig, kind: Pass) -> Iterator[Problem]:
+    layout = role.strategy_args.strategy_config
+    cap_key, round_key = f"max_tokens_per_microbatch_in_{kind}", f"sequence_length_round_in_{kind}"
+    cap, step = role.dynamic_cap(kind), getattr(role, round_key)
+    if cap is None:
+        text = "is missing: dynamic batching needs the most tokens (rows x length) that one micro-batch may compute"
+        yield Problem((name, cap_key), text)
+    elif cap < step:
+        yield Problem((name, cap_key), f"is {cap}, below {round_key} = {step}: not even one row would fit")
+    multiple = layout.tensor_model_parallel_size * layout.context_parallel_size
+    if step % multiple:
+        text = (
+            f"is {step}; it must be divisible by TP x CP = {layout.tensor_model_parallel_size} x "
+            f"{layout.context_parallel_size} = {multiple}; use {-(-step // multiple) * multiple}"
+        )
+        yield Problem((name, round_key), text)
+
+
+def _shared_shapes(name: str, role: WorkerConfig) -> Iterator[Problem]:
+    planning = role.planning_args
+    if planning.shared_shapes and not algorithm_of("dynamic", planning.dynamic_algorithm).same_positions:
+        able = " or ".join(entry.name for entry in ALGORITHMS["dynamic"] if entry.same_positions)
+        text = (
+            f"needs ranks that cut at the same positions, as dynamic_algorithm: {planning.dynamic_algorithm} does not"
+        )
+        yield Problem((name, "planning_args", "shared_shapes"), f"{text}; use {able}, or set this to false")
+
+
+def _chats(job: JobKeys) -> Iterator[Problem]:
+    data, path = job.actor_train.data_args, ("actor_train", "data_args")
+    if data.chat and data.messages is not None:
+        yield Problem((*path, "chat"), "stands beside messages, which hold whole chats; keep one of the two")
+    for key in ("query", "system"):
+        if getattr(data, key) is not None and not data.chat:
+            yield Problem((*path, key), "is a part of a chat: set chat to true, or leave it out")
+
+
+def _roles(job: JobKeys) -> Iterator[Problem]:
+    shared = job.actor_train.strategy_args.strategy_config
+    for name, role in job.roles.items():
+        if name == "actor_train" or not role.strategy_args.runs_on_megatron:
+            continue
+        different = differing_keys(role, job.actor_train)
+        apart, samples = job.own_devices(name) is not None, name == "actor_infer"
+        if samples and job.asynchronous and not apart:
+            text = "is not as in actor_train, and the sampler of async_generation_ratio is one process where it shares "
+            text += "actor_train's devices; leave it out, or name devices of its own (actor_infer.device_mapping)"
+            for key in different:
+                yield Problem((name, "strategy_args", "strategy_config", key), text)
+        elif not apart:  # else see device_rules
+            if different or role.model_args.architecture != job.actor_train.model_args.architecture:
+                yield from size_problems(name, role)
+            if different and samples and not supervised(job):
+                yield from sampling_problems(name, role, job.actor_train)
+        if (own := role.strategy_args.strategy_config.transformer_impl) != shared.transformer_impl:
+            text = f"is {own}, but {shared.transformer_impl} in actor_train, whose weights this role takes"
+            yield Problem((name, "strategy_args", "strategy_config", "transformer_impl"), f"{text}; leave it out here")
+    ours, theirs_args = job.actor_infer.model_args, job.actor_train.model_args
+    for key in ("model_name_or_path", "architecture", "dtype"):
+        if getattr(ours, key) != getattr(theirs_args, key):
+            text = "differs from actor_train's; rollouts run on actor_train's model; leave it out here"
+            yield Problem(("actor_infer", "model_args", key), text)
+    if job.reference is not None and job.reference.model_args.model_name_or_path != theirs_args.model_name_or_path:
+        text = "differs from actor_train's; the reference is the policy as RL begins; leave it out here"
+        yield Problem(("reference", "model_args", "model_name_or_path"), text)
+
+
+def _environment(job: JobKeys) -> Iterator[Problem]:
+    seen: dict[str, tuple[str, str]] = {}
+    scopes = [((), job.system_envs), *(((name,), role.system_envs) for name, role in job.roles.items())]
+    for scope, variables in scopes:
+        for variable, value in variables.items():
+            path = (*scope, "system_envs", variable)
+            if variable in LAUNCHER_VARIABLES:
+                yield Problem(path, "is set by torchrun; leave it out")
+            owner, before = seen.setdefault(variable, (".".join(scope) or "the top level", value))
+            if scope and before != value and owner != "the top level":
+                values = "is another than" if is_secret(variable) else f"is {value!r}, but {before!r}"
+                text = f"{values} in {owner}; the roles share one process and its environment"
+                yield Problem(path, text)
+
+
+def _objective(job: JobKeys) -> Iterator[Problem]:
+    train = job.actor_train
+    model = train.model_args.architecture
+    if model is not None and model.hidden_dropout and train.logprob_plan == "train" and job.max_steps:
+        text = (
+            f"dropout of {model.hidden_dropout} together with logprob_plan: train would make the first "
+            "ratio differ "
+            "from 1; set it to 0, or logprob_plan to own or none"
+        )
+        yield Problem(("actor_train", "model_args", "architecture", "hidden_dropout"), text)
+    size = train.strategy_args.strategy_config.model_size
+    if job.world_size is not None and job.world_size % size == 0:  # else when the job starts
+        problem = job.logprob_problem(job.world_size // size)
+        if problem is not None:
+            yield problem
+    sampled, own = job.actor_infer.generating_args.temperature, train.logprob_temperature
+    reads_drawn = train.logprob_plan == "rollout" or job.loss_args.get("engine_ratio_cap") is not None
+    if own not in (None, sampled) and reads_drawn and not _has_known_server(job):
+        text = (
+            f"is {own}, and rollouts keep their log-probs at the sampling temperature, {sampled}, which the loss reads"
+        )
+        yield Problem(("actor_train", "logprob_temperature"), f"{text}; leave it out, or use logprob_plan: train")
+    if job.drop_zero_advantage_groups and (job.kl_coef or job.entropy_loss_coef):
+        term = "kl_loss_coef" if job.kl_coef else "entropy_loss_coef"
+        text = f"such groups still learn from {term}; set {term} to 0 or this to false"
+        yield Problem(("drop_zero_advantage_groups",), text)
+    if job.drop_zero_advantage_groups and job.advantages_of_tokens and (job.add_token_level_kl or whitens(job)):
+        cause = "add_token_level_kl" if job.add_token_level_kl else "whitening"
+        yield Problem(("drop_zero_advantage_groups",), f"such groups still learn from {cause}; set this to false")
+    if job.add_token_level_kl and job.reference is None:
+        yield Problem(
+            ("add_token_level_kl",),
+            "needs the role `reference`; add that section (`reference: {}` takes actor_train's)",
+        )
+    if job.add_token_level_kl and job.actor_train.logprob_plan == "none":
+        text = "add_token_level_kl reads old log-probs; use train or own"
+        yield Problem(("actor_train", "logprob_plan"), text)
+    if job.use_kl_loss and job.reference is None:
+        yield Problem(
+            ("use_kl_loss",),
+            "needs the role `reference`; add that section (`reference: {}` takes actor_train's)",
+        )
+    if job.difficulty_mask and job.difficulty_low_threshold >= job.difficulty_high_threshold:
+        text = f"is {job.difficulty_low_threshold}, not below difficulty_high_threshold {job.difficulty_high_threshold}"
+        yield Problem(("difficulty_low_threshold",), f"{text}: no prompt would be left")
+    if job.loss_function in ("policy", "clip_cov") and job.clip_range[0] >= 1:
+        key = "pg_clip_low" if job.use_pg_clip_range else "pg_clip"
+        yield Problem(
+            (key,),
+            f"is {job.clip_range[0]}; the ratio's lower bound 1 - {job.clip_range[0]} must stay above 0",
+        )
+    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    for key, value in (estimator.implied if estimator else {}).items():
+        if key in job.model_fields_set and getattr(job, key) not in (None, value):
+            text = (
+                f"is {str(value).lower()} under adv_estimator: {job.adv_estimator}; leave it out, or choose reinforce"
+            )
+            yield Problem((key,), text)
+    yield from _reward_norm(job)
+
+
+def _has_known_server(job: JobKeys) -> bool:
+    """Whether servers sample whose log-probs have rules of their own (`engine_rules`)."""
+    return uses_engine(job) and job.actor_infer.strategy_args.strategy_name in SERVED
+
+
+def _reward_norm(job: JobKeys) -> Iterator[Problem]:
+    if job.reward_norm is None:
+        return
+    given = {"norm_mean_type", "norm_std_type"} & job.model_fields_set
+    derived = {key: getattr(job, key) for key in given}  # a resolved configuration holds both, and they agree
+    if given and derived != reward_norm_of(job):
+        yield Problem(("reward_norm",), "is a short form of norm_mean_type and norm_std_type; keep one of the two")
+    elif job.adv_estimator == "grpo" and job.reward_shift:
+        text = "grpo divides by the group's deviation; use adv_estimator: reinforce, or set this to false"
+        yield Problem(("reward_shift",), text)
+
+
+def _lengths(job: JobKeys) -> Iterator[Problem]:
+    response, whole = job.response_length, job.sequence_length
+    if supervised(job):
+        return
+    if job.max_steps and response is not None and whole is not None and "sequence_length" in job.model_fields_set:
+        if whole < job.prompt_length + response:
+            text = f"is {whole}, less than prompt_length {job.prompt_length} + response_length {response}"
+            yield Problem(("sequence_length",), f"{text}; leave it or response_length out")
+    for role in ("actor_infer", "validation"):
+        tokens = getattr(job, role).generating_args.max_new_tokens
+        if tokens is not None and response is not None and tokens > response:
+            path = (role, "generating_args", "max_new_tokens")
+            yield Problem(path, f"is {tokens}, more than the job's response_length {response}")
+    tokens = job.actor_infer.generating_args.max_new_tokens
+    bound, longest = job.actor_infer.generating_args.max_tokens_in_cache, tokens or response
+    layout = sampling_role(job).strategy_args.strategy_config
+    if bound is not None and longest is not None:
+        needed = job.prompt_length + longest + (layout.tensor_model_parallel_size - 1) * layout.sequence_parallel
+        if bound < needed:
+            path = ("actor_infer", "generating_args", "max_tokens_in_cache")
+            yield Problem(path, f"is {bound}, and one row may need {needed}, its prompt and response; raise it")
+
+
+def missing_for_a_run(job: JobKeys) -> list[Problem]:
+    """What must be there before `job` can run, although a file without it is valid."""
+    problems = withheld_problems(job.model_dump(mode="json"))
+
+    def need(present: object, path: tuple[str, ...], text: str) -> None:
+        if not present:
+            problems.append(Problem(path, text))
+
+    model = job.actor_train.model_args
+    if model.model_name_or_path is not None:
+        problems += missing_model(job, model.model_name_or_path)
+    else:
+        need(
+            model.architecture,
+            ("actor_train", "model_args", "architecture"),
+            "is missing: the model's shape (hidden_size, num_layers, ...); or name a model directory in pretrain",
+        )
+    need(
+        supervised(job) or job.max_steps or job.warmup,
+        ("max_steps",),
+        "is 0 and there is no warmup section: nothing to do",
+    )
+    tokenizer = job.tokenizer
+    if tokenizer.type == "char":
+        text = "is missing: give the characters, or vocabulary_file, or type: hf"
+        need(tokenizer.vocabulary or tokenizer.vocabulary_file, ("tokenizer", "vocabulary"), text)
+        need(tokenizer.eos_token, ("tokenizer", "eos_token"), "is missing: the character that ends a response")
+    else:
+        need(tokenizer.name_or_path, ("tokenizer", "name_or_path"), "is missing: folder or name of the tokenizer")
+    if supervised(job):
+        return [*problems, *missing_for_supervised(job)]
+    if not job.max_steps:
+        return problems
+    data = job.actor_train.data_args
+    need(data.file_name, ("actor_train", "data_args", "file_name"), "is missing: the JSONL file of prompts")
+    need(
+        job.reward_function or job.rewards,
+        ("reward_function",),
+        "is missing: the name or the dotted path of the function that scores responses; or a section `rewards`",
+    )
+    need(job.response_length, ("response_length",), "is missing: the longest response in tokens")
+    if job.eval_samples:
+        text = "is missing: the JSONL file of held-out prompts; or set eval_samples: 0"
+        need(data.eval_file_name, ("actor_train", "data_args", "eval_file_name"), text)
+    estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
+    if estimator is not None and estimator.compares:
+        text = f"is {job.group_size}: {estimator.name} compares the responses of a prompt and needs at least 2"
+        need(job.group_size > 1, ("num_return_sequences_in_group",), text)
+    if job.norm_std_type == "batch":
+        text = "is batch, and a step has one response, which has no deviation: raise rollout_batch_size"
+        need(job.rollout_batch_size * job.group_size > 1, ("norm_std_type",), text)
+    return [*problems, *policy_cannot_sample(job)]

@@ -1,0 +1,86 @@
+"""`train` and `train.train_policy`: cosmos-rl's load-balanced dynamic batching, under its names and defaults."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from roll_batching.settings.fields import Settings, honoured, noticed, refused
+
+
+class TrainPolicy(Settings):
+    """`train.train_policy`: how a stream of samples is batched."""
+
+    type: str = refused("sft", help="cosmos-rl's kind of training.", reason="RL is batched as actor_train says")
+    enable_dp_load_balancing: bool = honoured(
+        False,
+        help="task: sft or dpo: each data-parallel rank forms micro-batches from a pool of its own samples, by "
+        "lengths, up to a token cap. These keys then say how training is batched, and not actor_train's.",
+    )
+    load_balanced_pool_size: int = honoured(32, help="Samples (dpo: pairs) that each rank chooses from.", ge=1)
+    load_balanced_max_tokens_for_batch: int = honoured(
+        32768, help="Most tokens of a micro-batch, a hard cap: rows x longest, or packed the sum.", ge=1
+    )
+    load_balanced_batching_strategy: Literal["prefer_closest", "prefer_first"] = honoured(
+        "prefer_closest",
+        help="Which sample joins, of those that make the rectangle grow least: the one nearest in length "
+        "(prefer_closest), or the oldest.",
+    )
+    load_balanced_batches_per_optimizer_step: int = honoured(
+        1, help="Micro-batches of an optimizer step that each rank forms.", ge=1
+    )
+    load_balanced_accumulate_steps: int | None = honoured(
+        None, help="Another name for load_balanced_batches_per_optimizer_step.", ge=1
+    )
+    load_balanced_across_ranks: bool = honoured(
+        False,
+        help="What the ranks draw for a step is planned over all of them (by actor_train's algorithm), in "
+        "place of what each formed: equal cost on all ranks.",
+    )
+    dataloader_seed: int = honoured(0, help="Seed of the order of the data.", ge=0)
+    dataloader_num_workers: int = honoured(
+        0, help="Processes per rank that tokenise ahead. The stream does not depend on it.", ge=0
+    )
+    infinite_loop: bool = honoured(
+        True,
+        help="Begin the next epoch when the data ends. false: the job ends with the data, if it comes to that; ranks "
+        "that have no more compute fillers until all have ended.",
+    )
+    repartition: bool = honoured(
+        False,
+        help="On resuming with another number of data-parallel ranks: deal what was not read yet to those that there "
+        "are. false: that is an error.",
+    )
+
+
+class TrainSection(Settings):
+    """`train`: the length of such a run, and its form."""
+
+    max_num_steps: int | None = honoured(
+        None, help="Optimizer steps. Required with train_policy.enable_dp_load_balancing.", ge=1
+    )
+    sequence_packing: bool = honoured(
+        False, help="Pack samples end to end, in place of rectangles. Needs train_policy.enable_dp_load_balancing."
+    )
+    epoch: int | None = noticed(
+        None, help="Passes over the data.", notice="the job's length is max_num_steps; epochs only order the data"
+    )
+    train_policy: TrainPolicy = honoured(default_factory=TrainPolicy, help="How the stream is batched.")
+
+    @property
+    def batches_per_step(self) -> int:
+        """Micro-batches of an optimizer step, by either name."""
+        policy = self.train_policy
+        return policy.load_balanced_accumulate_steps or policy.load_balanced_batches_per_optimizer_step
+
+    @property
+    def batching_keys(self) -> dict[str, Any]:
+        """What it comes to in a role's batching keys."""
+        cap, packed = self.train_policy.load_balanced_max_tokens_for_batch, self.sequence_packing
+        return {
+            "use_sequence_packing": packed,
+            "use_dynamic_batching": None,
+            "use_dynamic_batching_in_train": not packed,
+            "use_dynamic_batching_in_infer": not packed,
+            "max_tokens_per_microbatch_in_train": None if packed else cap,
+            "max_tokens_per_microbatch_in_infer": None,
+        }

@@ -1,0 +1,75 @@
+"""The rules and notices of `train`: what load-balanced batching needs, and what it leaves without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.supervised import supervised
+
+_POLICY = ("train", "train_policy")
+_REPLACED = (
+    "use_sequence_packing",
+    "use_dynamic_batching",
+    "use_dynamic_batching_in_train",
+    "use_dynamic_batching_in_infer",
+    "max_tokens_per_microbatch_in_train",
+    "max_tokens_per_microbatch_in_infer",
+    "padded_length",
+    "infer_batch_size",
+)
+"""Keys of actor_train in whose place it stands."""
+
+
+def stream_problems(job: JobKeys) -> Iterator[Problem]:
+    """What is wrong with `train`."""
+    train = job.train
+    if train is None:
+        return
+    policy = train.train_policy
+    if not policy.enable_dp_load_balancing:
+        if train.sequence_packing:
+            text = "needs train.train_policy.enable_dp_load_balancing: true; or pack planned mini-batches with"
+            yield Problem(("train", "sequence_packing"), f"{text} actor_train.use_sequence_packing: true")
+        return
+    if not supervised(job):
+        path = (*_POLICY, "enable_dp_load_balancing")
+        yield Problem(path, f"is for task: sft or dpo, and this job's is {job.task}; leave the section `train` out")
+    if train.max_num_steps is None:
+        text = "is missing: with enable_dp_load_balancing it is the number of optimizer steps"
+        yield Problem(("train", "max_num_steps"), text)
+    both = {"load_balanced_accumulate_steps", "load_balanced_batches_per_optimizer_step"}
+    if both <= policy.model_fields_set and train.batches_per_step != policy.load_balanced_batches_per_optimizer_step:
+        text = "is another name for load_balanced_batches_per_optimizer_step, and says another number; keep one of them"
+        yield Problem((*_POLICY, "load_balanced_accumulate_steps"), text)
+
+
+def idle_stream_keys(job: JobKeys, given: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Paths of the `given` keys that such a job does not read."""
+    train, section = job.train, given.get("train") or {}
+    if train is None:
+        return
+    policy = section.get("train_policy") or {}
+    if not train.train_policy.enable_dp_load_balancing:
+        off = "has no effect: train.train_policy.enable_dp_load_balancing is false"
+        if section.get("max_num_steps") is not None:
+            yield ("train", "max_num_steps"), off
+        for key in policy:
+            if key not in ("enable_dp_load_balancing", "type"):
+                yield (*_POLICY, key), off
+        return
+    if train.sequence_packing and "load_balanced_batching_strategy" in policy:
+        yield (*_POLICY, "load_balanced_batching_strategy"), "has no effect: sequence_packing takes whatever fits"
+    for key, instead in (("max_steps", "train.max_num_steps is"), ("num_train_epochs", "train.max_num_steps is")):
+        if given.get(key) is not None and not (key == "max_steps" and job.max_steps == given[key]):
+            yield (key,), f"has no effect: {instead} the job's length"
+    role = given.get("actor_train") or {}
+    for key in _REPLACED:
+        if role.get(key) is not None and getattr(job.actor_train, key) != role[key]:
+            yield ("actor_train", key), "has no effect: train.train_policy says how training is batched"
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if (role.get("training_args") or {}).get(key) is not None:
+            text = "has no effect: an optimizer step is load_balanced_batches_per_optimizer_step micro-batches per rank"
+            yield ("actor_train", "training_args", key), text

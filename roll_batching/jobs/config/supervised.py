@@ -1,0 +1,108 @@
+"""Jobs that learn from given texts (`task: sft`) or pairs (`task: dpo`): what they read, need, and leave unread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.losses import ROLLOUT_FIELDS
+from roll_batching.jobs.config.objective import ObjectiveKeys
+from roll_batching.jobs.config.rewards import RewardKeys
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "grpo": tuple(ROLLOUT_FIELDS),
+    "sft": ("response_mask", "ref_log_probs"),
+    "dpo": ("response_mask", "ref_log_probs", "pair", "chosen"),
+}
+"""What a task's samples hold: `ref_log_probs` where there is a reference."""
+
+_OF_ROLLOUTS = (
+    "rollout_batch_size",
+    "batch_balance",
+    "is_offload_states",
+    "rollout_samples",
+    "num_return_sequences_in_group",
+    "prompt_length",
+    "response_length",
+    "actor_infer",
+    "validation",
+    *RewardKeys.model_fields,
+    *(name for name in ObjectiveKeys.model_fields if name not in ("loss_function", "loss_args")),
+)
+_OF_PROMPTS = ("tag", "domain_interleave_probs", "long_prompts")
+_DATA_KEYS = {"sft": ("prompt", "response", "messages"), "dpo": ("prompt", "messages", "chosen", "rejected")}
+
+
+def supervised(job: JobKeys) -> bool:
+    """Whether `job` learns from given texts alone."""
+    return job.task != "grpo"
+
+
+def supervised_problems(job: JobKeys) -> Iterator[Problem]:
+    """The rules that its keys break together."""
+    if not supervised(job):
+        if job.num_train_epochs is not None:
+            yield Problem(("num_train_epochs",), "is read under task: sft and task: dpo; RL has max_steps")
+        return
+    if job.warmup is not None:
+        text = f"precedes RL, and task: {job.task} has one phase: put its keys into actor_train, or choose task: grpo"
+        yield Problem(("warmup",), text)
+    if (
+        job.stream is None
+        and job.num_train_epochs is not None
+        and job.max_steps != JobKeys.model_fields["max_steps"].default
+    ):
+        yield Problem(("num_train_epochs",), "stands in place of max_steps; keep one of the two")
+    if job.actor_train.training_args.max_steps > 0:
+        text = "is what the schedule spans; the job's length is the top-level max_steps or num_train_epochs"
+        yield Problem(("actor_train", "training_args", "max_steps"), f"{text}; leave it out")
+    rows = job.actor_train.training_args.per_device_train_batch_size
+    if job.task == "dpo" and job.stream is None and rows % 2:
+        path = ("actor_train", "training_args", "per_device_train_batch_size")
+        yield Problem(path, f"is {rows}; it counts sequences, and a pair is two of them: make it even")
+
+
+def missing_for_supervised(job: JobKeys) -> Iterator[Problem]:
+    """What must be there before such a job can run."""
+    data = job.actor_train.data_args
+    if data.file_name is None:
+        what = "texts" if job.task == "sft" else "pairs"
+        yield Problem(
+            ("actor_train", "data_args", "file_name"), f"is missing: the file of {what} (JSONL, Parquet, ...)"
+        )
+    if job.sequence_length is None:
+        yield Problem(("sequence_length",), "is missing: the most tokens that a text may have")
+    if not job.max_steps:
+        yield Problem(("max_steps",), "is 0: nothing to do; give optimizer steps, or num_train_epochs in its place")
+
+
+def idle_supervised_keys(job: JobKeys, given: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Paths of the `given` keys that such a job does not read; of an RL job those that only such jobs read."""
+    train = given.get("actor_train") or {}
+    data = train.get("data_args") or {}
+    if not supervised(job):
+        for key in ("chosen", "rejected"):
+            if key in data:
+                yield ("actor_train", "data_args", key), "has no effect: task is grpo"
+        return
+    for key in _OF_ROLLOUTS:
+        if given.get(key) is None or (key in ("prompt_length", "response_length") and "sequence_length" not in given):
+            continue  # their sum is the sequence_length where that is not given
+        yield (key,), f"has no effect: task is {job.task}, which makes no rollouts"
+    for key in ("logprob_plan", "logprob_temperature"):
+        if train.get(key) is not None:
+            yield ("actor_train", key), f"has no effect: task is {job.task}, which samples nothing"
+    for key in _OF_PROMPTS:
+        if data.get(key) is not None:
+            yield ("actor_train", "data_args", key), f"has no effect: task is {job.task}, which has no prompts"
+    for key in ("prompt", "response", "messages", "chosen", "rejected"):
+        if data.get(key) is not None and (key not in _DATA_KEYS[job.task] or (key != "messages" and _chat(job, key))):
+            other = "messages is given" if key in _DATA_KEYS[job.task] else f"task is {job.task}"
+            yield ("actor_train", "data_args", key), f"has no effect: {other}"
+
+
+def _chat(job: JobKeys, key: str) -> bool:
+    """Whether `messages` stands in place of `key`."""
+    return job.actor_train.data_args.messages is not None and key in ("prompt", "response")

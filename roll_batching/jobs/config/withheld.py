@@ -1,0 +1,44 @@
+"""Settings as files and trackers show them: without the values of free-form sections whose names look like secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roll_batching.jobs.config.diagnostics import KeyPath, Problem
+from roll_batching.jobs.config.key_paths import field_at, given_keys, settings_at
+from roll_batching.secret_names import WITHHELD, is_secret, withhold
+
+
+def without_secrets(data: Mapping[str, Any], prefix: KeyPath = ()) -> dict[str, Any]:
+    """`data`, plain settings of a job, with `WITHHELD` for its secrets. Keys of the schema (eos_token) are none."""
+    result: dict[str, Any] = {}
+    for key, value in data.items():
+        path = (*prefix, key)
+        if is_free(path):
+            result[key] = withhold(value, secret=is_secret(key))
+        else:
+            result[key] = without_secrets(value, path) if isinstance(value, dict) else value
+    return result
+
+
+def withheld_problems(data: Mapping[str, Any]) -> list[Problem]:
+    """One for each value that `without_secrets` took out of `data`, settings of a job."""
+    text = "was not kept with the run, since its name looks like a secret's: give it, or take its line out"
+    return [Problem(path, text) for top, value in given_keys(data) for path in _withheld(top, value)]
+
+
+def is_free(path: KeyPath) -> bool:
+    """Whether the value at `path` belongs to a map whose names the user chooses."""
+    if field_at(path) is not None or settings_at(path) is not None:
+        return False
+    above = (path[:end] for end in range(1, len(path)))
+    return any(field_at(part) is not None and settings_at(part) is None for part in above)
+
+
+def _withheld(path: KeyPath, value: Any) -> Iterator[KeyPath]:
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _withheld((*path, key), item)
+    elif value == WITHHELD:
+        yield path

@@ -1,0 +1,151 @@
+"""A configuration as it was written: plain data, the place of every key, overrides from the command line."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, shortened
+from roll_batching.jobs.config.interpolation import resolved
+from roll_batching.jobs.config.yaml_values import DEEPEST, LONGEST_TEXT, YamlFaults, read_values, text_fault
+from roll_batching.secret_names import WITHHELD, is_secret
+
+
+@dataclass
+class Source:
+    """A YAML document as plain data, with the place where each key was written."""
+
+    name: str
+    data: dict[str, Any]
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    overrides: list[Place] = field(default_factory=list)
+    """Those of the command line, as places."""
+    faults: list[Problem] = field(default_factory=list)
+    """References that could not be replaced: reported together with all that is wrong with the rest."""
+
+    def place(self, path: KeyPath) -> Place:
+        """Where `path` was written; for a key that is absent, where its nearest parent was."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.places:
+                return self.places[path[:end]]
+        return Place(self.name, 1)
+
+
+def read_yaml(path: str | Path) -> Source:
+    """Reads the file at `path`: YAML.
+
+    Raises ConfigFileError: no readable file, no valid YAML, a key written twice, more than `yaml_values` allows.
+    """
+    return parse_yaml(text_of(path), str(path))
+
+
+def text_of(path: str | Path) -> str:
+    """The text of the file at `path`. Raises ConfigFileError."""
+    try:
+        return _text_of(Path(path))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigFileError([Problem((), reason or "cannot be read", Place(str(path)))]) from None
+
+
+def _text_of(file: Path) -> str:
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        raise ValueError("no such file; check its path") from None
+    if not stat.S_ISREG(status.st_mode):
+        # Every process of a job reads the file again, which a pipe does not allow.
+        raise ValueError("is a folder or a device, not a file; write the settings into a file")
+    with file.open("rb") as stream:
+        data = stream.read(4 * LONGEST_TEXT + 1)
+    if len(data) > 4 * LONGEST_TEXT:
+        raise ValueError(f"has {status.st_size:,} bytes; a file of settings has at most {LONGEST_TEXT:,} characters")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text (byte {error.start}: {error.reason}); save it as UTF-8") from None
+
+
+def parse_yaml(text: str, name: str) -> Source:
+    """As `read_yaml`, for text that is at hand; `name` stands for the file in messages."""
+    try:
+        data, lines = read_values(text)
+    except YamlFaults as error:
+        raise ConfigFileError(
+            Problem(fault.path, fault.message, Place(name, fault.line)) for fault in error.faults
+        ) from None
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        message = "the file must hold keys and values at its top level"
+        raise ConfigFileError([Problem((), message, Place(name, 1))])
+    return Source(name, data, {path: Place(name, line) for path, line in lines.items()})
+
+
+def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
+    """Sets `a.b.c=value` in the source; the value is YAML. Raises ConfigFileError naming bad overrides."""
+    problems: list[Problem] = []
+    for text in overrides:
+        key, _, _ = text.partition("=")
+        place = Place(f"override '{f'{key}={WITHHELD}' if is_secret(key) else shortened(text)}'")
+        try:
+            _override(source, text, place)
+            source.overrides.append(place)
+        except ValueError as error:
+            problems.append(Problem((), str(error), place))
+    if problems:
+        raise ConfigFileError(problems)
+
+
+def _override(source: Source, text: str, place: Place) -> None:
+    key, equals, written = text.partition("=")
+    parts = key.strip().removeprefix("--").split(".")
+    if not equals or not all(parts):
+        raise ValueError("an override is written path.to.key=value")
+    if len(parts) > DEEPEST:
+        raise ValueError(f"a path of {len(parts)} keys; no setting lies deeper than {DEEPEST}")
+    reason = text_fault(key)
+    if reason is not None:
+        raise ValueError(f"the key {reason}")
+    try:
+        value, _ = read_values(written)
+    except YamlFaults as error:
+        first = error.faults[0]
+        raise ValueError(f"its value {first.message}" if not first.path else f"in its value, {first.message}") from None
+    _put(source, parts, value, place)
+
+
+def _put(source: Source, parts: list[str], value: Any, place: Place) -> None:
+    here: Any = source.data
+    path: KeyPath = ()
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1
+        step: str | int = int(part) if isinstance(here, list) and part.isdecimal() and len(part) < 10 else part
+        path = (*path, step)
+        if isinstance(here, list):
+            if not isinstance(step, int) or step >= len(here):
+                raise ValueError(
+                    f"{'.'.join(parts[:number])} is a list of {len(here)} items; {shortened(part)!r} is not one"
+                )
+        elif not isinstance(here, dict):
+            raise ValueError(
+                f"{'.'.join(parts[:number])} is {shortened(repr(here))}, which has no key {shortened(part)!r}"
+            )
+        elif not last and here.get(part) is None:
+            here[part] = {}
+        if last:
+            here[step] = value
+            for old in [known for known in source.places if known[: len(path)] == path]:
+                del source.places[old]
+            source.places[path] = place
+        else:
+            source.places.setdefault(path, place)
+            here = here[step]
+
+
+def resolve_references(source: Source) -> None:
+    """Replaces `${path.to.key}` by that key's value; `source.faults` receives what cannot be replaced."""
+    source.data, source.faults = resolved(source.data, source.place)

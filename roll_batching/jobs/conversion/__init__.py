@@ -1,0 +1,6 @@
+"""Other frameworks' configuration files as ours: composed, resolved, translated key by key."""
+
+from roll_batching.jobs.conversion.convert import ORIGINS, Origin, convert_file, origin_of
+from roll_batching.jobs.conversion.report import Conversion, LeftOut, Moved
+
+__all__ = ["ORIGINS", "Conversion", "LeftOut", "Moved", "Origin", "convert_file", "origin_of"]

@@ -1,0 +1,145 @@
+"""ROLL's reward workers, and the prompts that they judge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from roll_batching.jobs.config.diagnostics import dotted
+from roll_batching.jobs.conversion.framework_defaults import section_at
+from roll_batching.jobs.conversion.settle import Draft
+
+REWARD_WORKERS = "no such reward exists here: write a function, and name it in reward_function or rewards"
+_RUN = (
+    "is missing: how code that the model wrote may be run (docs/rewards.md): subprocess, or a command that runs it in "
+    "a container"
+)
+_WORKERS: Mapping[str, tuple[str, str]] = {
+    "MathRuleRewardWorker": ("math_verify", "compares the whole response; there, what follows its last </think>"),
+    "CodeSandboxRewardWorker": ("code_tests", "stays off until reward_args.run says how code may be run"),
+}
+"""ROLL's reward workers that exist here, and what is different."""
+_LINES_READ = 200
+"""Lines of a data file that say whose prompts it holds."""
+_LONGEST_LINE = 1 << 20
+_SHORTEST_NAME = 4
+"""Letters of a domain's or tag's name that a file's name can be told by."""
+
+
+def translate_rewards(draft: Draft, data: dict[str, Any]) -> None:
+    """Keeps the rewards of `data` that exist here; leaves out the others with the files of their prompts."""
+    kept: dict[str, Any] = {}
+    dropped: dict[str, Any] = {}
+    for section in ("rewards", "reward"):
+        workers = data.pop(section, None)
+        if not isinstance(workers, dict):
+            continue
+        named = {name: one for name, one in workers.items() if isinstance(one, dict) and "worker_cls" in one}
+        for name, one in named.items():
+            kind = str(one["worker_cls"]).rpartition(".")[2]
+            if section == "rewards" and kind in _WORKERS:
+                kept[name] = _reward(draft, name, one, *_WORKERS[kind])
+            else:
+                draft.leave_out(f"{section}.{name}", "refused", f"{kind}: {REWARD_WORKERS}")
+                dropped[name] = one
+        if not named:
+            draft.leave_out(section, "refused", REWARD_WORKERS)
+    if kept:
+        data["rewards"] = kept
+        for role in ("actor_train", "validation"):
+            _drop_files(draft, section_at(data, role, "data_args"), f"{role}.data_args.file_name", kept, dropped)
+
+
+def _reward(draft: Draft, name: str, worker: dict[str, Any], function: str, difference: str) -> dict[str, Any]:
+    """The section of one reward that exists here."""
+    here: dict[str, Any] = {"reward_function": function}
+    draft.origins["rewards", name, "reward_function"] = f"rewards.{name}.worker_cls"
+    draft.meanings["rewards", name, "reward_function"] = f"{function} {difference}"
+    if function == "code_tests":
+        draft.missing.append(f"rewards.{name}.reward_args.run: {_RUN}")
+        here["reward_args"] = {"all_or_nothing": True}
+        draft.origins["rewards", name, "reward_args", "all_or_nothing"] = f"rewards.{name}.worker_cls"
+    for key, value in worker.items():
+        where = f"rewards.{name}.{key}"
+        if key == "tag_included":
+            here[key] = value
+        elif key == "query_filter_config":
+            draft.leave_out(
+                where, "refused", "prompts are not drawn again by their rewards; difficulty_mask leaves them out"
+            )
+        elif key != "worker_cls":
+            draft.leave_out(where, "idle", "rewards run in processes of their own, reward_workers of them")
+    return here
+
+
+def _drop_files(
+    draft: Draft, texts: dict[str, Any], where: str, kept: Mapping[str, Any], dropped: Mapping[str, Any]
+) -> None:
+    """Leaves out the data files whose prompts only dropped rewards judge, as their lines say, else their names."""
+    files = texts.get("file_name")
+    if not isinstance(files, list) or not all(isinstance(one, str) for one in files):
+        return
+    ours, theirs = _names(kept), _names(dropped)
+    key = texts.get("tag") or "tag"
+    remaining = []
+    for file in files:
+        tags = set(_tags(Path(file), str(key)))
+        by_name = any(_has(file, name) for name in theirs) and not any(_has(file, name) for name in ours)
+        if (tags <= theirs) if tags else by_name:
+            told = f"its prompts are tagged {', '.join(sorted(tags))}" if tags else "its name says whose prompts it has"
+            draft.leave_out(f"{where} ({file})", "refused", f"{told}, and their reward is left out")
+        else:
+            remaining.append(file)
+    if remaining:  # else nothing is left to train on, which the loader says better
+        texts["file_name"] = remaining
+
+
+def _names(rewards: Mapping[str, Any]) -> set[str]:
+    """The domains of rewards, and their tags."""
+    tags = (one.get("tag_included") for one in rewards.values())
+    return set(rewards) | {str(tag) for some in tags if isinstance(some, list) for tag in some}
+
+
+def _has(file: str, name: str) -> bool:
+    """Whether the file's name holds `name`, whatever stands between its letters."""
+    wanted = "".join(letter for letter in name.lower() if letter.isalnum())
+    return len(wanted) >= _SHORTEST_NAME and wanted in "".join(
+        letter for letter in Path(file).stem.lower() if letter.isalnum()
+    )
+
+
+def _tags(path: Path, key: str) -> Iterator[str]:
+    """The domains or tags of the first prompts of a file; none where it cannot be read here."""
+    if not path.is_file():  # opening a pipe would wait
+        return
+    try:
+        with path.open(encoding="utf-8") as file:
+            for _ in range(_LINES_READ):
+                record = json.loads(file.readline(_LONGEST_LINE))
+                value = record.get("domain") or record.get(key)
+                if isinstance(value, str):
+                    yield value
+    except (OSError, ValueError, AttributeError):
+        return
+
+
+def divide_prompts(draft: Draft) -> None:
+    """Which prompts are drawn: parts of domains, and what becomes of long ones."""
+    texts, rewards = section_at(draft.values, "actor_train", "data_args"), draft.values.get("rewards") or {}
+    shares = texts.get("domain_interleave_probs")
+    if not isinstance(shares, dict):
+        return
+    path = ("actor_train", "data_args", "domain_interleave_probs")
+    here = {name: share for name, share in shares.items() if name in rewards}
+    if not here:
+        del texts["domain_interleave_probs"]
+        why = "divides prompts by the domains of `rewards`, none of which is here: all are drawn alike"
+        draft.leave_out(dotted(path), "refused", why)
+    elif len(here) < len(shares) and all(isinstance(share, (int, float)) and share > 0 for share in here.values()):
+        total = sum(here.values())  # what is no part is left to the loader, which says so
+        meaning = f"parts of the domains that are here, over their sum; there, of {', '.join(shares)}"
+        draft.put(path, {name: round(share / total, 4) for name, share in here.items()}, meaning=meaning)
+    meaning = "as there, where those of 5 tokens or fewer are left out, too"
+    draft.put(("actor_train", "data_args", "long_prompts"), "drop", "prompt_length", meaning)

@@ -1,0 +1,210 @@
+"""The Ray that a job runs on: found or started, what its machines have, and room for the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from roll_batching.errors import ConfigError, RollBatchingError
+from roll_batching.jobs.launch.on_ray.placement import Seat, bundle_size, seats
+
+LOCAL = "local"
+"""The address that means: a Ray of this machine's, started for the job and ended with it."""
+AUTO = "auto"
+"""The address of the Ray that runs on this machine."""
+_SECONDS_TO_CONNECT = 10.0
+_SECONDS_BEFORE_NOTICE = 10.0
+_SECONDS_FOR_LAST_LINES = 1.0
+"""How long Ray takes at most to bring a rank's last lines to the driver."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What one machine of the cluster offers in all."""
+
+    node: str
+    address: str
+    cpus: float
+    gpus: float
+
+    def room(self, on_gpus: bool) -> int:
+        """Ranks that fit when nothing else runs."""
+        return int(min(self.cpus, self.gpus) if on_gpus else self.cpus)
+
+
+def check_address(address: str) -> None:
+    """Raises ConfigError when no Ray can be at `address`, for which Ray itself would try for minutes.
+
+    RollBatchingError where Ray is not installed.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise RollBatchingError("--launcher ray needs Ray: pip install 'roll-batching[ray]'")
+    if address in (LOCAL, AUTO):
+        return
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"--address {address} is Ray's client, which cannot run a job: start the command on a machine of the "
+            f"cluster with --address {AUTO}, or submit it with `ray job submit`"
+        )
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_SECONDS_TO_CONNECT).close()
+    except ValueError:
+        raise ConfigError(f"--address {address}: use {AUTO}, {LOCAL} or HOST:PORT") from None
+    except OSError as error:
+        raise _nobody(address, str(error)) from None
+
+
+@contextlib.contextmanager
+def connected(address: str, cpus: int) -> Iterator[None]:
+    """Joins the Ray at `address`, or starts one with room for `cpus` ranks where it is `local`; leaves it at the end.
+
+    Raises ConfigError where there is none, RollBatchingError where it cannot be joined.
+    """
+    import ray
+
+    if not sys.stdout.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    options: dict[str, Any] = {"address": address, "logging_level": "error"}
+    if address == LOCAL:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        options |= {"num_cpus": cpus, "include_dashboard": False}
+    try:
+        ray.init(**options)
+    except ConnectionError as error:
+        raise _nobody(address, _first_line(error)) from None
+    except Exception as error:  # Ray raises plain ones, as for processes that did not start within its 30 s
+        what = "a Ray of its own cannot be started" if address == LOCAL else f"the Ray at {address} cannot be joined"
+        raise RollBatchingError(f"{what} (--address {address}): {error}") from error
+    try:
+        yield
+        time.sleep(_SECONDS_FOR_LAST_LINES)
+    finally:
+        ray.shutdown()
+
+
+def _nobody(address: str, why: str) -> ConfigError:
+    cure = f"start one with `ray start --head`, or use --address {LOCAL}"
+    return ConfigError(f"there is no Ray at --address {address} ({why}): {cure}")
+
+
+def check_folder(output_dir: str) -> None:
+    """Raises ConfigError when a run's files would go where `ray job submit` keeps, and later deletes, the code."""
+    if not os.path.isabs(output_dir) and "/runtime_resources/working_dir_files/" in os.getcwd() + "/":
+        raise ConfigError(
+            f"output_dir: {output_dir} would lie in the copy of the working directory that Ray makes for a submitted "
+            "job and deletes after it: give an absolute one, on a file system that all machines share"
+        )
+
+
+def machines() -> list[Machine]:
+    """The machines that are alive."""
+    import ray
+
+    return [
+        Machine(
+            node=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            cpus=node["Resources"].get("CPU", 0),
+            gpus=node["Resources"].get("GPU", 0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Devices that Ray keeps for the ranks of a job."""
+
+    group: Any
+    """The placement group."""
+    seats: list[Seat]
+    on_gpus: bool
+    """Each rank has a GPU; else a CPU of Ray's count."""
+    cpus: Mapping[str, float]
+    """CPUs of each machine, by its id."""
+    roles: Mapping[str, list[Seat]] = field(default_factory=dict)
+    """Seats of the roles that have devices of their own."""
+
+
+@contextlib.contextmanager
+def room_for(
+    count: int,
+    tp_size: int,
+    minutes: float,
+    stopped: Callable[[], bool],
+    roles: Mapping[str, tuple[int, int]] | None = None,
+) -> Iterator[Room | None]:
+    """Room for `count` ranks, taken in one piece, so that two jobs never wait for each other's half.
+
+    `roles` are those with devices of their own: how many, and the size of their tensor-parallel groups. They are part
+    of the piece. Each tensor-parallel group lies on one machine where any machine is large enough; else a notice says
+    that it does not. Waits up to `minutes` for devices that are in use or still to come, and says so; gives None when
+    `stopped` says so meanwhile. Raises RollBatchingError when there is still no room then.
+    """
+    import ray
+
+    found = machines()
+    on_gpus = any(machine.gpus for machine in found)
+    roomiest = max(machine.room(on_gpus) for machine in found)
+    worlds = {"": (count, tp_size), **(roles or {})}
+    sizes = {name: bundle_size(tp, roomiest) for name, (_, tp) in worlds.items()}
+    for name, (_, tp) in worlds.items():
+        if sizes[name] < tp:
+            whose = f" of {name}" if name else ""
+            said = f"no machine of this Ray has room for a tensor-parallel group{whose} of {tp}"
+            _say(f"{said}: it spans machines, {sizes[name]} each")
+    bundles = [sizes[name] for name, (ranks, _) in worlds.items() for _ in range(ranks // sizes[name])]
+    devices = [{"CPU": size, "GPU": size} if on_gpus else {"CPU": size} for size in bundles]
+    group = ray.util.placement_group(devices, strategy="PACK")
+    try:
+        if _ready(group, sum(bundles), on_gpus, minutes, stopped):
+            nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+            cpus = {machine.node: machine.cpus for machine in machines()}
+            places, first = {}, 0
+            for name, (ranks, _) in worlds.items():
+                own = [nodes[first + bundle] for bundle in range(ranks // sizes[name])]
+                places[name] = [replace(seat, bundle=first + seat.bundle) for seat in seats(own, sizes[name])]
+                first += len(own)
+            yield Room(group=group, seats=places.pop(""), on_gpus=on_gpus, cpus=cpus, roles=places)
+        else:
+            yield None
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def _ready(group: Any, count: int, on_gpus: bool, minutes: float, stopped: Callable[[], bool]) -> bool:
+    started, patience = time.monotonic(), _SECONDS_BEFORE_NOTICE
+    while not stopped():
+        if group.wait(0.5):
+            return True
+        waited = time.monotonic() - started
+        if waited < min(patience, 60 * minutes):
+            continue
+        kind = "GPUs" if on_gpus else "CPUs"
+        has = ", ".join(f"{machine.room(on_gpus)} on {machine.address}" for machine in machines())
+        wanted = f"room for {count} ranks ({kind}: one each), and this Ray's machines have {has} in all"
+        if waited > 60 * minutes:
+            raise RollBatchingError(
+                f"there was no {wanted}, for {minutes:g} minutes (actor_train.backend_timeout): end what uses them, "
+                "add machines, or use fewer ranks (--nproc, device_mapping)"
+            )
+        _say(f"waiting {waited:.0f} s so far for {wanted}, for {minutes:g} minutes at most")
+        patience *= 2
+    return False
+
+
+def _say(text: str) -> None:
+    print(f"notice: {text}", file=sys.stderr, flush=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -1,0 +1,203 @@
+"""Advantages of sampled responses, from the rewards of a whole step, one reward domain at a time.
+
+Everything here is plain numpy on the rewards of all ranks, in the order of the sample ids: every rank
+computes the same advantages from the same numbers and keeps those of its own samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from roll_batching.errors import DataError
+from roll_batching.jobs.objectives.running import RunningMoments
+
+AdvantageFunction = Callable[..., np.ndarray]
+"""`(rewards, group_size, *, response_tokens) -> advantages`: float64[n], int, int64[n] -> float64[n]. Groups are
+consecutive entries. `response_tokens` counts what the loss reads: 0 for masked responses. It is called once per reward
+domain of the step, on every rank with the same arguments, and must return the same numbers there."""
+Scope = Literal["group", "batch", "running"]
+EPSILON = 1e-6
+"""Added to the deviation of rewards (ROLL, verl, slime)."""
+VARIANCE_EPSILON = 1e-8
+"""Added to the variance that whitening divides by (`masked_whiten` of ROLL and verl, slime)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageRule:
+    """How rewards become advantages: subtract a mean, divide by a deviation, clip, whiten, clip.
+
+    The default is GRPO's. `mean="group", std=None` is Dr. GRPO's, `mean="batch", std="batch"` REINFORCE with
+    global normalisation, both None plain REINFORCE, which `whiten` turns into REINFORCE++.
+    """
+
+    mean: Scope | None = "group"
+    """Whose mean reward is subtracted: that of the same prompt's responses, of all `rewards` (the domain's in this
+    step), of all steps so far (`running`), or none."""
+    std: Scope | None = "group"
+    """Whose standard deviation divides: the sample's (over n - 1), plus 1e-6. Equal rewards are not divided, and a
+    single one neither."""
+    running: RunningMoments | None = None
+    """Those of all rewards so far, the step's own among them; for the scope "running"."""
+    reward_clip: float | None = None
+    """Rewards are clipped to [-x, x] once they are normalised (as ROLL does)."""
+    advantage_clip: float | None = None
+    """Advantages are clipped to [-x, x] last."""
+    whiten: bool = False
+    """Give the advantages mean 0 and deviation 1 over response tokens (long responses count more): the sample's
+    variance, plus 1e-8 under the root. Fewer than two tokens are not whitened, as in ROLL."""
+
+
+def grpo(
+    rewards: np.ndarray,
+    group_size: int,
+    *,
+    response_tokens: np.ndarray | None = None,
+    std: Scope = "group",
+    **limits: Any,
+) -> np.ndarray:
+    """Rewards minus their group's mean, over a deviation; `limits` are the other fields of `AdvantageRule`."""
+    rule = AdvantageRule(mean="group", std=std, **limits)
+    return compute_advantages(rewards, group_size, rule, response_tokens=response_tokens)
+
+
+def reinforce(
+    rewards: np.ndarray,
+    group_size: int,
+    *,
+    response_tokens: np.ndarray | None = None,
+    mean: Scope | None = None,
+    std: Scope | None = None,
+    **limits: Any,
+) -> np.ndarray:
+    """Rewards as they are, or minus a mean and over a deviation; `limits` are the other fields of `AdvantageRule`."""
+    rule = AdvantageRule(mean=mean, std=std, **limits)
+    return compute_advantages(rewards, group_size, rule, response_tokens=response_tokens)
+
+
+def checked(advantages: Any, rewards: np.ndarray, who: str) -> np.ndarray:
+    """`advantages` as float64. Raises DataError, naming `who` made them, unless there is a finite one per reward."""
+    try:
+        found = np.asarray(advantages, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"the advantages of {who} are no numbers ({error}): return float64[{len(rewards)}]") from error
+    if found.shape != rewards.shape:
+        raise DataError(f"the advantages of {who} have shape {found.shape}: return one per reward, {rewards.shape}")
+    if (bad := np.flatnonzero(~np.isfinite(found))).size:
+        raise DataError(f"the advantages of {who} at positions {bad[:5].tolist()} are not finite")
+    return found
+
+
+def compute_advantages(
+    rewards: np.ndarray, group_size: int, rule: AdvantageRule, *, response_tokens: np.ndarray | None = None
+) -> np.ndarray:
+    """Advantages, float64[n], of `rewards`, float[n], whose groups are `group_size` consecutive entries.
+
+    `response_tokens`, int[n], is needed to whiten. A group with equal rewards gets exact zeros under
+    `mean="group"`, unless they are whitened. Raises DataError when the rewards do not make whole groups, are
+    not finite, or are compared within groups of one, whose mean is their reward (peers give NaN, or the bare reward).
+    """
+    rewards = grouped(rewards, group_size, compares="group" in (rule.mean, rule.std)).reshape(-1)
+    if not len(rewards):
+        return rewards
+    return limited(_normalised(rewards, group_size, rule), rule, response_tokens)
+
+
+def grouped(rewards: np.ndarray, group_size: int, *, compares: bool = True) -> np.ndarray:
+    """A copy of `rewards` as float64[prompts, group_size]. `compares`: a group of one is an error.
+
+    Raises DataError when they do not make whole groups or are not finite.
+    """
+    rewards = np.array(rewards, dtype=np.float64)
+    if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:
+        raise DataError(
+            f"rewards of shape {rewards.shape} do not make groups of {group_size}: they must come group by group"
+        )
+    if (bad := np.flatnonzero(~np.isfinite(rewards))).size:
+        raise DataError(f"rewards at positions {bad[:5].tolist()} are not finite")
+    if group_size == 1 and compares and len(rewards):
+        raise DataError(
+            "a group of one response has nothing to be compared with: sample at least two responses per prompt, or "
+            "normalise over the batch"
+        )
+    return rewards.reshape(-1, group_size)
+
+
+def centred(view: np.ndarray, baseline: np.ndarray | None = None) -> np.ndarray:
+    """`view`, [groups, n], less a baseline per group, by default its mean; groups of equal numbers are exact zeros.
+
+    The mean of equal numbers can differ from them in the last bit, and would push the policy at random.
+    """
+    result = view - (view.mean(axis=1) if baseline is None else baseline)[:, None]
+    result[view.max(axis=1) == view.min(axis=1)] = 0.0
+    return result
+
+
+def limited(result: np.ndarray, rule: AdvantageRule, response_tokens: np.ndarray | None) -> np.ndarray:
+    """What `rule` asks for once rewards are normalised: clip, whiten, clip."""
+    if rule.reward_clip is not None:
+        result = result.clip(-rule.reward_clip, rule.reward_clip)
+    if rule.whiten:
+        result = _whitened(result, response_tokens)
+    if rule.advantage_clip is not None:
+        result = result.clip(-rule.advantage_clip, rule.advantage_clip)
+    return result
+
+
+def _normalised(rewards: np.ndarray, group_size: int, rule: AdvantageRule) -> np.ndarray:
+    if "running" in (rule.mean, rule.std) and rule.running is None:
+        raise DataError("rewards normalised by running moments need them: pass running=RunningMoments()")
+    views = {"group": rewards.reshape(-1, group_size), "batch": rewards.reshape(1, -1)}
+    result = rewards.copy()
+    if rule.mean == "running":
+        assert rule.running is not None
+        result = result - rule.running.mean
+    elif rule.mean is not None:
+        result = centred(views[rule.mean]).reshape(-1)
+    if rule.std == "running":
+        assert rule.running is not None
+        result = result / (rule.running.deviation + EPSILON if rule.running.count > 1 else 1.0)
+    elif rule.std is not None:
+        view = views[rule.std]
+        deviation = view.std(axis=1, ddof=min(1, view.shape[1] - 1), keepdims=True) + EPSILON
+        # Over the epsilon alone, rewards that do not vary would count a million times.
+        deviation[view.max(axis=1) == view.min(axis=1)] = 1.0
+        result = (result.reshape(view.shape) / deviation).reshape(-1)
+    return result
+
+
+def _whitened(advantages: np.ndarray, response_tokens: np.ndarray | None) -> np.ndarray:
+    if response_tokens is None or len(response_tokens) != len(advantages):
+        raise DataError("whitening counts each response's tokens: pass response_tokens, one per reward")
+    tokens = np.asarray(response_tokens, dtype=np.float64)
+    count = tokens.sum()
+    if count < 2:
+        return advantages
+    mean = (tokens * advantages).sum() / count
+    variance = (tokens * (advantages - mean) ** 2).sum() / (count - 1)
+    return (advantages - mean) / np.sqrt(variance + VARIANCE_EPSILON)
+
+
+def shuffled(advantages: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The control: the same advantages, each given to a random sample. Nothing can be learned from them."""
+    return rng.permutation(advantages)
+
+
+def zero_groups(advantages: np.ndarray, group_size: int) -> np.ndarray:
+    """bool[n]: the samples whose whole group has advantage exactly 0, and so no policy gradient."""
+    idle = (np.asarray(advantages).reshape(-1, group_size) == 0.0).all(axis=1)
+    return np.repeat(idle, group_size)
+
+
+def outside_difficulty(rewards: np.ndarray, group_size: int, low: float, high: float) -> np.ndarray:
+    """bool[n]: the samples whose group's mean reward is not above `low` and below `high`.
+
+    `difficulty_mask` of ROLL (utils/functionals.py, 8eb27cc); as there, a group of one is never outside.
+    """
+    groups = np.asarray(rewards, dtype=np.float64).reshape(-1, group_size)
+    means = groups.mean(axis=1)
+    outside = ~((means > low) & (means < high)) if group_size > 1 else np.zeros(len(groups), dtype=bool)
+    return np.repeat(outside, group_size)

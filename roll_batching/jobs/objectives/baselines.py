@@ -1,0 +1,116 @@
+"""Advantage estimators that differ from `AdvantageRule` in what they subtract: one function per paper.
+
+Each is a function of the rewards of a step, group by group, as `AdvantageFunction` says; `limits` are the fields
+`reward_clip`, `advantage_clip` and `whiten` of `AdvantageRule`. With r the rewards of a group of n.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from roll_batching.jobs.objectives.advantages import (
+    EPSILON,
+    AdvantageRule,
+    centred,
+    compute_advantages,
+    grouped,
+    limited,
+)
+
+
+def rloo(
+    rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray | None = None, **limits: Any
+) -> np.ndarray:
+    """A = r - mean of the group's others = (r - mean) n / (n - 1).
+
+    REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740).
+    """
+    found = centred(grouped(rewards, group_size)) * (group_size / max(group_size - 1, 1))
+    return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)
+
+
+def reinforce_plus_plus(
+    rewards: np.ndarray,
+    group_size: int,
+    *,
+    response_tokens: np.ndarray | None = None,
+    whiten: bool = True,
+    **limits: Any,
+) -> np.ndarray:
+    """A = r, whitened over the tokens of the step (REINFORCE++, Hu 2025, arXiv 2501.03262)."""
+    rule = AdvantageRule(mean=None, std=None, whiten=whiten, **limits)
+    return compute_advantages(rewards, group_size, rule, response_tokens=response_tokens)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: np.ndarray,
+    group_size: int,
+    *,
+    response_tokens: np.ndarray | None = None,
+    whiten: bool = True,
+    **limits: Any,
+) -> np.ndarray:
+    """A = r - mean, whitened over the tokens of the step (REINFORCE++-baseline, Hu 2025, arXiv 2501.03262)."""
+    rule = AdvantageRule(mean="group", std=None, whiten=whiten, **limits)
+    return compute_advantages(rewards, group_size, rule, response_tokens=response_tokens)
+
+
+def opo(rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray, **limits: Any) -> np.ndarray:
+    """A = r - sum(tokens r) / sum(tokens): the baseline of least variance where gradients' norms grow with length.
+
+    On-policy RL with optimal baseline (Hao et al. 2025, arXiv 2505.23585). A group whose tokens are all masked takes
+    its mean: nothing reads its advantages.
+    """
+    view = grouped(rewards, group_size)
+    tokens = np.asarray(response_tokens, dtype=np.float64).reshape(view.shape)
+    tokens[tokens.sum(axis=1) == 0] = 1.0
+    found = centred(view, (tokens * view).sum(axis=1) / tokens.sum(axis=1))
+    return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)
+
+
+def gpg(
+    rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray | None = None, **limits: Any
+) -> np.ndarray:
+    """A = (r - mean) N / M, with N the step's responses and M those whose reward is not 0 (at least 1).
+
+    Group policy gradient (Chu et al. 2025, arXiv 2504.02546), as verl has it; goes with the loss `gpg`.
+    """
+    view = grouped(rewards, group_size)
+    found = centred(view) * (view.size / max(int(np.count_nonzero(view)), 1))
+    return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)
+
+
+def pass_at_k(
+    rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray | None = None, std: bool = True, **limits: Any
+) -> np.ndarray:
+    """A = (largest r - second) / (deviation + 1e-6) for the group's best response, the first such; 0 for others.
+
+    The gradient of the best of n (Walder and Karkhanis 2025, Tang et al. 2025, arXiv 2503.19595), n being the group.
+    `std` False: not divided.
+    """
+    view = grouped(rewards, group_size)
+    order = np.sort(view, axis=1)
+    lead = order[:, -1] - order[:, -2]
+    if std:
+        lead = lead / (view.std(axis=1, ddof=1) + EPSILON)
+    found = np.zeros_like(view)
+    found[np.arange(len(view)), view.argmax(axis=1)] = lead
+    return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)
+
+
+def remax(
+    rewards: np.ndarray,
+    group_size: int,
+    *,
+    baselines: np.ndarray,
+    response_tokens: np.ndarray | None = None,
+    **limits: Any,
+) -> np.ndarray:
+    """A = r - the reward of the greedy answer to the same prompt, `baselines`, float64[prompts].
+
+    ReMax (Li et al. 2023, arXiv 2310.10505).
+    """
+    found = grouped(rewards, group_size, compares=False) - np.asarray(baselines, dtype=np.float64)[:, None]
+    return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)

@@ -1,0 +1,191 @@
+"""From a configuration to what runs: the loss, the advantage estimator, the schedule, the sampling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from roll_batching.errors import ConfigError, LossError
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
+from roll_batching.jobs.config.arguments import Arguments
+from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.losses import LOSSES
+from roll_batching.jobs.config.objective_rules import advantage_arguments, loss_arguments, whitens
+from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.objectives.advantages import AdvantageFunction, checked
+from roll_batching.jobs.objectives.running import DomainMoments, KlCoefficient, Resumable
+from roll_batching.jobs.objectives.token_rewards import TokenRewards
+from roll_batching.jobs.texts.tokenizers import Tokenizer
+from roll_batching.losses import constant_mean, loss_spec
+from roll_batching.registry import describe_error
+from roll_batching.settings import TrainingArgs
+from roll_batching.strategy import GenerationSettings
+
+_ESTIMATORS = {"kl": "k1", "mse": "k2"}
+"""ROLL's names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantages:
+    """What makes the advantages of a step: the estimator, called once per reward domain."""
+
+    name: str
+    """The estimator's, in errors."""
+    estimate: AdvantageFunction
+    moments: DomainMoments | None = None
+    """Of all rewards so far, where the estimator normalises by them."""
+    greedy: bool = False
+    """It takes `baselines`, float64[prompts]: rewards of greedy answers."""
+    of_tokens: TokenRewards | None = None
+    """What makes advantages of tokens from those of samples."""
+
+    def __call__(
+        self,
+        rewards: np.ndarray,
+        group_size: int,
+        *,
+        response_tokens: np.ndarray,
+        domains: np.ndarray | None = None,
+        baselines: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """float64[n] of `rewards`, float64[n], group by group.
+
+        `response_tokens`, int64[n], counts what the loss reads: 0 for masked responses. `domains`, text [n], names
+        their reward domains; None: there is one. `baselines`, float64[prompts], where it is `greedy`.
+        """
+        domains = np.full(len(rewards), "") if domains is None else domains
+        result = np.empty(len(rewards))
+        for domain in np.unique(domains).tolist():
+            here = domains == domain
+            given: dict[str, Any] = {} if baselines is None else {"baselines": baselines[here[::group_size]]}
+            if self.moments is not None:
+                given["running"] = self.moments.update(domain, rewards[here])
+            # Copies, as every selection is: a function of anybody's own may work in place, and rewards are logged too.
+            found = self.estimate(rewards[here], group_size, response_tokens=response_tokens[here], **given)
+            source = f"{self.name} for {domain}" if domain else self.name
+            result[here] = checked(found, rewards[here], source)
+        return result
+
+    def carried(self) -> dict[str, Resumable]:
+        """What goes on from step to step, by name."""
+        kl = None if self.of_tokens is None else self.of_tokens.kl
+        parts: dict[str, Resumable | None] = {"reward_moments": self.moments, "reward_kl": kl}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+def loss_of(config: JobConfig) -> Any:
+    """The loss object of the RL phase. Raises ConfigFileError with the places of `loss_function` and `loss_args`."""
+    name, at, below = config.loss_function, ("loss_function",), ("loss_args",)
+    try:
+        make = LOSSES.load(name)
+    except ConfigError as error:
+        raise config.error(Problem(at, str(error))) from error
+    registered = LOSSES.get(name)
+    if registered is not None:
+        given = loss_arguments(config, registered)
+        if given.get("aggregation") == "constant_mean":
+            given["aggregation"] = constant_mean(config.loss_agg_length or config.response_length or 1)
+        try:
+            return make(**given)
+        except LossError as error:  # what its settings allow one by one and not together
+            raise config.error(Problem(at, str(error))) from error
+    if not callable(make):
+        raise config.error(Problem(at, f"{name!r} is a {type(make).__name__}: name a class of losses"))
+    try:
+        given, problems = Arguments.of(f"the loss {name!r}", make).read(config.loss_args, below)
+    except ConfigError as error:
+        raise config.error(Problem(at, str(error))) from error
+    if problems:
+        raise config.error(*problems)
+    try:
+        loss = make(**given)
+    except (Exception, SystemExit) as error:  # its constructor may raise anything, and call sys.exit
+        raise config.error(Problem(below, f"{name!r} refuses its settings: {describe_error(error)}")) from error
+    try:
+        loss_spec(loss)
+    except LossError as error:
+        raise config.error(Problem(at, str(error))) from error
+    return loss
+
+
+def advantages_of(config: JobConfig) -> Advantages:
+    """What makes advantages. Raises ConfigFileError with the place of `adv_estimator`."""
+    name = config.adv_estimator
+    try:
+        function = ADVANTAGE_ESTIMATORS.load(name)
+    except ConfigError as error:
+        raise config.error(Problem(("adv_estimator",), str(error))) from error
+    if not callable(function):
+        text = f"{name!r} is a {type(function).__name__}: name a function of (rewards, group_size, *, response_tokens)"
+        raise config.error(Problem(("adv_estimator",), text))
+    arguments = advantage_arguments(config)
+    entry = ADVANTAGE_ESTIMATORS.get(name)
+    return Advantages(
+        name=name,
+        estimate=partial(function, **arguments),
+        moments=DomainMoments() if "running" in (arguments.get("mean"), arguments.get("std")) else None,
+        greedy=entry is not None and entry.greedy,
+        of_tokens=_token_rewards(config) if config.advantages_of_tokens else None,
+    )
+
+
+def _token_rewards(config: JobConfig) -> TokenRewards:
+    kl = None
+    if config.add_token_level_kl:
+        kl = KlCoefficient(config.init_kl_coef, target=config.target_kl, horizon=config.kl_horizon)
+    return TokenRewards(
+        gamma=config.gamma,
+        kl=kl,
+        estimator=_ESTIMATORS.get(config.kl_penalty, config.kl_penalty),  # type: ignore[arg-type]
+        whiten=whitens(config),
+        clip=config.advantage_clip if ADVANTAGE_ESTIMATORS.get(config.adv_estimator) is not None else None,
+    )
+
+
+def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:
+    """The RL phase's training arguments, `max_steps` being the optimizer steps that it will make."""
+    args = config.actor_train.training_args
+    if args.max_steps > 0 or not config.max_steps:
+        return args
+    per_step = -(-config.samples_per_rollout // config.mini_batch_size(dp_size)) * config.ppo_epochs
+    return config.actor_train.with_training(max_steps=config.max_steps * per_step).training_args
+
+
+def supervised_schedule_of(config: JobConfig, texts: int, texts_per_step: int) -> TrainingArgs:
+    """Training arguments of a job whose task is sft or dpo, `max_steps` being the optimizer steps that it will make."""
+    steps = config.max_steps
+    if config.num_train_epochs is not None and config.stream is None:
+        steps = max(1, math.ceil(config.num_train_epochs * texts / texts_per_step))
+    return config.actor_train.with_training(max_steps=steps).training_args
+
+
+def steps_key(config: JobConfig, phase: str) -> str:
+    """The key that sets how many steps `phase` has."""
+    if phase == "warmup" and config.warmup is not None:
+        return "warmup.training_args.max_steps" if config.warmup.num_train_epochs is None else "warmup.num_train_epochs"
+    if supervised(config) and config.stream is not None:
+        return "train.max_num_steps"
+    return "num_train_epochs" if supervised(config) and config.num_train_epochs is not None else "max_steps"
+
+
+def sampling_of(config: JobConfig, tokenizer: Tokenizer | None, *, held_out: bool = False) -> GenerationSettings:
+    """How rollouts are sampled, or answers to held-out prompts; without a tokenizer by token 0 as the one that ends."""
+    args = (config.validation if held_out else config.actor_infer).generating_args
+    model = config.actor_train.model_args.architecture
+    return GenerationSettings(
+        max_new_tokens=args.max_new_tokens or 1,
+        eos_token_id=0 if tokenizer is None else tokenizer.eos_token_id,
+        stop_token_ids=() if tokenizer is None else tokenizer.stop_token_ids,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        greedy=not args.do_sample,
+        num_return_sequences=args.num_return_sequences or 1,
+        max_tokens_in_cache=args.max_tokens_in_cache,
+        vocab_size=None if model is None else model.vocab_size,
+    )

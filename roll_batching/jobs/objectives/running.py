@@ -1,0 +1,120 @@
+"""What an objective carries from step to step: moments of rewards, and the weight of the divergence in the reward.
+
+Both are the same on every rank, and are saved in checkpoints beside the data's position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from roll_batching.errors import DataError
+
+
+class Resumable(Protocol):
+    """What can be saved as plain data and put back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there. Raises DataError where it does not fit."""
+
+
+class RunningMoments:
+    """Mean and deviation of all numbers seen so far, without keeping them (Chan et al. 1983; ROLL's RunningMoments)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self._squares = 0, 0.0, 0.0
+
+    def update(self, values: np.ndarray) -> None:
+        """Adds `values`, float[n]."""
+        count, mean = len(values), float(values.mean())
+        total, apart = self.count + count, mean - self.mean
+        self._squares += float(((values - mean) ** 2).sum()) + apart**2 * self.count * count / total
+        self.mean += apart * count / total
+        self.count = total
+
+    @property
+    def deviation(self) -> float:
+        """The sample's; 0 for fewer than two numbers."""
+        return math.sqrt(self._squares / max(self.count - 1, 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"count": self.count, "mean": self.mean, "squares": self._squares}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        self.count, self.mean, self._squares = int(state["count"]), float(state["mean"]), float(state["squares"])
+
+
+class DomainMoments:
+    """Running moments of each reward domain, by its name."""
+
+    def __init__(self) -> None:
+        self._moments: dict[str, RunningMoments] = {}
+
+    def update(self, domain: str, values: np.ndarray) -> RunningMoments:
+        """Moments of `domain` after adding `values`, float[n]."""
+        moments = self._moments.setdefault(domain, RunningMoments())
+        moments.update(values)
+        return moments
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {domain: moments.state_dict() for domain, moments in self._moments.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there. Raises DataError for moments that were saved for all domains together."""
+        if not all(isinstance(saved, Mapping) for saved in state.values()):
+            raise DataError("the checkpoint has one mean reward for all domains: it was saved by an earlier version")
+        self._moments = {domain: RunningMoments() for domain in state}
+        for domain, saved in state.items():
+            self._moments[domain].load_state_dict(saved)
+
+
+class KlCoefficient:
+    """A weight that is fixed, or moves so that the divergence comes near `target` (Ziegler et al. 2019, 1909.08593).
+
+    value *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon.
+    """
+
+    def __init__(self, value: float, *, target: float | None = None, horizon: int = 10000) -> None:
+        self.value, self.target, self.horizon = value, target, horizon
+
+    def update(self, divergence: float, samples: int) -> None:
+        """After a step of `samples` whose mean divergence per token was this."""
+        if self.target is not None:
+            self.value *= 1 + min(max(divergence / self.target - 1, -0.2), 0.2) * samples / self.horizon
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there; a fixed weight stays what it is."""
+        if self.target is not None:
+            self.value = float(state["value"])
+
+
+class CompositeState:
+    """Several that are saved as one: the first as it is, the others below their names."""
+
+    def __init__(self, first: Resumable, **others: Resumable) -> None:
+        self.first, self.others = first, others
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return self.first.state_dict() | {name: part.state_dict() for name, part in self.others.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there. Raises DataError when one of them was not saved."""
+        self.first.load_state_dict(state)
+        for name, part in self.others.items():
+            if name not in state:
+                raise DataError(f"the checkpoint has no {name}: it was saved by a job without that setting")
+            part.load_state_dict(state[name])

@@ -1,0 +1,104 @@
+"""Progress that reads well on a terminal, as a bar, and in a log file, as a line now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from roll_batching.jobs.observe.numbers import fixed
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def default_console() -> Console:
+    """Standard output; where it is no terminal, wide enough for the tables of a run."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=110)
+
+
+class ProgressReporter:
+    """Shows how far the phases of a run are. Every method does nothing where `enabled` is False.
+
+    On a terminal: one bar per phase with the latest values beside it. Elsewhere: a line at the first and the
+    last step of a phase, and in between at most every ten seconds.
+    """
+
+    def __init__(self, *, enabled: bool = True, console: Console | None = None) -> None:
+        self.enabled = enabled
+        self.console = console or default_console()
+        self._bars: Progress | None = None
+        self._task: TaskID | None = None
+        self._phase, self._total = "", 0
+        self._started = self._shown = 0.0
+        self._first = 0
+
+    def start(self, phase: str, total: int, done: int = 0) -> None:
+        """Begin a phase of `total` steps, `done` of which lie behind (a resumed run)."""
+        if not self.enabled:
+            return
+        self._phase, self._total, self._first = phase, total, done
+        self._started, self._shown = time.monotonic(), -SECONDS_BETWEEN_LINES
+        if self.console.is_terminal:
+            if self._bars is None:
+                self._bars = Progress(
+                    TextColumn("[bold]{task.description:<7}"),
+                    BarColumn(bar_width=28),
+                    MofNCompleteColumn(),
+                    TimeElapsedColumn(),
+                    TextColumn("left"),
+                    TimeRemainingColumn(),
+                    TextColumn("{task.fields[values]}"),
+                    console=self.console,
+                )
+                self._bars.start()
+            self._task = self._bars.add_task(phase, total=total, completed=done, values="")
+
+    def advance(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Step number `step` is over; `values` are shown beside it (None is left out)."""
+        if not self.enabled:
+            return
+        text = "  ".join(f"{name} {_short(value)}" for name, value in values.items() if value is not None)
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, completed=step, values=text)
+            return
+        now = time.monotonic()
+        if step < self._total and step > self._first + 1 and now - self._shown < SECONDS_BETWEEN_LINES:
+            return
+        self._shown = now
+        spent = now - self._started
+        left = spent / max(step - self._first, 1) * (self._total - step)
+        place = f"{self._phase:<7} {step:>{len(str(self._total))}}/{self._total}"
+        self.console.print(f"{place}  {_clock(spent)} spent, {_clock(left)} left  {text}", soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """One line of text, above the bars where there are any."""
+        if self.enabled:
+            self.console.print(text, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the bars as they stand. Safe to call twice."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+
+def _short(value: float) -> str:
+    if isinstance(value, int) or abs(value) >= 1000:
+        return fixed(value, 0)
+    return f"{value:.3g}" if abs(value) < 0.01 and value else f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    return f"{minutes}:{rest:02d}"

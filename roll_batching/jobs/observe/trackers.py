@@ -1,0 +1,81 @@
+"""Rows to Weights & Biases or SwanLab: `track_with`."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roll_batching.errors import ConfigError, RollBatchingError
+from roll_batching.jobs.observe.metrics_file import Row
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = {"wandb": "dir", "swanlab": "log_dir"}
+"""The trackers, and what the `init` of each calls the folder of its files."""
+_OFFLINE = {"wandb": "set WANDB_MODE=offline", "swanlab": "set tracker_kwargs.mode to offline"}
+
+
+def tracker_of(name: str | None) -> Any:
+    """The module of the tracker that `track_with` names; None where it names none.
+
+    Raises ConfigError, with its cure, where it is not installed.
+    """
+    if name not in _FOLDER:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(
+            f"track_with: {name} needs the package {name}: pip install 'roll-batching[{name}]', or leave track_with out"
+        ) from None
+
+
+class TrackedRun:
+    """A run of the tracker `name`, to which rows are sent as they are written.
+
+    Its files lie in `folder`; `options` are keywords of the tracker's `init` and go before what is chosen here. A
+    resumed job begins a run of its own, with the rows from there on.
+
+    Raises:
+        ConfigError: it is not installed, or refuses `options`.
+        RollBatchingError: it cannot start.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, job: str, config: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        self._name, tracker = name, tracker_of(name)
+        chosen = {"project": "roll-batching", "name": job, _FOLDER[name]: str(folder), "config": dict(config)}
+        try:
+            self._run = tracker.init(**{**chosen, **options})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"tracker_kwargs: {name}.init refuses them: {error}") from None
+        except Exception as error:  # no login, no network: its own words
+            raise RollBatchingError(
+                f"{name} cannot start ({type(error).__name__}: {error}): log in, {_OFFLINE[name]}, or leave "
+                "track_with out"
+            ) from None
+
+    def add(self, row: Row) -> None:
+        """Logs the numbers of `row` under the names that TensorBoard has, `phase/column`.
+
+        Raises RollBatchingError when the tracker does not take them.
+        """
+        numbers = {f"{row['phase']}/{key}": value for key, value in row.items() if isinstance(value, (int, float))}
+        try:
+            self._run.log(numbers)
+        except Exception as error:  # its own kinds, and those of its libraries
+            raise RollBatchingError(
+                f"{self._name} does not take the step's figures ({type(error).__name__}: {error}): "
+                f"{_OFFLINE[self._name]}, or leave track_with out, then resume the run"
+            ) from None
+
+    def close(self) -> None:
+        """Finishes the run; where the tracker cannot, that is said: metrics.jsonl has all that it was given."""
+        try:
+            self._run.finish()
+        except Exception as error:
+            logger.warning("%s cannot finish the run (%s: %s)", self._name, type(error).__name__, error)

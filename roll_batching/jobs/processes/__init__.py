@@ -1,0 +1,1 @@
+"""Processes that a job starts beside its ranks."""

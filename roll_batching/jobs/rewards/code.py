@@ -1,0 +1,107 @@
+"""Code that the model wrote, run against tests: in a sandbox where one works here, or by a command of yours."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import secrets
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from roll_batching.jobs.rewards.contract import Completion, Score
+from roll_batching.jobs.rewards.judged_code import driver
+from roll_batching.jobs.rewards.judged_code.cases import PRELUDE, AssertionCase, OutputCase, read_cases
+from roll_batching.jobs.rewards.judged_code.container import names_container
+from roll_batching.jobs.rewards.judged_code.process import SUBPROCESS, JudgedProcess
+from roll_batching.jobs.rewards.judged_code.sandbox import best_sandbox
+
+_BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_MOST_OUTPUT = 1 << 20
+
+
+def code_tests(
+    completion: Completion,
+    run: str | Sequence[str] | None = None,
+    tests: str = "test_cases",
+    *,
+    seconds: float = 10.0,
+    memory: int = 1024,
+    all_or_nothing: bool = False,
+) -> Score:
+    """The share of its tests that the response's code passes; marks `has_code` and `passes_all`.
+
+    The code is the last fenced block for Python after the last `</think>`. `record[tests]` is a list, or its JSON text,
+    of assertions to run after it (a text, or `{"assert_code": ...}`), whose functions `test_*` are called, and of
+    `{"stdin": ..., "expected_stdout": ...}` (or `input`, `output`), whose output is compared without blanks at line
+    ends. The code may use ROLL's modules without importing them. `seconds` and `memory` (MiB) bound each test. With
+    `all_or_nothing`, as in ROLL, the reward is 1 when all tests pass, else 0.
+
+    `run` is `subprocess`, or a command that takes a Python program as its last argument, and standard input, such as
+    `[docker, run, --rm, -i, --network=none, --memory=1g, "python:3.12", python, -c]`.
+
+    Raises ValueError for tests that are none.
+    """
+    assert run is not None  # check_arguments
+    cases = read_cases(completion.record, tests)
+    blocks = _BLOCK.findall(completion.response.rpartition("</think>")[2])
+    if not blocks:
+        return Score(reward=0.0, marks={"has_code": False, "passes_all": False})
+    code = PRELUDE + blocks[-1]
+    passed = sum(_passes(code, case, run, seconds, memory << 20) for case in cases)
+    whole = passed == len(cases)
+    reward = float(whole) if all_or_nothing else passed / len(cases)
+    return Score(reward=reward, marks={"has_code": True, "passes_all": whole})
+
+
+def check_run(run: str | Sequence[str] | None = None, **others: Any) -> str:
+    """A notice about what confines the code. Raises ValueError unless `run` says how code may be run."""
+    if run is None:
+        raise ValueError(
+            "it runs what the model wrote, and nothing says that it may: set reward_args.run to subprocess (in a "
+            "sandbox where one works) or to a command that runs it in a container"
+        )
+    if run == SUBPROCESS:
+        return best_sandbox().describe()
+    if not isinstance(run, list) or not run or not all(isinstance(word, str) for word in run):
+        raise ValueError(f"reward_args.run is {run!r}: write subprocess, or a command as a list of words")
+    if names_container(run):
+        raise ValueError("reward_args.run names its container: leave --name out, every test's container gets its own")
+    return ""
+
+
+code_tests.check_arguments = check_run  # type: ignore[attr-defined]
+
+
+def _passes(code: str, case: AssertionCase | OutputCase, run: str | Sequence[str], seconds: float, memory: int) -> bool:
+    """Whether one test passes within its limits."""
+    if "\0" in code:  # no Python program, and no word of a command
+        return False
+    if isinstance(case, AssertionCase):
+        # The secret follows once the code has been loaded: code that leaves before has passed nothing.
+        secret = secrets.token_hex(16)
+        test = json.dumps([secret, case.text, case.functions]).encode()
+        with JudgedProcess(inspect.getsource(driver), run, seconds, memory) as process:
+            return (
+                process.send(_framed(code.encode("utf-8", "replace")))
+                and process.receives(driver.LOADED)
+                and process.send(_framed(test))
+                and process.receives(secret.encode())
+                and process.ends()
+            )
+    with tempfile.TemporaryFile() as output:
+        with JudgedProcess(code, run, seconds, memory, output=output) as process:
+            process.send(case.stdin.encode("utf-8", "replace"))
+            if not process.ends():
+                return False
+        output.seek(0)
+        return _lines(output.read(_MOST_OUTPUT).decode("utf-8", "replace")) == _lines(case.expected)
+
+
+def _framed(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + data
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

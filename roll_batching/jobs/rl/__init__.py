@@ -1,0 +1,1 @@
+"""Reinforcement learning: the phase of rollouts, rewards, advantages and training steps."""

@@ -1,0 +1,1 @@
+"""Rollouts: prompts, sampled answers, their rewards and rows of metrics."""

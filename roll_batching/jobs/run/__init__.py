@@ -1,0 +1,1 @@
+"""A run: what its phases share, its checkpoints, its saved models, its figures."""

@@ -1,0 +1,101 @@
+"""What a checkpoint keeps of the job that wrote it, as digests: tokenizer, data and settings, compared on resuming."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from roll_batching.errors import CheckpointError
+from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.withheld import without_secrets
+from roll_batching.jobs.inputs import JobInputs
+from roll_batching.jobs.rewards.pool import reward_of
+from roll_batching.jobs.texts.tokenizers import Tokenizer
+
+Digests = Mapping[str, Mapping[str, str]]
+"""By part of a job (tokenizer, data, reward code, settings), by name."""
+_WITHOUT_EFFECT = {
+    *("exp_name", "output_dir", "resume_from_checkpoint", "verify_checkpoint", "system_envs"),
+    *("save_steps", "save_total_limit", "async_save", "export_model", "rollout_samples", "logging_steps"),
+    *("track_with", "tracker_kwargs", "tokenizer"),
+}
+"""Keys that do not change how a run goes on, or are compared as what they name."""
+_SHOWN = 12
+_HEX = 16
+
+
+def digests_of(config: JobConfig, inputs: JobInputs) -> dict[str, dict[str, str]]:
+    """Digests of all that decides how the job goes on, beside its weights."""
+    texts = {"learnt texts": inputs.corpus, "prompts": inputs.prompts, "held-out data": inputs.heldout}
+    texts["held-out data"] = texts["held-out data"] or inputs.validation
+    return {
+        "tokenizer": dict(inputs.tokenizer.parts),
+        "data": {name: part.record_fingerprint for name, part in texts.items() if part is not None},
+        "reward code": _reward_code(config),
+        "settings": {path: _digest(value) for path, value in settings_of(config).items()},
+    }
+
+
+def settings_of(config: JobConfig) -> dict[str, Any]:
+    """The settings that decide how the job goes on, by path; of secrets only that they are there."""
+    given = config.model_dump(mode="json", exclude_defaults=True, exclude=_WITHOUT_EFFECT)
+    return dict(_leaves(without_secrets(given)))
+
+
+def check_tokenizer(saved: Digests, tokenizer: Tokenizer, path: Path) -> None:
+    """Raises `CheckpointError` when tokens mean other texts than in the job that wrote the checkpoint `path`."""
+    before, here = saved.get("tokenizer", {}).get("vocabulary"), tokenizer.parts["vocabulary"]
+    if before is not None and before != here:
+        raise CheckpointError(
+            f"{path} was trained with another vocabulary: the same token stands for another text here, so its weights "
+            "mean nothing. Give the tokenizer that the run began with (tokenizer.vocabulary, vocabulary_file or "
+            "name_or_path), or start a new run"
+        )
+
+
+def changes(saved: Digests, own: Digests) -> list[str]:
+    """What differs from the job that wrote a checkpoint, though it may: a clause of a sentence each."""
+    said = []
+    for part, clause in (
+        ("tokenizer", "the tokenizer's {}"),
+        ("data", "{} (some lines, or keys beside their texts)"),
+        ("reward code", "the code of the reward {}"),
+        ("settings", "{}"),
+    ):
+        before, here = saved.get(part, {}), own[part]
+        names = sorted(name for name in before.keys() | here.keys() if before.get(name) != here.get(name))
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            said.append(clause.format(", ".join(names[:_SHOWN]) + more))
+    return said
+
+
+def _reward_code(config: JobConfig) -> dict[str, str]:
+    """The files of the reward functions. Nothing is imported here: their processes do that."""
+    pool = reward_of(config)
+    found = {}
+    for domain in () if pool is None else pool.domains:
+        module = domain.path.partition(":")[0].split(".")
+        for place in sys.path:
+            base = Path(place or ".", *module)
+            file = next((one for one in (base.with_suffix(".py"), base / "__init__.py") if one.is_file()), None)
+            if file is not None:
+                found[domain.path] = hashlib.sha256(file.read_bytes()).hexdigest()[:_HEX]
+                break
+    return found
+
+
+def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield above + key, value
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()[:_HEX]

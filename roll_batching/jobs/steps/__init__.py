@@ -1,0 +1,1 @@
+"""Optimizer steps: mini-batches, their plans, and the updates."""

@@ -1,0 +1,266 @@
+"""Which samples of one rank form its next micro-batch: a pure function of all lengths, a seed and a small position."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from roll_batching.errors import DataError
+from roll_batching.jobs.streams.pool import PoolStrategy, require_strategy, take
+from roll_batching.planning.arrays import Ints
+from roll_batching.planning.compiled import compiled_once
+
+_STREAM = 4
+_IDENTITY = ("seed", "rank", "size", "samples", "lengths", "dataset")
+_WORDS = {
+    "seed": "another seed",
+    "samples": "another number of samples",
+    "lengths": "a dataset of other lengths",
+    "dataset": "another dataset",
+}
+
+
+class PoolFormer:
+    """Forms micro-batches of one data-parallel rank's share of a dataset, epoch after epoch.
+
+    The share is every `size`-th sample, in an order of its own in each epoch. Before each micro-batch a pool is filled
+    in that order; `pool.choose` says who leaves it. Lengths alone are looked at: nothing is read. What is left at the
+    end of an epoch stays in the pool, so that nothing is dropped (the pool may then hold samples of two epochs).
+
+    Args:
+        lengths: int64[n], tokens of every sample of the dataset; below 1: the sample is left out. int64[n, k] of
+            samples that are k sequences each, which stay together (2: pairs).
+        max_tokens: most tokens of a micro-batch: rows times the longest, or the sum when packed. A sequence is a row.
+        strategy: how a micro-batch is chosen from the pool.
+        pool_size: samples to choose from.
+        sequence_multiple: each length is rounded up to a multiple of this.
+        seed: of the order.
+        rank: this data-parallel rank.
+        size: data-parallel ranks.
+        infinite: go on with the next epoch for ever; else the first epoch is all.
+        dataset: what tells this dataset from others of the same lengths, if anything.
+
+    Raises:
+        DataError: for numbers below 1, an unknown strategy, samples above the cap (named), and, where it is to go on
+            for ever, a share without samples.
+    """
+
+    def __init__(
+        self,
+        lengths: Ints,
+        *,
+        max_tokens: int,
+        strategy: PoolStrategy = "prefer_closest",
+        pool_size: int = 32,
+        sequence_multiple: int = 1,
+        seed: int = 0,
+        rank: int = 0,
+        size: int = 1,
+        infinite: bool = True,
+        dataset: str | None = None,
+    ) -> None:
+        numbers = {"max_tokens": max_tokens, "pool_size": pool_size, "sequence_multiple": sequence_multiple}
+        for name, number in numbers.items():
+            if number < 1:
+                raise DataError(f"{name} is at least 1; got {number}.")
+        require_strategy(strategy)
+        if seed < 0 or not 0 <= rank < size:
+            raise DataError(f"seed is not negative and rank is in 0..size-1: {seed=}, {rank=}, {size=}.")
+        lengths = np.ascontiguousarray(lengths, dtype=np.int64)
+        self.max_tokens, self.strategy, self.pool_size, self.infinite = max_tokens, strategy, pool_size, infinite
+        self._slots, rows = _slots(lengths, sequence_multiple, packed=strategy == "packed")
+        self._cap = max_tokens // rows
+        aligned = f"aligned to {sequence_multiple}" if rows == 1 else "in rows of one length"
+        _require_cap(lengths, self._slots * rows, max_tokens, aligned)
+        values = (seed, rank, size, len(lengths), hashlib.sha256(lengths.tobytes()).hexdigest()[:16], dataset)
+        self._identity: dict[str, Any] = dict(zip(_IDENTITY, values, strict=True))
+        self._origin: list[dict[str, Any]] | None = None
+        """States of all ranks of another number of them, whose unread samples were dealt anew."""
+        self._last_dealt = -1
+        """The epoch in which they are read; those after it are this layout's own."""
+        self._epoch, self._cursor, self._count = 0, 0, 0
+        self._order = self._order_of(0)
+        if infinite and not self._order.size:
+            raise DataError(f"Rank {rank} of {size} has no samples: the dataset holds {int((self._slots > 0).sum())}.")
+        self._waiting = np.empty(pool_size, dtype=np.int64)
+        self._waiting_slots = np.empty(pool_size, dtype=np.int64)
+        self._taken = np.empty(pool_size, dtype=np.int64)
+        with compiled_once("pool"):
+            take(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64), 1, 1, strategy, np.zeros(1, dtype=np.int64))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next sample to enter the pool belongs to, from 0."""
+        return self._epoch
+
+    @property
+    def ended(self) -> bool:
+        """Whether no sample is left."""
+        return not (self.infinite or self._count or self._cursor < self._order.size)
+
+    def next_batch(self) -> Ints:
+        """int64: places in the dataset of the next micro-batch's samples; none when the data has ended."""
+        self._fill()
+        if not self._count:
+            return self._taken[:0].copy()
+        number = take(self._waiting, self._waiting_slots, self._count, self._cap, self.strategy, self._taken)
+        self._count -= number
+        return self._taken[:number].copy()
+
+    def _fill(self) -> None:
+        room = self.pool_size
+        while self._count < room:
+            if self._cursor == self._order.size:
+                if not self.infinite:
+                    return
+                self._epoch, self._cursor = self._epoch + 1, 0
+                self._origin, self._last_dealt = None, -1  # all that was dealt anew has been drawn
+                self._order = self._order_of(self._epoch)
+            drawn = self._order[self._cursor : self._cursor + room - self._count]
+            end = self._count + drawn.size
+            self._waiting[self._count : end] = drawn
+            self._waiting_slots[self._count : end] = self._slots[drawn]
+            self._count, self._cursor = end, self._cursor + drawn.size
+
+    def _order_of(self, epoch: int) -> Ints:
+        seed, rank, size = (self._identity[name] for name in ("seed", "rank", "size"))
+        if self._origin is not None and epoch <= self._last_dealt:
+            return _unread(self._slots, self._origin, self._last_dealt)[rank::size]
+        return _share(self._slots, seed, rank, size, epoch)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Goes to the beginning of an epoch, with an empty pool."""
+        self._origin, self._last_dealt = None, -1
+        self._epoch, self._cursor, self._count = epoch, 0, 0
+        self._order = self._order_of(epoch)
+
+    # ---- the position
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in plain values, at most `pool_size` places among them."""
+        return {
+            **self._identity,
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "pool": self._waiting[: self._count].tolist(),
+            "origin": self._origin,
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, repartition: bool = False
+    ) -> None:
+        """Goes to a saved position at once: nothing is replayed. Cap, strategy and pool size may have changed.
+
+        Args:
+            state: this rank's, or those of all ranks, in order.
+            repartition: where `state` is of another number of ranks, all of them must be given, and what those ranks
+                had not read of their epochs, up to the latest that any was in, is dealt to these ranks; each sample
+                is read once.
+
+        Raises:
+            DataError: naming the difference, for a state of another dataset or seed, of another rank or number of ranks
+                (without `repartition`), an impossible or an incomplete one.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        for one in states:
+            if missing := sorted({*_IDENTITY, "epoch", "cursor", "pool", "origin"} - one.keys()):
+                raise DataError(f"The saved stream position lacks {', '.join(missing)}.")
+            for name, what in _WORDS.items():
+                if one[name] != self._identity[name]:
+                    raise DataError(
+                        f"The saved stream position is of {what}: {name} {one[name]!r}, here {self._identity[name]!r}. "
+                        "Resume with what it was saved with, or start anew."
+                    )
+        rank, size = self._identity["rank"], self._identity["size"]
+        if any(one["size"] != size for one in states):
+            self._deal_anew(states, repartition)
+            return
+        mine = [one for one in states if one["rank"] == rank]
+        if not mine:
+            raise DataError(f"The saved stream position is of rank {states[0]['rank']}, this is rank {rank}.")
+        self._go_to(mine[0])
+
+    def _go_to(self, state: Mapping[str, Any]) -> None:
+        pool = np.array(state["pool"], dtype=np.int64)
+        before = self._origin, self._last_dealt
+        self._origin = None if state["origin"] is None else list(state["origin"])
+        self._last_dealt = -1 if self._origin is None else max(one["epoch"] for one in self._origin)
+        epoch, cursor = int(state["epoch"]), int(state["cursor"])
+        order = self._order_of(epoch)
+        inside = not pool.size or (0 <= int(pool.min()) and int(pool.max()) < len(self._slots))
+        if epoch < 0 or not 0 <= cursor <= order.size or not inside or (pool.size and not self._slots[pool].all()):
+            self._origin, self._last_dealt = before
+            raise DataError(f"The saved stream position is impossible: {epoch=}, {cursor=}, {pool=}.")
+        room = max(self.pool_size, pool.size)  # a larger pool than ours empties by and by
+        self._waiting, self._waiting_slots = np.resize(self._waiting, room), np.resize(self._waiting_slots, room)
+        self._taken = np.resize(self._taken, room)
+        self._waiting[: pool.size], self._waiting_slots[: pool.size] = pool, self._slots[pool]
+        self._epoch, self._cursor, self._order, self._count = epoch, cursor, order, pool.size
+
+    def _deal_anew(self, states: list[Mapping[str, Any]], repartition: bool) -> None:
+        old, size = states[0]["size"], self._identity["size"]
+        if not repartition:
+            raise DataError(
+                f"The saved stream position is of {old} data-parallel ranks, and there are {size}: resume with as "
+                "many, or pass repartition: true, which deals what was not read yet to the ranks that there are now."
+            )
+        if sorted(one["rank"] for one in states) != list(range(old)):
+            given = sorted(one["rank"] for one in states)
+            raise DataError(f"To deal anew, the positions of all {old} ranks are needed; given are those of {given}.")
+        self._origin = [dict(one) for one in sorted(states, key=lambda one: int(one["rank"]))]
+        self._last_dealt = max(one["epoch"] for one in self._origin)
+        self._epoch, self._cursor, self._count = self._last_dealt, 0, 0
+        self._order = self._order_of(self._epoch)
+
+
+def _share(slots: Ints, seed: int, rank: int, size: int, epoch: int) -> Ints:
+    """int64: a rank's samples in the order of an epoch."""
+    share = np.arange(rank, len(slots), size)
+    share = share[slots[share] > 0]
+    return share[np.random.default_rng([_STREAM, seed, rank, epoch]).permutation(share.size)]
+
+
+def _unread(slots: Ints, states: Sequence[Mapping[str, Any]], last: int) -> Ints:
+    """int64: what ranks at `states` have not handed out of their epochs up to `last`, pools first, rank after rank."""
+    pools = [np.array(one["pool"], dtype=np.int64) for one in states]
+    rest = []
+    for one in states:
+        dealt = -1 if one["origin"] is None else max(before["epoch"] for before in one["origin"])
+        for epoch in range(int(one["epoch"]), last + 1):
+            if epoch <= dealt:
+                order = _unread(slots, one["origin"], dealt)[one["rank"] :: one["size"]]
+            else:
+                order = _share(slots, one["seed"], one["rank"], one["size"], epoch)
+            rest.append(order[one["cursor"] :] if epoch == one["epoch"] else order)
+    return np.concatenate([*pools, *rest])
+
+
+def _slots(lengths: Ints, multiple: int, *, packed: bool) -> tuple[Ints, int]:
+    """How long each sample is, int64[n], 0 for one that is left out; and how many rows of that length it takes.
+
+    Of sequences that stay together a pack takes the sum, as of one; a rectangle has a row for each, as long as the
+    longest.
+    """
+    aligned = np.maximum(-(-lengths // multiple) * multiple, 0)
+    if lengths.ndim == 1:
+        return aligned, 1
+    together = aligned.sum(axis=1) if packed else aligned.max(axis=1)
+    return np.where((lengths > 0).all(axis=1), together, 0), 1 if packed else lengths.shape[1]
+
+
+def _require_cap(lengths: Ints, computed: Ints, max_tokens: int, aligned: str) -> None:
+    above = np.flatnonzero(computed > max_tokens)
+    if not above.size:
+        return
+    first = int(above[0])
+    together = lengths[first].ravel().tolist()
+    has = " and ".join(map(str, together)) + " tokens" + (", which stay together" if len(together) > 1 else "")
+    takes = f" ({computed[first]} {aligned})" if computed[first] != sum(together) else ""
+    more = f", and {above.size - 1:,} more samples are longer than that" if above.size > 1 else ""
+    raise DataError(
+        f"Sample {first} has {has}{takes}, more than max_tokens={max_tokens}{more}: raise the cap, shorten them, or "
+        "leave them out."
+    )

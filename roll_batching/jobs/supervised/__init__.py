@@ -1,0 +1,1 @@
+"""Supervised phases: the warm-up of a GRPO job, SFT and DPO."""

@@ -1,0 +1,285 @@
+"""Texts to learn from: prompts with answers for RL; documents and conversations for SFT; pairs for DPO."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic, TypeVar, overload
+
+from roll_batching.errors import DataError
+from roll_batching.jobs.texts.chat import ASSISTANT, ChatTemplate, Message
+from roll_batching.jobs.texts.faults import Faults
+from roll_batching.jobs.texts.jsonl import PathLike, Record, iterate_records
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a rollout starts from, and what its reward compares with."""
+
+    prompt: str
+    answer: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    """All other keys of the line, as they were."""
+    source: str = "memory"
+    """Where it comes from, as `file:line`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A supervised sample: the prompt bears no loss, the response is learnt."""
+
+    prompt: str
+    response: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    source: str = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A supervised sample of several turns: what the assistant says is learnt."""
+
+    messages: tuple[Message, ...]
+    extra: dict[str, Any] = field(default_factory=dict)
+    source: str = "memory"
+
+    @property
+    def prompt(self) -> str:
+        """Its messages as JSON: what tells it from others."""
+        return json.dumps(self.messages, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A better and a worse answer to one prompt: a text, or the messages of a chat."""
+
+    prompt: str
+    """The text, or the messages as JSON."""
+    chosen: str
+    rejected: str
+    chat: bool = False
+    """Whether the prompt is messages, which the answers follow as the assistant's."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    source: str = "memory"
+
+    @property
+    def documents(self) -> tuple[Document, Document] | tuple[Conversation, Conversation]:
+        """The chosen one, then the rejected one, each with the prompt."""
+        if not self.chat:
+            return tuple(Document(self.prompt, one, source=self.source) for one in (self.chosen, self.rejected))  # type: ignore[return-value]
+        before = json.loads(self.prompt)
+        answers = ({"role": ASSISTANT, "content": one} for one in (self.chosen, self.rejected))
+        return tuple(Conversation((*before, one), source=self.source) for one in answers)  # type: ignore[return-value]
+
+
+Text = Prompt | Document | Conversation | Pair
+T = TypeVar("T", bound=Text)
+
+
+def second_text(item: Text) -> str:
+    """What follows the prompt: its answer, the document's response, a pair's two; nothing in a conversation."""
+    if isinstance(item, Conversation):
+        return ""
+    if isinstance(item, Pair):
+        return json.dumps([item.chosen, item.rejected])
+    return item.answer if isinstance(item, Prompt) else item.response
+
+
+class Fingerprint:
+    """Digest of texts and their order, fed one by one; other keys and the files' names do not count."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, item: Text) -> None:
+        """The next text."""
+        for text in (item.prompt, second_text(item)):
+            raw = text.encode("utf-8", "surrogatepass")
+            self._digest.update(len(raw).to_bytes(8, "little") + raw)
+
+    def value(self) -> str:
+        """The digest so far."""
+        return self._digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """Texts of a line that make a chat, as instruction data has them: a prompt, and what these keys hold.
+
+    Source: ROLL, `roll/pipeline/sft/sft_pipeline.py`, `build_conversation`.
+    """
+
+    query: str | None = None
+    """What the user says after the prompt."""
+    system: str | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Those that are read."""
+        return tuple(key for key in (self.query, self.system) if key is not None)
+
+    def chat(self, record: Record, keys: Sequence[str], *, answered: bool) -> Record:
+        """`record`, read by `keys` and then its own, with messages as JSON for a first text.
+
+        They end before the assistant's turn, or with it where the chat is `answered` by the second text. The first text
+        is empty where the user says nothing.
+        """
+        (prompt, *answers), own = record.texts[: len(keys)], record.texts[len(keys) :]
+        texts = dict(zip(self.keys, own, strict=True))
+        query, system = texts.get(self.query or "", ""), texts.get(self.system or "", "")
+        turns = [("system", system), ("user", "\n".join(filter(None, (prompt, query))))]
+        if answered:
+            turns.append((ASSISTANT, answers.pop(0)))
+        messages = [{"role": role, "content": text} for role, text in turns if text or role == ASSISTANT]
+        first = json.dumps(messages, ensure_ascii=False) if prompt or query else ""
+        return Record((first, *answers), record.extra | texts | {keys[0]: prompt}, record.source)
+
+
+def iterate_texts(
+    kind: type[T],
+    paths: PathLike | Sequence[PathLike],
+    keys: Sequence[str],
+    faults: Faults,
+    read: Callable[[int], None] = lambda size: None,
+    *,
+    template: ChatTemplate | None = None,
+    instruction: Instruction | None = None,
+) -> Iterator[T]:
+    """Prompts, documents, conversations or pairs of data files, one after the other, their texts under `keys`.
+
+    The first key holds the messages of a conversation; with `template` it holds messages that become a prompt's text,
+    or stay messages in a pair; with `instruction` the first key holds a text, and what it names makes messages of it.
+    Without a second key the second text is empty.
+    What cannot be used is noted in `faults` and passed over, an empty prompt too; see `jsonl.iterate_records`.
+    """
+    chat = instruction is None and (kind is Conversation or template is not None)
+    own = () if instruction is None else instruction.keys
+    made: Any = kind
+    for record in iterate_records(paths, (*keys, *own), faults, read, chat=chat):
+        if instruction is not None:
+            record = instruction.chat(record, keys, answered=kind is Conversation)
+        first, extra = record.texts[0], record.extra
+        if kind is Conversation and first:
+            yield made(tuple(json.loads(first)), extra, record.source)
+            continue
+        if kind is Pair:
+            faults_before = len(faults)
+            _check_pair(record, keys, faults)
+            if len(faults) == faults_before:
+                yield made(*record.texts, template is not None, extra, record.source)
+            continue
+        if template is not None and first:
+            messages = json.loads(first)
+            try:
+                first = template.prompt(messages)
+            except DataError as error:
+                faults.add(record.source, f"{keys[0]}: {error}", "Remove the line, or write it anew.")
+                continue
+            extra = extra if instruction is not None else extra | {keys[0]: messages}
+        if first:
+            yield made(first, record.texts[1] if len(keys) > 1 else "", extra, record.source)
+        else:
+            faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
+
+
+def _check_pair(record: Record, keys: Sequence[str], faults: Faults) -> None:
+    prompt, chosen, rejected = record.texts
+    if not prompt:
+        faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
+    elif chosen == rejected:
+        cure = "Remove the line: nothing can be learnt from it."
+        faults.add(record.source, f"{keys[1]!r} and {keys[2]!r} are the same text", cure)
+
+
+class TextDataset(Sequence[T], Generic[T]):
+    """Texts in a fixed order, with a fingerprint by which a resumed run recognises them."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items: tuple[T, ...] = tuple(items)
+        if not self._items:
+            raise DataError("A dataset needs at least one text.")
+        for number, item in enumerate(self._items):
+            if not item.prompt:
+                place = f"item {number}" if item.source == "memory" else item.source
+                raise DataError(f"{place}: the prompt is empty.")
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        return self._items[index]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the texts and their order; other keys and the files' names do not count."""
+        digest = Fingerprint()
+        for item in self._items:
+            digest.add(item)
+        return digest.value()
+
+    @cached_property
+    def record_fingerprint(self) -> str:
+        """Digest of the texts, their order, and all other keys of their lines, which rewards read."""
+        digest = hashlib.sha256(self.fingerprint.encode())
+        for item in self._items:
+            digest.update(json.dumps(item.extra, sort_keys=True, default=repr).encode() + b"\n")
+        return digest.hexdigest()
+
+
+class PromptDataset(TextDataset[Prompt]):
+    """Prompts with answers.
+
+    Raises:
+        DataError: without any prompt, or for an empty one.
+    """
+
+    @classmethod
+    def from_jsonl(
+        cls,
+        paths: PathLike | Sequence[PathLike],
+        *,
+        prompt_key: str = "prompt",
+        answer_key: str = "answer",
+    ) -> PromptDataset:
+        """Read one or several files with a prompt and an answer per line; other keys go to `extra`.
+
+        Raises:
+            DataError: naming all faults with file and line; see `iterate_texts`.
+        """
+        return cls(_read(Prompt, paths, (prompt_key, answer_key)))
+
+
+class DocumentDataset(TextDataset[Document]):
+    """Supervised documents.
+
+    Raises:
+        DataError: without any document, or for an empty prompt.
+    """
+
+    @classmethod
+    def from_jsonl(
+        cls,
+        paths: PathLike | Sequence[PathLike],
+        *,
+        prompt_key: str = "prompt",
+        response_key: str = "response",
+    ) -> DocumentDataset:
+        """Read one or several files with a prompt and a response per line; other keys go to `extra`.
+
+        Raises:
+            DataError: naming all faults with file and line; see `iterate_texts`.
+        """
+        return cls(_read(Document, paths, (prompt_key, response_key)))
+
+
+def _read(kind: type[T], paths: PathLike | Sequence[PathLike], keys: tuple[str, str]) -> list[T]:
+    faults = Faults()
+    items = list(iterate_texts(kind, paths, keys, faults))
+    faults.check()
+    return items

@@ -1,0 +1,24 @@
+"""Modules that version 0.2.0 moved, for errors that name the new path."""
+
+from __future__ import annotations
+
+MOVED = {
+    "roll_batching.jobs.conversion.nemo_rl_names": "roll_batching.jobs.conversion.nemo_rl_names",
+    "roll_batching.jobs.config": "roll_batching.jobs.config",
+    "roll_batching.jobs.conversion": "roll_batching.jobs.conversion",
+    "roll_batching.jobs.driver": "roll_batching.jobs.driver",
+    "roll_batching.jobs.engines": "roll_batching.jobs.engines",
+    "roll_batching.jobs.launch": "roll_batching.jobs.launch",
+    "roll_batching.jobs.observe": "roll_batching.jobs.observe",
+    "roll_batching.jobs.rewards": "roll_batching.jobs.rewards",
+    "roll_batching.jobs.rl": "roll_batching.jobs.rl",
+}
+"""Old packages and modules with their new path, longer ones before those that hold them."""
+
+
+def moved_to(module: str) -> str | None:
+    """The new path of `module`, or None where it has not moved."""
+    for old, new in MOVED.items():
+        if module == old or module.startswith(f"{old}."):
+            return new + module[len(old) :]
+    return None

@@ -1,1 +1,0 @@
-"""Rollouts by engines: how a job asks them, starts their servers, and gives them weights."""

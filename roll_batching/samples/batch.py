@@ -1,0 +1,395 @@
+"""`SampleBatch`: ragged samples as flat values plus lengths, with the meaning of every field stated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll_batching.errors import DataError
+from roll_batching.samples import build
+from roll_batching.samples.build import PaddingSide, as_index
+from roll_batching.samples.checks import describe_difference, describe_fields, name_rows, require_finite
+from roll_batching.samples.fields import FieldSpec, Schema, SchemaLike, check_dtype, normalise_schema
+from roll_batching.samples.ragged import place, row_indices, starts_of, take
+
+
+@dataclass(frozen=True, eq=False)
+class SampleBatch:
+    """Samples of different lengths, without padding. Immutable: every change makes a new batch.
+
+    Ids and lengths are int64 tensors on the host, whatever the device of the fields, so that planning
+    never waits for a device. A batch may be empty (a rank without samples).
+
+    Raises:
+        DataError: for lengths or ids that are not one-dimensional integers, a sample without tokens, an id
+            that occurs twice, a field whose rows do not fit its kind, a field without a kind, a dtype that its pad
+            does not fit.
+    """
+
+    ids: Tensor
+    """int64 `[n]`, on the host: one id per sample, unique over all ranks of a job."""
+
+    lengths: Tensor
+    """int64 `[n]`, on the host: tokens per sample, at least 1."""
+
+    fields: dict[str, Any]
+    """Name to values: `[sum(lengths), ...]` for token and next_token fields, `[n, ...]` for sample
+    fields, anything for static ones. A next_token field given with L-1 rows per sample gets its last."""
+
+    schema: Schema
+    """Name to `FieldSpec`, for exactly the names in `fields`. A plain kind (`"token"`) is accepted."""
+
+    origin: str | None = None
+    """Names what was handed out to the ranks of a replica: batches of one origin hold the same samples, though a
+    pipeline's stages may have been given no more fields than they read. A batch made from this one has none."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", as_index(self.ids, "ids"))
+        object.__setattr__(self, "lengths", as_index(self.lengths, "lengths"))
+        object.__setattr__(self, "fields", dict(self.fields))
+        object.__setattr__(self, "schema", normalise_schema(self.schema))
+        if self.ids.numel() != self.lengths.numel():
+            raise DataError(f"{self.ids.numel()} ids for {self.lengths.numel()} lengths.")
+        if (empty := (self.lengths < 1).nonzero().flatten()).numel():
+            raise DataError(f"No token in {name_rows(empty, self.ids)}: a sample has at least one.")
+        repeated = self._sorted_ids[1:] == self._sorted_ids[:-1]
+        if repeated.any():
+            twice = self._sorted_ids[1:][repeated].unique().tolist()
+            raise DataError(f"Ids occur more than once in one batch: {twice[:8]}. Ids name samples uniquely.")
+        build.check_field_names(self.fields, self.schema)
+        for name, spec in self.schema.items():
+            self._check_field(name, spec)
+
+    def _check_field(self, name: str, spec: FieldSpec) -> None:
+        if spec.kind == "static":
+            return
+        values = self.fields[name]
+        if not isinstance(values, Tensor):
+            raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
+        check_dtype(name, spec, values.dtype)
+        rows, what = (self.num_tokens, "tokens") if spec.per_token else (len(self), "samples")
+        if spec.kind == "next_token" and values.dim() and len(self) and values.shape[0] == rows - len(self):
+            self.fields[name] = build.append_pad(values, self.lengths, spec)
+            return
+        if values.dim() < 1 or values.shape[0] != rows:
+            raise DataError(
+                f"Field {name!r} is a {spec.kind} field of {rows} {what}, so its shape must be "
+                f"[{rows}, ...]; got {tuple(values.shape)}."
+            )
+
+    # ---- making one
+
+    @classmethod
+    def from_padded(
+        cls,
+        tensors: Mapping[str, Any],
+        attention_mask: Tensor,
+        schema: SchemaLike,
+        ids: Any = None,
+        *,
+        padding_side: PaddingSide = "right",
+    ) -> SampleBatch:
+        """Make a batch from padded rectangles.
+
+        Args:
+            tensors: by field name: `[B, S, ...]` for token fields, `[B, S, ...]` or `[B, S - 1, ...]` for
+                next_token fields (column j speaks of column j + 1), `[B, ...]` for sample fields.
+            attention_mask: bool or 0/1 `[B, S]`, contiguous in every row.
+            schema: name to `FieldSpec` or kind, for exactly the names in `tensors`.
+            ids: `[B]` integers; by default 0 to B-1.
+            padding_side: where all rows are padded.
+
+        Raises:
+            DataError: for an all-padding row, a mask with holes, padding on the other side, a wrong width.
+        """
+        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+            shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
+            raise DataError(f"The attention mask must be a [B, S] tensor; got {shape}.")
+        schema = normalise_schema(schema)
+        ids = _ids_or_range(ids, attention_mask.shape[0])
+        lengths, fields = build.from_padded(tensors, attention_mask, schema, ids, padding_side)
+        return cls(ids, lengths, fields, schema)
+
+    @classmethod
+    def from_lists(
+        cls, columns: Mapping[str, Any], schema: SchemaLike, ids: Any = None, lengths: Any = None
+    ) -> SampleBatch:
+        """Make a batch from one list (or array, or tensor) per sample and field.
+
+        Args:
+            columns: by field name: n sequences of L values for token fields, of L or L-1 for next_token
+                fields, n values for sample fields. Integers become int64, floats torch's default dtype;
+                arrays and tensors keep theirs.
+            schema: name to `FieldSpec` or kind, for exactly the names in `columns`.
+            ids: n integers; by default 0 to n-1.
+            lengths: n integers; by default those of the first token field.
+
+        Raises:
+            DataError: for rows that do not fit their sample's length, values that are no numbers, empty rows.
+        """
+        schema = normalise_schema(schema)
+        given = None if lengths is None else as_index(lengths, "lengths")
+        lengths, fields = build.from_lists(columns, schema, given)
+        return cls(_ids_or_range(ids, lengths.numel()), lengths, fields, schema)
+
+    @classmethod
+    def from_tensordict(
+        cls,
+        source: Mapping[str, Any] | Any,
+        schema: SchemaLike,
+        ids: Any = None,
+        *,
+        attention_mask: str = "attention_mask",
+        padding_side: PaddingSide = "right",
+    ) -> SampleBatch:
+        """Make a batch from a TensorDict (or any mapping) of padded tensors, as `from_padded` does.
+
+        The entries that `schema` names are taken, others are left behind. `attention_mask` and `ids` may
+        be names of entries.
+
+        Raises:
+            DataError: for an entry that is missing, and all of `from_padded`.
+        """
+        present = set(source.keys())
+        wanted = [*schema, attention_mask, *([ids] if isinstance(ids, str) else [])]
+        if missing := [name for name in wanted if name not in present]:
+            raise DataError(
+                f"No entry {', '.join(map(repr, missing))}; present are {', '.join(sorted(map(str, present)))}."
+            )
+        return cls.from_padded(
+            {name: source[name] for name in schema},
+            source[attention_mask],
+            schema,
+            source[ids] if isinstance(ids, str) else ids,
+            padding_side=padding_side,
+        )
+
+    @classmethod
+    def concat(cls, batches: Sequence[SampleBatch]) -> SampleBatch:
+        """Join batches with the same schema, in order; static fields must be equal.
+
+        Raises:
+            DataError: for no batch, schemas, dtypes or static values that differ, ids that repeat.
+        """
+        if not batches:
+            raise DataError("Nothing to join: concat needs at least one batch.")
+        first = batches[0]
+        words = first.describe(static_values=True)
+        for number, batch in enumerate(batches[1:], 1):
+            if difference := describe_difference(words, batch.describe(static_values=True), "field "):
+                raise DataError(f"Batches 0 (here) and {number} (there) do not fit: {difference}.")
+        fields = {
+            name: first[name] if spec.kind == "static" else torch.cat([batch[name] for batch in batches])
+            for name, spec in first.schema.items()
+        }
+        ids = torch.cat([batch.ids for batch in batches])
+        return cls(ids, torch.cat([batch.lengths for batch in batches]), fields, first.schema)
+
+    # ---- looking at it
+
+    def __len__(self) -> int:
+        return self.lengths.numel()
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.fields[name]
+        except KeyError:
+            raise DataError(f"No field {name!r}; this batch has {', '.join(self.fields) or 'none'}.") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.fields
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}: {text}" for name, text in self.describe().items())
+        return f"SampleBatch({len(self)} samples, {self.num_tokens} tokens; {fields})"
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int64 `[n + 1]`, on the host: where each sample begins in token fields, and their end."""
+        return starts_of(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return int(self.offsets[-1])
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sample; 0 for an empty batch."""
+        return int(self.lengths.max()) if len(self) else 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the fields are (the first tensor's device; the host when there is none)."""
+        for values in self.fields.values():
+            if isinstance(values, Tensor):
+                return values.device
+        return torch.device("cpu")
+
+    @cached_property
+    def _id_order(self) -> Tensor:
+        return torch.argsort(self.ids, stable=True)
+
+    @cached_property
+    def _sorted_ids(self) -> Tensor:
+        return self.ids[self._id_order]
+
+    def rows_of(self, ids: Any) -> Tensor:
+        """Rows that hold `ids`: int64, on the host, in the order asked.
+
+        Raises:
+            DataError: naming the ids that this batch does not hold.
+        """
+        wanted = as_index(ids, "ids")
+        rows, found = self.find(wanted)
+        if not found.all():
+            raise DataError(f"This batch of {len(self)} samples does not hold ids {wanted[~found].tolist()[:8]}.")
+        return rows
+
+    def find(self, ids: Any) -> tuple[Tensor, Tensor]:
+        """`(rows, found)` for `ids`: int64 rows (meaningless where not found) and bool, both on the host."""
+        wanted = as_index(ids, "ids")
+        if not len(self):
+            return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
+        place_ = torch.searchsorted(self._sorted_ids, wanted).clamp_(max=len(self) - 1)
+        return self._id_order[place_], self._sorted_ids[place_] == wanted
+
+    def describe(self, *, static_values: bool = False) -> dict[str, str]:
+        """Kind, pad, dtype and shape of one value for every field, in words: batches that fit agree in them.
+
+        With `static_values` also the static values (tensors by a digest of their bytes).
+        """
+        return describe_fields(self.schema, self.fields, static_values=static_values)
+
+    def to_lists(self, name: str) -> list[Tensor]:
+        """One view per sample: `[L, ...]` of a token or next_token field, `[...]` of a sample field."""
+        values = self[name]
+        spec = self.schema[name]
+        if spec.kind == "static":
+            raise DataError(f"Field {name!r} is static: it has no values per sample.")
+        return list(values.split(self.lengths.tolist()) if spec.per_token else values.unbind(0))
+
+    def to_padded(self, name: str, length: int | None = None, *, padding_side: PaddingSide = "right") -> Tensor:
+        """A token or next_token field as `[n, length, ...]`, gaps read the field's pad value.
+
+        Args:
+            name: the field.
+            length: the width; by default the longest sample's length.
+            padding_side: where the gaps go.
+
+        Raises:
+            DataError: for another kind of field, or a sample longer than `length`.
+        """
+        values = self[name]
+        spec = self.schema[name]
+        if not spec.per_token:
+            raise DataError(f"Field {name!r} is a {spec.kind} field: only fields per token are padded.")
+        width = self._width(length)
+        rows = place(values, self._padded_index(width, padding_side), len(self) * width, spec.pad)
+        return rows.view(len(self), width, *values.shape[1:])
+
+    def padded_mask(self, length: int | None = None, *, padding_side: PaddingSide = "right") -> Tensor:
+        """The attention mask that belongs to `to_padded`: bool `[n, length]`, on the host."""
+        width = self._width(length)
+        ones = torch.ones(self.num_tokens, dtype=torch.bool)
+        return place(ones, self._padded_index(width, padding_side), len(self) * width, False).view(-1, width)
+
+    def _width(self, length: int | None) -> int:
+        if length is not None and (long := (self.lengths > length).nonzero().flatten()).numel():
+            raise DataError(f"{name_rows(long, self.ids)} do not fit a width of {length}.")
+        return self.max_length if length is None else length
+
+    def _padded_index(self, width: int, side: PaddingSide) -> Tensor:
+        if side not in ("right", "left"):
+            raise DataError(f'padding_side is "right" or "left"; got {side!r}.')
+        starts = torch.arange(len(self)) * width
+        return row_indices(starts if side == "right" else starts + width - self.lengths, self.lengths)
+
+    def require_finite(self, names: Iterable[str] | str | None = None) -> None:
+        """Refuse NaN and infinities in the fields `names` (by default all floating point fields).
+
+        The last row of a sample in a next_token field speaks of no token and is not looked at. One device
+        synchronisation per field.
+
+        Raises:
+            DataError: naming field, samples and, per token, the first position.
+        """
+        if names is None:
+            names = [n for n, v in self.fields.items() if isinstance(v, Tensor) and v.is_floating_point()]
+        for name in [names] if isinstance(names, str) else names:
+            require_finite(name, self[name], self.schema[name], self.ids, self.lengths, self.offsets)
+
+    # ---- making another
+
+    def select(self, index: Any, ids: Any = None) -> SampleBatch:
+        """The samples at rows `index`, in that order; new `ids` allow a row to be taken more than once.
+
+        Raises:
+            DataError: for rows outside the batch, or rows repeated without new ids.
+        """
+        rows = as_index(index, "row indices")
+        if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= len(self)):
+            raise DataError(
+                f"Row indices run from {int(rows.min())} to {int(rows.max())}, the batch has {len(self)} rows."
+            )
+        lengths = self.lengths[rows]
+        tokens = row_indices(self.offsets[:-1][rows], lengths)
+        fields = {}
+        for name, spec in self.schema.items():
+            values = self.fields[name]
+            if spec.kind == "static":
+                fields[name] = values
+            else:
+                fields[name] = take(values, tokens if spec.per_token else rows)
+        return SampleBatch(self.ids[rows] if ids is None else ids, lengths, fields, self.schema)
+
+    def select_ids(self, ids: Any) -> SampleBatch:
+        """The samples with these ids, in that order.
+
+        Raises:
+            DataError: naming the ids that this batch does not hold.
+        """
+        return self.select(self.rows_of(ids))
+
+    def with_ids(self, ids: Any) -> SampleBatch:
+        """The same samples under other ids."""
+        return SampleBatch(as_index(ids, "ids"), self.lengths, self.fields, self.schema)
+
+    def with_fields(self, fields: Mapping[str, Any], schema: SchemaLike) -> SampleBatch:
+        """This batch with `fields` (flat, as stored) added or replaced; `schema` names each one's kind."""
+        added = normalise_schema(schema)
+        build.check_field_names(fields, added)
+        return SampleBatch(self.ids, self.lengths, {**self.fields, **fields}, {**self.schema, **added})
+
+    def without(self, names: Iterable[str] | str) -> SampleBatch:
+        """This batch without the fields `names`.
+
+        Raises:
+            DataError: for a name that is not there.
+        """
+        gone = {names} if isinstance(names, str) else set(names)
+        if unknown := sorted(gone - self.fields.keys()):
+            raise DataError(f"No field {', '.join(map(repr, unknown))}; this batch has {', '.join(self.fields)}.")
+        return self.only(name for name in self.fields if name not in gone)
+
+    def only(self, names: Iterable[str]) -> SampleBatch:
+        """This batch with no other fields than `names`, in that order."""
+        kept = list(names)
+        return SampleBatch(self.ids, self.lengths, {n: self[n] for n in kept}, {n: self.schema[n] for n in kept})
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SampleBatch:
+        """This batch with its tensors on `device`; ids and lengths stay on the host."""
+        moved = {
+            name: values.to(device, non_blocking=non_blocking) if isinstance(values, Tensor) else values
+            for name, values in self.fields.items()
+        }
+        return SampleBatch(self.ids, self.lengths, moved, self.schema)
+
+
+def _ids_or_range(ids: Any, count: int) -> Tensor:
+    return torch.arange(count) if ids is None else as_index(ids, "ids")

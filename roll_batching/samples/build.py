@@ -1,0 +1,210 @@
+"""From the shapes that people have (padded rectangles, lists, TensorDicts) to flat ragged fields.
+
+Every function returns `(lengths, fields)`; `SampleBatch` adds ids and checks the whole. Rows are
+named by number and id in every error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll_batching.errors import DataError
+from roll_batching.samples.checks import name_rows
+from roll_batching.samples.fields import FieldSpec, Schema, check_dtype
+from roll_batching.samples.ragged import place, row_indices, starts_of, take
+
+PaddingSide = Literal["right", "left"]
+
+
+def as_index(values: Any, what: str) -> Tensor:
+    """`values` (tensor, array or sequence of integers) as a one-dimensional int64 tensor on the host.
+
+    Raises:
+        DataError: when the values are not integers or not one-dimensional.
+    """
+    if isinstance(values, Tensor):
+        tensor = values.detach().cpu()
+    elif isinstance(values, (str, bytes)) or not isinstance(values, (Iterable, np.ndarray)):
+        raise DataError(f"{what} must be a one-dimensional list of integers; got {values!r}.")
+    else:
+        array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
+        if array.size == 0:
+            array = array.astype(np.int64)
+        if array.dtype.kind not in "iub":
+            raise DataError(f"{what} must be integers; got dtype {array.dtype}.")
+        tensor = torch.from_numpy(array.astype(np.int64, copy=True))
+    if tensor.dim() != 1:
+        raise DataError(f"{what} must be one-dimensional; got shape {tuple(tensor.shape)}.")
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise DataError(f"{what} must be integers; got dtype {tensor.dtype}.")
+    return tensor.to(torch.int64)
+
+
+def check_field_names(given: Iterable[str], schema: Schema) -> None:
+    """Refuse fields without a kind and kinds without a field."""
+    given = set(given)
+    if unknown := sorted(given - schema.keys()):
+        raise DataError(
+            f"Field{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} not in the schema: "
+            "say what kind each is (token, next_token, sample or static), or leave it out."
+        )
+    if missing := sorted(schema.keys() - given):
+        raise DataError(f"The schema names {', '.join(map(repr, missing))}, but no such field was given.")
+
+
+def lengths_from_mask(attention_mask: Tensor, ids: Tensor, side: PaddingSide) -> Tensor:
+    """Row lengths (int64 `[B]`, host) of a `[B, S]` mask of zeros and ones, padded on `side` only.
+
+    Raises:
+        DataError: for a row without tokens, a mask with holes, padding on the other side, values that
+            are not 0 or 1.
+    """
+    if side not in ("right", "left"):
+        raise DataError(f'padding_side is "right" or "left"; got {side!r}.')
+    mask = attention_mask.detach().cpu()
+    valid = mask.to(torch.bool)
+    if mask.dtype != torch.bool and bool((mask != valid.to(mask.dtype)).any()):
+        raise DataError("The attention mask must hold only 0 and 1; additive masks are not understood.")
+    lengths = valid.sum(1, dtype=torch.int64)
+    if (empty := (lengths == 0).nonzero().flatten()).numel():
+        raise DataError(f"No token in {name_rows(empty, ids)}: the attention mask is all padding there.")
+    columns = torch.arange(mask.shape[1])
+    right = columns < lengths[:, None]
+    left = columns >= mask.shape[1] - lengths[:, None]
+    expected, other = (right, left) if side == "right" else (left, right)
+    if (bad := (valid != expected).any(1)).any():
+        mirrored = bad & (valid == other).all(1)
+        if mirrored.any():
+            other_side = "left" if side == "right" else "right"
+            raise DataError(
+                f"{name_rows(mirrored.nonzero().flatten(), ids)}: padded on the {other_side}, but "
+                f'padding_side="{side}". Pass padding_side="{other_side}" when all rows are padded there.'
+            )
+        raise DataError(
+            f"{name_rows(bad.nonzero().flatten(), ids)}: the attention mask has holes (a 0 between two 1s, "
+            "or padding on both sides). A sample's tokens must be contiguous."
+        )
+    return lengths
+
+
+def from_padded(
+    tensors: Mapping[str, Any], attention_mask: Tensor, schema: Schema, ids: Tensor, side: PaddingSide
+) -> tuple[Tensor, dict[str, Any]]:
+    """Flatten `[B, S, ...]` tensors; see `SampleBatch.from_padded`."""
+    check_field_names(tensors, schema)
+    batch, width = attention_mask.shape
+    lengths = lengths_from_mask(attention_mask, ids, side)
+    firsts = torch.arange(batch) * width
+    if side == "left":
+        firsts = firsts + width - lengths
+    token_index = row_indices(firsts, lengths)
+    fields: dict[str, Any] = {}
+    for name, spec in schema.items():
+        values = tensors[name]
+        if spec.kind == "static":
+            fields[name] = values
+            continue
+        _require_tensor(name, values)
+        check_dtype(name, spec, values.dtype)
+        if spec.kind == "sample":
+            fields[name] = values
+            continue
+        widths = (width,) if spec.kind == "token" else (width, width - 1)
+        if values.dim() < 2 or values.shape[0] != batch or values.shape[1] not in widths:
+            wanted = " or ".join(f"[{batch}, {w}, ...]" for w in widths)
+            raise DataError(
+                f"Field {name!r} is a {spec.kind} field, so its shape must be {wanted} like the mask; "
+                f"got {tuple(values.shape)}."
+            )
+        flat = values.reshape(batch * values.shape[1], *values.shape[2:])
+        if spec.kind == "token":
+            fields[name] = take(flat, token_index)
+        else:
+            columns = firsts - torch.arange(batch) * (width - values.shape[1])
+            spoken = take(flat, row_indices(columns, lengths - 1))
+            fields[name] = append_pad(spoken, lengths, spec)
+    return lengths, fields
+
+
+def append_pad(values: Tensor, lengths: Tensor, spec: FieldSpec) -> Tensor:
+    """Give every sample of `lengths` L a last row, the pad, behind the L-1 rows that `values` holds."""
+    offsets = starts_of(lengths)
+    return place(values, row_indices(offsets[:-1], lengths - 1), int(offsets[-1]), spec.pad)
+
+
+def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
+    """Flatten per-sample lists; see `SampleBatch.from_lists`."""
+    check_field_names(columns, schema)
+    if lengths is None:
+        lengths = _lengths_of_lists(columns, schema)
+    count = lengths.numel()
+    fields: dict[str, Any] = {}
+    for name, spec in schema.items():
+        values = columns[name]
+        if spec.kind == "static":
+            fields[name] = values
+            continue
+        if len(values) != count:
+            raise DataError(f"Field {name!r} has {len(values)} samples, the batch has {count}.")
+        if spec.kind == "sample":
+            fields[name] = values if isinstance(values, Tensor) else _tensor(name, values)
+            continue
+        own = torch.tensor([len(row) for row in values], dtype=torch.int64)
+        flat = _concatenate(name, values)
+        check_dtype(name, spec, flat.dtype)
+        if spec.kind == "token":
+            _check_row_lengths(name, own, lengths, "")
+            fields[name] = flat
+        else:
+            short = own == lengths - 1
+            _check_row_lengths(name, own + short, lengths, " or one less")
+            keep = row_indices(starts_of(own)[:-1], lengths - 1)
+            fields[name] = append_pad(take(flat, keep), lengths, spec)
+    return lengths, fields
+
+
+def _lengths_of_lists(columns: Mapping[str, Any], schema: Schema) -> Tensor:
+    for name, spec in schema.items():
+        if spec.kind == "token":
+            return torch.tensor([len(row) for row in columns[name]], dtype=torch.int64)
+    raise DataError("Without a token field, pass lengths: nothing else says how long the samples are.")
+
+
+def _check_row_lengths(name: str, own: Tensor, lengths: Tensor, note: str) -> None:
+    if (bad := (own != lengths).nonzero().flatten()).numel():
+        row = int(bad[0])
+        raise DataError(
+            f"Field {name!r}, row {row}: {int(own[row])} values for a sample of {int(lengths[row])} tokens "
+            f"(as many{note} are needed); {bad.numel()} such row{'s' if bad.numel() > 1 else ''}."
+        )
+
+
+def _concatenate(name: str, rows: Sequence[Any]) -> Tensor:
+    if not len(rows):
+        return torch.empty(0, dtype=torch.int64)
+    if any(isinstance(row, (Tensor, np.ndarray)) for row in rows):
+        parts = [torch.as_tensor(row) for row in rows]
+        if len({part.shape[1:] for part in parts}) > 1 or len({part.dtype for part in parts}) > 1:
+            raise DataError(f"Field {name!r}: its rows differ in dtype or in the shape of one value.")
+        return torch.cat(parts)
+    return _tensor(name, list(chain.from_iterable(rows)))
+
+
+def _tensor(name: str, values: Sequence[Any]) -> Tensor:
+    if values and all(isinstance(value, Tensor) for value in values):
+        return torch.stack(list(values))
+    try:
+        return torch.as_tensor(np.asarray(values)) if isinstance(values, np.ndarray) else torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"Field {name!r} does not hold numbers of one shape: {error}") from None
+
+
+def _require_tensor(name: str, values: Any) -> None:
+    if not isinstance(values, Tensor):
+        raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")

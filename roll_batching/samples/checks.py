@@ -1,0 +1,88 @@
+"""Words about batches: what their fields are, how two differ, which samples are not finite."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll_batching.distributed import digest
+from roll_batching.errors import DataError
+from roll_batching.samples.fields import FieldSpec, Schema
+
+
+def name_rows(rows: Tensor, ids: Tensor, limit: int = 8) -> str:
+    """`row 3 (id 17), row 5 (id 20)` for a message: the first few of `rows`, and how many more."""
+    shown = ", ".join(f"row {int(row)} (id {int(ids[row])})" for row in rows[:limit])
+    more = rows.numel() - limit
+    return shown + (f" and {more} more" if more > 0 else "")
+
+
+def describe_fields(schema: Schema, fields: Mapping[str, Any], *, static_values: bool) -> dict[str, str]:
+    """Kind, pad, dtype and shape of one value for every field, in words; static values too when asked."""
+    words = {}
+    for name, spec in schema.items():
+        values = fields[name]
+        if spec.kind != "static":
+            dtype = str(values.dtype).removeprefix("torch.")
+            words[name] = f"{spec.kind} {dtype}{list(values.shape[1:]) or ''} pad {spec.pad}"
+        else:
+            words[name] = f"static {_value(values)}" if static_values else "static"
+    return words
+
+
+def _value(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    digest = hashlib.sha256(raw).hexdigest()[:16]
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} of bytes {digest}"
+
+
+def describe_difference(one: Mapping[str, str], other: Mapping[str, str], noun: str = "") -> str:
+    """What differs between two descriptions, in words; empty when nothing does."""
+    return "; ".join(
+        f"{noun}{name} is {one.get(name, 'absent')} here and {other.get(name, 'absent')} there"
+        for name in sorted(one.keys() | other.keys())
+        if one.get(name) != other.get(name)
+    )
+
+
+def require_finite(name: str, values: Any, spec: FieldSpec, ids: Tensor, lengths: Tensor, offsets: Tensor) -> None:
+    """Refuse NaN and infinities in one field; see `SampleBatch.require_finite`."""
+    if not isinstance(values, Tensor):
+        raise DataError(f"Field {name!r} is not a tensor, so it cannot be checked for NaN.")
+    bad = ~torch.isfinite(values)
+    if spec.kind == "static":
+        if bool(bad.any()):
+            raise DataError(f"Static field {name!r} holds values that are not finite.")
+        return
+    bad = (bad.flatten(1).any(1) if bad.dim() > 1 else bad).cpu()
+    if spec.kind == "next_token":
+        bad[offsets[1:] - 1] = False
+    where = bad.nonzero().flatten()
+    if not where.numel():
+        return
+    detail = ""
+    if spec.per_token:
+        samples = torch.searchsorted(offsets, where, right=True) - 1
+        first = int(samples[0])
+        detail = f"; the first at position {int(where[0] - offsets[first])} of {int(lengths[first])}"
+        where = samples.unique_consecutive()
+    raise DataError(f"Field {name!r} is not finite in {name_rows(where, ids)}{detail}.")
+
+
+def content_digest(ids: Tensor, lengths: Tensor, fields: Mapping[str, Any]) -> int:
+    """Of samples and their fields; what lies on a device is left out, `input_ids` excepted: it would be waited for."""
+    parts = []
+    for name, values in sorted({"ids": ids, "lengths": lengths, **fields}.items()):
+        if not isinstance(values, Tensor):
+            parts.append(f"{name}={values!r}")
+        elif values.device.type == "cpu" or name == "input_ids":
+            raw = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            parts.append(f"{name}={values.dtype}{list(values.shape)}:{zlib.crc32(raw)}")
+    return digest(*parts)

@@ -1,0 +1,152 @@
+"""What planning needs to know about samples: ids, lengths, and which rank holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_batching.distributed import digest
+from roll_batching.errors import DataError
+from roll_batching.samples.batch import SampleBatch
+from roll_batching.samples.peers import Peers
+
+
+def require_batch(what: str, value: object, name: str = "batch") -> None:
+    """Raises `DataError` unless `value`, the argument `name` of the operation `what`, is a SampleBatch."""
+    if not isinstance(value, SampleBatch):
+        raise DataError(f"{what} takes a SampleBatch as {name}; got {type(value).__name__}.")
+
+
+@dataclass(frozen=True, eq=False)
+class LengthTable:
+    """One row per sample of all ranks: three int64 arrays of one length.
+
+    Raises:
+        DataError: for arrays of different lengths, or an id that occurs twice.
+    """
+
+    ids: np.ndarray
+    """int64 `[n]`: global ids, unique."""
+
+    lengths: np.ndarray
+    """int64 `[n]`: tokens per sample."""
+
+    location: np.ndarray
+    """int64 `[n]`: the data-parallel rank that holds the sample now (not where it must stay)."""
+
+    def __post_init__(self) -> None:
+        for name in ("ids", "lengths", "location"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.int64))
+        if not (self.ids.shape == self.lengths.shape == self.location.shape and self.ids.ndim == 1):
+            shapes = self.ids.shape, self.lengths.shape, self.location.shape
+            raise DataError(f"ids, lengths and location must be one-dimensional and as long: {shapes}.")
+        self._refuse_repeated_ids()
+
+    def _refuse_repeated_ids(self) -> None:
+        order = np.argsort(self.ids, kind="stable")
+        ids = self.ids[order]
+        again = np.flatnonzero(ids[1:] == ids[:-1])
+        if again.size:
+            first, second = order[again[0]], order[again[0] + 1]
+            raise DataError(
+                f"Sample id {self.ids[first]} is held twice, by data-parallel ranks "
+                f"{self.location[first]} and {self.location[second]} ({again.size} such ids in all). "
+                "Ids must be unique over all ranks: number_globally(batch) gives such ids."
+            )
+
+    @classmethod
+    def of(cls, batch: SampleBatch, rank: int = 0) -> LengthTable:
+        """The table of one batch that lies whole on `rank`, without communication."""
+        location = np.full(len(batch), rank, dtype=np.int64)
+        return cls(batch.ids.numpy().copy(), batch.lengths.numpy().copy(), location)
+
+    def __len__(self) -> int:
+        return self.ids.size
+
+    def select(self, index: Any) -> LengthTable:
+        """The rows at `index` (a mini-batch, say), in that order."""
+        index = np.asarray(index)
+        if index.dtype != np.bool_:
+            index = index.astype(np.int64)
+        return LengthTable(self.ids[index], self.lengths[index], self.location[index])
+
+
+def gather_lengths(batch: SampleBatch, group: Any = None) -> LengthTable:
+    """The samples of all ranks, ordered by data-parallel rank, then row. Collective.
+
+    Args:
+        batch: this rank's samples; may be empty.
+        group: by default Megatron's data-parallel group, else all processes, else this one alone.
+
+    Raises:
+        RankError: on all ranks alike (`DataError` in a single process): an id that two samples have,
+            something that is no `SampleBatch` on any rank, ranks of a replica with different samples.
+    """
+    peers = Peers.of(group)
+    with peers.consensus("gather_lengths"):
+        require_batch("gather_lengths", batch)
+    counts = _sizes(peers, len(batch))
+    rows = torch.zeros(2, int(counts.max()), dtype=torch.int64)
+    rows[0, : len(batch)] = batch.ids
+    rows[1, : len(batch)] = batch.lengths
+    valid = torch.arange(rows.shape[1]) < counts[:, None]
+    ids, lengths = peers.all_gather(rows).unbind(1)
+    location = torch.arange(peers.size).repeat_interleave(counts)
+    with peers.consensus("gather_lengths") as facts:
+        table = LengthTable(ids[valid].numpy(), lengths[valid].numpy(), location.numpy())
+        facts.equal(
+            "the table of all samples",
+            digest(table.ids.tobytes(), table.lengths.tobytes()),
+            "Give all ranks of a replica the same samples",
+        )
+    return table
+
+
+def number_globally(batch: SampleBatch, group: Any = None) -> SampleBatch:
+    """The same samples with ids 0, 1, 2, ... over all ranks, by data-parallel rank, then row. Collective."""
+    peers = Peers.of(group)
+    with peers.consensus("number_globally"):
+        require_batch("number_globally", batch)
+    counts = _sizes(peers, len(batch))
+    first = int(counts[: peers.rank].sum())
+    return batch.with_ids(torch.arange(first, first + len(batch)))
+
+
+def gather_bins(batch: SampleBatch, sizes: Sequence[int], group: Any = None) -> list[list[list[int]]]:
+    """Micro-batches that each rank formed for itself, as `Plan.from_bins` takes them. Collective.
+
+    Args:
+        batch: this rank's samples, micro-batch after micro-batch.
+        sizes: samples of each micro-batch of this rank.
+        group: as for `gather_lengths`.
+
+    Returns:
+        `bins[dp_rank][k]`, row numbers of the table that `gather_lengths(batch)` gives. Ranks with fewer
+        micro-batches than others get empty ones.
+
+    Raises:
+        RankError: on all ranks alike (`DataError` in a single process): when any rank's sizes are not those
+            of its batch.
+    """
+    peers = Peers.of(group)
+    with peers.consensus("gather_bins"):
+        require_batch("gather_bins", batch)
+        own = torch.tensor(list(sizes), dtype=torch.int64)
+        if bool((own < 0).any()) or int(own.sum()) != len(batch):
+            raise DataError(f"Micro-batches of {list(sizes)} samples do not make up a batch of {len(batch)}.")
+    counts = _sizes(peers, own.numel())
+    everyone = peers.all_gather(torch.nn.functional.pad(own, (0, int(counts.max()) - own.numel())))
+    ends = everyone.flatten().cumsum(0).view_as(everyone)
+    return [
+        [list(range(end - size, end)) for size, end in zip(row.tolist(), row_ends.tolist(), strict=True)]
+        for row, row_ends in zip(everyone, ends, strict=True)
+    ]
+
+
+def _sizes(peers: Peers, own: int) -> torch.Tensor:
+    """int64 `[size]` on the host: the `own` of every rank."""
+    return peers.all_gather(torch.tensor(own))

@@ -1,0 +1,169 @@
+"""Settings of the model: architecture, rope scaling, mixture of experts, and ROLL's `model_args`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from roll_batching.settings.fields import MOST_TOKENS, Settings, honoured
+from roll_batching.settings.roll_keys import RollArchitecture, RollModelArgs
+
+if TYPE_CHECKING:
+    from roll_batching.huggingface.config_json import Translation
+
+_MOST_PARTS = 2**16
+"""Most layers, heads, experts, or channels of a head."""
+_WIDEST = 2**20
+"""Most channels of a layer."""
+
+
+class RopeScaling(Settings):
+    """Scaling of rotary frequencies for long contexts, in Hugging Face's names."""
+
+    type: Literal["linear", "llama3"] = honoured(help="Kind of scaling. YaRN is refused for now.")
+    factor: float = honoured(1.0, help="How many times longer than in pre-training.", ge=1)
+    low_freq_factor: float = honoured(1.0, help="llama3: wavelengths above the original length over this scale.", gt=0)
+    high_freq_factor: float = honoured(4.0, help="llama3: wavelengths below it over this stay as they are.", gt=0)
+    original_max_position_embeddings: int = honoured(8192, help="llama3: context length of pre-training.", gt=0)
+
+
+class MoEConfig(Settings):
+    """Mixture-of-experts layers. Absent: every layer is dense."""
+
+    num_experts: int = honoured(help="Experts per layer.", ge=2, le=_MOST_PARTS)
+    router_topk: int = honoured(2, help="Experts that each token visits.", ge=1)
+    ffn_hidden_size: int | None = honoured(
+        None, help="Width of an expert; default: the dense layers' width.", gt=0, le=_WIDEST
+    )
+    shared_expert_ffn_hidden_size: int | None = honoured(
+        None, help="Width of the shared expert; default: none.", gt=0, le=_WIDEST
+    )
+    aux_loss_coeff: float = honoured(0.0, help="Weight of the load-balancing loss.", ge=0)
+    z_loss_coeff: float = honoured(0.0, help="Weight of the router's z-loss.", ge=0)
+    layer_freq: Annotated[int, Field(ge=1)] | tuple[Literal[0, 1], ...] = honoured(
+        1, help="Every how many layers one is a mixture; or a list, 1 for each layer that is one and 0 for the others."
+    )
+    router_pre_softmax: bool = honoured(
+        False,
+        help="true: an expert's weight is its probability among all. false: among those that the token visits, so "
+        "that they sum to one.",
+    )
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the layer with this index, from 0 on, is a mixture."""
+        every = self.layer_freq
+        return layer % every == 0 if isinstance(every, int) else bool(every[layer])
+
+
+class ArchitectureConfig(RollArchitecture):
+    """A dense or mixture decoder in the shape of Qwen and Llama."""
+
+    vocab_size: int = honoured(
+        help="Tokens of the vocabulary; padded up inside where tensor parallelism needs it.", gt=0, le=MOST_TOKENS
+    )
+    hidden_size: int = honoured(help="Width of the residual stream.", gt=0, le=_WIDEST)
+    num_layers: int = honoured(help="Decoder layers.", gt=0, le=_MOST_PARTS)
+    num_attention_heads: int = honoured(help="Query heads.", gt=0, le=_MOST_PARTS)
+    num_query_groups: int | None = honoured(None, help="Key and value heads; default: as many as query heads.", gt=0)
+    kv_channels: int | None = honoured(
+        None, help="Width of one head; default: hidden_size / num_attention_heads.", gt=0, le=_MOST_PARTS
+    )
+    ffn_hidden_size: int | None = honoured(
+        None, help="Width of the gated feed-forward layer; default: 4 x hidden_size.", gt=0, le=_WIDEST
+    )
+    max_position_embeddings: int = honoured(4096, help="Longest sequence the model is meant for.", gt=0)
+    rotary_base: float = honoured(10000.0, help="Base of the rotary frequencies.", gt=0)
+    rotary_percent: float = honoured(1.0, help="Share of each head's channels that is rotated.", gt=0, le=1)
+    rope_scaling: RopeScaling | None = honoured(None, help="Scaling of the rotary frequencies; default: none.")
+    norm_epsilon: float = honoured(1e-6, help="Epsilon of RMSNorm.", gt=0)
+    tie_word_embeddings: bool = honoured(False, help="Whether the output head shares the embedding's weight.")
+    qk_layernorm: bool = honoured(False, help="Normalise queries and keys per head, as Qwen3 does.")
+    add_qkv_bias: bool = honoured(False, help="Bias on the query, key and value projections, as Qwen2 has.")
+    init_std: float = honoured(0.02, help="Standard deviation of the random initial weights.", gt=0)
+    sliding_window: int | None = honoured(
+        None,
+        help="Tokens that a token attends to at most. Longer sequences are refused: attention is always full here, "
+        "which is the same up to this length. Default: no window.",
+        gt=0,
+    )
+    hidden_dropout: float = honoured(0.0, help="Dropout after attention and feed-forward layers.", ge=0, lt=1)
+    moe: MoEConfig | None = honoured(None, help="Mixture-of-experts layers; default: dense.")
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, resolved."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head, resolved."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the dense feed-forward layer, resolved."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+
+class ModelArgs(RollModelArgs):
+    """`model_args`: which model, in which precision."""
+
+    model_name_or_path: str | None = honoured(
+        None,
+        help="Directory of a Hugging Face model (`config.json`, safetensors), or its name where Hugging Face's cache "
+        "holds it: architecture, weights and tokenizer come from there. Default: `pretrain`.",
+    )
+    architecture: ArchitectureConfig | None = honoured(
+        None,
+        help="The model's shape, for weights that start at random; beside model_name_or_path what is given must agree. "
+        "Roles without one take actor_train's.",
+    )
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = honoured(
+        "auto", help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA. fp32 and fp64: CPU only."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_directory(cls, data: Any) -> Any:
+        # What the directory says, below what is written beside it; that both agree is a rule (`rules`).
+        name = data.get("model_name_or_path") if isinstance(data, dict) else None
+        found = described_model(name) if isinstance(name, str) else None
+        if found is None or found.problems:
+            return data
+        return {**data, "architecture": _over(found.architecture, data.get("architecture"))}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_dtype(cls, data: Any) -> Any:
+        # ROLL writes `~` for "take what the checkpoint says"; here the device decides.
+        if isinstance(data, dict) and "dtype" in data and data["dtype"] is None:
+            return {**data, "dtype": "auto"}
+        return data
+
+
+def _over(below: Any, given: Any) -> Any:
+    """`given` where it says something, else `below`."""
+    if given is None:
+        return below
+    if isinstance(given, ArchitectureConfig):
+        return given
+    if isinstance(below, Mapping) and isinstance(given, Mapping):
+        return {**below, **{key: _over(below.get(key), value) for key, value in given.items()}}
+    return given
+
+
+def described_model(name: str) -> Translation | None:
+    """What `config.json` of the model `name` comes to, values of a wrong kind among its problems; None: not there."""
+    from roll_batching.huggingface.directory import described  # nobody else needs to read directories
+
+    found = described(name)
+    if found is not None and not found.problems:
+        try:
+            ArchitectureConfig.model_validate(found.architecture)
+        except ValidationError as error:
+            for one in error.errors():
+                key = ".".join(str(part) for part in one["loc"] if isinstance(part, str))
+                found.problems.append(f"{key}: {one['input']!r} is not possible ({one['msg']})")
+    return found

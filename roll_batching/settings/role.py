@@ -1,0 +1,99 @@
+"""Settings of a role that a strategy reads: model, optimizer, layout and batching, in ROLL's names."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from roll_batching.settings.batching import BatchingConfig, LogprobPlan, RoleBatching
+from roll_batching.settings.fields import Roles, Settings, honoured
+from roll_batching.settings.model import ModelArgs
+from roll_batching.settings.strategy import StrategyArgs
+from roll_batching.settings.training import TrainingArgs
+
+TRAINED = Roles(names=("actor_train",), otherwise="this role is not trained")
+MEETING = Roles(names=("actor_train",), otherwise="actor_train's is used")
+
+
+class RoleSettings(RoleBatching):
+    """What `MegatronTrainStrategy` and `MegatronInferStrategy` build a model of, and how they cut its passes."""
+
+    model_args: ModelArgs = honoured(default_factory=ModelArgs, help="The model.")
+    training_args: TrainingArgs = honoured(
+        default_factory=TrainingArgs, help="Optimizer and mini-batch.", roles=TRAINED
+    )
+    strategy_args: StrategyArgs = honoured(default_factory=StrategyArgs, help="The strategy.")
+
+    logprob_plan: LogprobPlan = honoured(
+        "train",
+        roles=TRAINED,
+        help="Old log-probs: on training's plans, so that the first ratio is exactly 1 (train); with the caps for "
+        "passes without gradient (own, the default where a key for them differs from training's); those that the "
+        "rollouts were drawn with (rollout, the default under async_generation_ratio without "
+        "loss_args.engine_ratio_cap); or none, for one optimizer step per rollout.",
+    )
+    apply_loss_scale: bool = honoured(
+        True,
+        roles=TRAINED,
+        help="true: a loss enters the gradient as its value says. false: it enters as Megatron scales "
+        "it, divided by "
+        "micro-batches x data-parallel ranks.",
+    )
+    backend_timeout: float = honoured(
+        30,
+        roles=MEETING,
+        help="Minutes that a collective may wait for another rank before the job ends; 0.5 is half a minute.",
+        gt=0,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, data: Any) -> Any:
+        # An empty section (`training_args: ~`) is a section of defaults.
+        if not isinstance(data, dict):
+            return data
+        sections = {name for name in cls.model_fields if name.endswith("_args") or name == "router_replay"}
+        return {key: {} if value is None and key in sections else value for key, value in data.items()}
+
+    def with_training(self, **changes: Any) -> Self:
+        """A copy whose `training_args` have the given values, checked. Raises pydantic's ValidationError."""
+        values = {**self.training_args.model_dump(), **changes}
+        return self.model_copy(update={"training_args": TrainingArgs.model_validate(values)})
+
+    def batching(self) -> BatchingConfig:
+        """How this role's passes are batched. Raises ConfigError when caps are missing."""
+        rows = self.training_args.per_device_train_batch_size
+        return BatchingConfig(
+            train=self.batching_spec("train", train_rows=rows),
+            infer=self.batching_spec("infer", train_rows=rows),
+            logprob_plan=self.chosen_logprob_plan,
+        )
+
+    @property
+    def chosen_logprob_plan(self) -> LogprobPlan:
+        """`logprob_plan`; where it is not given, `own` with keys for passes without gradient that training has not."""
+        if "logprob_plan" in self.model_fields_set:
+            return self.logprob_plan
+        return "own" if self.infer_keys else "train"
+
+    @property
+    def infer_keys(self) -> list[tuple[str, ...]]:
+        """Given keys that batch passes without gradient otherwise than training."""
+        mode = self.mode_of("infer")
+        section: Settings = self
+        prefix: tuple[str, ...] = ()
+        trained: dict[str, int | None]
+        if mode == "packed":
+            section, prefix = self.sequence_packing_args, ("sequence_packing_args",)
+            keys = ("max_packed_sequence_length", "min_num_micro_batches")
+            trained = {f"{key}_forward": getattr(section, f"{key}_train") for key in keys}
+        elif mode == "dynamic":
+            keys = ("max_tokens_per_microbatch", "sequence_length_round")
+            trained = {f"{key}_in_infer": getattr(self, f"{key}_in_train") for key in keys}
+        else:
+            trained = {"infer_batch_size": self.training_args.per_device_train_batch_size}
+        if mode != self.mode_of("train"):
+            trained = {**dict.fromkeys(trained), "use_dynamic_batching_in_infer": None}
+        values = {key: getattr(section, key) for key in trained if key in section.model_fields_set}
+        return [(*prefix, key) for key, value in values.items() if value not in (None, trained[key])]

@@ -1,0 +1,191 @@
+"""Settings of a strategy: which one, and Megatron's parallel layout and memory switches."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import PrivateAttr, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
+
+from roll_batching.planning import ParallelDims
+from roll_batching.settings.attention_backends import ATTENTION_BACKENDS
+from roll_batching.settings.fields import Settings, honoured
+from roll_batching.settings.registered import RegisteredName
+from roll_batching.settings.roll_keys import RollMegatronConfig
+
+MEGATRON_STRATEGIES = ("megatron_train", "megatron_infer")
+ENGINE_STRATEGIES = ("vllm", "sglang", "hf_infer")
+FSDP_STRATEGIES = ("fsdp2_train", "fsdp2_infer", "deepspeed_train", "deepspeed_infer")
+
+OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Keys of the precisions of an optimizer's state, as Megatron's OptimizerConfig has them."""
+_DTYPES = frozenset(OPTIMIZER_DTYPES)
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
+
+
+class MegatronConfig(RollMegatronConfig):
+    """`strategy_config` of the Megatron strategies. Keys left out are taken from actor_train's."""
+
+    tensor_model_parallel_size: int = honoured(1, help="Tensor-parallel size (TP).", ge=1)
+    pipeline_model_parallel_size: int = honoured(1, help="Pipeline-parallel size (PP).", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = honoured(
+        None, help="Model chunks per pipeline stage (VPP); needs PP > 1.", ge=1
+    )
+    context_parallel_size: int = honoured(1, help="Context-parallel size (CP).", ge=1)
+    expert_model_parallel_size: int = honoured(
+        1, help="Expert-parallel size (EP); above 1 it needs a mixture of experts.", ge=1
+    )
+    sequence_parallel: bool = honoured(
+        False, help="Split activations between tensor-parallel regions over TP; needs TP > 1."
+    )
+    use_distributed_optimizer: bool = honoured(
+        False,
+        help="Shard the optimizer's state over data-parallel ranks. Checkpoints hold whole parameters, for any layout.",
+    )
+    overlap_grad_reduce: bool = honoured(False, help="Reduce gradients while the backward still runs.")
+    overlap_param_gather: bool = honoured(
+        False,
+        help="Gather parameters while the forward runs; needs use_distributed_optimizer and overlap_grad_reduce.",
+    )
+    grad_reduce_in_fp32: bool | None = honoured(
+        None,
+        help="Sum the gradients of a bf16 model in fp32, over micro-batches and data-parallel ranks; false: in bf16. "
+        "Default: true, false where main_grads_dtype is bf16.",
+    )
+    use_precision_aware_optimizer: bool = honoured(
+        False,
+        help="TransformerEngine's Adam, whose state has the precisions below (CUDA). Needs use_distributed_optimizer; "
+        "its state is not saved.",
+    )
+    main_grads_dtype: Literal["fp32", "bf16"] = honoured(
+        "fp32", help="Gradients that the precision-aware optimizer reads; bf16 needs grad_reduce_in_fp32: false."
+    )
+    main_params_dtype: Literal["fp32", "fp16"] = honoured(
+        "fp32", help="The precision-aware optimizer's copy of the parameters."
+    )
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = honoured(
+        "fp32", help="The precision-aware optimizer's first moments."
+    )
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = honoured(
+        "fp32", help="The precision-aware optimizer's second moments."
+    )
+    recompute_granularity: Literal["full", "selective"] | None = honoured(
+        None, help="Recompute activations in backward: whole layers, or parts of them."
+    )
+    recompute_method: Literal["uniform", "block"] | None = honoured(
+        None, help="full: which layers are recomputed. Default: uniform."
+    )
+    recompute_num_layers: int | None = honoured(
+        None, help="full: layers per recomputed unit, or recomputed layers.", ge=1
+    )
+    recompute_modules: list[str] | None = honoured(None, help="selective: parts of a layer. Default: core_attn.")
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = honoured(
+        "auto",
+        help="Whose layers are built: Megatron's local ones, or TransformerEngine's (CUDA). auto: local.",
+    )
+    attention_backend: Annotated[str, RegisteredName(ATTENTION_BACKENDS)] = honoured(
+        "auto",
+        help="What attends to packs. (Megatron's key of this name chooses among TransformerEngine's kernels: "
+        "NVTE_FLASH_ATTN and the like in system_envs do.)",
+    )
+    calculate_per_token_loss: bool = honoured(
+        True, help="Which of Megatron's two loss scalings is used underneath. Results do not depend on it."
+    )
+    microbatch_group_size_per_vp_stage: int | Literal["auto"] | None = honoured(
+        None,
+        help="Micro-batches per group of the interleaved schedule (VPP > 1). Default: PP. auto: the "
+        "smallest that Megatron "
+        "accepts for the number of micro-batches at hand.",
+    )
+    pipeline_shapes: Literal["planned", "exchanged", "shared"] = honoured(
+        "planned",
+        help="How pipeline stages learn the shape of a micro-batch: from the plan, from messages "
+        "between stages, "
+        "or by padding all micro-batches of a step to one length.",
+    )
+
+    @property
+    def vpp_size(self) -> int:
+        """Model chunks per stage; 1 without virtual pipelining."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that share one copy of the data: TP x PP x CP."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def misfit(self, world_size: int) -> str:
+        """What to say when `world_size` processes do not divide into copies of this layout."""
+        return (
+            f"{world_size} processes do not divide into copies of TP {self.tensor_model_parallel_size} x "
+            f"PP {self.pipeline_model_parallel_size} x CP {self.context_parallel_size} = {self.model_size} ranks; "
+            f"use a multiple of {self.model_size} processes, or smaller sizes"
+        )
+
+    def parallel_dims(self, world_size: int) -> ParallelDims:
+        """The layout of `world_size` processes. Raises `LayoutError` when they do not divide into replicas."""
+        return ParallelDims.of_world(
+            world_size,
+            tp_size=self.tensor_model_parallel_size,
+            cp_size=self.context_parallel_size,
+            pp_size=self.pipeline_model_parallel_size,
+            vpp_size=self.vpp_size,
+            ep_size=self.expert_model_parallel_size,
+            sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spellings(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        # NeMo-RL and Megatron in Python write precisions as torch does.
+        words: dict[str, Any] = {
+            key: _PRECISIONS.get(str(data[key]).removeprefix("torch."), data[key]) for key in _DTYPES & data.keys()
+        }
+        # Megatron's command line and ROLL write recompute_modules as one comma-separated text.
+        if isinstance(data.get("recompute_modules"), str):
+            words["recompute_modules"] = [name.strip() for name in data["recompute_modules"].split(",") if name.strip()]
+        return {**data, **words}
+
+
+class StrategyArgs(Settings):
+    """`strategy_args`: the strategy's name and its settings."""
+
+    strategy_name: Literal["megatron_train", "megatron_infer", "vllm", "sglang", "hf_infer"] = honoured(
+        "megatron_train",
+        help="megatron_train, megatron_infer, or for actor_infer an engine that samples rollouts: sglang or vllm "
+        "(servers at engine_args.urls, or that the job starts), hf_infer. Engines read model directories: without "
+        "`pretrain` rollouts run on the Megatron model itself, with a notice.",
+    )
+    strategy_config: MegatronConfig = honoured(
+        default_factory=MegatronConfig,
+        help="Settings of the Megatron strategies; under sglang and vllm the options of servers that the job starts, "
+        "in the names of their command lines with underscores (gpu_memory_utilization: 0.8).",
+    )
+    _engine_options: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def runs_on_megatron(self) -> bool:
+        """Whether the role names a Megatron strategy, not an engine."""
+        return self.strategy_name in MEGATRON_STRATEGIES
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Settings written for an engine: options of the servers that the job starts."""
+        return dict(self._engine_options)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _set_engine_options_aside(cls, data: Any, handler: ModelWrapValidatorHandler[StrategyArgs]) -> StrategyArgs:
+        if not isinstance(data, dict):
+            return handler(data)
+        data = dict(data)
+        if data.get("strategy_config", 0) is None:
+            del data["strategy_config"]
+        options: Any = {}
+        if data.get("strategy_name") in ENGINE_STRATEGIES and isinstance(data.get("strategy_config"), dict):
+            options = data.pop("strategy_config")
+        args = handler(data)
+        args._engine_options = options
+        return args
