@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 MOVED = {
-    "roll_batching.jobs.conversion.nemo_rl_names": "roll_batching.jobs.conversion.nemo_rl_names",
-    "roll_batching.jobs.config": "roll_batching.jobs.config",
-    "roll_batching.jobs.conversion": "roll_batching.jobs.conversion",
-    "roll_batching.jobs.driver": "roll_batching.jobs.driver",
-    "roll_batching.jobs.engines": "roll_batching.jobs.engines",
-    "roll_batching.jobs.launch": "roll_batching.jobs.launch",
-    "roll_batching.jobs.observe": "roll_batching.jobs.observe",
-    "roll_batching.jobs.rewards": "roll_batching.jobs.rewards",
-    "roll_batching.jobs.rl": "roll_batching.jobs.rl",
+    "roll_batching.compat.nemo_rl": "roll_batching.jobs.conversion.nemo_rl_names",
+    "roll_batching.config": "roll_batching.jobs.config",
+    "roll_batching.conversion": "roll_batching.jobs.conversion",
+    "roll_batching.driver": "roll_batching.jobs.driver",
+    "roll_batching.engines": "roll_batching.jobs.engines",
+    "roll_batching.launch": "roll_batching.jobs.launch",
+    "roll_batching.observe": "roll_batching.jobs.observe",
+    "roll_batching.rl.rewards": "roll_batching.jobs.rewards",
+    "roll_batching.rl": "roll_batching.jobs.rl",
 }
 """Old packages and modules with their new path, longer ones before those that hold them."""
 

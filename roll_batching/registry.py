@@ -82,6 +82,10 @@ def load_dotted(kind: str, path: str) -> Any:
     if not is_dotted(path):
         raise ConfigError(f"{kind} {path!r}: write it as package.module:name")
     module_name, _, name = path.partition(":")
+    from roll_batching.moved import moved_to
+
+    if (new := moved_to(module_name)) is not None:
+        raise ConfigError(f"{kind} {path!r}: {module_name} has moved to {new} in version 0.2.0: write {new}:{name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -89,11 +93,6 @@ def load_dotted(kind: str, path: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may raise anything, and call sys.exit
-        from roll_batching.moved import moved_to
-
-        if (new := moved_to(module_name)) is not None:
-            text = f"{module_name} has moved to {new} in version 0.2.0: write {new}:{name}"
-            raise ConfigError(f"{kind} {path!r}: {text}") from error
         raise ConfigError(
             f"{kind} {path!r}: cannot import {module_name!r} ({describe_error(error)}); the module must be importable "
             "on every machine of the job: install it, or start in its folder"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import textwrap
 
-from _abuse_run import FAILED, Abuse, free_port
+from _abuse_run import FAILED, Abuse
 
 _PROGRAM = """
-import os, sys
+import os, socket, sys
 size, rank = {size}, 0
+with socket.socket() as listener:  # chosen now: a port that was free an hour ago is another's by then
+    listener.bind(("127.0.0.1", 0))
+    os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
 for other in range(1, size):
     if rank == 0 and os.fork() == 0:
         rank = other
@@ -68,7 +71,7 @@ def _handed(name: str, body: str, *words: str, size: int = 1, tp: int = 1, start
         code=FAILED,
         arguments=("program.py",),
         files={"program.py": text},
-        variables={"PYTHONWARNINGS": "ignore", "MASTER_PORT": str(free_port())},
+        variables={"PYTHONWARNINGS": "ignore"},
         words=("error: ", *words),
     )
 

@@ -7,8 +7,9 @@
 #   ./scripts/slow_suite.sh --turns      lists all turns
 #
 # A turn is a suite, or a part of a long one, and may take SLOW_SUITE_MINUTES (25): then pytest is interrupted, and the
-# exit status is 124. Parts have equal numbers of tests, not equal times. `rest` holds the slow tests of no suite. `te` needs the environment that te_environment.sh makes,
-# and has a turn where it exists. The environment is that of test.sh, with PYTHON and --no-install as there.
+# exit status is 124. Parts have equal numbers of tests, not equal times. `rest` holds the slow tests of no suite. `te`
+# needs the environment that te_environment.sh makes, and has a turn where it exists. The environment is that of
+# test.sh, with PYTHON and --no-install as there.
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"

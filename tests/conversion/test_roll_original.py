@@ -235,7 +235,7 @@ def test_converted_settings_train_as_rolls_code_does(tmp_path):
 
 def test_the_files_of_the_checkout_train_as_rolls_code_does(tmp_path):
     """All RLVR files under examples/ that ROLL's own classes accept and whose advantages exist here."""
-    found = []
+    found, others = [], []
     for path in sorted((Path(str(CHECKOUT)) / "examples").rglob("*rlvr*.yaml")):
         data = ORIGINS["roll"].compose(path).data
         if "megatron_train" not in str(data.get("actor_train")) or not data.get("rewards"):
@@ -243,6 +243,11 @@ def test_the_files_of_the_checkout_train_as_rolls_code_does(tmp_path):
         done, job = _converted(path, tmp_path)
         refused = {one.key: one.why for one in done.left_out_as("refused")}
         if "adv_estimator" in refused or data.get("reward_norm"):
+            continue
+        if "actor_train.logprob_temperature" in refused:
+            # Rollouts ahead of training are compared with the engine's log-probs here, and the report says so.
+            assert job.async_generation_ratio and "SGLang's log-probs" in refused["actor_train.logprob_temperature"]
+            others.append(path.name)
             continue
         dp_size = job.dp_size(job.world_size or 1)
         found.append((path, job, {"settings": data, "dp_size": dp_size, **samples_of(job.group_size)}))
@@ -255,5 +260,5 @@ def test_the_files_of_the_checkout_train_as_rolls_code_does(tmp_path):
         compared += 1
         for key, value in check_agreement(job, request, there).items():
             worst[key] = max(worst.get(key, 0.0), value)
-    print(f"{compared} files of {len(found)} agree; largest relative differences {worst}")
+    print(f"{compared} files of {len(found)} agree; largest relative differences {worst}; told apart: {others}")
     assert compared >= 20

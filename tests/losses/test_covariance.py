@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.loss
 
-ALONE = SimpleNamespace(host_group=None, reports=True)
+ALONE = SimpleNamespace(host_group=None, is_replica_leader=True)
 
 
 def on_policy() -> Any:

@@ -78,9 +78,9 @@ def points(_: Any) -> tuple[float, float, float]:
     gains = {"log_probs": wave(1.9, 0.6, -1.6), "ref_log_probs": wave(2.1, 0.6, -2)}
     data = data.with_fields(gains, dict.fromkeys(gains, "next_token"))
     rank = dist.get_rank()
-    layout: Any = SimpleNamespace(host_group=dist.group.WORLD, reports=rank < 2)
+    layout: Any = SimpleNamespace(host_group=dist.group.WORLD, is_replica_leader=rank < 2)
     mine = data.select([0, 3, 4] if rank == 0 else [1, 2, 5, 6, 7])  # ranks 1 and 2 are one replica
-    alone: Any = SimpleNamespace(host_group=None, reports=True)
+    alone: Any = SimpleNamespace(host_group=None, is_replica_leader=True)
     lost = data.with_fields({"log_probs": gains["log_probs"] - 3}, {"log_probs": "next_token"})
     return reference_point(mine, layout), reference_point(data, alone), reference_point(lost, alone)
 

@@ -173,7 +173,7 @@ def test_a_world_ends_with_the_process_that_started_it(folder: Path) -> None:
     (outcome,) = run_ranks(1, f"{HERE}end_with_a_world", job, check=False)
     assert outcome.returncode == -signal.SIGKILL, outcome.output
     pids = json.loads((folder / "pids").read_text())
-    _, living = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    _, living = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
     assert len(pids) == 2 and not [one for one in living if one.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -25,7 +25,7 @@ from roll_batching.samples import SampleBatch
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
-ALONE = SimpleNamespace(host_group=None, reports=True)
+ALONE = SimpleNamespace(host_group=None, is_replica_leader=True)
 BY_BATCH = {"adv_estimator": "reinforce", "norm_mean_type": "batch", "norm_std_type": "batch"}
 MATH, CODE = [1.0, 0.0, 0.0, 0.0], [10.0, 0.0, 5.0, 10.0]
 DOMAINS = np.array(["math"] * 2 + ["code"] * 4 + ["math"] * 2)

@@ -28,7 +28,7 @@ from tests.losses.waves import batch, wave
 from tests.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
-ALONE = SimpleNamespace(host_group=None, reports=True)
+ALONE = SimpleNamespace(host_group=None, is_replica_leader=True)
 CASES = {
     "kl": ({"estimator": "k1"}, 1.0, (10.06305102, 4.61205288, -4.943938878), -0.002894061821, 0.19968),
     "kl, discounted": ({"estimator": "k1"}, 0.9, (5.924131731, 3.642335228, -2.84222779), -0.002894061821, 0.19968),

@@ -58,7 +58,7 @@ def before_initialize(path: str) -> dict[str, str]:
 
 def test_before_initialize_every_method_says_what_to_call(tmp_path: Any) -> None:
     said = run_ranks(1, "tests.strategy.test_construction:before_initialize", str(tmp_path / "saved"))[0]
-    assert "has no WorkerConfig" in said.pop("initialize without WorkerConfig")
+    assert "has no RoleSettings" in said.pop("initialize without WorkerConfig")
     assert {"plan", "train_step", "forward_backward", "start_phase", "save", "generate", "layout"} <= said.keys()
     assert {name: text for name, text in said.items() if "call initialize() first" not in text} == {}
 
