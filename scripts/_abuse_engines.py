@@ -39,7 +39,7 @@ def _model(home: Path, name: str) -> Path:
 @contextlib.contextmanager
 def _serving(home: Path, module: str, *arguments: str, log: str) -> Iterator[str]:
     out = home / f"{log}.out"
-    with started(home, "-m", f"tests.engines.{module}", *arguments, log=log) as process:
+    with started(home, "-m", f"tests.jobs.engines.{module}", *arguments, log=log) as process:
         reached(lambda: "\n" in out.read_text(), process, f"the server {log}")
         (url,) = json.loads(out.read_text().splitlines()[0])
         yield url

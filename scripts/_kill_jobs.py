@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 
 from tests.huggingface import tiny
-from tests.launch.clusters import on_ray, ranks
-from tests.launch.commands import ROOT, processes
-from tests.observe.rows import TIMES
-from tests.rl.jobs import settings as rl_settings
-from tests.rl.jobs import write_data as write_rl_data
-from tests.streams.jobs import settings as stream_settings
-from tests.streams.jobs import write_data as write_stream_data
+from tests.jobs.launch.clusters import on_ray, ranks
+from tests.jobs.launch.commands import ROOT, processes
+from tests.jobs.observe.rows import TIMES
+from tests.jobs.rl.jobs import settings as rl_settings
+from tests.jobs.rl.jobs import write_data as write_rl_data
+from tests.jobs.streams.jobs import settings as stream_settings
+from tests.jobs.streams.jobs import write_data as write_stream_data
 
 RANKS = 2
 COUNTS = ("engine_replicas", "engine_dropped", "engine_requests", "engine_failed_attempts")
@@ -33,7 +33,7 @@ SMALL = {
     "response_length": 8,
     "rollout_samples": -1,
     "eval_samples": 0,
-    "reward_function": "tests.rl.jobs:length",
+    "reward_function": "tests.jobs.rl.jobs:length",
 }
 """Of the RL jobs: every response is written, with its reward."""
 
@@ -93,7 +93,7 @@ def servers(folder: Path, count: int = 2) -> Iterator[list[psutil.Process]]:
     started = []
     try:
         for _ in range(count):
-            command = [sys.executable, "-m", "tests.engines.server", str(folder / "model")]
+            command = [sys.executable, "-m", "tests.jobs.engines.server", str(folder / "model")]
             started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
         urls = [json.loads(one.stdout.readline())[0] for one in started if one.stdout]
         (folder / "urls").write_text(json.dumps(urls))

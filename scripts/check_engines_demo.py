@@ -66,7 +66,7 @@ def main() -> None:
         if not (ROOT / MODEL).exists():
             subprocess.run([sys.executable, "examples/hf_model/make_model.py"], cwd=ROOT, check=True)
         server = subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.server", MODEL], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.jobs.engines.server", MODEL], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
         try:
             assert server.stdout is not None

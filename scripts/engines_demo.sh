@@ -24,7 +24,7 @@ export PYTHONWARNINGS=${PYTHONWARNINGS:-"ignore:Transformer Engine and Apex,igno
 say "making data/hf_model/tiny-qwen3"
 "$python" examples/hf_model/make_model.py
 say "two servers on ports 30000 and 30001"
-coproc servers { exec "$python" -m tests.engines.server data/hf_model/tiny-qwen3 --replicas 2 --port 30000; }
+coproc servers { exec "$python" -m tests.jobs.engines.server data/hf_model/tiny-qwen3 --replicas 2 --port 30000; }
 servers_id=$servers_PID
 trap 'kill "$servers_id" 2>/dev/null || true' EXIT
 read -r urls <&"${servers[0]}" || { say "the servers did not start: are the ports in use?"; exit 1; }

@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout th
 from _kill_jobs import JOBS, Running, command, rows_of, samples_of, servers  # noqa: E402
 from _streams_table import Table  # noqa: E402
 
-from tests.launch.clusters import cluster  # noqa: E402
-from tests.launch.commands import started  # noqa: E402
+from tests.jobs.launch.clusters import cluster  # noqa: E402
+from tests.jobs.launch.commands import started  # noqa: E402
 
 LIMIT = 30.0
 """Seconds until a job has ended, or goes on."""

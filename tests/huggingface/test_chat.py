@@ -18,7 +18,7 @@ from roll_batching.jobs.texts.texts import Conversation, Instruction, Pair, Prom
 from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job
-from tests.rl.jobs import write_data
+from tests.jobs.rl.jobs import write_data
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.models
@@ -211,7 +211,7 @@ def test_a_job_of_chats(tmp_path, report):
     data = job(tmp_path, **changes)
     inputs = load_inputs(config_from_dict(data))
     assert inputs.prompts[0].prompt == "<u>a+1b+1=$<a>"
-    run_ranks(1, "tests.rl.jobs:run", data)
+    run_ranks(1, "tests.jobs.rl.jobs:run", data)
     rows = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
     assert len(rows) == 4
     report(f"a job of chats: losses {rows[0]['loss']:.3f}, {rows[1]['loss']:.3f}, rewards {rows[2]['reward']:.2f}")

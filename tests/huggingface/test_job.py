@@ -14,7 +14,7 @@ from roll_batching.jobs.config import ConfigFileError, config_from_dict
 from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.huggingface import tiny
 from tests.huggingface.test_export import check_equal, tensors
-from tests.rl.jobs import settings, write_data
+from tests.jobs.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.models
@@ -29,8 +29,8 @@ def folder(tmp_path):
 
 
 def job(folder, *, model_args=None, **changes):
-    """The tiny job of `tests.rl.jobs`, from the directory `model`."""
-    data = settings(folder, pretrain=str(folder / "model"), reward_function="tests.rl.jobs:length", **changes)
+    """The tiny job of `tests.jobs.rl.jobs`, from the directory `model`."""
+    data = settings(folder, pretrain=str(folder / "model"), reward_function="tests.jobs.rl.jobs:length", **changes)
     del data["tokenizer"]
     data["actor_train"]["model_args"] = model_args or {}
     return data
@@ -48,7 +48,9 @@ def test_architecture_weights_and_tokenizer_come_from_the_directory(folder):
 def test_a_job_trains_it_and_leaves_the_model(folder, report):
     tensor_parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     run_ranks(
-        2, "tests.rl.jobs:run", job(folder, save_steps=2, actor_train__strategy_args__strategy_config=tensor_parallel)
+        2,
+        "tests.jobs.rl.jobs:run",
+        job(folder, save_steps=2, actor_train__strategy_args__strategy_config=tensor_parallel),
     )
     run = folder / "runs" / "tiny"
     rows = read_metrics(run / "metrics.jsonl")
@@ -130,7 +132,7 @@ def test_tensors_that_do_not_fit_are_named_together_on_all_ranks(folder, report)
     tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(AssertionError) as caught:
-        run_ranks(2, "tests.rl.jobs:run", job(folder))
+        run_ranks(2, "tests.jobs.rl.jobs:run", job(folder))
     said = str(caught.value)
     for words in (
         "model.layers.0-3.self_attn.q_norm.weight is missing",
@@ -172,7 +174,7 @@ def test_files_that_cannot_be_read_are_named(folder, report):
 def test_rounded_weights_are_told_of(folder, report):
     tiny.write_tokenizer(folder / "model")
     data = job(folder, warmup=None, max_steps=1, eval_samples=0, model_args={"dtype": "bf16"})
-    (outcome,) = run_ranks(1, "tests.rl.jobs:run", data, check=False)
+    (outcome,) = run_ranks(1, "tests.jobs.rl.jobs:run", data, check=False)
     assert outcome.returncode == 0, outcome.output
     line = next(line for line in outcome.output.splitlines() if "weights are rounded" in line)
     assert "['F32']" in line and "bfloat16" in line

@@ -15,7 +15,7 @@ import yaml
 
 from roll_batching.huggingface.families import FAMILIES
 from roll_batching.settings.model import described_model
-from tests.conversion.test_nemo_rl_defaults import converted, file_of
+from tests.jobs.conversion.test_nemo_rl_defaults import converted, file_of
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.rl.jobs import settings, write_data
+from tests.jobs.rl.jobs import settings, write_data
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 
@@ -63,7 +63,7 @@ def train_on_while_it_is_written(payload: dict[str, Any]) -> Any:
 def job_that_ends_early(payload: dict[str, Any]) -> None:
     """A job whose checkpoints wait for their files from the second on; how it ends is told after its third row."""
     from roll_batching.strategy import checkpoint_writer
-    from tests.rl.jobs import run
+    from tests.jobs.rl.jobs import run
 
     write, whole = checkpoint_writer._write, Path(payload["whole"])
 
@@ -125,7 +125,7 @@ def test_a_run_that_ends_meanwhile_leaves_the_last_whole_checkpoint(tmp_path, en
         said = outcomes[0].output.strip().splitlines()[-1]
         assert "No space left on device (ENOSPC)" in said and f"{places}/warmup-000001 is whole: go on from it" in said
         assert sorted(path.name for path in places.iterdir()) == named, "it is room that is missing"
-    run_ranks(2, "tests.rl.jobs:run", supervised(tmp_path, resume_from_checkpoint=True))
+    run_ranks(2, "tests.jobs.rl.jobs:run", supervised(tmp_path, resume_from_checkpoint=True))
     assert sorted(path.name for path in places.iterdir()) == ["warmup-000003", "warmup-000004"]
     rows = [json.loads(line) for line in (places.parent / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

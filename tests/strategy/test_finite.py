@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.rl.jobs import settings, write_data
+from tests.jobs.rl.jobs import settings, write_data
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 
@@ -83,9 +83,9 @@ def test_a_weight_that_is_not_finite_is_named_by_every_pass(layout, value, repor
 def test_a_job_whose_steps_ruin_the_weights_says_so(tmp_path, report, training):
     """In the step after: in its rollouts, or in their log-probs."""
     write_data(tmp_path)
-    job = settings(tmp_path, warmup=None, reward_function="tests.rl.jobs:length", max_steps=4)
+    job = settings(tmp_path, warmup=None, reward_function="tests.jobs.rl.jobs:length", max_steps=4)
     job["actor_train"]["training_args"] |= training
-    for words in run_ranks(2, "tests.rl.test_resume_changes:endings", {"it": job}):
+    for words in run_ranks(2, "tests.jobs.run.test_resume_changes:endings", {"it": job}):
         report(words["it"])
         assert re.search(r"(log_probs|the loss) is nan for sample.*(not finite|the largest \()", words["it"]), words
         assert "lower learning_rate" in words["it"]

@@ -1,10 +1,10 @@
 """Run a test function on several real processes, one per rank, and bring the results home.
 
-    def gather(payload):                       # in tests/data/test_x.py
+    def gather(payload):                       # in tests/samples/test_x.py
         dist.init_process_group("gloo")        # the function itself opens the group it wants
         return dist.get_rank() + payload
 
-    assert run_ranks(2, "tests.data.test_x:gather", payload=10) == [10, 11]
+    assert run_ranks(2, "tests.samples.test_x:gather", payload=10) == [10, 11]
 
 The function takes the payload as its only argument. It finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
 MASTER_ADDR and MASTER_PORT in the environment, as under torchrun, and one OpenMP thread. On Linux without a

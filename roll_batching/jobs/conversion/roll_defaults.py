@@ -1,6 +1,6 @@
 """What ROLL's code decides where a file is silent, or against it: its defaults, and what `__post_init__` overrides.
 
-Source: `roll/configs` and `roll/pipeline/*/*_config.py` of ROLL at 8eb27cc; tests/conversion/data holds the fields.
+Source: `roll/configs` and `roll/pipeline/*/*_config.py` of ROLL at 8eb27cc; tests/jobs/conversion/data has the fields.
 """
 
 from __future__ import annotations

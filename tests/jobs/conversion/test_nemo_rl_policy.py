@@ -1,0 +1,135 @@
+"""Keys of NeMo-RL's `policy`, and of its losses, whose meaning there is another than their name suggests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll_batching.errors import PlanError
+from roll_batching.jobs.conversion.nemo_rl_names import convert_policy
+from roll_batching.planning import LinearQuadraticCost, PlanConstraints, plan_step
+from tests.jobs.conversion.test_nemo_rl_defaults import converted, file_of, job_of
+
+MEGATRON: dict[str, Any] = {"enabled": True, "optimizer": {"lr": 1e-6}, "scheduler": {"lr_decay_style": "constant"}}
+
+
+def with_policy(task: str = "grpo", **policy: Any) -> dict[str, Any]:
+    file = file_of(task)
+    file["policy"] |= policy
+    return file
+
+
+def reasons(folder: Path, file: dict[str, Any], kind: str) -> dict[str, str]:
+    return {one.key: one.why for one in converted(folder, file).left_out_as(kind)}  # type: ignore[arg-type]
+
+
+PACKED = {"enabled": True, "train_mb_tokens": 1024, "algorithm": "modified_first_fit_decreasing"}
+ORDER = "policy.sequence_packing.microbatch_order"
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("algorithm", ["modified_first_fit_decreasing", "first_fit_decreasing"])
+def test_micro_batches_run_largest_first_as_asked(tmp_path, algorithm):
+    packing = {**PACKED, "algorithm": algorithm, "microbatch_order": "largest_first"}
+    assert "falling cost" in reasons(tmp_path, with_policy(sequence_packing=packing), "idle")[ORDER]
+    worker, notices = convert_policy({"sequence_packing": packing})
+    assert [one for one in notices if "no counterpart" in one] == []
+    args = worker["sequence_packing_args"]
+    cap, algorithm = args["max_packed_sequence_length_train"], args["algorithm"]
+    lengths = np.random.default_rng(0).integers(16, 900, 64)
+    constraints = PlanConstraints(dp_size=2, max_tokens=cap, algorithm=algorithm)
+    plan = plan_step(lengths, constraints, cost=LinearQuadraticCost(linear=1, quadratic=0))
+    for rank in plan.micro_batches:
+        tokens = [int(one.lengths.sum()) for one in rank]
+        assert tokens == sorted(tokens, reverse=True)
+
+
+@pytest.mark.config
+def test_the_order_of_micro_batches_in_a_pipeline_and_unknown_orders(tmp_path):
+    packing = {**PACKED, "microbatch_order": "largest_first"}
+    file = with_policy(sequence_packing=packing, dtensor_cfg={"enabled": False})
+    file["policy"]["megatron_cfg"] = MEGATRON | {"pipeline_model_parallel_size": 2}
+    assert "smallest predicted step time" in reasons(tmp_path, file, "refused")[ORDER]
+    file["policy"]["sequence_packing"] = {**PACKED, "microbatch_order": "packer"}
+    assert ORDER not in reasons(tmp_path, file, "refused") | reasons(tmp_path, file, "idle")
+    with pytest.raises(PlanError, match="microbatch_order='smallest' is unknown"):
+        convert_policy({"sequence_packing": {**PACKED, "microbatch_order": "smallest"}})
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("framework", ["dtensor", "megatron"])
+def test_gradients_are_clipped_to_the_norm_that_is_read(tmp_path, framework):
+    file = with_policy(max_grad_norm=0.5)
+    if framework == "megatron":
+        file["policy"] |= {"dtensor_cfg": {"enabled": False}, "megatron_cfg": MEGATRON}
+        file["policy"]["megatron_cfg"] = {**MEGATRON, "optimizer": {"lr": 1e-6, "clip_grad": 0.25}}
+    assert job_of(tmp_path, file).actor_train.training_args.max_grad_norm == (0.5 if framework == "dtensor" else 0.25)
+
+
+@pytest.mark.config
+def test_no_clipping_stays_none(tmp_path):
+    assert job_of(tmp_path, with_policy(max_grad_norm=None)).actor_train.training_args.max_grad_norm == 0
+
+
+@pytest.mark.config
+def test_megatrons_settings_hold_without_its_layout_being_written(tmp_path):
+    file = with_policy(dtensor_cfg={"enabled": False}, megatron_cfg=MEGATRON)
+    training = job_of(tmp_path, file).actor_train.training_args
+    assert (training.learning_rate, training.weight_decay) == (1e-6, 0.01), "not those of policy.optimizer"
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("granularity", ["selective", "full", None])
+def test_recomputation_is_as_fine_as_asked(tmp_path, granularity):
+    asked = {} if granularity is None else {"recompute_granularity": granularity}
+    file = with_policy(dtensor_cfg={"enabled": False})
+    for switched_on in (True, False):
+        file["policy"]["megatron_cfg"] = MEGATRON | asked | {"activation_checkpointing": switched_on}
+        layout = job_of(tmp_path, file).actor_train.strategy_args.strategy_config
+        assert layout.recompute_granularity == ((granularity or "full") if switched_on else None)
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("task", ["grpo", "sft", "dpo"])
+def test_a_template_of_null_passes_texts_through(tmp_path, task):
+    file = with_policy(task, tokenizer={"name": "models/small", "chat_template": None})
+    done = converted(tmp_path, file)
+    assert done.settings["actor_train"]["data_args"]["chat"] is False
+    assert "policy.tokenizer.chat_template" in {one.key for one in done.changed}
+    file["policy"]["tokenizer"].pop("chat_template")
+    assert converted(tmp_path, file).settings["actor_train"]["data_args"]["chat"] is True
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
+def test_a_kl_in_the_reward_is_none_in_the_loss(tmp_path, estimator):
+    file = file_of("grpo", grpo={"adv_estimator": {"name": estimator}}, loss_fn={"use_kl_in_reward": True})
+    job = job_of(tmp_path, file)
+    assert not job.use_kl_loss and job.reference is None
+    kind = "refused" if estimator == "reinforce_plus_plus" else "idle"
+    assert "loss_fn.use_kl_in_reward" in reasons(tmp_path, file, kind)
+
+
+SCHEDULES = {
+    "LinearLR": ({"end_factor": 1.0, "total_iters": 20}, 20),
+    "LinearLR ": ({}, 5),
+    "LinearLR  ": ({"end_factor": 0.1, "total_iters": 20}, None),
+    "ConstantLR": ({"factor": 1.0, "total_iters": 9}, 0),
+    "ConstantLR ": ({}, None),  # torch's own: a third of the rate, for five steps
+    "CosineAnnealingLR": ({"T_max": 10}, None),
+}
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_torchs_schedules_have_torchs_defaults(tmp_path, name):
+    settings, warmup = SCHEDULES[name]
+    one = {"name": f"torch.optim.lr_scheduler.{name.strip()}", "kwargs": settings}
+    file = with_policy("sft", scheduler=[one, {"milestones": [3]}])
+    job = job_of(tmp_path, file)
+    assert job.actor_train.training_args.warmup_steps == (warmup or 0)
+    refused = [key for key in reasons(tmp_path, file, "refused") if key.startswith("policy.scheduler")]
+    assert bool(refused) == (warmup is None)

@@ -1,0 +1,62 @@
+"""How long ranks wait for one whose engine does not answer: as long as its requests may take, and no longer."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
+from roll_batching.jobs.engines.sglang import SGLang
+from roll_batching.jobs.engines.vllm import VLLM
+from tests.jobs.rl.jobs import settings
+from tests.support.ranks import run_ranks
+
+pytestmark = [pytest.mark.cluster, pytest.mark.bad_input]
+
+
+def test_a_round_takes_as_long_as_all_attempts_of_its_requests():
+    limits = EngineLimits(seconds=20, in_flight=4, retries=3)
+    for dialect, requests, told in ((SGLang(), 4, 0), (VLLM(), 5, 30)):  # told: which process it is
+        engine = Replicas(["http://here"], dialect, limits)
+        assert engine.seconds_to_answer(1) == 30 + 5 * told and engine.seconds_to_answer(9) == 9 * 30 + 5 * told
+        assert engine.seconds_to_update() == requests * 20 + 2 * told, "to a server that sleeps"
+
+
+def silent_on_rank_1(payload):
+    """On a rank: what is raised, and after how long, when rank 1's engine takes far longer than it may."""
+    import torch
+
+    from roll_batching.distributed.parallel_layout import make_layout, start_processes
+    from roll_batching.jobs.config import JobConfig
+    from roll_batching.jobs.engines import asking as asking
+    from roll_batching.planning import ParallelDims
+    from roll_batching.samples import SampleBatch
+    from roll_batching.strategy import GenerationSettings
+
+    class Silent(Replicas):
+        def generate(self, questions, settings):
+            time.sleep(60 * layout.dp_rank)
+            return []
+
+    asking._MARGIN = 1.0
+    layout = make_layout(ParallelDims(dp_size=2), start_processes())
+    client = asking.EngineClient(JobConfig.model_validate(payload), layout)
+    client.engine = Silent(["http://here"], VLLM(), EngineLimits(seconds=0.1, retries=0))
+    prompts = SampleBatch.from_lists({"input_ids": [torch.ones(3, dtype=torch.int64)]}, {"input_ids": "token"})
+    began = time.monotonic()
+    try:
+        client.generate(prompts, GenerationSettings(max_new_tokens=2, eos_token_id=0))
+    except RuntimeError as error:
+        print("after", round(time.monotonic() - began), "s:", error, flush=True)
+        raise
+
+
+@pytest.mark.slow
+def test_nobody_waits_longer(tmp_path):
+    job = settings(tmp_path, actor_infer__strategy_args__strategy_name="vllm", warmup=None)
+    job["actor_infer"]["engine_args"] = {"urls": ["http://here"]}
+    outcomes = run_ranks(2, "tests.jobs.engines.test_patience:silent_on_rank_1", job, check=False, timeout=55, grace=1)
+    found = re.search(r"after (\d+) s: .*ank 1", outcomes[0].output)
+    assert found and 10 <= int(found[1]) < 50, outcomes[0].output
