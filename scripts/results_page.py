@@ -1,119 +1,12 @@
-"""Writes docs/results.md: what was tried on which GPU, from the files that scripts/gpu_checks.py left in results/.
+"""Writes docs/results.md from the files in results/, which scripts/gpu_checks.sh records."""
 
-python scripts/results_page.py
-"""
-
-from __future__ import annotations
-
-import json
+import sys
 from pathlib import Path
-from typing import Any
 
-from gpu_checks import CHECKS, ROOT, broken
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # runs in a checkout that is not installed
 
-HEAD = """# What was tried on GPUs
-
-Written by `python scripts/results_page.py` from the files in `results/`, which `scripts/gpu_checks.sh` writes on a
-machine with a GPU. A limit that is broken stands here as it was found; a row that says "not yet run" was not.
-"""
-
-
-def number(value: Any) -> str:
-    if isinstance(value, float) and value != int(value):
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
-
-
-def verdict(record: dict[str, Any]) -> str:
-    if record["status"] != "ok":
-        return f"**failed**: {record['status']}"
-    return f"{len(broken(record))} limits broken" if broken(record) else "passed"
-
-
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
-
-
-def steps(result: dict[str, Any]) -> list[str]:
-    """The table of bench_step.py."""
-    load = result["workload"]
-    shape = load["architecture"]
-    rows = [
-        [
-            run["mode"],
-            f"{run['tokens_per_second']:,.0f}",
-            f"{run['mfu']:.1%}" if run["mfu"] else "-",
-            f"{run['seconds_per_step']:.2f}",
-            f"{run['padding_share']:.1%}",
-            str(run["micro_batches"] // load["steps"]),
-            f"{run['peak_memory_bytes'] / 2**30:.1f}",
-            f"{1e3 * run['plan_seconds_per_step']:.1f} + {1e3 * run['pack_seconds_per_step']:.1f}",
-        ]
-        for run in result["modes"]
-    ]
-    head = ["mode", "real tokens/s", "MFU", "s per step", "padding", "micro-batches", "peak GiB", "plan + pack, ms"]
-    return [
-        f"{load['samples']} samples a step, at most {load['longest']:,} tokens each, micro-batches of at most "
-        f"{load['cap']:,} tokens; {shape['num_layers']} layers of width {shape['hidden_size']:,}, vocabulary "
-        f"{shape['vocab_size']:,}, {result['modes'][0]['dtype']}, AdamW with fp32 copies, no recomputation. "
-        f"{load['steps']} steps timed after {load['warm_up']}. The formula of MFU stands in "
-        "`roll_batching/modeling/cost.py`. Losses differ between modes by at most "
-        f"{result['largest_relative_loss_difference']:.1e} of themselves.",
-        "",
-        *table(head, rows),
-    ]
-
-
-def cases(result: dict[str, Any]) -> list[str]:
-    """One row per case: its limits with the figures beside them, then its other figures; and what is noted in words."""
-    rows = []
-    for case in result["cases"]:
-        kept = [f"{name} {value:.2g} (≤ {limit:g})" for name, (value, limit) in case["limits"].items()]
-        rows.append(
-            [case["case"], "; ".join(kept) or "-", "; ".join(f"{k} {number(v)}" for k, v in case["figures"].items())]
-        )
-    said = dict.fromkeys(case["notes"] for case in result["cases"] if isinstance(case.get("notes"), str))
-    return [*table(["case", "limits", "figures"], rows), *(line for note in said for line in ("", f"Note: {note}."))]
-
-
-def section(name: str, what: str, record: dict[str, Any]) -> list[str]:
-    lines = ["", f"### {what}", "", f"`--only {name}`: {verdict(record)}, {record['seconds']:.0f} s, commit "]
-    lines[-1] += f"{record['machine']['commit']}, {record['machine']['date']}."
-    result = record.get("result")
-    if result:
-        lines += ["", *(steps(result) if "modes" in result else cases(result))]
-    if record["status"] != "ok":
-        lines += ["", "```text", *record["last words"].splitlines()[-8:], "```"]
-    return lines
-
-
-def page(folder: Path) -> str:
-    """The whole page."""
-    lines = [HEAD.rstrip()]
-    files = sorted(folder.glob("*.json"), key=lambda path: path.stem)
-    reports = {path.stem: json.loads(path.read_text())["checks"] for path in files}
-    rows = [
-        [check.what, *(verdict(r[check.name]) if check.name in r else "not yet run" for r in reports.values())]
-        for check in CHECKS
-    ]
-    lines += [
-        "",
-        *table(["check", *(reports or ["any GPU"])], rows if reports else [[*r, "not yet run"] for r in rows]),
-    ]
-    for device, checks in reports.items():
-        machine = next(iter(checks.values()))["machine"]
-        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-        lines += [
-            "",
-            f"## {'; '.join(machine['gpus'])}",
-            "",
-            f"{versions}; {machine['platform']}; `results/{device}.json`",
-        ]
-        for check in CHECKS:
-            if check.name in checks:
-                lines += section(check.name, check.what, checks[check.name])
-    return "\n".join(lines) + "\n"
-
+from benchmarks.gpu.results import page
 
 if __name__ == "__main__":
     (ROOT / "docs" / "results.md").write_text(page(ROOT / "results"))

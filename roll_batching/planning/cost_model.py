@@ -24,7 +24,7 @@ TOTAL_BITS = 53
 FIXED_TOKENS = 512
 """Tokens that cost as much as a micro-batch costs beside its sequences, where nobody measured it.
 
-Measured by `scripts/bench_fixed.py`: 150 on a CPU core. On an H100, steps of the Qwen3-1.7B shape run no kernel for
+Measured by `benchmarks/bench_fixed.py`: 150 on a CPU core. On an H100, steps of the Qwen3-1.7B shape run no kernel for
 the time of 830 tokens per micro-batch (`results/`).
 """
 

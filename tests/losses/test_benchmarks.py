@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.measure import LiveBytes
 from tests.support.ranks import ROOT
 
 pytestmark = pytest.mark.loss
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.loss
 @pytest.mark.parametrize("name, cases", [pytest.param("bench_logprob", 6, marks=pytest.mark.slow), ("bench_loss", 2)])
 def test_the_benchmark_runs_and_its_gradients_agree(name: str, cases: int, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    command = [sys.executable, f"scripts/{name}.py", "--device", "cpu", "--rounds", "1", "--json", str(file)]
+    command = [sys.executable, f"benchmarks/{name}.py", "--device", "cpu", "--rounds", "1", "--json", str(file)]
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     subprocess.run(
         [*command, "--tokens", "300", "--vocabulary", "1500"], cwd=ROOT, env=environment, check=True, timeout=170
@@ -31,9 +32,6 @@ def test_the_benchmark_runs_and_its_gradients_agree(name: str, cases: int, tmp_p
 
 
 def test_live_bytes_count_what_is_alive_at_once() -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from _measure import LiveBytes
-
     older = torch.zeros(1000)
     with LiveBytes() as live:
         a = older[10:] * 1  # a view of older memory counts nothing

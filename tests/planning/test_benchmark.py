@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_planner as bench
+from benchmarks.planner import checks
+
 pytestmark = pytest.mark.planning
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
-
-@pytest.fixture
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module
-
-
-def test_the_table_names_every_workload_and_planner(scripts, tmp_path, monkeypatch, capsys):
-    bench = scripts("bench_planner")
+def test_the_table_names_every_workload_and_planner(tmp_path, monkeypatch, capsys):
     lengths = tmp_path / "mine.csv"
     lengths.write_text("".join(f"{100 + 37 * i % 900}\n" for i in range(300)))
     table = tmp_path / "table.json"
@@ -36,8 +28,7 @@ def test_the_table_names_every_workload_and_planner(scripts, tmp_path, monkeypat
     assert "| W1 n=256 | roll-batching | 1.0" in capsys.readouterr().out
 
 
-def test_a_figure_that_is_missed_fails_the_check(scripts, monkeypatch, capsys):
-    bench, checks = scripts("bench_planner"), scripts("_planner_checks")
+def test_a_figure_that_is_missed_fails_the_check(monkeypatch, capsys):
     one = checks.Checks(slack=2.0)
     one.at_most("small", 1.0, 1.0)
     one.at_least("large", 1.0, 1.0)

@@ -74,7 +74,7 @@ def test_speed_at_16384_items_in_256_parts(report):
     totals = sums(weights, parts)
     report(f"karmarkar_karp: 16,384 items in 256 parts in {min(times):.3f} s (best of five)")
     assert max(totals) / np.mean(totals) < 1.001
-    assert min(times) < 0.4  # 0.2 on a quiet machine; scripts/bench_planner.py --check holds the figure
+    assert min(times) < 0.4  # 0.2 on a quiet machine; benchmarks/bench_planner.py --check holds the figure
 
 
 @pytest.mark.parametrize("n", [64, 61, 3])

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import bench_planner as bench
+from benchmarks.planner import sweep, sweep_report
+from benchmarks.planner.sweep import Case, judge
 from roll_batching.planning import token_cost
 
 pytestmark = pytest.mark.planning
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 PEER = """
 class DpBalancedScheduler:
     def __init__(self, cap, cp_size, dp_size, group):
@@ -28,14 +28,7 @@ class DpBalancedScheduler:
 """
 
 
-@pytest.fixture
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module
-
-
-def test_a_plan_is_judged_by_what_its_ranks_compute(scripts):
-    judge = scripts("_planner_sweep").judge
+def test_a_plan_is_judged_by_what_its_ranks_compute():
     lengths = np.array([4, 1, 3, 2])
     apart = judge([[[0], [1]], [[3], [2]]], lengths, 4, token_cost(), sort=False)
     assert apart == {"rank": 1.0, "lockstep": 7 / 5, "K": 2, "over": 0, "missing": 0}
@@ -50,11 +43,9 @@ def row(theirs: dict, **case: object) -> dict:
     return {"case": where, "ours": {"auto": plan, "ep": plan}, "peers": {"peer": {**plan, **theirs}}}
 
 
-def test_a_peer_is_ahead_only_within_the_cap_and_at_our_count(scripts):
-    report = scripts("_planner_sweep_report")
-
+def test_a_peer_is_ahead_only_within_the_cap_and_at_our_count():
     def failing(rows):
-        return [figure["figure"].partition(":")[0] for figure in report.figures(rows) if not figure["holds"]]
+        return [figure["figure"].partition(":")[0] for figure in sweep_report.figures(rows) if not figure["holds"]]
 
     level = [row({}, seed=seed) for seed in range(300)]
     ahead = {"rank": 1.0, "lockstep": 1.02}
@@ -69,8 +60,7 @@ def test_a_peer_is_ahead_only_within_the_cap_and_at_our_count(scripts):
     assert failing([*level, row(ahead | {"K": 2})]) == ["rank"]
 
 
-def test_the_time_limit_counts_processor_time(scripts):
-    sweep = scripts("_planner_sweep")
+def test_the_time_limit_counts_processor_time():
     with sweep.time_limit(0.05):
         time.sleep(0.2)
     with pytest.raises(sweep.OverTheLimit), sweep.time_limit(0.05):
@@ -78,18 +68,16 @@ def test_the_time_limit_counts_processor_time(scripts):
             pass
 
 
-def test_a_case_is_told_from_its_key_and_harder_ones_from_their_sizes(scripts):
-    make = scripts("_planner_sweep").Case
-    case = make("a/folder/file.csv", 1, 256, 8, 16384, "L^2")
-    assert make.of(case.key) == case
-    assert make("a/folder/file.csv", 0, 1024, 8, 8192, "L").at_least_as_hard_as(case)
+def test_a_case_is_told_from_its_key_and_harder_ones_from_their_sizes():
+    case = Case("a/folder/file.csv", 1, 256, 8, 16384, "L^2")
+    assert Case.of(case.key) == case
+    assert Case("a/folder/file.csv", 0, 1024, 8, 8192, "L").at_least_as_hard_as(case)
     for other in ((64, 8, 8192), (1024, 4, 8192), (1024, 8, 32768)):
-        assert not make("a/folder/file.csv", 1, *other, "L^2").at_least_as_hard_as(case)
-    assert not make("lognormal", 1, 256, 8, 16384, "L^2").at_least_as_hard_as(case)
+        assert not Case("a/folder/file.csv", 1, *other, "L^2").at_least_as_hard_as(case)
+    assert not Case("lognormal", 1, 256, 8, 16384, "L^2").at_least_as_hard_as(case)
 
 
-def test_a_peer_is_asked_once_per_commit_and_case(scripts, tmp_path, monkeypatch, capsys):
-    bench = scripts("bench_planner")
+def test_a_peer_is_asked_once_per_commit_and_case(tmp_path, monkeypatch, capsys):
     file = tmp_path / "peer/megatron/core/datasets/data_schedule.py"
     file.parent.mkdir(parents=True)
     git = ["git", "-C", str(tmp_path / "peer"), "-c", "user.name=t", "-c", "user.email=t@localhost"]
@@ -112,9 +100,9 @@ def test_a_peer_is_asked_once_per_commit_and_case(scripts, tmp_path, monkeypatch
     assert "| Megatron-LM |" in capsys.readouterr().out
 
 
-def test_the_check_wants_every_peer(scripts, monkeypatch, capsys):
+def test_the_check_wants_every_peer(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_planner.py", "--sweep", "--check"])
     with pytest.raises(SystemExit) as stopped:
-        scripts("bench_planner").main()
+        bench.main()
     assert stopped.value.code == 2
     assert "verl, slime, prime_rl, nemo_rl, trl, megatron" in capsys.readouterr().err

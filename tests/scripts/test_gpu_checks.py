@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from benchmarks import ROOT
+from benchmarks.gpu import checks
+from benchmarks.gpu.results import page
+
 CASE = {"case": "one", "figures": {"seconds": 1.5}, "limits": {"gap": [0.5, 0.1], "other": [float("nan"), 1.0]}}
 
 
-@pytest.fixture
-def checks(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("gpu_checks")
-
-
-def saying(checks, name, code, seconds=20.0):
+def saying(name, code, seconds=20.0):
     return checks.Check(
         name=name, what=name, seconds=seconds, command=lambda out, dry: [sys.executable, "-c", code, out]
     )
@@ -29,11 +24,11 @@ def saying(checks, name, code, seconds=20.0):
 WRITES = f"import json, sys; open(sys.argv[1], 'w').write({json.dumps(json.dumps({'cases': [CASE]}))})"
 
 
-def test_what_checks_come_to_is_recorded_one_by_one(checks, monkeypatch, tmp_path, capsys):
+def test_what_checks_come_to_is_recorded_one_by_one(monkeypatch, tmp_path, capsys):
     mine = (
-        saying(checks, "fails", "raise SystemExit('no such kernel')"),
-        saying(checks, "hangs", WRITES + "; import time; time.sleep(60)", seconds=2),
-        saying(checks, "fine", WRITES),
+        saying("fails", "raise SystemExit('no such kernel')"),
+        saying("hangs", WRITES + "; import time; time.sleep(60)", seconds=2),
+        saying("fine", WRITES),
     )
     monkeypatch.setattr(checks, "CHECKS", mine)
     out = tmp_path / "gpu.json"
@@ -47,8 +42,7 @@ def test_what_checks_come_to_is_recorded_one_by_one(checks, monkeypatch, tmp_pat
     assert found["fine"]["machine"]["versions"]["torch"]
 
 
-def test_the_page_says_what_was_tried_and_what_was_not(checks, tmp_path):
-    page = importlib.import_module("results_page").page
+def test_the_page_says_what_was_tried_and_what_was_not(tmp_path):
     record = {"status": "ok", "seconds": 3.0, "result": {"cases": [CASE]}, "what": "-"}
     machine = {"gpus": ["A GPU"], "versions": {"torch": "2"}, "platform": "Linux", "commit": "abc", "date": "today"}
     failed = {"status": "exit code 1", "seconds": 1.0, "last words": "why", "what": "-", "machine": machine}
@@ -60,13 +54,12 @@ def test_the_page_says_what_was_tried_and_what_was_not(checks, tmp_path):
     assert "gap 0.5 (≤ 0.1)" in text and "commit abc" in text
 
 
-def test_the_page_in_the_repository_is_that_of_its_results(checks):
-    page = importlib.import_module("results_page").page
-    assert page(SCRIPTS.parent / "results") == (SCRIPTS.parent / "docs" / "results.md").read_text()
+def test_the_page_in_the_repository_is_that_of_its_results():
+    assert page(ROOT / "results") == (ROOT / "docs" / "results.md").read_text()
 
 
 @pytest.mark.slow
 def test_every_check_runs_dry(tmp_path):
-    command = [sys.executable, str(SCRIPTS / "gpu_checks.py"), "--dry", "--out", str(tmp_path / "dry.json")]
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_checks.py"), "--dry", "--out", str(tmp_path / "dry.json")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -231,7 +231,7 @@ def _count_without_fixed_cost(problem: PlanProblem, pools: list[Pool]) -> int:
 def _warn_of_assumed_fixed_cost() -> None:
     logger.warning(
         "the cost has no fixed part per micro-batch (fixed=0), and the pipeline's number of micro-batches follows from "
-        "it: each counts as %d average tokens more. Set fixed, which scripts/bench_fixed.py measures",
+        "it: each counts as %d average tokens more. Set fixed, which benchmarks/bench_fixed.py measures",
         FIXED_TOKENS,
     )
 

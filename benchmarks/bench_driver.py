@@ -1,0 +1,216 @@
+"""A step of GRPO by a driver on Ray: its processor time, bytes in the object store, and messages.
+
+    python benchmarks/bench_driver.py                       # 16,384 samples of 2k tokens on average, 64 ranks
+    python benchmarks/bench_driver.py --check               # exit 0 exactly when every figure is reached
+    python benchmarks/bench_driver.py --json driver.json
+
+Eight actors without torch stand for 64 ranks: each is called as eight of them, reads what these read, and makes
+log-probs where they would. The Ray is a real one, of this machine; the driver's code is that of `WorkerGroup`. A step
+plans, hands samples out, has log-probs made under two weights (old and reference), adds advantages, and trains. Time is
+processor time of the driver's process with all of its threads; bytes are what Ray says that its object store holds at
+the step's end, when nothing was freed yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checkout that is not installed
+
+import numpy as np
+
+ACTORS = 8
+CAP = 16384
+SECONDS, SHARE = 2.0, 1.1
+"""What --check asks: processor time per step, and bytes in the object store by those of the samples."""
+
+
+class StandIn:
+    """Ranks without a model: what they read is read, and log-probs are zeros."""
+
+    def as_rank(self, rank: int, dp_rank: int, reports: bool, method: str, _: Any, name: str, *handed: Any) -> Any:
+        """What `StrategyRank.work` does, for the rank of this number."""
+        from roll_batching.jobs.driver.columns import Column, share_of
+
+        assert "torch" not in sys.modules
+        plan, *parts = handed[1:]
+        columns = {field: column for part in parts for field, column in part.items()}
+        tokens = int(share_of(plan, dp_rank)[1].sum())
+        assert all(len(column.values) == tokens for column in columns.values() if column.per_token)
+        read = sum(int(column.values.view(np.uint8).sum()) for column in columns.values())
+        if method == "train_step":
+            return ({"read": read} if rank == 0 else None), None
+        made = Column(values=np.zeros(tokens, np.float32), kind="next_token", pad=0, dtype="float32")
+        return None, {name: made} if reports else None
+
+
+class AsRank:
+    """An actor, called as one of the ranks that it stands for."""
+
+    def __init__(self, actor: Any, rank: int, station: Any) -> None:
+        self.actor, self.place, self.calls = actor, (rank, station.dp_rank, station.is_replica_leader), 0
+
+    @property
+    def work(self) -> AsRank:
+        """As an actor has it."""
+        return self
+
+    def options(self, **given: Any) -> AsRank:
+        """As a method of an actor has it."""
+        assert given == {"num_returns": 2}
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        """One message."""
+        self.calls += 1
+        return self.actor.as_rank.options(num_returns=2).remote(*self.place, *arguments)
+
+
+def rollouts(samples: int, mean: int) -> Any:
+    """A step's samples: prompts with answers, and the log-probs that they were drawn with."""
+    import torch
+
+    from roll_batching.samples import SampleBatch
+
+    drawn = np.random.default_rng(0).lognormal(0, 0.6, samples)
+    lengths = torch.from_numpy((drawn * mean / drawn.mean()).clip(16, CAP).astype(np.int64))
+    count = int(lengths.sum())
+    fields = {
+        "input_ids": torch.arange(count) % 150_000,
+        "response_mask": torch.arange(count) % 5 > 0,
+        "rollout_log_probs": torch.full((count,), -0.5),
+    }
+    kinds = {"input_ids": "token", "response_mask": "token", "rollout_log_probs": "next_token"}
+    return SampleBatch(torch.arange(samples), lengths, fields, kinds)
+
+
+def stored() -> int:
+    """Bytes in the object store, by what Ray says is free of it, once that has settled."""
+    import ray
+
+    found, last = 0, -1
+    while found != last:
+        last = found
+        time.sleep(2.0)
+        found = int(ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"])
+    return found
+
+
+def measure(batch: Any, ranks: int, tp_size: int, actors: list[Any]) -> dict[str, Any]:
+    """The figures of one step on `ranks` ranks."""
+    import torch
+
+    from roll_batching.jobs.driver.handout import Part, Station, call_ranks, hand_out, with_fields
+    from roll_batching.jobs.launch.on_ray.actors import Ranks
+    from roll_batching.planning import PlanConstraints, plan_step
+
+    dp_size = ranks // tp_size
+    stations = [
+        Station(dp_rank=rank // tp_size, is_first_stage=True, is_last_stage=True, is_replica_leader=rank % tp_size == 0)
+        for rank in range(ranks)
+    ]
+    each = ranks // len(actors)
+    called = [AsRank(actors[rank // each], rank, stations[rank]) for rank in range(ranks)]
+    team = Ranks(called)
+    before = stored()
+    marks = {"start": time.process_time()}
+    started = time.perf_counter()
+    constraints = PlanConstraints(dp_size=dp_size, tp_size=tp_size, max_tokens=CAP)
+    plan = plan_step(batch.lengths.numpy(), constraints, ids=batch.ids.numpy())
+    marks["plan"] = time.process_time()
+    held = hand_out(batch, plan, stations)
+    marks["hand out"] = time.process_time()
+    for name in ("old_log_probs", "ref_log_probs"):
+        said, made = call_ranks(called, stations, held, "compute_log_probs", (), name=name)
+        team.answers(said)
+        held = held.with_part(Part(names=frozenset({name}), objects=made))
+    marks["log-probs"] = time.process_time()
+    held = with_fields(held, {"advantages": torch.randn(len(batch))}, {"advantages": "sample"})
+    said, _ = call_ranks(called, stations, held, "train_step")
+    answers = team.answers(said)
+    marks["train"] = time.process_time()
+    wall, size = time.perf_counter() - started, stored() - before
+    assert team.failure is None, team.failure
+    assert answers[0]["read"] > 0
+    spent = list(marks.values())
+    samples = sum(field.nbytes for field in batch.fields.values()) + 2 * 4 * batch.num_tokens + 4 * len(batch)
+    return {
+        "ranks": ranks,
+        "replicas": dp_size,
+        "driver_seconds": spent[-1] - spent[0],
+        "driver_seconds_by_part": {
+            part: end - begin for part, begin, end in zip(list(marks)[1:], spent[:-1], spent[1:], strict=True)
+        },
+        "wall_seconds": wall,
+        "sample_bytes": samples,
+        "put_bytes": held.nbytes,
+        "stored_bytes": size,
+        "stored_share": size / samples,
+        "objects_put": 1 + len(held.parts) * dp_size,
+        "calls": sum(one.calls for one in called),
+        "calls_per_pass_and_rank": sum(one.calls for one in called) / 3 / ranks,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=16384)
+    parser.add_argument("--mean", type=int, default=2048, help="tokens of a sample, on average")
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--check", action="store_true", help="exit 1 unless every figure is reached")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    given = parser.parse_args()
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
+    import ray
+
+    batch = rollouts(given.samples, given.mean)
+    room = 2 * sum(field.nbytes for field in batch.fields.values()) + 200_000_000
+    ray.init("local", num_cpus=ACTORS, object_store_memory=room, include_dashboard=False, logging_level="error")
+    actors = [ray.remote(StandIn).options(num_cpus=1).remote() for _ in range(ACTORS)]
+    ray.get([actor.__ray_ready__.remote() for actor in actors])
+    small = rollouts(64, given.mean)
+    for tp_size in (8, 1):
+        measure(small, given.ranks, tp_size, actors)  # everything imported and compiled
+    runs = [measure(batch, given.ranks, tp_size, actors) for tp_size in (8, 1)]
+    growth = [measure(small, ranks, 1, actors) for ranks in (8, 16, 32, 64)]
+    ray.shutdown()
+    for run in runs:
+        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in run["driver_seconds_by_part"].items())
+        print(f"{run['ranks']} ranks, {run['replicas']} replicas: {len(batch):,} samples, {batch.num_tokens:,} tokens")
+        print(f"  driver's processor time   {run['driver_seconds']:.2f} s ({parts}); wall {run['wall_seconds']:.2f} s")
+        print(
+            f"  bytes in the object store {run['stored_bytes']:,}: {run['stored_share']:.3f} of the samples'"
+            f" ({run['put_bytes']:,} put by the driver)"
+        )
+        print(f"  calls {run['calls']} (3 passes), objects put {run['objects_put']}")
+    print("growth with ranks, all of them replicas (ranks: calls, objects):")
+    print("  " + "; ".join(f"{one['ranks']}: {one['calls']}, {one['objects_put']}" for one in growth))
+    machine = {"python": platform.python_version(), "ray": ray.__version__, "cpus": os.cpu_count()}
+    found = {"machine": machine, "runs": runs, "growth": growth}
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if given.check:
+        wrong = [
+            f"{run['replicas']} replicas: {what} {value:.3f} > {limit}"
+            for run in runs
+            for what, value, limit in (
+                ("seconds", run["driver_seconds"], SECONDS),
+                ("share", run["stored_share"], SHARE),
+                ("bytes missing", float(run["stored_bytes"] < run["sample_bytes"]), 0.0),
+                ("calls per pass and rank", run["calls_per_pass_and_rank"], 1.0),
+            )
+            if value > limit
+        ]
+        sys.exit("; ".join(wrong) or 0)
+
+
+if __name__ == "__main__":
+    main()

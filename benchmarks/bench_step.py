@@ -1,0 +1,332 @@
+"""Time one training step in each batching mode, on the samples of one workload.
+
+    python benchmarks/bench_step.py --device cpu --json bench.json
+    python benchmarks/bench_step.py --device cpu --check
+    python benchmarks/bench_step.py --device cuda --json bench.json
+    python benchmarks/bench_step.py --device cuda --workload qwen3-1.7b --modes packed --cap 16384
+
+Every mode trains the same model from the same weights on the same mini-batches, in a process of its own, so that
+peak memory is its own too. Tokens per second count real tokens: padding is work, not output. The losses of the
+modes are compared, because a mode that is fast and wrong is no mode.
+
+- padded: rows of the longest sample there may be, as many as the cap holds;
+- padded_micro: eight rows at a time, in order, to the longest of them;
+- dynamic: rectangles of sorted samples under the cap;
+- packed: packs under the cap;
+- packed_peer: packs as ROLL and NeMo-RL make them for a pipeline: every sequence a multiple of 2 x CP x TP, every pack
+  as long as the longest, by modified first-fit-decreasing;
+- equal_length: packs of sequences of one length, as many and as long as have the same tokens and the same model FLOPs:
+  what packed could reach if lengths cost nothing.
+
+On CUDA the share of the device's arithmetic that was useful (MFU) stands beside it; `roll_batching/modeling/cost.py`
+has the formula, and counts nothing for padding and recomputation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checkout that is not installed
+
+MODES = ("padded", "padded_micro", "dynamic", "packed", "packed_peer", "equal_length")
+USUAL = ("padded", "dynamic", "packed")
+OF_OTHER_SAMPLES = ("equal_length",)
+"""Modes whose losses are not those of the others."""
+FASTER = {("packed", "padded"): 2.8, ("packed", "padded_micro"): 2.0, ("dynamic", "padded"): 2.3}
+FASTER |= {("packed", "equal_length"): 1 / 1.10}
+"""What `--check` asks: real tokens per second of the first, in those of the second."""
+HOST_SHARE = 0.01
+"""And of planning, packing and unpacking in the time of a packed step, at most."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and mini-batches of samples whose lengths a seed and the step decide."""
+
+    architecture: dict[str, Any]
+    """Settings under `model_args.architecture`."""
+    draw: Callable[[np.random.Generator, int], np.ndarray]
+    """From a generator and a number of samples to their lengths, int64."""
+    samples: int
+    longest: int
+    cap: int
+    warm_up: int
+    steps: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Further settings under `strategy_args.strategy_config`."""
+    warm_up_samples: int | None = None
+    """Of a step before the clock runs; None: as many as of any."""
+
+    def lengths(self, step: int, mode: str = "packed") -> np.ndarray:
+        """int64 `[samples]` of a step, timed ones from 0 on: the same for every mode but `equal_length`."""
+        lengths = self.draw(np.random.default_rng(abs(step)), self.samples)
+        if step < 0:
+            lengths = lengths[: self.warm_up_samples]
+        if mode == "equal_length":
+            total = int(lengths.sum())
+            length = round(float((lengths.astype(float) ** 2).sum()) / total)
+            return np.full(round(total / length), length)
+        return lengths
+
+
+def lognormal(median: float, sigma: float, shortest: int, longest: int) -> Callable[..., np.ndarray]:
+    """Lengths clip(lognormal(median, sigma), shortest, longest)."""
+
+    def draw(r: np.random.Generator, count: int) -> np.ndarray:
+        return r.lognormal(np.log(median), sigma, count).clip(shortest, longest).astype(np.int64)
+
+    return draw
+
+
+def trl_lengths(r: np.random.Generator, count: int) -> np.ndarray:
+    """The lengths of TRL's document on long completions: mean 1,597, at most 5,120, a tenth of the answers at 4,096."""
+    answers = r.lognormal(np.log(700), 0.9, count).clip(16, 4096)
+    answers[r.random(count) < 0.1] = 4096
+    prompts = r.lognormal(np.log(256), 0.43, count).clip(16, 1024)
+    return answers.astype(np.int64) + prompts.astype(np.int64)
+
+
+def decoder(hidden: int, layers: int, heads: int, groups: int, ffn: int, vocab: int, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        **more,
+    }
+
+
+QWEN3 = {"kv_channels": 128, "qk_layernorm": True, "tie_word_embeddings": True, "rotary_base": 1e6}
+
+WORKLOADS = {
+    "cpu": Workload(decoder(128, 4, 4, 2, 352, 512), lognormal(96, 0.9, 8, 640), 64, 640, 2560, 2, 6),
+    "trl": Workload(decoder(128, 4, 4, 2, 352, 512), trl_lengths, 256, 5120, 16384, 1, 1, warm_up_samples=16),
+    "cuda": Workload(decoder(1024, 16, 16, 8, 2816, 32768), lognormal(2400, 0.9, 16, 16384), 64, 16384, 16384, 3, 8),
+    "qwen3-1.7b": Workload(decoder(2048, 28, 16, 8, 6144, 151936, **QWEN3), trl_lengths, 64, 5120, 10240, 1, 3),
+    "tiny": Workload(decoder(64, 2, 4, 2, 96, 512, **QWEN3), lognormal(40, 0.9, 8, 160), 8, 160, 480, 1, 1),
+}
+
+
+def worker_config(load: Workload, mode: str) -> Any:
+    from roll_batching.jobs.config import WorkerConfig
+
+    rows = 8 if mode == "padded_micro" else max(1, load.cap // load.longest)
+    architecture = {**load.architecture, "max_position_embeddings": load.longest}
+    megatron = dict(load.settings)
+    settings: dict[str, Any] = {
+        "model_args": {"architecture": architecture},
+        "training_args": {
+            "learning_rate": 1e-4,
+            "per_device_train_batch_size": rows,
+            "gradient_accumulation_steps": max(1, load.samples // rows),
+        },
+        "strategy_args": {"strategy_name": "megatron_train", "strategy_config": megatron},
+    }
+    if mode == "padded":
+        settings["padded_length"] = load.longest
+    elif mode == "padded_micro":
+        settings["padded_length"] = "longest"
+    elif mode == "dynamic":
+        settings["use_dynamic_batching_in_train"] = True
+        settings["max_tokens_per_microbatch_in_train"] = load.cap
+    else:
+        settings["use_sequence_packing"] = True
+        packing: dict[str, Any] = {"max_packed_sequence_length_train": load.cap}
+        if mode == "packed_peer":
+            packing["algorithm"] = "modified_first_fit_decreasing"
+            settings["planning_args"] = {"sequence_multiple": "2*cp*tp"}
+            megatron["pipeline_shapes"] = "shared"
+        settings["sequence_packing_args"] = packing
+    return WorkerConfig.model_validate(settings)
+
+
+def batch_of(load: Workload, step: int, mode: str = "packed") -> Any:
+    import torch
+
+    from roll_batching.samples import SampleBatch
+
+    lengths = torch.from_numpy(load.lengths(step, mode))
+    draw = torch.Generator().manual_seed(abs(step))
+    count = int(lengths.sum())
+    fields = {
+        "input_ids": torch.randint(load.architecture["vocab_size"], (count,), generator=draw),
+        "response_mask": torch.ones(count, dtype=torch.bool),
+    }
+    return SampleBatch(torch.arange(len(lengths)), lengths, fields, {name: "token" for name in fields})
+
+
+def measure(load: Workload, mode: str, device: str) -> dict[str, Any]:
+    """Train the workload's steps in one mode and report on them."""
+    import torch
+
+    from roll_batching.losses import SFTLoss
+    from roll_batching.samples import LengthTable
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    steps = range(-load.warm_up, load.steps)
+    batches = {step: batch_of(load, step, mode) for step in steps}
+    strategy = MegatronTrainStrategy(worker_config(load, mode), seed=1)
+    strategy.initialize()
+    if strategy.device.type != device:
+        raise SystemExit(f"--device {device} was asked for, and the model is on {strategy.device}")
+    results, reports, started = [], [], 0.0
+    for step in steps:
+        if step == 0:
+            if device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            results, reports, started = [], [], time.perf_counter()
+        plan = strategy.plan(LengthTable.of(batches[step]))
+        results.append(strategy.train_step(batches[step], plan, SFTLoss()))
+        reports.append(plan.report)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        peak, name = torch.cuda.max_memory_allocated(), torch.cuda.get_device_name()
+    else:
+        peak, name = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, processor()
+    seconds = time.perf_counter() - started
+    real, computed = sum(r.real_tokens for r in reports), sum(r.computed_tokens for r in reports)
+    phases = {phase: sum(r.phases[phase] for r in results) / load.steps for phase in results[0].phases}
+    useful = sum(r.flops for r in results) / seconds
+    rate = results[0].device_rate
+    return {
+        "mode": mode,
+        "useful_flops_per_second": useful,
+        "mfu": None if rate is None else useful / rate,
+        "phase_seconds_per_step": phases,
+        "plan_seconds_per_step": phases["plan"],
+        "pack_seconds_per_step": phases["pack"],
+        "unpack_seconds_per_step": unpacking(batches[load.steps - 1], plan),
+        "tokens_per_second": real / seconds,
+        "peak_memory_bytes": peak,
+        "seconds_per_step": seconds / load.steps,
+        "real_tokens": real,
+        "computed_tokens": computed,
+        "padding_share": 1 - real / computed,
+        "micro_batches": sum(r.num_micro_batches for r in reports),
+        "losses": [r.loss for r in results],
+        "device_name": name,
+        "dtype": str(strategy.dtype).removeprefix("torch."),
+    }
+
+
+def unpacking(batch: Any, plan: Any) -> float:
+    """Seconds to bring one number per token from packs back to samples, as a pass of log-probs does."""
+    import torch
+
+    from roll_batching.packing.batch import pack_step, unpack_results
+
+    packs = pack_step(batch, plan, dp_rank=0, device=torch.device("cpu"))
+    results = [torch.zeros(pack.layout.tokens, 1) for pack in packs]
+    started = time.perf_counter()
+    unpack_results(batch, plan, [pack.layout for pack in packs], results)
+    return time.perf_counter() - started
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def versions() -> dict[str, str]:
+    names = ("roll-batching", "torch", "megatron-core", "numpy")
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
+
+
+def check(results: list[dict[str, Any]]) -> bool:
+    """Prints what is asked of the modes beside what they reached; whether all of it holds."""
+    by_mode = {r["mode"]: r for r in results}
+    rows = []
+    for (fast, slow), least in FASTER.items():
+        found = by_mode[fast]["tokens_per_second"] / by_mode[slow]["tokens_per_second"]
+        rows.append(
+            (f"{fast}, real tokens per second in those of {slow}", f"at least {least:.2f}", found, found >= least)
+        )
+    packed = by_mode["packed"]
+    host = sum(packed[f"{what}_seconds_per_step"] for what in ("plan", "pack", "unpack")) / packed["seconds_per_step"]
+    rows.append(("plan, pack and unpack in a packed step", f"at most {HOST_SHARE:.2%}", host, host <= HOST_SHARE))
+    print("\n| figure | asked | found | holds |\n|---|---|---|---|")
+    for what, asked, found, holds in rows:
+        shown = f"{found:.2%}" if "%" in asked else f"{found:.2f}"
+        print(f"| {what} | {asked} | {shown} | {'yes' if holds else 'NO'} |")
+    return all(holds for *_, holds in rows)
+
+
+def shown(r: dict[str, Any]) -> str:
+    share = {phase: seconds / r["seconds_per_step"] for phase, seconds in r["phase_seconds_per_step"].items()}
+    return (
+        f"{r['mode']:<12} {r['tokens_per_second']:>12,.0f} real tokens/s  {r['seconds_per_step']:.3f} s a step  "
+        f"{r['padding_share']:>6.1%} padding  {r['peak_memory_bytes'] / 2**30:.2f} GiB peak"
+        + (f"  {r['mfu']:.1%} MFU" if r["mfu"] else "")
+        + "\n             "
+        + ", ".join(f"{phase.replace('_', '-')} {part:.1%}" for phase, part in share.items())
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, help="write the results into this file")
+    parser.add_argument("--steps", type=int, help="timed steps per mode")
+    parser.add_argument("--workload", choices=WORKLOADS, help="default: that of the device's name; with --check, trl")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help=f"default: {' '.join(USUAL)}; with --check, all")
+    parser.add_argument("--check", action="store_true", help="hold the figures; exit 1 when one is missed")
+    parser.add_argument("--cap", type=int, help="tokens of a micro-batch")
+    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)  # what each child process is given
+    args = parser.parse_args()
+    changes = {name: value for name in ("steps", "cap") if (value := getattr(args, name)) is not None}
+    load = replace(WORKLOADS[args.workload or ("trl" if args.check else args.device)], **changes)
+    if args.mode is not None:
+        print(json.dumps(measure(load, args.mode, args.device)))
+        return
+
+    results = []
+    for mode in args.modes or (MODES if args.check else USUAL):
+        command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode]
+        child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if child.returncode:
+            raise SystemExit(f"mode {mode} failed; its output is above")
+        results.append(json.loads(child.stdout.splitlines()[-1]))
+        print(shown(results[-1]), flush=True)
+    losses = np.array([r["losses"] for r in results if r["mode"] not in OF_OTHER_SAMPLES])
+    gap = float((losses.max(0) / losses.min(0) - 1).max())
+    print(f"largest relative difference of a step's loss between modes: {gap:.1e}")
+    report = {
+        "modes": results,
+        "largest_relative_loss_difference": gap,
+        "workload": {name: value for name, value in vars(load).items() if name != "draw"},
+        "machine": {
+            "device": results[0]["device_name"],
+            "cores": os.cpu_count(),
+            "threads": os.environ.get("OMP_NUM_THREADS", "default"),
+            "platform": platform.platform(),
+        },
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.check and not check(results):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Checks that need a GPU, started by scripts/gpu_checks.sh."""

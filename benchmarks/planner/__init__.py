@@ -1,0 +1,1 @@
+"""The planner's benchmark: cases, peers' planners, the sweep, and limits."""

@@ -1,0 +1,1 @@
+"""The streams' benchmark: balance, speed and resuming."""

@@ -1,0 +1,91 @@
+"""Abuses of `convert-config`: files that pass for ROLL's or NeMo-RL's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.campaigns.abuse.runner import DONE, LAUGHS, REFUSED, Abuse, Lost
+
+SECRET = "sk-7f3a9"
+
+
+@contextlib.contextmanager
+def clean(home: Path) -> Iterator[Lost]:
+    """What is written has neither keys nor numbers that are none, but in its comments."""
+
+    def left() -> str:
+        if not (home / "out.yaml").exists():
+            return ""
+        text = (home / "out.yaml").read_text()
+        settings = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+        wrong = [word for word in (".nan", ".inf") if word in settings] + [SECRET] * (SECRET in text)
+        return f"out.yaml holds {', '.join(wrong)}" if wrong else ""
+
+    yield left
+
+
+def _converted(name: str, text: str | bytes, *words: str, framework: str = "roll", code: int = DONE) -> Abuse:
+    command = ("-m", "roll_batching.cli", "convert-config", "--from", framework, "job.yaml", "--output", "out.yaml")
+    return Abuse(
+        name=f"convert: {framework}: {name}",
+        code=code,
+        seconds=30,
+        arguments=command,
+        files={"job.yaml": text},
+        words=words,
+        lines=3,
+        memory=2 << 30,
+        scene=clean,
+    )
+
+
+def _refused(name: str, text: str | bytes, *words: str, framework: str = "roll") -> Abuse:
+    return _converted(name, text, "error: ", "job.yaml", *words, framework=framework, code=REFUSED)
+
+
+TWO_REWARDS = "rewards: {a: {worker_cls: b.MathRuleRewardWorker}, judge: {worker_cls: b.LLMJudgeRewardWorker}}\n"
+OF_ROLL = "rollout_batch_size: 8\nrewards: {math: {worker_cls: a.MathRuleRewardWorker}}\n"
+OF_NEMO_RL = "policy: {model_name: a, train_global_batch_size: 8}\ngrpo: {num_prompts_per_step: 2}\n"
+BINARY = bytes(range(256)) * 16
+UNKNOWN = "left out that matter"
+
+CONVERSIONS = [
+    _refused("billion laughs", LAUGHS, "holds more than 20,000 values"),
+    _refused("defaults from elsewhere", "defaults: [../../../../etc/passwd]\n", "cannot be composed"),
+    _refused("defaults that lead back", "defaults: [job]\nexp_name: a\n", "defaults: inherit from each other"),
+    _refused("an empty file", "", "is empty: there is nothing to convert"),
+    _refused("a binary file", BINARY, "is not UTF-8 text"),
+    _refused("a list for a file", "- exp_name\n- seed\n", "must hold keys and values"),
+    _refused("a file of NeMo-RL's", OF_NEMO_RL, "is a file of NeMo-RL's", "--from nemo_rl"),
+    _converted("a device as data file", TWO_REWARDS + "actor_train: {data_args: {file_name: [/dev/zero]}}\n"),
+    _converted("a variant that is a list", "actor_train: {pg_variant: [topr]}\n", "1 left out that matter"),
+    _converted("no room for a response", "sequence_length: 8\nprompt_length: 32\nactor_train: {}\n"),
+    _converted("a list for a section", OF_ROLL + "actor_train: [1, 2]\n", UNKNOWN),
+    _converted("NaN for a rate", OF_ROLL + "actor_train: {training_args: {learning_rate: .nan}}\n", UNKNOWN),
+    _converted(
+        "keys that are secret",
+        OF_ROLL + f"track_with: wandb\ntracker_kwargs: {{api_key: {SECRET}}}\nsystem_envs: {{HF_TOKEN: {SECRET}}}\n",
+    ),
+    _refused("billion laughs", LAUGHS + "\n" + OF_NEMO_RL, "holds more than 20,000 values", framework="nemo_rl"),
+    _refused("defaults that lead back", "defaults: job.yaml\n", "inherit from each other", framework="nemo_rl"),
+    _refused(
+        "defaults from nowhere", "defaults: ../../no.yaml\n", "defaults: names ../../no.yaml", framework="nemo_rl"
+    ),
+    _refused("an empty file", "", "is empty: there is nothing to convert", framework="nemo_rl"),
+    _refused("a binary file", BINARY, "is not UTF-8 text", framework="nemo_rl"),
+    _refused("a file of ROLL's", OF_ROLL, "is a file of ROLL's", "--from roll", framework="nemo_rl"),
+    _refused("a list for the policy", "policy: [1, 2]\ngrpo: {}\n", "policy: is [1, 2]", framework="nemo_rl"),
+    _refused(
+        "NaN for a size",
+        "policy: {train_global_batch_size: .nan}\ngrpo: {}\n",
+        "policy.train_global_batch_size: is nan",
+        framework="nemo_rl",
+    ),
+    _converted(
+        "keys that are secret",
+        OF_NEMO_RL + f"logger: {{wandb_enabled: true, wandb: {{project: p, api_key: {SECRET}}}}}\n",
+        framework="nemo_rl",
+    ),
+]

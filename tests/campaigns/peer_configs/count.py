@@ -1,0 +1,160 @@
+"""How many of the peers' example files convert, and what keeps the others from it.
+
+    python scripts/count_peer_configs.py --roll ROLL --nemo-rl NEMO_RL      two checkouts; either alone will do
+    ... --list    what is left out of every file, by name, and what stops it
+
+A converted file starts once its model and data are there if it passes all that `roll-batching train` checks before it
+makes a process group or a model: `jobs.py` supplies each model's true config.json and lines of data.
+
+Counted are ROLL's files under examples/ that use a Megatron strategy, and NeMo-RL's under examples/ that switch
+sequence packing or dynamic batching on, both once their `defaults` are composed; of NeMo-RL's, those that switch it
+on in the file itself once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from roll_batching.errors import ConfigError
+from roll_batching.jobs.config.yaml_source import read_yaml
+from roll_batching.jobs.conversion import ORIGINS, Conversion, Origin, convert_file
+from roll_batching.known_warnings import hide_known_warnings
+from tests.campaigns.peer_configs.jobs import PeerModels, what_stops
+
+NOT_HERE = "is no directory here"
+BY_HAND = "actor_infer.engine_args.urls"
+
+
+def roll_files(root: Path) -> Iterator[Path]:
+    for path in sorted((root / "examples").rglob("*.yaml")):
+        if path.parent.name != "config" and "megatron_" in str(_composed(path, ORIGINS["roll"])):
+            yield path
+
+
+def nemo_rl_files(root: Path) -> Iterator[Path]:
+    for path in sorted((root / "examples").rglob("*.yaml")):
+        if _batched(_composed(path, ORIGINS["nemo_rl"])):
+            yield path
+
+
+def _batched(data: dict[str, Any]) -> bool:
+    """Whether NeMo-RL's settings switch sequence packing or dynamic batching on."""
+    policy = data.get("policy")
+    sections = (
+        [policy.get(name) for name in ("sequence_packing", "dynamic_batching")] if isinstance(policy, dict) else []
+    )
+    return any(isinstance(section, dict) and section.get("enabled") for section in sections)
+
+
+@functools.cache
+def _composed(path: Path, origin: Origin) -> dict[str, Any]:
+    try:
+        return origin.compose(path).data
+    except ConfigError:
+        return {}
+
+
+def kind_of(path: Path) -> str:
+    """The pipeline of one of ROLL's files, by its sections."""
+    data = _composed(path, ORIGINS["roll"])
+    for kind, keys in {
+        "agentic": {"custom_envs", "train_env_manager"},
+        "distillation": {"student", "student_train", "teacher"},
+        "sft": {"sft_train"},
+        "dpo": {"chosen_key"},
+    }.items():
+        if keys & set(data):
+            return kind
+    return "rlvr"
+
+
+def count(title: str, files: list[Path], origin: Origin, root: Path, scratch: Path, *, listed: bool) -> None:
+    models = PeerModels(scratch / "models")
+    stops: collections.Counter[str] = collections.Counter()
+    totals: collections.Counter[str] = collections.Counter()
+    reasons: collections.Counter[str] = collections.Counter()
+    lacking: collections.Counter[str] = collections.Counter()
+    for path in files:
+        kind = kind_of(path) if origin.name == "roll" else "inherited"
+        if origin.name == "nemo_rl" and _batched(read_yaml(path).data):
+            kind = "in the file itself"
+        totals[f"{kind}: files"] += 1
+        try:
+            done = convert_file(path, origin)
+        except ConfigError as error:
+            totals[f"{kind}: do not convert"] += 1
+            reasons[f"does not convert: {str(error).splitlines()[-1].strip()[:140]}"] += 1
+            continue
+        broken = [one for one in done.left_out if one.key == "(the whole file)"]
+        totals[f"{kind}: {'do not load' if broken else 'convert'}"] += 1
+        for key in sorted({_general(one.key) for one in done.left_out_as("refused", "unknown")}):
+            reasons[key] += 1
+        missing = [text for text in done.missing if NOT_HERE not in text]
+        lacking.update(lacking_of(missing))
+        stopped = ["does not load"] if broken else what_stops(done.settings, models, scratch)
+        stops.update(f"{kind}: {reason}" for reason in stopped)
+        if not stopped:
+            totals[f"{kind}: start once model and data are there"] += 1
+            if BY_HAND in lacking_of(missing):
+                totals[f"{kind}: of these, with servers that are started by hand on other machines"] += 1
+            if "actor_train.data_args.file_name" not in lacking_of(missing):
+                totals[f"{kind}: of these, with data files that the file names"] += 1
+            if not done.left_out_as("refused", "unknown"):
+                totals[f"{kind}: of these, with nothing of effect left out"] += 1
+        if listed:
+            _list(path.relative_to(root), done, stopped)
+    print(f"{title}: {len(files)} files")
+    for name, number in sorted(totals.items()):
+        print(f"  {number:4} {name}")
+    print("  left out, of effect or unknown (files):")
+    for name, number in reasons.most_common():
+        print(f"  {number:4} {name}")
+    print("  to be filled in (files):")
+    for name, number in lacking.most_common():
+        print(f"  {number:4} {name}")
+    print("  do not start (files; one may stop at several):")
+    for name, number in sorted(stops.items(), key=lambda item: (item[0].split(":")[0], -item[1])):
+        print(f"  {number:4} {name}")
+
+
+def lacking_of(missing: list[str]) -> set[str]:
+    """The keys of what is to be filled in."""
+    return {text.split(":")[0] for text in missing}
+
+
+def _general(key: str) -> str:
+    return "rewards.*" if key.startswith("rewards.") else key
+
+
+def _list(path: Path, done: Conversion, stopped: list[str]) -> None:
+    print(path)
+    for reason in stopped:
+        print(f"    does not start: {reason}")
+    for one in done.left_out_as("refused", "unknown"):
+        print(f"    {one.key}: {' '.join(one.why.split())[:160]}")
+    for text in done.missing:
+        print(f"    to be filled in: {text[:160]}")
+
+
+def main() -> None:
+    hide_known_warnings()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--roll", type=Path, help="checkout of alibaba/ROLL")
+    parser.add_argument("--nemo-rl", type=Path, help="checkout of NVIDIA-NeMo/RL")
+    parser.add_argument("--list", action="store_true", help="what is left out of every file")
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HOME", "/nonexistent")
+    with tempfile.TemporaryDirectory() as folder:
+        for title, root, files, origin in (
+            ("ROLL", args.roll, roll_files, "roll"),
+            ("NeMo-RL", args.nemo_rl, nemo_rl_files, "nemo_rl"),
+        ):
+            if root is not None:
+                count(title, list(files(root)), ORIGINS[origin], root, Path(folder), listed=args.list)

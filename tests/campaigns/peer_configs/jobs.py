@@ -1,0 +1,182 @@
+"""Whether a converted file of a peer starts once its model and data are there, by the checks of its own job.
+
+Model directories hold the true `config.json` of the models that the files name (models.json) and a small
+tokenizer; data files hold a line for every tag that theirs have. No weights: they are read after all checks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll_batching.errors import RollBatchingError
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.config.diagnostics import ConfigFileError, dotted
+from roll_batching.jobs.config.job import JobConfig
+
+FACTS = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))
+ROLES = ("actor_train", "actor_infer", "reference")
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_TESTS = {
+    "case_type": "check_based",
+    "test_case_function": "",
+    "test_cases": '[{"stdin": "1", "expected_stdout": "1"}]',
+}
+
+
+class PeerModels:
+    """Directories of the models in models.json, made below `folder` as they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, name: str) -> Path | None:
+        """The directory of the model `name`; None for one whose config.json is unknown here."""
+        name = FACTS["same_as"].get(name, name)
+        config = FACTS["configs"].get(name)
+        if config is None:
+            return None
+        path = self._folder / name.replace("/", "--")
+        if not path.is_dir():
+            path.mkdir(parents=True)
+            (path / "config.json").write_text(json.dumps(config))
+            _write_tokenizer(path)
+        return path
+
+
+def _write_tokenizer(path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps({**named, "chat_template": CHAT}))
+
+
+def model_names(settings: dict[str, Any]) -> set[str]:
+    """The models and tokenizers that a job's settings name."""
+    named = {settings.get("pretrain"), (settings.get("tokenizer") or {}).get("name_or_path")}
+    named |= {((settings.get(role) or {}).get("model_args") or {}).get("model_name_or_path") for role in ROLES}
+    return {name for name in named if name}
+
+
+def is_placeholder(settings: dict[str, Any]) -> bool:
+    """Whether the file leaves its model to whoever starts it."""
+    names = model_names(settings)
+    return not names or any(name.startswith(tuple(FACTS["placeholders"])) for name in names)
+
+
+def what_stops(settings: dict[str, Any], models: PeerModels, folder: Path) -> list[str]:
+    """What keeps the job from starting, in short; nothing of one that starts."""
+    if is_placeholder(settings):
+        return ["its model is a placeholder"]
+    if unknown := sorted(name for name in model_names(settings) if models.path(name) is None):
+        return [f"unknown here: config.json of {name}" for name in unknown]
+    (folder / "job.yaml").write_text(yaml.safe_dump(_supplied(settings, models, folder)))
+    try:
+        _start(load_config(folder / "job.yaml"))
+    except ConfigFileError as error:
+        return sorted({_short(f"{dotted(one.path)}: {one.message}", folder) for one in error.problems})
+    except RollBatchingError as error:
+        return [_short(str(error), folder)]
+    return []
+
+
+def _start(job: JobConfig) -> None:
+    """What `roll-batching train` and the ranks check before a process group or a model is made.
+
+    Not that trackers are installed and as many devices are here: those are of the machine.
+    """
+    # Here: they import Megatron, whose warnings a script hides first.
+    from roll_batching.jobs.inputs import check_inputs, load_inputs
+    from roll_batching.jobs.objectives.from_config import advantages_of, loss_of
+    from roll_batching.jobs.rewards.contract import load_reward
+    from roll_batching.jobs.rewards.pool import reward_of
+    from roll_batching.jobs.rollouts.prompts import prompts_by_domain
+
+    job.check_runnable()
+    reward = reward_of(job)
+    for domain in reward.domains if reward is not None else ():
+        load_reward(domain.path, domain.arguments)
+    check_inputs(job)
+    inputs = load_inputs(job)
+    if inputs.prompts is not None and inputs.reward is not None:
+        prompts_by_domain(job, inputs.prompts, inputs.reward)
+    if job.max_steps:
+        loss_of(job)
+        if job.task == "grpo":
+            advantages_of(job)
+
+
+def _supplied(settings: dict[str, Any], models: PeerModels, folder: Path) -> dict[str, Any]:
+    """`settings` with directories of models, and files of data where theirs are or must be filled in."""
+    settings = copy.deepcopy(settings)
+    for section, key in [
+        (settings, "pretrain"),
+        (settings.get("tokenizer") or {}, "name_or_path"),
+        *(((settings.get(role) or {}).get("model_args") or {}, "model_name_or_path") for role in ROLES),
+    ]:
+        if section.get(key):
+            section[key] = str(models.path(section[key]))
+    data = settings.setdefault("actor_train", {}).setdefault("data_args", {})
+    for key in ("file_name", "eval_file_name"):
+        names = data.get(key) or "filled_in.jsonl"
+        names = [names] if isinstance(names, str) else names
+        data[key] = [str(_write_data(settings, name, folder / f"{key}{number}")) for number, name in enumerate(names)]
+    settings["output_dir"] = str(folder / "run")
+    settings.pop("track_with", None)
+    settings.pop("tracker_kwargs", None)
+    return settings
+
+
+def _write_data(settings: dict[str, Any], name: str, path: Path) -> Path:
+    """Lines as the file `name` has them, one of every tag."""
+    path = path.with_suffix(".json" if name.endswith(".json") else ".jsonl")
+    stem = Path(name).stem
+    lines = [_line(settings, tag) for tag in FACTS["tags_of_files"].get(stem) or _tags(settings)] * 2
+    if domain := FACTS["domains_of_files"].get(stem):
+        lines = [{**line, "domain": domain} for line in lines]
+    whole = json.dumps(lines) if path.suffix == ".json" else "".join(json.dumps(line) + "\n" for line in lines)
+    path.write_text(whole)
+    return path
+
+
+def _tags(settings: dict[str, Any]) -> list[str]:
+    """Tags of a file that whoever starts the job writes: all that rewards judge."""
+    rewards = (settings.get("rewards") or {}).values()
+    judged: Iterator[str] = (tag for one in rewards for tag in one.get("tag_included") or ())
+    return list(judged) or ["any"]
+
+
+def _line(settings: dict[str, Any], tag: str) -> dict[str, Any]:
+    data = settings["actor_train"]["data_args"]
+    line: dict[str, Any] = {data.get("tag", "tag"): tag, **_TESTS}
+    names = ["prompt", "response", "chosen", "rejected"]
+    line |= {data.get(name) or {"response": "answer"}.get(name, name): f"{name} 1" for name in names}
+    line |= {data[name]: name for name in ("query", "system") if data.get(name)}
+    if data.get("messages"):
+        turns = [{"role": "user", "content": "prompt 1"}]
+        turns += [{"role": "assistant", "content": "1"}] if settings.get("task") == "sft" else []
+        line[data["messages"]] = turns
+    return line
+
+
+def _short(text: str, folder: Path) -> str:
+    """A reason without the names of folders and the numbers that differ between files."""
+    text = " ".join(text.replace(str(folder.parent), "").split())
+    if family := re.search(r"model_type '\w+' is not supported", text):
+        return family[0]
+    return re.sub(r"\d+(\.\d+)?", "N", text)[:150]
