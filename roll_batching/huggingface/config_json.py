@@ -1,4 +1,4 @@
-"""`config.json` of a model directory as the settings of `model_args.architecture`: every field honoured, or refused."""
+"""Translates a `config.json` into `model_args.architecture`; every field is translated or is an error."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from roll_batching.errors import ConfigError
 from roll_batching.huggingface.families import (
     ALWAYS,
     EXPERTS,
-    FAMILIES,
     OPTIONAL,
     RENAMED,
     ROPE,
     SLIDING,
     WITHOUT_EFFECT,
     Family,
+    load_family,
 )
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -23,87 +24,88 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 
 @dataclass
 class Translation:
-    """What a `config.json` comes to."""
+    """The result of translating a `config.json`."""
 
     family: Family | None = None
     architecture: dict[str, Any] = field(default_factory=dict)
-    """In the names of `model_args.architecture`; whole only without problems."""
+    """Settings of `model_args.architecture`; complete only without problems."""
     problems: list[str] = field(default_factory=list)
-    """Every field that is missing or refused, each named."""
+    """One error per field that is missing or not supported; each names its field."""
 
 
-def translate(config: Mapping[str, Any]) -> Translation:
-    """The architecture that `config`, the content of a `config.json`, describes. Reads nothing, raises nothing."""
-    found = Translation()
-    known = ", ".join(FAMILIES)
-    found.family = FAMILIES.get(str(config.get("model_type")))
-    if found.family is None:
-        found.problems.append(f"model_type {config.get('model_type')!r} is not supported: the families are {known}")
-        return found
-    family = found.family
+def translate(config: Mapping[str, Any], own_family: str | None = None) -> Translation:
+    """The architecture that `config`, the content of a `config.json`, describes.
+
+    `own_family` is the dotted path of a family of the caller's (`load_family`). Errors go to `Translation.problems`.
+    """
+    result = Translation()
+    try:
+        family = result.family = load_family(config.get("model_type"), own_family)
+    except ConfigError as error:
+        result.problems.append(str(error))
+        return result
     classes = config.get("architectures")
     if classes is not None and classes != [family.architecture]:
-        found.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
+        result.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
     values = {**family.defaults, **config}
-    _renamed(values, found)
-    _rope(config, values["rope_theta"], found)
+    _translate_renamed(values, result)
+    _translate_rope(config, values["rope_theta"], result)
     if family.windows:
-        _window(values, found)
+        _translate_window(values, family, result)
     if family.mixture:
-        _experts(values, found)
-    known_fields = {*RENAMED, *ROPE, *ALWAYS, *WITHOUT_EFFECT}
+        _translate_experts(values, family, result)
+    always = {**ALWAYS, **family.always}
+    known_fields = {*RENAMED, *ROPE, *always, *WITHOUT_EFFECT}
     known_fields |= set(SLIDING if family.windows else ()) | set(EXPERTS if family.mixture else ())
     for name, value in values.items():
-        if name in ALWAYS and value is not None and value != ALWAYS[name]:
-            found.problems.append(f"{name}: {value!r} is not supported, only {ALWAYS[name]!r}")
+        if name in always and value is not None and value != always[name]:
+            result.problems.append(f"{name}: {value!r} is not supported, only {always[name]!r}")
         elif name not in known_fields and value is not None:
-            found.problems.append(f"{name}: {value!r} is no field that is known of model_type {family.model_type}")
-    found.architecture |= {"add_qkv_bias": family.add_qkv_bias, "qk_layernorm": family.qk_layernorm}
-    return found
+            result.problems.append(f"{name}: {value!r} is an unknown field of model_type {family.model_type}")
+    result.architecture |= {"add_qkv_bias": family.add_qkv_bias, "qk_layernorm": family.qk_layernorm}
+    return result
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str | None:
-    """The precision of the directory's tensors as `config.json` names it, in torch's words; None: it does not."""
+    """Precision of the directory's tensors by its name in torch, such as "bfloat16"; None if `config.json` has none."""
     return config.get("dtype", config.get("torch_dtype"))
 
 
-def _renamed(values: Mapping[str, Any], found: Translation) -> None:
+def _translate_renamed(values: Mapping[str, Any], result: Translation) -> None:
     for name, ours in RENAMED.items():
         value = values.get(name)
         if value is None:
             if name not in OPTIONAL or name not in values:
-                found.problems.append(f"{name} is missing")
+                result.problems.append(f"{name} is missing")
             continue
         if isinstance(value, bool) and name != "tie_word_embeddings":
-            found.problems.append(f"{name}: {value!r} is not supported, a number is needed")
+            result.problems.append(f"{name}: {value!r} is not supported, it must be a number")
             continue
-        found.architecture[ours] = value
+        result.architecture[ours] = value
 
 
-def _rope(values: Mapping[str, Any], base: Any, found: Translation) -> None:
-    """Rotation, in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+def _translate_rope(values: Mapping[str, Any], base: Any, result: Translation) -> None:
+    """Translates RoPE as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes it.
 
     `base` is `rope_theta`, or the family's default.
     """
     name = "rope_parameters" if values.get("rope_parameters") is not None else "rope_scaling"
-    given = values.get(name)
-    rope = dict(given) if isinstance(given, Mapping) else {}
+    section = values.get(name)
+    rope = dict(section) if isinstance(section, Mapping) else {}
     older = values.get("rope_scaling")
-    if older is not None and older not in (given, {key: rope[key] for key in rope if key != "rope_theta"}):
-        found.problems.append(
-            f"rope_scaling: {older!r} says something else than rope_parameters; leave one of them out"
-        )
-    if given is not None and not isinstance(given, Mapping):
-        found.problems.append(f"{name}: {given!r} is not supported: keys and values are needed")
+    if older is not None and older not in (section, {key: rope[key] for key in rope if key != "rope_theta"}):
+        result.problems.append(f"rope_scaling: {older!r} contradicts rope_parameters; leave one of them out")
+    if section is not None and not isinstance(section, Mapping):
+        result.problems.append(f"{name}: {section!r} is not supported: it must be an object")
     theta = values.get("rope_theta")
     if theta is not None and rope.get("rope_theta", theta) != theta:
         other = f"{name}.rope_theta: {rope['rope_theta']!r}"
-        found.problems.append(f"rope_theta: {theta!r} says something else than {other}; leave one out")
-    found.architecture["rotary_base"] = rope.pop("rope_theta", base)
+        result.problems.append(f"rope_theta: {theta!r} contradicts {other}; leave one of them out")
+    result.architecture["rotary_base"] = rope.pop("rope_theta", base)
     kinds = [rope.pop(key) for key in ("rope_type", "type") if key in rope]
     kind = kinds[0] if kinds else "default"
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        found.problems.append(f"{name}.partial_rotary_factor is not supported, only 1.0")
+        result.problems.append(f"{name}.partial_rotary_factor is not supported, only 1.0")
     if kind == "default":
         needed: tuple[str, ...] = ()
     elif kind == "linear":
@@ -111,28 +113,31 @@ def _rope(values: Mapping[str, Any], base: Any, found: Translation) -> None:
     elif kind == "llama3":
         needed = _LLAMA3
     else:
-        found.problems.append(f"{name}.rope_type {kind!r} is not supported, only default, linear and llama3")
+        result.problems.append(f"{name}.rope_type {kind!r} is not supported, only default, linear and llama3")
         return
     missing = [key for key in needed if key not in rope]
-    found.problems += [f"{name}.{key} is missing" for key in missing]
-    found.problems += [f"{name}.{key} means nothing with rope_type {kind}" for key in rope if key not in needed]
+    result.problems += [f"{name}.{key} is missing" for key in missing]
+    result.problems += [f"{name}.{key} has no effect with rope_type {kind}" for key in rope if key not in needed]
     if needed and not missing:
-        found.architecture["rope_scaling"] = {"type": kind, **{key: rope[key] for key in needed}}
+        result.architecture["rope_scaling"] = {"type": kind, **{key: rope[key] for key in needed}}
 
 
-def _window(values: Mapping[str, Any], found: Translation) -> None:
+def _translate_window(values: Mapping[str, Any], family: Family, result: Translation) -> None:
     window, layers = values.get("sliding_window"), values.get("num_hidden_layers")
     kinds = values.get("layer_types")
-    first = (values.get("max_window_layers") or 0) if found.family and not found.family.mixture else 0
+    # In transformers, Qwen2 and Qwen3 slide from layer max_window_layers on; Qwen3-MoE and Mixtral in every layer.
+    first = (values.get("max_window_layers") or 0) if not family.mixture else 0
     windowed = bool(values.get("use_sliding_window")) and isinstance(layers, int) and first < layers
     if kinds is not None and isinstance(layers, int):
         others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
         if others or len(kinds) != layers:
-            found.problems.append(f"layer_types must name full_attention or sliding_attention for {layers} layers")
+            result.problems.append(
+                f"layer_types must name full_attention or sliding_attention for each of {layers} layers"
+            )
         slides = "sliding_attention" in kinds
         if windowed and window is not None and not slides:
-            text = "use_sliding_window: true says something else than layer_types, full_attention alone"
-            found.problems.append(f"{text}; set it to false, or name sliding_attention for the layers with a window")
+            text = "use_sliding_window: true contradicts layer_types, which are all full_attention"
+            result.problems.append(f"{text}; set it to false, or name sliding_attention for the layers with a window")
     elif "use_sliding_window" in values:
         slides = windowed
     else:
@@ -140,37 +145,38 @@ def _window(values: Mapping[str, Any], found: Translation) -> None:
     if slides and window is not None:
         longest = values.get("max_position_embeddings")
         if not (isinstance(longest, int) and longest <= window):
-            found.architecture["sliding_window"] = window
+            result.architecture["sliding_window"] = window
 
 
-def _experts(values: Mapping[str, Any], found: Translation) -> None:
-    assert found.family is not None
+def _translate_experts(values: Mapping[str, Any], family: Family, result: Translation) -> None:
     moe: dict[str, Any] = {}
     names = {"num_local_experts": "num_experts", "num_experts_per_tok": "router_topk"}
-    if found.family.experts_share_ffn:
+    if family.experts_share_ffn:
         names["intermediate_size"] = "ffn_hidden_size"
     else:
         names["moe_intermediate_size"] = "ffn_hidden_size"
     values = {"num_local_experts": values.get("num_experts"), **values}
     for name, ours in names.items():
         if values.get(name) is None:
-            found.problems.append(f"{name} is missing")
+            result.problems.append(f"{name} is missing")
         else:
             moe[ours] = values[name]
     if values.get("output_router_logits"):
-        found.problems.append(
+        result.problems.append(
             "output_router_logits: true is not supported: set it to false, and moe.aux_loss_coeff in the architecture "
             "for a load-balancing loss"
         )
-    moe["router_pre_softmax"] = not (found.family.normalised_experts or values["norm_topk_prob"])
+    moe["router_pre_softmax"] = not (family.normalised_experts or values["norm_topk_prob"])
     if moe.get("router_topk") == 1 and not moe["router_pre_softmax"]:
-        found.problems.append("num_experts_per_tok: 1 with normalised weights of experts would train no router")
+        result.problems.append(
+            "num_experts_per_tok: 1 with norm_topk_prob gives every token the weight 1: the router would not be trained"
+        )
     layers = values.get("num_hidden_layers")
-    if not found.family.experts_share_ffn and isinstance(layers, int):
+    if not family.experts_share_ffn and isinstance(layers, int):
         dense, step = set(values["mlp_only_layers"] or ()), values["decoder_sparse_step"]
         pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
         if not any(pattern):
-            found.problems.append("mlp_only_layers and decoder_sparse_step leave no layer of experts")
+            result.problems.append("mlp_only_layers and decoder_sparse_step leave no mixture-of-experts layer")
         if not all(pattern):
             moe["layer_freq"] = pattern
-    found.architecture["moe"] = moe
+    result.architecture["moe"] = moe

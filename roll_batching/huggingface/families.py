@@ -1,8 +1,11 @@
-"""The model families that can be read and written: one table each, of `config.json`'s fields and of tensors.
+"""Supported model families: one mapping each, of `config.json` fields and checkpoint tensors to Megatron's.
 
-Every field of a family's `config.json` stands in one of its tables, or in `WITHOUT_EFFECT`; a field that stands nowhere
-is refused by name. Sources: the configuration and modeling files of the family in Hugging Face's transformers, and
-Megatron-Core's GPTModel for the names on our side.
+To add a family: an entry of `FAMILIES` and a tiny model in `tests/huggingface/tiny.py`. A `Family` in a module of the
+user's is named by `model_args.family`.
+
+Every field of a family's `config.json` is in one of the tables below or in `WITHOUT_EFFECT`; any other field is an
+error that names it. Sources: each family's configuration and modeling files in Hugging Face's transformers, and
+Megatron-Core's GPTModel for parameter names.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll_batching.huggingface.tensors import TensorRule
+from roll_batching.errors import ConfigError
+from roll_batching.huggingface.tensors import Join, TensorRule
+from roll_batching.registry import load_dotted
 
 # ---- tensors
 
@@ -22,7 +27,8 @@ FINAL_NORM = TensorRule("decoder.final_layernorm.weight", "copy", (("model.norm.
 HEAD = TensorRule("output_layer.weight", "vocabulary", (("lm_head.weight", ("vocabulary", "hidden")),))
 
 
-def _layer(ours: str, join: Any, *theirs: tuple[str, tuple[str, ...]], fused: str | None = None) -> TensorRule:
+def _layer(ours: str, join: Join, *theirs: tuple[str, tuple[str, ...]], fused: str | None = None) -> TensorRule:
+    """A rule for a parameter of every layer; names are relative to the layer on both sides."""
     return TensorRule(
         f"decoder.layers.{{layer}}.{ours}",
         join,
@@ -78,7 +84,7 @@ DENSE = (
 
 
 def _mixture(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
-    """A layer's experts, under the names that a family gives to the block and to an expert's three projections."""
+    """Rules of a mixture layer, from a family's names of the block and of an expert's three projections."""
     expert = f"{block}.experts.{{expert}}"
     return (
         _layer("pre_mlp_layernorm.weight", "copy", ("post_attention_layernorm.weight", ("hidden",))),
@@ -114,9 +120,9 @@ RENAMED: Mapping[str, str] = {
     "tie_word_embeddings": "tie_word_embeddings",
     "initializer_range": "init_std",
 }
-"""Fields of every family and the settings of `model_args.architecture` that say the same."""
+"""Fields of every family, and their names in `model_args.architecture`."""
 OPTIONAL = ("num_key_value_heads", "head_dim")
-"""Those of them that may be null: as many key heads as query heads, hidden_size / num_attention_heads."""
+"""Fields of `RENAMED` that may be null: num_attention_heads and hidden_size / num_attention_heads then apply."""
 
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 SLIDING = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
@@ -150,7 +156,7 @@ ALWAYS: Mapping[str, Any] = {
     "output_attentions": False,
     "output_hidden_states": False,
 }
-"""Fields with one value that is computed here; another one is refused."""
+"""Fields with the only value that is supported; any other value is an error."""
 
 TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 WITHOUT_EFFECT = frozenset(
@@ -159,9 +165,9 @@ WITHOUT_EFFECT = frozenset(
         "_attn_implementation",
         "_attn_implementation_autoset",
         "attn_implementation",
-        "architectures",  # looked at apart
+        "architectures",  # checked against Family.architecture
         "model_type",
-        "dtype",  # of the files: `stored_dtype`
+        "dtype",  # precision of the files, see `stored_dtype`
         "torch_dtype",
         "transformers_version",
         "use_cache",
@@ -177,28 +183,30 @@ WITHOUT_EFFECT = frozenset(
         *TOKENS,
     }
 )
-"""Fields that say nothing of what the model computes."""
+"""Fields that do not change what the model computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model family of transformers."""
+    """One model family of transformers: how its `config.json` and tensors map to Megatron's GPTModel."""
 
     model_type: str
     architecture: str
-    """The class named in `architectures`."""
+    """The class that `architectures` names."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What a field means that is not there: the family's configuration class says so."""
+    """Values of absent fields, from the family's configuration class."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """The family's own fields with one supported value; they precede those of `ALWAYS`."""
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     windows: bool = False
-    """Whether sliding windows are among its fields."""
+    """Whether the family has the fields of sliding windows (`SLIDING`)."""
     mixture: tuple[TensorRule, ...] = ()
-    """The rules of a layer of experts; empty for dense families."""
+    """Rules of a mixture-of-experts layer; empty for dense families."""
     experts_share_ffn: bool = False
-    """Whether `intermediate_size` is the experts' width."""
+    """Whether `intermediate_size` is the width of an expert."""
     normalised_experts: bool = False
-    """Whether the weights of a token's experts always sum to one; else `norm_topk_prob` says it."""
+    """Whether the routing weights of a token always sum to one; otherwise `norm_topk_prob` decides."""
 
 
 _USUAL = {"rope_theta": 10000.0, "tie_word_embeddings": False, "initializer_range": 0.02}
@@ -259,19 +267,40 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
-    """The rule of every parameter of a whole model, by its name in the local layer spec.
+def load_family(model_type: object, own: str | None = None) -> Family:
+    """The family of a `model_type`: a supported one, or `own`, the dotted path `package.module:NAME` of a `Family`.
 
-    `architecture` are the settings `model_args.architecture`. With tied embeddings the output layer is made of the
-    embedding's tensor.
+    Raises `ConfigError` for an unsupported `model_type`, and for an `own` that cannot be imported, is no `Family` or
+    has another `model_type`.
+    """
+    if own is None:
+        if str(model_type) in FAMILIES:
+            return FAMILIES[str(model_type)]
+        raise ConfigError(
+            f"model_type {model_type!r} is not supported: the families are {', '.join(FAMILIES)}. For another one, "
+            "write its Family and name it in model_args.family as package.module:NAME"
+        )
+    family = load_dotted("model family", own)
+    if not isinstance(family, Family):
+        raise ConfigError(f"model family {own!r} is a {type(family).__name__}, not a Family (huggingface.families)")
+    if family.model_type != model_type:
+        raise ConfigError(f"model_type {model_type!r} is not that of the model family {own!r}, {family.model_type!r}")
+    return family
+
+
+def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
+    """The rule of every parameter of a whole model, by the parameter's name in Megatron's local layer spec.
+
+    `architecture` is an `ArchitectureConfig`. With tied embeddings the output layer is filled from the embedding's
+    tensor.
     """
     head = HEAD
     if architecture.tie_word_embeddings:
         head = TensorRule(HEAD.ours, HEAD.join, EMBEDDING.theirs)
+    bias, norm = QKV_BIAS if family.add_qkv_bias else (), QK_NORM if family.qk_layernorm else ()
     rules = [EMBEDDING]
     for layer in range(architecture.num_layers):
-        always = (*ATTENTION, *(QKV_BIAS if family.add_qkv_bias else ()), *(QK_NORM if family.qk_layernorm else ()))
-        rules += [rule.at(layer) for rule in always]
+        rules += [rule.at(layer) for rule in (*ATTENTION, *bias, *norm)]
         if architecture.moe is None or not architecture.moe.is_mixture(layer):
             rules += [rule.at(layer) for rule in DENSE]
             continue

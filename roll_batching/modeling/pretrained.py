@@ -104,24 +104,34 @@ def _whole_name(gpt: Any, name: str) -> str:
     return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first}", name)
 
 
-def family_of(path: Path) -> Family:
-    """The family of the model directory `path`. Raises CheckpointError for one that is not supported."""
-    found = translate(read_json(path / CONFIG))
-    if found.problems or found.family is None:
-        raise CheckpointError(f"{path / CONFIG}: {'; '.join(found.problems)}")
-    return found.family
+def family_of(path: Path, own: str | None = None) -> Family:
+    """The family of the model directory `path`; `own` is `ModelArgs.family`.
+
+    Raises CheckpointError for a `config.json` that is not supported. A job's rules refuse it earlier; a strategy that
+    was given `architecture` beside the directory has no such rules.
+    """
+    translation = translate(read_json(path / CONFIG), own)
+    if translation.problems or translation.family is None:
+        raise CheckpointError(f"{path / CONFIG}: {'; '.join(translation.problems)}")
+    return translation.family
 
 
 @torch.no_grad()
-def load_pretrained(chunks: Sequence[Any], architecture: ArchitectureConfig, name: str, layout: ParallelLayout) -> None:
-    """Fills the parameters of `chunks` from the model directory `name`; each rank reads what it holds.
+def load_pretrained(
+    chunks: Sequence[Any],
+    architecture: ArchitectureConfig,
+    name: str,
+    layout: ParallelLayout,
+    own_family: str | None = None,
+) -> None:
+    """Loads the parameters of `chunks` from the model directory `name`; each rank reads its shards only. Collective.
 
-    Collective. Raises RankError, the same on all ranks, naming every tensor that is missing, misshapen or not of this
-    model, before anything is changed, and files that cannot be read.
+    `own_family` is `ModelArgs.family`. Raises RankError, the same on all ranks, for files that cannot be read, and,
+    before any parameter changes, for tensors that are missing, of another shape or unknown.
     """
     with consensus(layout.host_group, f"loading {name}"):
         path = directory_of(name)
-        family = family_of(path)
+        family = family_of(path, own_family)
         parameters = list(placed_parameters(chunks, family, architecture))
         stored = StoredTensors(path)
         sizes = Sizes.of(architecture)

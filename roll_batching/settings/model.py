@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from roll_batching.errors import ConfigError
 from roll_batching.settings.fields import MOST_TOKENS, Settings, honoured
 from roll_batching.settings.roll_keys import RollArchitecture, RollModelArgs
 
@@ -115,6 +116,11 @@ class ModelArgs(RollModelArgs):
         help="Directory of a Hugging Face model (`config.json`, safetensors), or its name where Hugging Face's cache "
         "holds it: architecture, weights and tokenizer come from there. Default: `pretrain`.",
     )
+    family: str | None = honoured(
+        None,
+        help="Your own model family as `package.module:NAME`, for a directory whose `model_type` is not supported "
+        "([architecture.md](architecture.md)). Default: the family of `model_type`.",
+    )
     architecture: ArchitectureConfig | None = honoured(
         None,
         help="The model's shape, for weights that start at random; beside model_name_or_path what is given must agree. "
@@ -127,9 +133,11 @@ class ModelArgs(RollModelArgs):
     @model_validator(mode="before")
     @classmethod
     def _from_directory(cls, data: Any) -> Any:
-        # What the directory says, below what is written beside it; that both agree is a rule (`rules`).
-        name = data.get("model_name_or_path") if isinstance(data, dict) else None
-        found = described_model(name) if isinstance(name, str) else None
+        # Keys of `architecture` override the directory's; jobs/config/pretrained.py reports where they differ.
+        name, family = (data.get("model_name_or_path"), data.get("family")) if isinstance(data, dict) else (None, None)
+        found = None
+        if isinstance(name, str) and isinstance(family, str | None):
+            found = describe_model(name, family)
         if found is None or found.problems:
             return data
         return {**data, "architecture": _over(found.architecture, data.get("architecture"))}
@@ -154,12 +162,23 @@ def _over(below: Any, given: Any) -> Any:
     return given
 
 
-def described_model(name: str) -> Translation | None:
-    """What `config.json` of the model `name` comes to, values of a wrong kind among its problems; None: not there."""
-    from roll_batching.huggingface.directory import described  # nobody else needs to read directories
+def describe_model(name: str, family: str | None = None) -> Translation | None:
+    """The translated `config.json` of the model `name`; None if there is no such directory. Raises nothing.
 
-    found = described(name)
-    if found is not None and not found.problems:
+    Errors of reading and of `ArchitectureConfig` are among the problems. `family` is as in `ModelArgs`.
+    """
+    # Imported here: most configurations name no model directory.
+    from roll_batching.huggingface.config_json import Translation, translate
+    from roll_batching.huggingface.directory import CONFIG, find_directory, read_json
+
+    path = find_directory(name)
+    if path is None:
+        return None
+    try:
+        found = translate(read_json(path / CONFIG), family)
+    except ConfigError as error:
+        return Translation(problems=[str(error)])
+    if not found.problems:
         try:
             ArchitectureConfig.model_validate(found.architecture)
         except ValidationError as error:

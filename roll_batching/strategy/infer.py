@@ -149,7 +149,7 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
         if weights and pretrained is not None:
             from roll_batching.modeling.pretrained import load_pretrained
 
-            load_pretrained(chunks, architecture, pretrained, layout)
+            load_pretrained(chunks, architecture, pretrained, layout, config.model_args.family)
         built = ModelState(
             layout=layout,
             chunks=chunks,
@@ -161,6 +161,7 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
             vocab_size=architecture.vocab_size,
             pg_collection=groups,
             architecture=architecture,
+            own_family=config.model_args.family,
         )
         self.state = self._made_ready(built, config)
 

@@ -52,6 +52,8 @@ class ModelState:
     """Megatron's process groups, where they are not those of its parallel state."""
     architecture: ArchitectureConfig | None = None
     """The settings that the model was built from; None for a model that the caller built."""
+    own_family: str | None = None
+    """`ModelArgs.family`, for models of a family that is not among the supported ones."""
     training: TrainingState | None = None
     """None in a strategy that only infers."""
 

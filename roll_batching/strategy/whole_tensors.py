@@ -51,7 +51,7 @@ def whole_tensors(state: ModelState, source: str) -> WholeTensors:
     if architecture is None:
         raise CheckpointError("a model that was built outside (from_parts) has no model directory to be written as")
     origin = directory_of(source)
-    family = family_of(origin)
+    family = family_of(origin, state.own_family)
     tied, sizes, stored = architecture.tie_word_embeddings, Sizes.of(architecture), StoredTensors(origin)
     expected = expected_tensors(rules_of(family, architecture), sizes)
     problems = stored.misfits(expected, [HEAD.theirs[0][0]])

@@ -52,7 +52,7 @@ def test_shards_inside_the_directory_and_links_to_a_cache_are_read(tmp_path, nam
 def test_two_bases_of_the_rotation_are_refused(section):
     config = PUBLISHED["Llama-2-7b"] | {"rope_theta": 1e4, section: {"rope_type": "default", "rope_theta": 5e5}}
     (problem,) = translate(config).problems
-    assert problem == f"rope_theta: 10000.0 says something else than {section}.rope_theta: 500000.0; leave one out"
+    assert problem == f"rope_theta: 10000.0 contradicts {section}.rope_theta: 500000.0; leave one of them out"
     assert not translate(config | {"rope_theta": 5e5}).problems
     del config["rope_theta"]
     found = translate(config)
@@ -63,7 +63,7 @@ def test_a_window_that_no_layer_has_is_refused():
     qwen = PUBLISHED["Qwen2.5-7B"] | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}
     full = {"layer_types": ["full_attention"] * 28}
     (problem,) = translate(qwen | full).problems
-    assert problem.startswith("use_sliding_window: true says something else than layer_types, full_attention alone")
+    assert problem.startswith("use_sliding_window: true contradicts layer_types, which are all full_attention")
     assert not translate(qwen | full | {"max_window_layers": 28}).problems
     assert not translate(qwen | full | {"use_sliding_window": False}).problems
     assert not translate(qwen | full | {"sliding_window": None}).problems

@@ -109,17 +109,17 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type 'yarn'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "rope_scaling.low_freq_factor is missing"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta means nothing"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta has no effect"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
         (
             {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            "rope_scaling: {'rope_type': 'linear', 'factor': 2.0} says something else than rope_parameters",
+            "rope_scaling: {'rope_type': 'linear', 'factor': 2.0} contradicts rope_parameters",
         ),
-        ({"num_key_value_heads": True}, "num_key_value_heads: True is not supported, a number is needed"),
+        ({"num_key_value_heads": True}, "num_key_value_heads: True is not supported, it must be a number"),
         ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
-        ({"sliding_window": 512}, "sliding_window: 512 is no field"),
-        ({"num_experts": 8}, "num_experts: 8 is no field"),
-        ({"anything": "new"}, "anything: 'new' is no field that is known of model_type llama"),
+        ({"sliding_window": 512}, "sliding_window: 512 is an unknown field"),
+        ({"num_experts": 8}, "num_experts: 8 is an unknown field"),
+        ({"anything": "new"}, "anything: 'new' is an unknown field of model_type llama"),
     ],
 )
 def test_refused_by_name(changes, words, report):
@@ -133,8 +133,8 @@ def test_refused_by_name(changes, words, report):
     ("changes", "words"),
     [
         ({"output_router_logits": True}, "output_router_logits: true"),
-        ({"num_experts_per_tok": 1}, "would train no router"),
-        ({"mlp_only_layers": list(range(48))}, "leave no layer of experts"),
+        ({"num_experts_per_tok": 1}, "the router would not be trained"),
+        ({"mlp_only_layers": list(range(48))}, "leave no mixture-of-experts layer"),
     ],
 )
 def test_refused_of_experts(changes, words):

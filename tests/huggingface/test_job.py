@@ -86,7 +86,7 @@ def test_what_is_written_beside_it_must_agree(folder, report):
 def test_a_directory_that_is_not_there_is_missed_when_the_job_is_run(folder, report):
     data = job(folder) | {"pretrain": "Some/Model"}
     config = config_from_dict(data)
-    with pytest.raises(ConfigFileError, match="pretrain: 'Some/Model' is no directory here") as caught:
+    with pytest.raises(ConfigFileError, match="pretrain: 'Some/Model' is neither a directory") as caught:
         config.check_runnable()
     report(str(caught.value))
 

@@ -49,16 +49,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-"""By name: the family's prefix of classes in transformers, and what its configuration has beside `_SHAPE`."""
+"""By name: the prefix of the family's classes in transformers, and fields of its configuration beside `_SHAPE`."""
 DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
 EXPERTS = ("qwen3_moe", "mixtral")
 
 
-def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, **saving: Any) -> Any:
-    """Saves the model `name` with random weights in `folder`, in transformers' own way; returns it in fp32."""
+def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, model: Any = None, **saving: Any) -> Any:
+    """Saves the model `name` with random weights in `folder` by `save_pretrained`; returns it in fp32.
+
+    `model` is its entry of `MODELS` where it has none there.
+    """
     import transformers
 
-    prefix, beside = MODELS[name]
+    prefix, beside = model or MODELS[name]
     config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **beside}, eos_token_id=5, bos_token_id=1)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(dtype)
     generator = torch.Generator().manual_seed(len(name))

@@ -1,4 +1,4 @@
-"""What a model directory says and what is written beside it: both must agree."""
+"""Checks of a job's model directory: supported fields, and agreement with `model_args.architecture`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ from roll_batching.huggingface.directory import directory_of
 from roll_batching.jobs.config.diagnostics import KeyPath, Problem
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.settings.fields import Settings
-from roll_batching.settings.model import ArchitectureConfig, described_model
+from roll_batching.settings.model import ArchitectureConfig, describe_model
 
 TRAINED_WITH = ("hidden_dropout", "init_std", "aux_loss_coeff", "z_loss_coeff")
-"""Settings of an architecture that say how it is trained: free beside a model directory."""
+"""Settings of an architecture that concern training alone: they may differ from the model directory's."""
 
 
 def model_problems(job: JobKeys) -> Iterator[Problem]:
-    """What the `config.json` of a job's model asks for that cannot be computed, and where settings disagree with it."""
-    told: list[tuple[object, ...]] = []
+    """Unsupported fields of the `config.json` of a job's models, and settings that differ from it."""
+    reported: list[tuple[object, ...]] = []
     for role, worker in job.roles.items():
         name = worker.model_args.model_name_or_path
-        found = described_model(name) if name is not None else None
-        if name is None or found is None:  # a directory that is not there is missed when the job is run
+        family = worker.model_args.family
+        if name is None:
+            if family is not None and (name, family) not in reported:
+                reported.append((name, family))
+                text = "has no effect without a model directory: set model_name_or_path, or leave it out"
+                yield Problem((role, "model_args", "family"), text)
+            continue
+        found = describe_model(name, family)
+        if found is None:  # reported when the job starts (`missing_model`): another machine may have the directory
             continue
         given = worker.model_args.architecture
-        if (name, given) in told:
+        if (name, given) in reported:
             continue
-        told.append((name, given))
+        reported.append((name, given))
         if found.problems:
             yield Problem(_place(job, role, name), f"{name}: {'; '.join(found.problems)}")
         elif given is not None:
@@ -35,7 +42,7 @@ def model_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def window_problems(job: JobKeys) -> Iterator[Problem]:
-    """A window of attention that the job's sequences would reach beyond."""
+    """The problem that sequences may be longer than the model's sliding window, or none."""
     model, longest = job.actor_train.model_args, job.sequence_length
     architecture = model.architecture
     if architecture is None or architecture.sliding_window is None or longest is None:
@@ -51,7 +58,7 @@ def window_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def missing_model(job: JobKeys, name: str) -> list[Problem]:
-    """The problem that the model `name` of actor_train is not there, or none."""
+    """The problem that the model directory `name` of actor_train does not exist, or none."""
     try:
         directory_of(name)
     except ConfigError as error:

@@ -105,7 +105,7 @@ def _own(role: WorkerConfig, sequence_length: int | None, rows: int) -> WorkerCo
 
 def _inherit(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:
     """What a role takes from actor_train: the model, and every layout key that it does not set itself."""
-    for key in ("model_name_or_path", "architecture", "dtype"):
+    for key in ("model_name_or_path", "family", "architecture", "dtype"):
         if key not in role.model_args.model_fields_set:
             role = _update(role, "model_args", **{key: getattr(train.model_args, key)})
     layout = role.strategy_args.strategy_config

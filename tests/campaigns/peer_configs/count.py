@@ -28,7 +28,7 @@ from roll_batching.jobs.conversion import ORIGINS, Conversion, Origin, convert_f
 from roll_batching.known_warnings import hide_known_warnings
 from tests.campaigns.peer_configs.jobs import PeerModels, what_stops
 
-NOT_HERE = "is no directory here"
+NOT_HERE = "is neither a directory on this machine"
 BY_HAND = "actor_infer.engine_args.urls"
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from roll_batching.huggingface.families import FAMILIES
-from roll_batching.settings.model import described_model
+from roll_batching.settings.model import describe_model
 from tests.campaigns.peer_configs import jobs
 from tests.jobs.conversion.test_nemo_rl_defaults import converted, file_of
 from tests.support.ranks import ROOT
@@ -20,7 +20,7 @@ from tests.support.ranks import ROOT
 def test_the_models_are_what_their_families_are(tmp_path):
     models = jobs.PeerModels(tmp_path)
     for name, config in jobs.FACTS["configs"].items():
-        found = described_model(str(models.path(name)))
+        found = describe_model(str(models.path(name)))
         assert found is not None
         assert bool(found.problems) == (config["model_type"] not in FAMILIES), (name, found.problems)
     assert models.path("Qwen/Qwen9-1B") is None
