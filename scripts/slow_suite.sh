@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Slow tests, which the default run leaves out. Further arguments go to pytest:
 #
-#   ./scripts/slow_suite.sh cluster      one suite, whole: layouts, models, streams, rehearse, cluster, rest, te
+#   ./scripts/slow_suite.sh cluster      one suite, whole: layouts, models, streams, rehearse, cluster, pages,
+#                                        rest, te
 #   ./scripts/slow_suite.sh              the turn that the number of commits gives, as .ci/run does
 #   ./scripts/slow_suite.sh --turn 3     another turn
 #   ./scripts/slow_suite.sh --turns      lists all turns
@@ -14,9 +15,9 @@ set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"
 
-suites=(layouts models streams rehearse cluster)
+suites=(layouts models streams rehearse cluster pages)
 turns=("layouts 1/3" "cluster 1/2" "rest 1/2" "streams 1/1" "layouts 2/3" "models 1/1" "cluster 2/2" "rehearse 1/1"
-    "rest 2/2" "layouts 3/3")
+    "rest 2/2" "layouts 3/3" "pages 1/3" "pages 2/3" "pages 3/3")
 if [ -x .venv-te/bin/python ]; then turns+=("te 1/1"); fi
 
 suite="" turn="" arguments=()
@@ -32,10 +33,10 @@ while [ $# -gt 0 ]; do
         [[ $turn =~ ^[0-9]+$ ]] || { say "--turn needs a number, not '$turn'"; exit 2; }
         shift
         ;;
-    layouts | models | streams | rehearse | cluster | rest | te) suite=$1 ;;
+    layouts | models | streams | rehearse | cluster | pages | rest | te) suite=$1 ;;
     *)
         if [[ $1 != -* && ${#arguments[@]} -eq 0 ]]; then
-            say "There is no suite '$1': layouts, models, streams, rehearse, cluster, rest, te"
+            say "There is no suite '$1': layouts, models, streams, rehearse, cluster, pages, rest, te"
             exit 2
         fi
         arguments+=("$1")

@@ -26,11 +26,16 @@ OF_THE_READER = {"job.yaml", "job.toml", "RUN", "DIR", "more.jsonl", "other.json
 TASKS = {"sft": "sft", "dpo": "dpo"}
 
 
+def command_lines(page: str) -> list[str]:
+    """The commands of indented lines, without comments."""
+    lines = page.replace("\\\n", " ").splitlines()
+    found = [line.strip() for line in lines if re.match(r"    (\./|python3? |roll-batching |pip |ray |PYTHON=)", line)]
+    return [" ".join(re.sub(r"\s# .*", "", line).split()) for line in found]
+
+
 def blocks(page: str) -> list[list[str]]:
-    """The commands of indented lines, as words, without comments."""
-    text = page.replace("\\\n", " ")
-    lines = [line for line in text.splitlines() if re.match(r"    (\./|python3? |roll-batching |pip )", line)]
-    return [shlex.split(line, comments=True) for line in lines]
+    """The commands of indented lines, as words."""
+    return [shlex.split(line) for line in command_lines(page)]
 
 
 @functools.cache
