@@ -43,7 +43,7 @@ def silent_on_rank_1(payload):
     asking._MARGIN = 1.0
     layout = make_layout(ParallelDims(dp_size=2), start_processes())
     client = asking.EngineClient(JobConfig.model_validate(payload), layout)
-    client.engine = Silent(["http://here"], VLLM(), EngineLimits(seconds=0.1, retries=0))
+    client.engine = Silent(["http://here"], SGLang(), EngineLimits(seconds=0.1, retries=0))
     prompts = SampleBatch.from_lists({"input_ids": [torch.ones(3, dtype=torch.int64)]}, {"input_ids": "token"})
     began = time.monotonic()
     try:
@@ -55,7 +55,7 @@ def silent_on_rank_1(payload):
 
 @pytest.mark.slow
 def test_nobody_waits_longer(tmp_path):
-    job = settings(tmp_path, actor_infer__strategy_args__strategy_name="vllm", warmup=None)
+    job = settings(tmp_path, actor_infer__strategy_args__strategy_name="sglang", warmup=None)
     job["actor_infer"]["engine_args"] = {"urls": ["http://here"]}
     outcomes = run_ranks(2, "tests.jobs.engines.test_patience:silent_on_rank_1", job, check=False, timeout=55, grace=1)
     found = re.search(r"after (\d+) s: .*ank 1", outcomes[0].output)
