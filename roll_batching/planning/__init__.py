@@ -33,8 +33,7 @@ from roll_batching.planning.cost_model import (
     quadratic_cost,
     token_cost,
 )
-from roll_batching.planning.packers.bin_packing import pack_bins
-from roll_batching.planning.packing_efficiency import packing_metrics
+from roll_batching.planning.packers.bin_packing import pack_bins, packing_metrics
 from roll_batching.planning.parallel_dims import ParallelDims
 from roll_batching.planning.partition import batch_balance, karmarkar_karp
 from roll_batching.planning.plan import MicroBatch, Plan

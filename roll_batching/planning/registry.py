@@ -42,7 +42,7 @@ ALGORITHMS: dict[str, Registry[Algorithm]] = {
         Algorithm(
             name="load_balance",
             target=f"{_HERE}.load_balance.planner:balance",
-            summary="few packs under the cap, balanced for what the layout waits for",
+            summary="few packs under the cap, balanced for the parallel layout",
             forms="placement",
         ),
         Algorithm(

@@ -9,7 +9,7 @@ import pytest
 
 from roll_batching.errors import PlanError
 from roll_batching.planning import LinearQuadraticCost, PlanConstraints, plan_step, quadratic_cost
-from roll_batching.simulation import simulate_pipeline, simulate_plan
+from tests.planning.pipeline_simulation import simulate_pipeline, simulate_plan
 
 pytestmark = pytest.mark.planning
 

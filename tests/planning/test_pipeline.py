@@ -22,7 +22,7 @@ from roll_batching.planning.pipeline.num_micro_batches import is_admissible, leg
 from roll_batching.planning.pipeline.ordering import order_for_pipeline, pipeline_makespan, small_at_ends
 from roll_batching.planning.pipeline.schedule import schedule_table, stage_operations
 from roll_batching.planning.problem import pose_problem
-from roll_batching.simulation import simulate_pipeline, simulate_plan
+from tests.planning.pipeline_simulation import simulate_pipeline, simulate_plan
 
 pytestmark = pytest.mark.planning
 

@@ -1,1 +1,1 @@
-"""Algorithm "load_balance": few packs under the cap, balanced for what the layout waits for."""
+"""Algorithm "load_balance": few packs under the cap, with cost balanced for the parallel layout."""

@@ -1,4 +1,4 @@
-"""One problem with one number of micro-batches: its starts, its searches and what they cannot beat."""
+"""Balance a problem with a given number of micro-batches: initial placements, searches and lower bounds."""
 
 from __future__ import annotations
 
@@ -10,56 +10,35 @@ import numpy as np
 
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.bounds import lockstep_bound, rank_total_bound
-from roll_batching.planning.load_balance.column_search import lower_columns
+from roll_batching.planning.load_balance.exchange_search import level_totals, lower_lockstep
 from roll_batching.planning.load_balance.pools import Packing, Pool
-from roll_batching.planning.load_balance.rank_search import level_totals
+from roll_batching.planning.load_balance.refinement import refine_lockstep, refine_totals
 from roll_batching.planning.load_balance.search_state import SearchState, begin_search, lockstep_cost, pack_costs
-from roll_batching.planning.load_balance.settling import settle_columns, settle_totals
 from roll_batching.planning.placement import home_columns, lockstep_columns
 from roll_batching.planning.problem import PlanProblem
+from roll_batching.planning.search_budget import SEARCH_BUDGET
 
-ITERATIONS_PER_UNIT, ITERATIONS = 300, 300_000
-"""Steps of one search: so many per unit, up to this;"""
-FEW_UNITS = 256
-"""for fewer units in proportion to their number less;"""
-MORE_PER_UNIT, MOST_ITERATIONS = 75, 600_000
-"""for very many units so many per unit, up to this, for what is waited for;"""
-MORE_FOR_LOCKSTEP = 2
-"""for lockstep alone so many times that, since every index has a column of its own to lower;"""
-WIDE = 192
-"""and the fewer the more ranks above this one step compares."""
-MOST_ROUNDS, MOST_STEPS = 8, 600_000
-"""A search is repeated where that is worth it, so many times and steps at most:"""
-LITTLE = {"totals": 500, "columns": 50}
-"""while what it found is above its floor by more than this part,"""
-MUCH = 50
-"""(and from other starts while it is by more than this,)"""
-WORTHWHILE, PATIENCE = 50, 2
-"""and not so often in a row has won less than this part of that."""
-CEILING_MARGIN = 4_000
-"""Levelling totals may raise the costliest pack of an index by this part."""
 UNBOUNDED = 1 << 62
-
-
-SETTLING_ATTEMPTS, FEW_RANKS = 4, 4
-"""Few units on few ranks are settled again after another search, and from other starts, until nothing is left."""
-SETTLING_MARGIN = 256
-"""The one or two exchanges that settle the last part in a million may do so by this part."""
+"""A bound above every rank total."""
 
 
 @dataclass(frozen=True)
 class _Start:
+    """An initial placement and its costs."""
+
     packing: Packing
     lockstep: int
-    above: int
-    """What ranks have above their mean, in sum."""
+    """Lockstep cost."""
+    excess: int
+    """Sum of what rank totals have above their mean."""
 
 
 @dataclass(frozen=True)
-class Balancing:
-    """Searches change a `SearchState` in place and leave the best that they found.
+class Balancer:
+    """Searches for one problem and one number of micro-batches.
 
-    `share` divides a search's steps. Units with a home have rank totals that nothing changes.
+    A search changes a `SearchState` in place and leaves the best result in it. `share` divides its number of steps.
+    Units with a home stay on their rank, so that rank totals are constant and only lockstep cost is searched.
     """
 
     problem: PlanProblem
@@ -74,7 +53,7 @@ class Balancing:
 
     @cached_property
     def rank_bound(self) -> int:
-        """No plan's largest rank total is below."""
+        """Lower bound of the largest rank total."""
         units, constraints = self.problem.units, self.problem.constraints
         if self.problem.at_home:
             return int(np.bincount(units.home, weights=units.costs).max())
@@ -83,24 +62,25 @@ class Balancing:
 
     @cached_property
     def lockstep_bound(self) -> int:
-        """No plan's lockstep cost is below."""
+        """Lower bound of the lockstep cost."""
         if self.problem.at_home:
             return self.rank_bound
         units, constraints = self.problem.units, self.problem.constraints
-        alone = lockstep_bound(units.costs, units.slots, constraints.dp_size, constraints.usable_tokens)
-        return max(self.rank_bound, alone)
+        bound = lockstep_bound(units.costs, units.slots, constraints.dp_size, constraints.usable_tokens)
+        return max(self.rank_bound, bound)
 
-    def load(self, packing: Packing) -> Ints:
-        """Cost of every pack."""
+    def pack_costs(self, packing: Packing) -> Ints:
+        """Cost of each pack, int64[packs]."""
         return pack_costs(packing.place, self.problem.units, packing.table.size)
 
-    def starts(self, *, column_weight: int, rank_weight: int) -> list[Packing]:
-        """Balanced packs, the best first: by cost, by cost beside giants, and first-fit-decreasing's own.
+    def starts(self, *, lockstep_weight: int, rank_weight: int) -> list[Packing]:
+        """Initial placements, the best first.
 
-        Best is the least lockstep cost plus what ranks have above their mean, weighted.
+        Placed by cost, by cost beside giants, and by first-fit-decreasing. The best has the smallest weighted sum of
+        lockstep cost and rank cost above the mean.
         """
-        starts = self._starts_for_totals if rank_weight else self._starts_for_columns
-        ordered = sorted(starts, key=lambda start: column_weight * start.lockstep + rank_weight * start.above)
+        starts = self._starts_for_totals if rank_weight else self._starts_for_lockstep
+        ordered = sorted(starts, key=lambda start: lockstep_weight * start.lockstep + rank_weight * start.excess)
         return [start.packing for start in ordered]
 
     @cached_property
@@ -108,123 +88,130 @@ class Balancing:
         return self._starts(level_totals=True)
 
     @cached_property
-    def _starts_for_columns(self) -> list[_Start]:
+    def _starts_for_lockstep(self) -> list[_Start]:
         return self._starts(level_totals=False)
 
     def _starts(self, *, level_totals: bool) -> list[_Start]:
-        packings = [self.alike()]
+        packings = [self.place_by_cost()]
         if all(pool.first_fit_count <= self.count for pool in self.pools):
-            # Level last indices are what lockstep gains from; a search that levels totals does better without.
-            fitted = [pool.first_fit if level_totals else pool.first_fit_leveled(self.count) for pool in self.pools]
-            packings.append(self._arranged(fitted))
+            # Lockstep gains from level packs at the last indices; levelling rank totals works better without.
+            placed = [pool.first_fit if level_totals else pool.first_fit_leveled(self.count) for pool in self.pools]
+            packings.append(self._arrange(placed))
         if not self.problem.at_home:
             beside = self.pools[0].place_beside_giants(self.count, level_totals=level_totals)
             if beside is not None:
-                packings += [beside, self._arranged([beside.place])]
+                packings += [beside, self._arrange([beside.place])]
         starts = []
         for packing in packings:
-            costs = self.load(packing)[packing.table]
-            above = np.maximum(costs.sum(axis=1) - self.mean_total, 0)
-            starts.append(_Start(packing, int(costs.max(axis=0).sum()), int(above.sum())))
+            costs = self.pack_costs(packing)[packing.table]
+            excess = np.maximum(costs.sum(axis=1) - self.mean_total, 0)
+            starts.append(_Start(packing, int(costs.max(axis=0).sum()), int(excess.sum())))
         return starts
 
-    def alike(self) -> Packing:
-        """Packs as alike as a placement by cost makes them."""
-        return self._arranged([pool.place(self.count) for pool in self.pools])
+    def place_by_cost(self) -> Packing:
+        """Packs of nearly equal cost, from a placement by cost."""
+        return self._arrange([pool.place(self.count) for pool in self.pools])
 
-    def _arranged(self, placed: list[Ints]) -> Packing:
-        """Packs of every pool, those of like cost at one index, given to ranks."""
+    def _arrange(self, placed: list[Ints]) -> Packing:
+        """Give the packs of all pools to ranks, packs of similar cost at one index."""
         place = np.empty(len(self.problem.units), dtype=np.int64)
-        for index, (pool, packs) in enumerate(zip(self.pools, placed, strict=True)):
-            place[pool.units] = packs + index * self.count * pool.ranks
+        for number, (pool, packs) in enumerate(zip(self.pools, placed, strict=True)):
+            place[pool.units] = packs + number * self.count * pool.ranks
         dp_size = self.problem.constraints.dp_size
-        load = pack_costs(place, self.problem.units, dp_size * self.count)
-        return Packing(place, (home_columns if self.problem.at_home else lockstep_columns)(load, dp_size))
+        costs = pack_costs(place, self.problem.units, dp_size * self.count)
+        return Packing(place, (home_columns if self.problem.at_home else lockstep_columns)(costs, dp_size))
 
-    def search(self, packing: Packing) -> SearchState:
-        """Where a search begins."""
+    def begin_search(self, packing: Packing) -> SearchState:
+        """Search state of an initial placement."""
         return begin_search(packing.place, packing.table, self.problem.units)
 
-    def packing(self, search: SearchState) -> Packing:
-        """What a search has come to."""
+    def packing_of(self, search: SearchState) -> Packing:
+        """Result of a search, without its empty units."""
         return Packing(search.pack_of[: len(self.problem.units)], search.table)
 
-    def level(self, search: SearchState, floor: int, share: int = 1) -> None:
-        """Totals of at most `floor`, or as low as they get while the costliest pack of no index rises (by much)."""
+    def level_within_ceilings(self, search: SearchState, floor: int, share: int = 1) -> None:
+        """Lower rank totals to `floor`, or as far as possible, with lockstep cost at most `ceiling_margin` higher."""
         if self.problem.at_home:
             return
         ceilings = search.load[search.table].max(axis=0)
-        ceilings += ceilings // CEILING_MARGIN
-        self._level(search, ceilings, floor, self._iterations(share, 0), settle=floor == self.rank_bound)
+        ceilings += ceilings // SEARCH_BUDGET.ceiling_margin
+        self._level(search, ceilings, floor, self._steps(share, 0), refine=floor == self.rank_bound)
 
-    def level_alone(self, search: SearchState, share: int = 1) -> None:
-        """The lowest largest total found, whatever that costs in lockstep."""
+    def level_totals(self, search: SearchState, share: int = 1) -> None:
+        """Lower the largest rank total, whatever the lockstep cost."""
         if self.problem.at_home:
             return
         ceilings = np.full(self.count, UNBOUNDED, dtype=np.int64)
-        settle = self._few or self.problem.constraints.objective == "rank_total"  # else `level` does, at the end
+        # Otherwise `level_within_ceilings` refines, at the end.
+        refine = self._is_small or self.problem.constraints.objective == "rank_total"
 
-        def once(seed: int) -> int:
-            self._level(search, ceilings, self.rank_bound, self._iterations(share), settle=settle, seed=seed)
+        def run(seed: int) -> int:
+            self._level(search, ceilings, self.rank_bound, self._steps(share), refine=refine, seed=seed)
             return int(search.totals.max())
 
-        self._persist(once, self.rank_bound, LITTLE["totals"], share)
+        self._repeat(run, self.rank_bound, SEARCH_BUDGET.totals_gap, share)
         order = np.argsort(-search.load[search.table], axis=1, kind="stable")
         search.table[:] = np.take_along_axis(search.table, order, axis=1)
         search.index_of[search.table] = np.arange(self.count)
 
     def _level(
-        self, search: SearchState, ceilings: Ints, floor: int, iterations: int, *, settle: bool, seed: int = 0
+        self, search: SearchState, ceilings: Ints, floor: int, steps: int, *, refine: bool, seed: int = 0
     ) -> None:
         constraints = self.problem.constraints
         cap = constraints.usable_tokens
-        for attempt in range(SETTLING_ATTEMPTS if settle and self._few else 1):
-            level_totals(search, ceilings, cap, floor, iterations, constraints.seed + seed + attempt)
-            if not settle or settle_totals(search, ceilings + ceilings // SETTLING_MARGIN, cap, floor):
+        refine_ceilings = ceilings + ceilings // SEARCH_BUDGET.refine_ceiling_margin
+        for attempt in range(SEARCH_BUDGET.refine_attempts if refine and self._is_small else 1):
+            level_totals(search, ceilings, cap, floor, steps, constraints.seed + seed + attempt)
+            if not refine or refine_totals(search, refine_ceilings, cap, floor):
                 return
 
-    def lower(self, search: SearchState, bound: int = UNBOUNDED, share: int = 1) -> None:
-        """The least lockstep cost found with rank totals of at most `bound`, or no higher than they are."""
+    def lower_lockstep(self, search: SearchState, bound: int = UNBOUNDED, share: int = 1) -> None:
+        """Lower the lockstep cost, with rank totals of at most `bound`, or no higher than before."""
         constraints = self.problem.constraints
         cap, floor = constraints.usable_tokens, self.lockstep_bound
-        alone = bound == UNBOUNDED
-        iterations = self._iterations(share, MORE_FOR_LOCKSTEP if alone else 0)
+        only_lockstep = bound == UNBOUNDED
+        steps = self._steps(share, SEARCH_BUDGET.lockstep_factor if only_lockstep else 0)
 
-        def once(seed: int) -> int:
-            lower_columns(search, bound, cap, floor, iterations, constraints.seed + seed)
+        def run(seed: int) -> int:
+            lower_lockstep(search, bound, cap, floor, steps, constraints.seed + seed)
             return lockstep_cost(search)
 
-        if not alone or self.problem.at_home:
-            once(0)
+        if not only_lockstep or self.problem.at_home:
+            run(0)
             return
-        self._persist(once, floor, LITTLE["columns"], share)
-        for attempt in range(1, SETTLING_ATTEMPTS if self._few else 1):
-            if settle_columns(search, cap, floor):
+        self._repeat(run, floor, SEARCH_BUDGET.lockstep_gap, share)
+        for attempt in range(1, SEARCH_BUDGET.refine_attempts if self._is_small else 1):
+            if refine_lockstep(search, cap, floor):
                 return
-            once(attempt)
-        settle_columns(search, cap, floor)
+            run(attempt)
+        refine_lockstep(search, cap, floor)
 
     @property
-    def _few(self) -> bool:
-        return len(self.problem.units) <= FEW_UNITS and self.problem.constraints.dp_size <= FEW_RANKS
+    def _is_small(self) -> bool:
+        """Whether the problem is searched again after refinement: so small that this takes little time."""
+        few_units = len(self.problem.units) <= SEARCH_BUDGET.few_units
+        return few_units and self.problem.constraints.dp_size <= SEARCH_BUDGET.refine_attempts_ranks
 
-    def _persist(self, once: Callable[[int], int], floor: int, little: int, share: int) -> None:
-        """Searches once, and again while much is left to win and one of two searches wins some of it."""
-        found = once(0)
-        rounds = 1 if share > 1 else min(MOST_ROUNDS, MOST_STEPS // self._iterations(share))
+    def _repeat(self, run: Callable[[int], int], floor: int, gap: int, share: int) -> None:
+        """Run a search, and again with other seeds while it is more than 1/`gap` above `floor` and makes progress."""
+        value = run(0)
+        rounds = min(SEARCH_BUDGET.max_rounds, SEARCH_BUDGET.max_steps_of_rounds // self._steps(share))
         idle = 0
-        for seed in range(1, rounds):
-            if found - floor <= floor // little or idle == PATIENCE:
+        for seed in range(1, 1 if share > 1 else rounds):
+            if value - floor <= floor // gap or idle == SEARCH_BUDGET.patience:
                 return
-            before, found = found, once(seed)
-            idle = 0 if before - found > (before - floor) // WORTHWHILE else idle + 1
+            before, value = value, run(seed)
+            idle = 0 if before - value > (before - floor) // SEARCH_BUDGET.progress else idle + 1
 
-    def is_done(self, found: int, floor: int) -> bool:
-        """Whether too little is left to win for another start: of few units anything is worth it, so quick are they."""
-        return found <= floor or (not self._few and found - floor <= floor // MUCH)
+    def is_close(self, value: int, floor: int) -> bool:
+        """Whether another start is not worth a search. Small problems are searched from all starts."""
+        return value <= floor or (not self._is_small and value - floor <= floor // SEARCH_BUDGET.start_gap)
 
-    def _iterations(self, share: int, more: int = 1) -> int:
-        units = len(self.problem.units)
-        usual = min(ITERATIONS_PER_UNIT * units * min(units, FEW_UNITS) // FEW_UNITS, ITERATIONS)
-        steps = max(usual, more * min(MORE_PER_UNIT * units, MOST_ITERATIONS)) // share
-        return max(1, steps * WIDE // max(WIDE, self.problem.constraints.dp_size))
+    def _steps(self, share: int, long_factor: int = 1) -> int:
+        """Steps of one search; `long_factor` 0 leaves out the budget for very many units."""
+        budget, units = SEARCH_BUDGET, len(self.problem.units)
+        in_proportion = budget.steps_per_unit * units * min(units, budget.few_units) // budget.few_units
+        long = long_factor * min(budget.long_steps_per_unit * units, budget.long_max_steps)
+        steps = max(min(in_proportion, budget.max_steps), long) // share
+        ranks = max(budget.full_budget_ranks, self.problem.constraints.dp_size)
+        return max(1, steps * budget.full_budget_ranks // ranks)

@@ -1,4 +1,4 @@
-"""First placements: units over a given number of packs, by cost, below the cap."""
+"""Initial placements: units into a given number of packs, by cost, below the cap."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ from roll_batching.planning.compiled import compiled, next_random, seed_state
 def reserved_costs(
     costs: Ints, slots: Ints, ranks: int, count: int, cap: int, *, level_totals: bool
 ) -> tuple[Ints, Ints]:
-    """The cost reserved in each pack (int64[ranks * count], ascending), so that giants cost least.
+    """Cost reserved in each pack, so that packs beside giants (units far costlier than a mean pack) are filled.
 
-    A column lasts as long as its costliest unit: what runs beside a giant, up to full packs, is free, and
-    leaves less for the other columns. They get one level; with `level_totals` the rank of a giant gets as much
-    less there as the giant is above the pack it stands for. Without giants, packs are alike and nothing is reserved.
+    An index takes as long as its costliest unit: packs beside a giant cost no time until they cost as much as the
+    giant, and leave less for the other indices. All indices without a giant get equal targets. With `level_totals`, the
+    rank of a giant gets a smaller target there, by the cost that its giant has above the target of its index. Without
+    giants all packs have one target, and nothing is reserved.
 
-    The second array is the place that each pack is meant for, `k * ranks + rank`.
+    Returns int64[ranks * count], ascending, and the cell that each pack is meant for, `k * ranks + rank`.
     """
-    seats = np.zeros(ranks * count, dtype=np.int64)
-    falling = np.sort(costs)[::-1][: len(seats)]
-    seats[: len(falling)] = falling
-    units = seats.reshape(count, ranks)
+    costliest = np.zeros(ranks * count, dtype=np.int64)
+    falling = np.sort(costs)[::-1][: len(costliest)]
+    costliest[: len(falling)] = falling
+    units = costliest.reshape(count, ranks)
     total = int(costs.sum())
     mean = total // ranks
     full = min(total, total * cap // max(int(slots.sum()), 1))
-    # The least level at which a rank's packs together reach the mean: the giants of `above` columns stand out of it.
+    # Smallest target with which the packs of a rank reach the mean total; the giants of `above` indices exceed it.
     giants = np.minimum(units[:, 0], full)
     taken = offsets_of(giants)[:-1]
     above = int(np.count_nonzero(taken + giants * np.arange(count, 0, -1) >= mean))
     level = -(-(mean - int(giants[:above].sum())) // (count - above)) if above < count else 0
     level = min(max(level, 0), full)
-    column = np.minimum(np.maximum(units[:, 0], level), full)
-    target = np.repeat(column[:, None], ranks, axis=1)
+    by_index = np.minimum(np.maximum(units[:, 0], level), full)
+    target = np.repeat(by_index[:, None], ranks, axis=1)
     if level_totals:
-        surplus = np.maximum(units - target, 0).sum(axis=0) + max(int(column.sum()) - mean, 0)
+        surplus = np.maximum(units - target, 0).sum(axis=0) + max(int(by_index.sum()) - mean, 0)
         for k in range(count - 1, -1, -1):
             if not surplus.any():
                 break
             less = np.minimum(target[k], surplus)
             target[k] -= less
             surplus -= less
-    places = np.argsort(-target.reshape(-1), kind="stable")
-    return target.max() - target.reshape(-1)[places], places
+    cells = np.argsort(-target.reshape(-1), kind="stable")
+    return target.max() - target.reshape(-1)[cells], cells
 
 
 @compiled
 def _sift_down(heap: Ints, key: Ints, length: int, start: int) -> None:
-    """Restore a heap of packs with the smallest (key, pack) on top after `start` grew."""
+    """Restore a heap of packs, smallest (key, pack) on top, after the key at `start` grew."""
     pack = heap[start]
     while True:
         child = 2 * start + 1
@@ -69,7 +70,7 @@ def _sift_down(heap: Ints, key: Ints, length: int, start: int) -> None:
 
 @compiled
 def _sift_up(heap: Ints, key: Ints, start: int) -> None:
-    """Restore a heap of packs after an entry was put at `start`."""
+    """Restore a heap of packs after an entry was added at `start`."""
     pack = heap[start]
     while start > 0:
         parent = (start - 1) // 2
@@ -83,11 +84,11 @@ def _sift_up(heap: Ints, key: Ints, start: int) -> None:
 
 @compiled
 def cheapest_first(slots: Ints, costs: Ints, order: Ints, reserved: Ints, cap: int) -> tuple[Ints, int]:
-    """Each unit, largest slots first, into the cheapest pack that has room: O(n log packs).
+    """Place each unit, largest slots first, into the cheapest pack with room: O(n log packs).
 
-    `order` sorts slots descending; `reserved` (int64[packs], ascending) is what each pack costs before it
-    holds anything. Returns the packs (int64[n], -1 where none had room) and how many units found none. A unit
-    above the cap takes an empty pack and closes it.
+    `order` sorts slots descending; `reserved` (int64[packs], ascending) is the cost of each pack while it is empty.
+    Returns the pack of each unit (int64[n], -1 where none had room) and the number of units without one. A unit above
+    the cap takes an empty pack and closes it.
     """
     count = len(order)
     packs = len(reserved)
@@ -99,7 +100,7 @@ def cheapest_first(slots: Ints, costs: Ints, order: Ints, reserved: Ints, cap: i
     # Packs without room for the current unit wait, the emptiest on top, until a unit is small enough.
     waiting = np.empty(packs, dtype=np.int64)
     waiting_length = 0
-    homeless = 0
+    unplaced = 0
     for position in range(count):
         unit = order[position]
         size = slots[unit]
@@ -124,19 +125,19 @@ def cheapest_first(slots: Ints, costs: Ints, order: Ints, reserved: Ints, cap: i
             _sift_up(waiting, used, waiting_length)
             waiting_length += 1
         if not ready_length:
-            homeless += 1
+            unplaced += 1
             continue
         pack = ready[0]
         place[unit] = pack
         load[pack] += costs[unit]
         used[pack] += size
         _sift_down(ready, load, ready_length, 0)
-    return place, homeless
+    return place, unplaced
 
 
 @compiled
 def _fill_emptiest(place: Ints, slots: Ints, order: Ints, packs: int) -> Ints:
-    """Puts the units without a pack (-1) into the emptiest, whatever the cap; returns the tokens of every pack."""
+    """Put each unit without a pack (-1) into the emptiest, even above the cap; returns tokens of each pack."""
     used = np.zeros(packs, dtype=np.int64)
     for unit in range(len(place)):
         if place[unit] >= 0:
@@ -154,13 +155,13 @@ def _fill_emptiest(place: Ints, slots: Ints, order: Ints, packs: int) -> Ints:
 
 
 @compiled
-def mend_overflow(
+def repair_overflow(
     place: Ints, slots: Ints, order: Ints, packs: int, cap: int, iterations: int, seed: int
 ) -> tuple[Ints, int]:
-    """Place the units that found no room, then swap until no pack is above the cap.
+    """Place the remaining units, then exchange units until no pack is above the cap.
 
-    `place` as `cheapest_first` returns it, `order` the same. Returns the packs and the tokens that are still
-    above the cap in all.
+    `place` and `order` are those of `cheapest_first`. Returns the pack of each unit and the tokens still above the cap,
+    summed over packs.
     """
     count = len(place)
     place = place.copy()
@@ -180,7 +181,7 @@ def mend_overflow(
         pack_a = place[unit]
         state = next_random(state)
         if state % 8 == 0:
-            # A move instead of a swap.
+            # Move a unit instead of exchanging two.
             pack_b = state // 8 % packs
             other = -1
             moved = slots[unit]

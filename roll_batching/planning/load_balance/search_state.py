@@ -1,12 +1,12 @@
-"""What the searches change: which unit is in which pack, and which rank computes which pack when.
+"""State of a search, and the moves that all searches share.
 
-A step exchanges two units of different packs; each pack also holds some empty units, so that an exchange with
-one of them is a move. Most candidates are neighbours in the order of sizes: in nearly full packs only units of
-like size can change places.
+A move exchanges two units of different packs. Each pack also holds some empty units, so that an exchange with one of
+them moves a unit. Most candidates are neighbours in the order of sizes: in nearly full packs only units of similar size
+can be exchanged.
 
-A loss is accepted up to a threshold that falls to zero (threshold accepting: G. Dueck and T. Scheuer, Journal
-of Computational Physics 90, 1990). It is a part of what is left to win, so that a search close to its bound is
-careful, and needs integers only, so that the result is the same on every machine.
+A worse result is accepted up to a threshold that falls to zero (threshold accepting: G. Dueck and T. Scheuer, Journal
+of Computational Physics 90, 1990). The threshold is a fraction of the gap to the lower bound, in integers, so that the
+result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -18,63 +18,68 @@ import numpy as np
 from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.compiled import compiled, draw
 from roll_batching.planning.problem import Units
-
-EMPTY_UNITS = 2
-"""Empty units per pack: how many moves into a pack can follow each other."""
+from roll_batching.planning.search_budget import SEARCH_BUDGET
 
 
 class SearchState(NamedTuple):
-    """Units in packs, packs at their rank and index: int64 arrays that a search changes in place."""
+    """Packs of all units, rank and index of all packs: int64 arrays that a search changes in place."""
 
     pack_of: Ints
-    """The pack of every unit; the empty units come last."""
+    """[units]: pack of each unit; empty units come last."""
     size: Ints
+    """[units]: tokens of each unit, aligned."""
     cost: Ints
+    """[units]"""
     home: Ints
-    """The rank where a unit must stay, or -1."""
+    """[units]: rank where a unit must stay, or -1."""
     first: Ints
-    """Units of pack p stand in `members[first[p]:first[p + 1]]`."""
+    """[packs + 1]: units of pack p are `members[first[p]:first[p + 1]]`."""
     members: Ints
+    """[units]: units by pack."""
     seat: Ints
-    """Where a unit stands in `members`."""
+    """[units]: position of each unit in `members`."""
     by_size: Ints
+    """[units]: units by home and size."""
     position: Ints
-    """Where a unit stands in `by_size`."""
+    """[units]: position of each unit in `by_size`."""
     load: Ints
-    """The cost of every pack."""
+    """[packs]: cost of each pack."""
     tokens: Ints
+    """[packs]: tokens of each pack."""
     table: Ints
-    """[dp, K]: the pack of every rank and index."""
+    """[dp, K]: pack of each rank and index."""
     rank_of: Ints
+    """[packs]: rank of each pack."""
     index_of: Ints
-    """The rank and the index of every pack."""
+    """[packs]: index of each pack."""
     totals: Ints
-    """The cost of every rank."""
+    """[dp]: cost of each rank."""
 
 
 def begin_search(place: Ints, table: Ints, units: Units) -> SearchState:
-    """The state for units in packs (`place`, int64[n], values 0 to dp*K - 1) and packs in `table` (int64[dp, K])."""
+    """State for units in packs (`place`, int64[n], values 0 to dp*K - 1) and packs in `table` (int64[dp, K])."""
     packs = table.size
-    empty = np.repeat(np.arange(packs), EMPTY_UNITS)
-    nothing = np.zeros(len(empty), dtype=np.int64)
-    size, cost = np.concatenate([units.slots, nothing]), np.concatenate([units.costs, nothing])
+    empty = np.repeat(np.arange(packs), SEARCH_BUDGET.empty_units_per_pack)
+    zeros = np.zeros(len(empty), dtype=np.int64)
+    size, cost = np.concatenate([units.slots, zeros]), np.concatenate([units.costs, zeros])
     at_home = bool(units.home[0] >= 0)
     rank_of = _inverse(table.reshape(-1)) // table.shape[1]
-    home = np.concatenate([units.home, rank_of[empty] if at_home else nothing - 1])
+    home = np.concatenate([units.home, rank_of[empty] if at_home else zeros - 1])
     return _state_of(np.concatenate([place, empty]), table.copy(), size, cost, home)
 
 
 def restore(search: SearchState, pack_of: Ints, table: Ints) -> None:
-    """Brings `search` to these packs of all units, the empty ones too, and this table."""
+    """Set `search` to these packs of all units, empty ones included, and this table."""
     state = _state_of(pack_of, table, search.size, search.cost, search.home)
-    for mine, theirs in zip(search, state, strict=True):
-        mine[...] = theirs
+    for current, restored in zip(search, state, strict=True):
+        current[...] = restored
 
 
 def _state_of(pack_of: Ints, table: Ints, size: Ints, cost: Ints, home: Ints) -> SearchState:
     packs = table.size
-    where = _inverse(table.reshape(-1))
+    cell_of = _inverse(table.reshape(-1))
     members = np.argsort(pack_of, kind="stable")
+    # By home first: neighbours in size then mostly share a home, and may be exchanged.
     by_size = np.argsort((home + 1) * (size.max() + 1) + size, kind="stable")
     load = np.bincount(pack_of, weights=cost, minlength=packs).astype(np.int64)
     return SearchState(
@@ -90,27 +95,35 @@ def _state_of(pack_of: Ints, table: Ints, size: Ints, cost: Ints, home: Ints) ->
         load=load,
         tokens=np.bincount(pack_of, weights=size, minlength=packs).astype(np.int64),
         table=table,
-        rank_of=where // table.shape[1],
-        index_of=where % table.shape[1],
+        rank_of=cell_of // table.shape[1],
+        index_of=cell_of % table.shape[1],
         totals=load[table].sum(axis=1),
     )
 
 
 def pack_costs(place: Ints, units: Units, packs: int) -> Ints:
-    """Cost of every pack; the float sums are exact, since all costs together stay below 2^53."""
+    """Cost of each pack, int64[packs].
+
+    The float sums are exact: all costs together stay below 2^53.
+    """
     return np.bincount(place, weights=units.costs, minlength=packs).astype(np.int64)
 
 
 def lockstep_cost(search: SearchState) -> int:
-    """The sum over indices of the largest cost among the ranks."""
+    """Sum over indices of the largest cost among the ranks."""
     return int(search.load[search.table].max(axis=0).sum())
 
 
 def _inverse(order: Ints) -> Ints:
-    """Where each index stands in a permutation."""
+    """Inverse of a permutation."""
     position = np.empty_like(order)
     position[order] = np.arange(len(order))
     return position
+
+
+# Moves take scalars and single arrays, not the state: in each call numba counts references to all 15 arrays of a state,
+# which takes several times as long as a move. Even nine arrays cost half as much again where every step passes them, so
+# only accepted exchanges do, and searches read the arrays of a draw themselves.
 
 
 @compiled
@@ -121,13 +134,22 @@ def neighbour(place: int, choice: int, state: int) -> int:
 
 
 @compiled
-def exchange(
+def fits(tokens: int, other_tokens: int, more: int, cap: int) -> bool:
+    """Whether two packs stay below `cap` if `more` tokens go from the other pack to the first.
+
+    A pack above the cap (an oversize unit by itself) may still get smaller.
+    """
+    return (more <= 0 or tokens + more <= cap) and (more >= 0 or other_tokens - more <= cap)
+
+
+@compiled
+def exchange_units(
     pack_of: Ints, size: Ints, cost: Ints, members: Ints, seat: Ints, load: Ints, tokens: Ints, unit: int, other: int
 ) -> None:
-    """Two units change packs; the totals of ranks are the caller's."""
+    """Exchange two units between their packs; the caller changes the totals of ranks."""
     pack, other_pack = pack_of[unit], pack_of[other]
-    moved = size[unit] - size[other]
     change = cost[unit] - cost[other]
+    moved = size[unit] - size[other]
     load[pack] -= change
     load[other_pack] += change
     tokens[pack] -= moved
@@ -142,15 +164,36 @@ def exchange(
 
 
 @compiled
+def exchange_packs(table: Ints, rank_of: Ints, index_of: Ints, load: Ints, totals: Ints, pack: int, other: int) -> None:
+    """Exchange the ranks and indices of two packs, and change the totals of ranks."""
+    rank, index = rank_of[pack], index_of[pack]
+    other_rank, other_index = rank_of[other], index_of[other]
+    table[rank, index], table[other_rank, other_index] = other, pack
+    rank_of[pack], index_of[pack] = other_rank, other_index
+    rank_of[other], index_of[other] = rank, index
+    change = load[pack] - load[other]
+    totals[rank] -= change
+    totals[other_rank] += change
+
+
+@compiled
+def excess(totals: Ints, rank: int, other: int, change: int, bound: int) -> int:
+    """How far the larger of two totals exceeds its old value and `bound` if `change` goes to the other rank."""
+    before = max(totals[rank], totals[other], bound)
+    return int(max(totals[rank] - change, totals[other] + change) - before)
+
+
+@compiled
 def falling_threshold(gap: int, divisor: int, done: int, iterations: int) -> int:
-    """The accepted loss after `done` steps: from `gap` / `divisor` to zero, as the square of what is left."""
+    """Accepted loss after `done` steps: from `gap` / `divisor` to zero, as the square of the remaining share."""
     left = (iterations - done) * 1024 // iterations
     return gap // divisor * left // 1024 * left // 1024
 
 
 @compiled
-def keep(best_packs: Ints, pack_of: Ints, best_table: Ints, table: Ints) -> None:
-    """Copies the packs of units and the table."""
+def copy_packs(best_packs: Ints, pack_of: Ints, best_table: Ints, table: Ints) -> None:
+    """Copy the packs of all units and the table."""
+    # Loops: a slice assignment takes numba a second to compile.
     for unit in range(len(pack_of)):
         best_packs[unit] = pack_of[unit]
     for rank in range(table.shape[0]):

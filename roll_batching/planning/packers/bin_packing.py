@@ -5,13 +5,13 @@ All packers are deterministic; `first_fit_shuffle` draws its order from the seed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from roll_batching.errors import PlanError
-from roll_batching.planning.arrays import Ints, as_lengths
+from roll_batching.planning.arrays import Ints, as_lengths, round_up
 from roll_batching.planning.compiled import compiled, next_random, seed_state
 from roll_batching.planning.packers.first_fit import continue_first_fit, descending, first_fit
 from roll_batching.planning.packers.items import Items, group_by_bin
@@ -36,6 +36,37 @@ def pack_bins(lengths: ArrayLike, capacity: int, algorithm: str = "best", *, see
             "lengths lie between 1 and the capacity"
         )
     return packer(Items(slots=sizes, longest=sizes, rows=np.ones_like(sizes), capacity=capacity, seed=seed))
+
+
+def packing_metrics(
+    lengths: ArrayLike, bins: Sequence[Sequence[int]], capacity: int, *, multiple: int = 1
+) -> dict[str, float]:
+    """Packing metrics of `bins` (lists of indices into `lengths`) under NeMo-RL's names.
+
+    Lengths are rounded up to `multiple`. `bin_utilization` = tokens / (bins * capacity), `waste_ratio` =
+    1 - utilization, `bin_balance` = 1 - standard deviation / mean of the bins' utilization (below 0 for very uneven
+    bins), `packing_efficiency` = ceil(tokens / capacity) / bins. `alignment_waste`, which NeMo-RL does not have, is the
+    share of the packed tokens that rounding added. Raises `PlanError` without a bin that holds items.
+    """
+    if not bins:
+        raise PlanError("packing_metrics: there is no bin")
+    sizes = as_lengths(lengths)
+    aligned = round_up(sizes, multiple)
+    loads = np.array([int(aligned[list(members)].sum()) if len(members) else 0 for members in bins])
+    total = int(loads.sum())
+    if total == 0:
+        raise PlanError("packing_metrics: all bins are empty")
+    used = np.concatenate([np.asarray(members, dtype=np.int64) for members in bins])
+    utilization = loads / capacity
+    return {
+        "num_bins": float(len(bins)),
+        "theoretical_min_bins": float(-(-total // capacity)),
+        "bin_utilization": total / (len(bins) * capacity),
+        "waste_ratio": 1 - total / (len(bins) * capacity),
+        "bin_balance": float(1 - utilization.std() / utilization.mean()),
+        "packing_efficiency": -(-total // capacity) / len(bins),
+        "alignment_waste": 1 - int(sizes[used].sum()) / total,
+    }
 
 
 def concatenative(items: Items) -> list[list[int]]:

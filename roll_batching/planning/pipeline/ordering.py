@@ -1,4 +1,4 @@
-"""The order of micro-batches in a pipeline: small makespan under Megatron's schedules."""
+"""Order of micro-batches with a small makespan under Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.compiled import compiled, draw, next_random, seed_state
 from roll_batching.planning.pipeline.schedule import static_schedule
-
-OPERATION_BUDGET = 20_000_000
-MOST_ORDERS = 60_000
-"""Orders that the search tries: at most this many, and no more operations than the budget."""
-FEW_MICRO_BATCHES = 12
-"""From here on there are more orders than anyone tries, and counting them takes long for thousands."""
+from roll_batching.planning.search_budget import SEARCH_BUDGET
 
 
 def pipeline_makespan(costs: ArrayLike, *, stages: int, chunks: int = 1, group_size: int | None = None) -> int:
-    """Time from the first forward to the last backward pass, in units of `costs` / chunks.
+    """Time from the first forward to the end of the last backward pass, in units of `costs` / chunks.
 
     `costs` (int[K]) is the forward time of each micro-batch on one stage, in the order of execution; backward
     takes twice as long; communication is free. Interleaving splits a stage's work evenly over `chunks`.
@@ -41,7 +36,7 @@ def pipeline_makespan(costs: ArrayLike, *, stages: int, chunks: int = 1, group_s
 
 
 def slowest_makespan(table: Ints, *, stages: int, chunks: int = 1, group_size: int | None = None) -> int:
-    """The largest `pipeline_makespan` among the rows of `table` (int64[n, K]): pipelines side by side."""
+    """Largest `pipeline_makespan` of several pipelines; `table` (int64[n, K]) has the costs of one per row."""
     schedule = static_schedule(stages, table.shape[1], chunks, group_size)
     return int(_slowest(table, schedule.micro_batch, schedule.backward, schedule.previous, schedule.awaited))
 
@@ -53,22 +48,23 @@ def order_for_pipeline(
     chunks: int = 1,
     group_size: int | None = None,
     seed: int = 0,
-    tries: int = MOST_ORDERS,
+    tries: int = SEARCH_BUDGET.max_orders,
     start: Ints | None = None,
 ) -> Ints:
     """An order of the micro-batches (int64[K], positions into `costs`) with a small makespan.
 
-    Starts from `start` (default: small-at-ends) and is never worse. Where there are no more orders than `tries`
-    all are tried (up to 8 micro-batches by default); otherwise swaps and moves with a falling threshold of
-    acceptance.
+    Starts from `start` (default: `small_at_ends`) and is never worse. Tries all orders if there are at most `tries`
+    (up to 8 micro-batches by default). Otherwise threshold accepting: swaps and moves, with a threshold for longer
+    makespans that falls to zero.
     """
     values = _as_costs(costs)
     start = small_at_ends(values) if start is None else start
     if len(values) < 2 or stages == 1:
         return start
     schedule = static_schedule(stages, len(values), chunks, group_size)
-    tries = min(tries, OPERATION_BUDGET // len(schedule.previous))
-    if len(values) < FEW_MICRO_BATCHES and math.factorial(len(values)) <= tries:
+    tries = min(tries, SEARCH_BUDGET.max_order_operations // len(schedule.previous))
+    # For thousands of micro-batches the factorial itself would take long.
+    if len(values) <= SEARCH_BUDGET.max_permuted and math.factorial(len(values)) <= tries:
         return _try_all(values, start, schedule.micro_batch, schedule.backward, schedule.previous, schedule.awaited)
     return _search_order(
         values,
@@ -78,13 +74,13 @@ def order_for_pipeline(
         schedule.previous,
         schedule.awaited,
         tries,
-        int(values.sum()) // (4 * len(values)),
+        int(values.sum()) // (SEARCH_BUDGET.order_threshold_divisor * len(values)),
         seed,
     )
 
 
 def small_at_ends(costs: Ints) -> Ints:
-    """Order of indices k for a pipeline: the small ones first and last, the large ones in the middle."""
+    """Order of the micro-batches (int64[K]): cheap ones first and last, costly ones in the middle."""
     falling = np.argsort(-costs, kind="stable")
     return np.concatenate([falling[::2][::-1], falling[1::2]]).astype(np.int64)
 
@@ -100,6 +96,7 @@ def _as_costs(costs: ArrayLike) -> Ints:
 def _makespan(
     costs: Ints, order: Ints, micro_batch: Ints, backward: Ints, previous: Ints, awaited: Ints, end: Ints
 ) -> int:
+    """Makespan of `costs` in `order`; the schedule is a `StaticSchedule`. `end` (int64[operations]) is scratch."""
     latest = 0
     for operation in range(len(previous)):
         begin = 0
@@ -124,7 +121,7 @@ def _slowest(table: Ints, micro_batch: Ints, backward: Ints, previous: Ints, awa
 
 @compiled
 def _try_all(costs: Ints, start: Ints, micro_batch: Ints, backward: Ints, previous: Ints, awaited: Ints) -> Ints:
-    """The best of all orders, in lexicographic sequence; `start` where nothing is better."""
+    """Best of all orders, in lexicographic sequence; `start` if none is better."""
     count = len(start)
     end = np.empty(len(previous), dtype=np.int64)
     best = start.copy()
@@ -135,7 +132,7 @@ def _try_all(costs: Ints, start: Ints, micro_batch: Ints, backward: Ints, previo
         if time < best_time:
             best_time = time
             best[:] = order
-        # The next permutation: grow the last place that can grow, the rest ascending.
+        # Next permutation: increase the last position that can be increased, and sort the rest.
         pivot = count - 2
         while pivot >= 0 and order[pivot] > order[pivot + 1]:
             pivot -= 1
@@ -160,6 +157,7 @@ def _search_order(
     threshold: int,
     seed: int,
 ) -> Ints:
+    """Best order found in `tries` swaps and moves; `threshold` is the first accepted increase of the makespan."""
     count = len(start)
     end = np.empty(len(previous), dtype=np.int64)
     order = start.copy()

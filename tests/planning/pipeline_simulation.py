@@ -1,8 +1,8 @@
 """Discrete-event simulation of Megatron's pipeline schedules.
 
-Stages are actors that run their list of operations in order; an operation starts when the stage is free and
-its input has arrived. Events are handled by time, so that nothing here shares code with the planner's
-own recurrence beyond the lists of operations.
+Each stage runs its list of operations in order; an operation starts when the stage is free and its input has arrived.
+The planner computes makespans by a recurrence instead. Both share only the lists of operations, so that each checks the
+other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """What happened on every stage."""
+    """Operations of all stages with their times."""
 
     intervals: tuple[Interval, ...]
     """By start time, then stage."""
@@ -53,10 +53,10 @@ def simulate_pipeline(
     backward_factor: float = 2,
     transfer: float = 0,
 ) -> PipelineRun:
-    """Run micro-batches with `forward` times per stage through 1F1B, or interleaved when chunks > 1.
+    """Simulate 1F1B, or the interleaved schedule when chunks > 1, with `forward` times per micro-batch.
 
-    A chunk takes 1/chunks of its stage's time, backward `backward_factor` times as long; `transfer` passes
-    between the end of an operation and its arrival on another stage.
+    A chunk takes 1/chunks of its stage's time, backward `backward_factor` times as long. `transfer` is the time from
+    the end of an operation to its arrival on another stage.
     """
     if stages < 1 or chunks < 1 or len(forward) == 0:
         raise PlanError("simulate_pipeline needs at least one stage, one chunk and one micro-batch")
@@ -88,7 +88,7 @@ def simulate_pipeline(
             arrived[receiver, (operation, stage)] = arrival
             heapq.heappush(events, (arrival, receiver))
     if any(position[stage] < len(lists[stage]) for stage in range(stages)):
-        raise PlanError("the pipeline came to a stop: an operation waits for one that never runs")
+        raise PlanError("the pipeline is deadlocked: an operation waits for one that never runs")
     return PipelineRun(
         intervals=tuple(sorted(done, key=lambda one: (one.start, one.stage))),
         makespan=max(free_at),
@@ -101,17 +101,17 @@ class StepTime:
     """Predicted times of one plan, in cost units of one pipeline stage (forward 1, backward 2)."""
 
     per_rank: tuple[float, ...]
-    """Every DP rank on its own: its pipeline's makespan, or the sum of its micro-batches."""
+    """Each DP rank by itself: makespan of its pipeline, or sum of its micro-batches."""
     free: float
-    """Ranks meet at the end of the step only (plain data parallelism): the slowest rank."""
+    """Ranks wait for each other at the end of the step only (plain data parallelism): the slowest rank."""
     lockstep: float
-    """Ranks meet at every micro-batch (FSDP, or one expert group across DP): the slowest's run at every index."""
+    """Ranks wait for each other at each micro-batch (FSDP, or experts across DP): the slowest rank at each index."""
     step: float
-    """Ranks meet where the plan was made for it: `lockstep_ranks` neighbours at every micro-batch, all at the end."""
+    """As the plan's constraints say: `lockstep_ranks` neighbours at each micro-batch, all ranks at the end."""
 
 
 def simulate_plan(plan: Plan, *, fixed: float = 0) -> StepTime:
-    """Step time of a plan from its micro-batches' costs, `fixed` added to each (scaled as the plan's)."""
+    """Step time of a plan from its micro-batches' costs, with `fixed` added to each (scaled as the plan's costs)."""
     constraints = plan.constraints
     table = plan.costs.reshape(constraints.dp_size, plan.num_micro_batches) / constraints.pp_size + fixed
 
