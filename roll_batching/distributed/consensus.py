@@ -1,13 +1,14 @@
-"""Ranks leave a piece of work together, or all of them raise the same error.
+"""Collective error handling: an error on one rank becomes the same error on all ranks.
 
-Between two collectives a rank can fail alone, and the others would wait for it. Whatever can fail so stands inside
+Between two collectives a rank can fail alone, and the others would wait for it until the timeout. Code that can fail so
+runs inside
 
     with consensus(group, "train_step") as facts:
         packs = pack(...)                                # may raise, on any rank
         facts.equal("the plan", plan.fingerprint)        # must be the same on all ranks
 
-which costs one small all-reduce. Words are exchanged only when somebody failed or the facts differ. The block holds no
-collective of its own: a rank that fails before it would leave the others waiting there.
+which costs one small all-reduce. Messages are exchanged only after a failure or a difference. The block must not
+contain collectives: a rank that fails before one would leave the others waiting in it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from roll_batching.errors import RankError
 
 T = TypeVar("T")
 Failure = (Exception, SystemExit)
-"""What a rank tells the others. A KeyboardInterrupt ends all of them anyway."""
+"""Errors that are shared with the other ranks. A KeyboardInterrupt reaches every rank anyway."""
 
 
 def digest(*parts: bytes | str) -> int:
-    """A non-negative 62-bit number of the given parts, equal on ranks that hold the same."""
+    """A non-negative 62-bit hash of `parts`, equal on ranks that pass the same."""
     state = hashlib.blake2b(digest_size=8)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -40,49 +41,48 @@ def digest(*parts: bytes | str) -> int:
 
 
 class Facts:
-    """What one rank states inside a `consensus`: by label, words that others must have as well."""
+    """Values of one rank that must be equal on other ranks, by label."""
 
     def __init__(self) -> None:
         self.everywhere: dict[str, str] = {}
-        self.in_part: dict[str, str] = {}
+        self.in_replica: dict[str, str] = {}
         self.cures: dict[str, str] = {}
         self.counted = self.total = torch.zeros(0, dtype=torch.float64)
 
     def equal(self, label: str, value: Any, cure: str = "") -> None:
-        """`value`, as words, must be the same on all ranks; `cure` says what to do where it is not."""
+        """Requires `str(value)` to be equal on all ranks; the error ends with `cure`."""
         self.everywhere[label], self.cures[label] = str(value), cure
 
-    def equal_in_part(self, label: str, value: Any, cure: str = "") -> None:
-        """`value`, as words, must be the same on all ranks of this rank's part."""
-        self.in_part[label], self.cures[label] = str(value), cure
+    def equal_in_replica(self, label: str, value: Any, cure: str = "") -> None:
+        """Requires `str(value)` to be equal on all ranks of a replica (`Team.agree`); `cure` as in `equal`."""
+        self.in_replica[label], self.cures[label] = str(value), cure
 
     def count(self, numbers: torch.Tensor) -> None:
-        """fp64 numbers [n] of this rank's part, to be added up over parts; for `Team.agree` alone."""
+        """Adds up fp64 `numbers` [n] of this rank's replica over replicas, into `total`. For `Team.agree` only."""
         self.counted = numbers
 
     def bounds(self) -> list[int]:
-        """Digests of what must be the same everywhere and in this part, each with its negative: their maxima tell."""
+        """Digests of the facts on all ranks and in the replica, each followed by its negative.
+
+        Ranks agree if, after a MAX all-reduce, every digest is still the negative of its partner.
+        """
         everywhere = digest(repr(sorted(self.everywhere.items())))
-        here = digest(repr(sorted(self.in_part.items())))
+        here = digest(repr(sorted(self.in_replica.items())))
         return [everywhere, -everywhere, here, -here]
 
 
 @contextlib.contextmanager
-def consensus(
-    group: Any, what: str, *, part: int = 0, parts: int = 1, patience: float | None = None
-) -> Iterator[Facts]:
-    """What any rank of `group` raises inside becomes the same error on all. Collective.
+def consensus(group: Any, what: str, *, patience: float | None = None) -> Iterator[Facts]:
+    """Raises an error of any rank's block on all ranks of `group`. Collective.
 
     Args:
-        group: the ranks that must agree; None for a process that is alone.
-        what: names the work in errors.
-        part: which of `parts` this rank belongs to (its replica, say), for `Facts.equal_in_part`.
-        parts: the number of parts, the same on all ranks.
-        patience: seconds that ranks may come apart inside, however short the timeout of `group`, a gloo group, is.
+        group: the ranks that must agree; None for a single process.
+        what: the operation's name, for errors.
+        patience: seconds to wait for the slowest rank, where that is longer than the timeout of `group` (gloo).
 
     Raises:
-        RankError: on all ranks, with the same message, when any of them failed or their facts differ; it names the
-            ranks by their global numbers. In a group of one, the block's own error.
+        RankError: on all ranks, with the same message, if a rank fails or facts differ; it names global ranks. In a
+            group of one rank, the block's own error.
     """
     facts = Facts()
     if group is None or dist.get_world_size(group) == 1:
@@ -94,113 +94,113 @@ def consensus(
     except Failure as caught:
         error = caught
     _wait(group, patience)
-    if _all_agree(group, error, facts, part, parts):
-        return
-    raise_as_one(group, what, error, facts, part)
+    if not _all_agree(group, error, facts):
+        raise_on_all(group, what, error, facts)
 
 
-def raise_as_one(group: Any, what: str, error: BaseException | None, facts: Facts, part: int) -> NoReturn:
-    """Raises, on all ranks of `group`, one `RankError` of what each has to say. Collective."""
-    message = None if error is None else words_of(error)
+def raise_on_all(group: Any, what: str, error: BaseException | None, facts: Facts, replica: int = 0) -> NoReturn:
+    """Raises one `RankError` on all ranks of `group`, from each rank's `error`, or their `facts`. Collective.
+
+    `replica` is the index of this rank's replica.
+    """
+    message = None if error is None else failure_message(error)
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (message, part, facts.everywhere, facts.in_part, facts.cures), group=group)
+    dist.all_gather_object(everyone, (message, replica, facts.everywhere, facts.in_replica, facts.cures), group=group)
     ranks = dist.get_process_group_ranks(group)
     raise RankError(f"{what}: {_explain(ranks, everyone)}") from error
 
 
 def exchange(group: Any, what: str, make: Callable[[], T], *, patience: float | None = None) -> list[T]:
-    """What `make` returns on each rank of `group`, in the order of its ranks. Collective.
+    """All-gathers the return values of `make`, pickled, in the order of ranks. Collective.
 
-    `what` and `patience` are those of `consensus`. Values travel pickled. Raises `RankError` on all ranks, with the
-    same message, when `make` fails on any; in a group of one, `make`'s own error.
+    `what` and `patience` are those of `consensus`. Raises `RankError` on all ranks, with the same message, if `make`
+    fails on any; in a group of one rank, `make`'s own error.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [make()]
-    error, mine = None, None
+    error, value = None, None
     try:
-        mine = make()
+        value = make()
     except Failure as caught:
         error = caught
     _wait(group, patience)
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (None if error is None else words_of(error), mine), group=group)
-    said = {
+    dist.all_gather_object(everyone, (None if error is None else failure_message(error), value), group=group)
+    failures = {
         rank: message
         for rank, (message, _) in zip(dist.get_process_group_ranks(group), everyone, strict=True)
         if message is not None
     }
-    if said:
-        raise together(what, said) from error
+    if failures:
+        raise rank_error(what, failures) from error
     return [value for _, value in everyone]
 
 
-def together(what: str, said: Mapping[int, str]) -> RankError:
-    """The error of ranks that failed in `what`, from the words of each."""
-    return RankError(f"{what}: {_errors(sorted(said), [said[rank] for rank in sorted(said)])}")
+def rank_error(what: str, failures: Mapping[int, str]) -> RankError:
+    """The error for ranks that failed in `what`, from their messages by global rank."""
+    return RankError(f"{what}: {_group_messages(sorted(failures), [failures[rank] for rank in sorted(failures)])}")
 
 
 def _wait(group: Any, patience: float | None) -> None:
-    """With patience: returns when every rank is here. No collective, with the group's own timeout, begins before."""
+    """With `patience`, waits for all ranks, so that the group's own timeout does not start before."""
     if patience is not None:
         dist.monitored_barrier(group, timeout=datetime.timedelta(seconds=patience))
 
 
-def _all_agree(group: Any, error: BaseException | None, facts: Facts, part: int, parts: int) -> bool:
-    """One all-reduce: whether nobody failed, and all facts are alike. Largest and smallest digest tell."""
-    lowest = -(1 << 62)  # below every digest: what a rank says of the parts of others
-    *everywhere, here, against = facts.bounds()
-    largest = [int(error is not None), *everywhere, *[lowest] * (2 * parts)]
-    largest[3 + 2 * part : 5 + 2 * part] = [here, against]
-    votes = torch.tensor(largest, dtype=torch.int64, device=group_device(group, torch.device("cpu")))
+def _all_agree(group: Any, error: BaseException | None, facts: Facts) -> bool:
+    """Whether no rank has an error and all facts are equal. One MAX all-reduce."""
+    votes = torch.tensor(
+        [int(error is not None), *facts.bounds()], dtype=torch.int64, device=group_device(group, torch.device("cpu"))
+    )
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
     failed, *bounds = votes.tolist()
-    alike = all(high == -low or high == lowest for high, low in zip(bounds[::2], bounds[1::2], strict=True))
-    return not failed and alike
+    return not failed and all(high == -low for high, low in zip(bounds[::2], bounds[1::2], strict=True))
 
 
-def words_of(error: BaseException) -> str:
-    """What the other ranks hear of an error."""
+def failure_message(error: BaseException) -> str:
+    """The text of an error for other ranks."""
     if isinstance(error, SystemExit):
         return f"SystemExit: code called exit({error.code!r}), which would end the job as if it were done"
     return f"{type(error).__name__}: {error}"
 
 
 def _explain(ranks: Sequence[int], everyone: Sequence[Any]) -> str:
-    """The errors if there are some, else what differs between which ranks."""
+    """The errors if a rank has one, else the facts that differ and on which ranks."""
     messages = [message for message, *_ in everyone]
     if any(messages):
-        return _errors(ranks, messages)
-    found = _differences(ranks, [facts for _, _, facts, _, _ in everyone])
-    for part in sorted({part for _, part, *_ in everyone}):
-        at = [i for i, (_, own, *_) in enumerate(everyone) if own == part]
-        found |= _differences([ranks[i] for i in at], [everyone[i][3] for i in at])
+        return _group_messages(ranks, messages)
+    differences = _differences(ranks, [facts for _, _, facts, _, _ in everyone])
+    for replica in sorted({replica for _, replica, *_ in everyone}):
+        members = [i for i, (_, own, *_) in enumerate(everyone) if own == replica]
+        differences |= _differences([ranks[i] for i in members], [everyone[i][3] for i in members])
     cures = {label: cure for *_, own in everyone for label, cure in own.items()}
     return "; ".join(
-        f"ranks differ in {label}: {words}" + (f". {cures[label]}" if cures.get(label) else "")
-        for label, words in found.items()
+        f"ranks differ in {label}: {values}" + (f". {cures[label]}" if cures.get(label) else "")
+        for label, values in differences.items()
     )
 
 
 def _differences(ranks: Sequence[int], facts: Sequence[dict[str, str]]) -> dict[str, str]:
-    """By label, who says what, for the labels on which these ranks differ."""
-    found = {}
+    """By label of a fact that differs between these ranks: each value, and the ranks that have it."""
+    differences = {}
     for label in sorted({label for own in facts for label in own}):
-        alike: dict[str, list[int]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for rank, own in zip(ranks, facts, strict=True):
-            alike.setdefault(own.get(label, "absent"), []).append(rank)
-        if len(alike) > 1:
-            found[label] = ", ".join(f"{value} on {_named(who)}" for value, who in alike.items())
-    return found
+            ranks_of.setdefault(own.get(label, "absent"), []).append(rank)
+        if len(ranks_of) > 1:
+            differences[label] = ", ".join(f"{value} on {_format_ranks(some)}" for value, some in ranks_of.items())
+    return differences
 
 
-def _errors(ranks: Sequence[int], messages: Sequence[str | None]) -> str:
-    alike: dict[str, list[int]] = {}
+def _group_messages(ranks: Sequence[int], messages: Sequence[str | None]) -> str:
+    """The messages, equal ones once, each with its ranks."""
+    ranks_of: dict[str, list[int]] = {}
     for rank, message in zip(ranks, messages, strict=True):
         if message is not None:
-            alike.setdefault(message, []).append(rank)
-    return "; ".join(f"{_named(who)}: {message}" for message, who in alike.items())
+            ranks_of.setdefault(message, []).append(rank)
+    return "; ".join(f"{_format_ranks(some)}: {message}" for message, some in ranks_of.items())
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,8 +1,12 @@
 """Lets the unmodified Megatron-Core train on a machine without CUDA.
 
-Megatron asks `torch.cuda` for the current device, streams, events and random states, and creates
-small tensors with `device="cuda"`. This module answers those calls for the CPU. It is installed only
-when CUDA is absent; on a GPU machine nobody imports it.
+Megatron calls `torch.cuda` for the current device, streams, events and random states, and creates small tensors with
+`device="cuda"`. `install` redirects these calls to the CPU; it is an error where CUDA is available. Replaced for the
+rest of the process, for Megatron 0.16 to 0.19:
+
+- functions of `torch.cuda`, and factory calls with `device="cuda"` (a function mode);
+- `megatron.core.tensor_parallel.random._set_cuda_rng_state`, which queues states until CUDA is there;
+- `all_to_all_single`, `all_gather` and `reduce_scatter` of `torch.distributed`, for mixtures of experts over gloo.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ class _Event:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Answers `device="cuda"` in factory calls, `.cuda()`, and the tensor type that clip_grads asserts."""
+    """Redirects `device="cuda"` in factory calls and `.cuda()`; reports the tensor type that clip_grads asserts."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -59,9 +63,9 @@ _installed = False
 
 
 def install() -> None:
-    """Answers Megatron's CUDA questions for the rest of the process; a second call does nothing.
+    """Redirects Megatron's CUDA calls to the CPU for the rest of the process; a second call does nothing.
 
-    Raises `RuntimeError` where CUDA is available: there it would send work to the CPU unseen.
+    Raises `RuntimeError` if CUDA is available, where work would silently run on the CPU.
     """
     global _installed
     if torch.cuda.is_available():
@@ -82,7 +86,7 @@ def install() -> None:
     cuda.current_device = lambda: _CPU
     cuda.get_rng_state = cuda.random.get_rng_state = get_state
     cuda.set_rng_state = cuda.random.set_rng_state = set_state
-    # Megatron's own setter queues the state until CUDA is there, and warns where a fork draws on the CPU.
+    # Megatron's setter queues the state until CUDA is initialised, and its tracker warns when a fork draws on the CPU.
     randomness._set_cuda_rng_state = set_state
     logging.getLogger(randomness.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     cuda.manual_seed = torch.manual_seed
@@ -99,7 +103,7 @@ def install() -> None:
 
 
 def _with_listed_splits(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's MoE dispatcher turns split sizes into lists only when they lie on a CUDA device."""
+    """`exchange` that also takes split sizes as tensors: Megatron's MoE dispatcher makes lists only on CUDA."""
 
     @functools.wraps(exchange)
     def all_to_all_single(
@@ -120,7 +124,7 @@ def _with_listed_splits(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_unequal_parts(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor-parallel experts gather as many tokens of each rank as it sends them; gloo wants equal shapes."""
+    """`gather` for parts of unequal shapes, which tensor-parallel experts need and gloo lacks, by broadcasts."""
 
     @functools.wraps(gather)
     def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -136,7 +140,7 @@ def _with_unequal_parts(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_unequal_sums(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """The way back of `_with_unequal_parts`: each rank's part is summed over all ranks."""
+    """`scatter` for parts of unequal shapes, the backward of `_with_unequal_parts`, by reductions."""
 
     @functools.wraps(scatter)
     def reduce_scatter(
@@ -160,8 +164,8 @@ def _with_unequal_sums(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Takes the function mode off, where it is on top: decoding asks CUDA nothing and is twice as fast without."""
+def function_mode_paused() -> Iterator[None]:
+    """Disables the function mode, which must be the topmost: decoding needs none and is twice as fast without."""
     if not _installed:
         yield
         return

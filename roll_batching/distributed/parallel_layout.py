@@ -1,4 +1,4 @@
-"""Process groups and this rank's coordinates in them."""
+"""The parallel layout: sizes, this rank's coordinates and Megatron's process groups."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from roll_batching.planning import ParallelDims
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout(ParallelDims):
-    """The sizes of a parallel layout, this rank's place in it, and Megatron's groups for it.
+    """Sizes of a parallel layout, this rank's coordinates in it, and Megatron's groups for it.
 
-    `dp_group` joins the ranks that hold the same part of the model in different replicas. `dims` gives the sizes alone.
+    `dp_group` joins the ranks with the same shard of the model in different replicas. `dims` holds the sizes only.
     """
 
     tp_rank: int
@@ -32,9 +32,9 @@ class ParallelLayout(ParallelDims):
     pp_group: Any
     dp_group: Any
     host_group: Any
-    """All ranks, on gloo: for agreement, whatever the backend of the model."""
+    """The gloo group of all ranks (`distributed.host_group`)."""
     team: Team
-    """The same ranks, as they talk around a step."""
+    """Host-side exchanges among the same ranks."""
     device: torch.device
 
     @property
@@ -44,15 +44,15 @@ class ParallelLayout(ParallelDims):
 
     @property
     def is_replica_leader(self) -> bool:
-        """Whether this rank speaks for its replica: last stage, first tensor and context rank."""
+        """Whether this rank reports for its replica: last stage, tensor rank 0, context rank 0."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
 
 def start_processes(timeout_minutes: float = 30.0) -> torch.device:
-    """Joins the process group that the environment describes (one process when it describes none).
+    """Joins the process group that torchrun's variables describe, or a group of one process. Returns the device.
 
-    NCCL and one CUDA device per local rank where CUDA is available; gloo and the CPU platform
-    otherwise. Returns this rank's device. Raises `LayoutError` when a GPU is missing.
+    Uses NCCL and one CUDA device per local rank if CUDA is available, else gloo and the CPU platform. Raises
+    `LayoutError` for a local rank without a GPU.
     """
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -77,19 +77,19 @@ def start_processes(timeout_minutes: float = 30.0) -> torch.device:
 
 
 def leave_processes() -> None:
-    """Leaves the process group, at the end of a job that went well: NCCL's communicators are not left to the exit.
+    """Destroys the process group at the end of a successful job, before the interpreter exits.
 
-    After a failure nobody calls it: it may wait for ranks that are stuck.
+    Not for use after a failure: it may wait for ranks that hang.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def make_layout(dims: ParallelDims, device: torch.device) -> ParallelLayout:
-    """Creates Megatron's process groups for `dims`, once per process, and describes them.
+    """Initialises Megatron's parallel state for `dims`, once per process, and returns the layout.
 
-    Raises `LayoutError` when the world is not that of `dims`, or when Megatron's parallel state has another layout
-    already: a process has one, and it is the layout of what trains.
+    Raises `LayoutError` if the world size does not fit, or if the parallel state has another layout already: it is
+    global, and belongs to the model that trains.
     """
     from megatron.core import parallel_state
 
@@ -107,18 +107,17 @@ def make_layout(dims: ParallelDims, device: torch.device) -> ParallelLayout:
     layout = describe_layout(vpp_size=running_vpp, sequence_parallel=dims.sequence_parallel, device=device)
     if layout.dims != dims:
         raise LayoutError(
-            f"Megatron's parallel state has the layout {layout} already, and {dims} cannot be trained beside it: build "
-            "the model that trains first, and models that train alike"
+            f"Megatron's parallel state has the layout {layout} already, and a process has one: a model cannot train "
+            f"in {dims}. Build the model that trains first, and all models that train in one layout"
         )
     return layout
 
 
 def join_layout(dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:
-    """A layout for a model that does not train, beside whatever layout the process has; and its process groups.
+    """A layout for a model that does not train, and its ProcessGroupCollection. Collective.
 
-    The groups are a ProcessGroupCollection, or None where they are those of Megatron's parallel state: when they divide
-    the ranks alike, or when this layout is the first. Collective. Raises `LayoutError` as `make_layout` does for a
-    world of another size.
+    The collection is None if Megatron's parallel state already has such groups, or has none yet and takes this layout.
+    Raises `LayoutError` if the world size does not fit.
     """
     from megatron.core import parallel_state
 
@@ -136,15 +135,15 @@ def join_layout(dims: ParallelDims, device: torch.device) -> tuple[ParallelLayou
 
 def _check_world(dims: ParallelDims) -> None:
     if dims.world_size != dist.get_world_size():
-        raise LayoutError(f"{dims} is a layout of {dims.world_size} processes, and there are {dist.get_world_size()}")
+        raise LayoutError(f"{dims} is a layout of {dims.world_size} processes, but {dist.get_world_size()} run")
 
 
 def describe_layout(
     *, vpp_size: int, sequence_parallel: bool, device: torch.device, groups: Any = None
 ) -> ParallelLayout:
-    """The layout of process groups that exist. A collective call: every rank makes it.
+    """The layout of existing process groups. Collective.
 
-    `groups` is a ProcessGroupCollection; None takes the groups of Megatron's parallel state.
+    `groups` is a ProcessGroupCollection; None stands for the groups of Megatron's parallel state.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
 

@@ -1,4 +1,4 @@
-"""Megatron's process groups for a second layout on the same ranks: a role's own, beside those of its parallel state."""
+"""Process groups for a second layout on the same ranks, beside those of Megatron's parallel state."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from roll_batching.distributed.groups import group_timeout
 from roll_batching.planning import ParallelDims
 
 _ORDER = "tp-cp-ep-dp-pp"
-"""How Megatron numbers ranks by default; `initialize_model_parallel` is called with it."""
+"""Megatron's default order of ranks, as in `initialize_model_parallel`."""
 _made: dict[tuple[Any, tuple[tuple[int, ...], ...]], Any] = {}
-"""By the group of all processes and how they are divided: this process's group, None where it is in none."""
+"""This rank's group, or None, by `dist.group.WORLD` and the division of its ranks."""
 
 Ranks = list[list[int]]
 
 
 def role_groups(dims: ParallelDims) -> Any:
-    """A ProcessGroupCollection for `dims` over all processes, or None where Megatron's parallel state has such groups.
+    """A ProcessGroupCollection for `dims` over all ranks; None if it is that of Megatron's parallel state. Collective.
 
-    Collective: every rank makes the call. Groups of equal ranks are made once per process and shared by roles. Ranks
-    are numbered as Megatron numbers them (`megatron/core/parallel_state.py`, RankGenerator). The parallel state must be
-    initialised, and is left as it is: layers that are given the collection read it alone.
+    Groups over equal ranks are created once per process and shared by roles. Ranks are ordered as by Megatron
+    (`megatron/core/parallel_state.py`, RankGenerator). The parallel state must be initialised and does not change:
+    layers that are built with a collection read only that.
     """
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -41,7 +41,7 @@ def role_groups(dims: ParallelDims) -> Any:
     same = {
         "intra_dp_cp": "dp_cp",
         "intra_expt_dp": "expt_dp",
-        # 0.19 has groups of their own for ranks that share a layer's weights; nobody does here.
+        # 0.19 adds groups of ranks that share a layer's weights, which are not used here.
         "dp_cp_gtp_remat": "dp_cp",
         "expt_dp_gtp_remat": "expt_dp",
         "tp_ep_pp_with_egtp_remat": "tp_ep_pp",
@@ -52,7 +52,7 @@ def role_groups(dims: ParallelDims) -> Any:
 
 
 def _ranks(dims: ParallelDims) -> dict[str, Ranks]:
-    """How each kind of group divides the ranks of `dims`, by its name in a ProcessGroupCollection."""
+    """The division of ranks for each group of a ProcessGroupCollection, by the group's name."""
     from megatron.core.parallel_state import RankGenerator
 
     sizes = {"pp": dims.pp_size, "order": _ORDER}
@@ -76,7 +76,7 @@ def _ranks(dims: ParallelDims) -> dict[str, Ranks]:
 
 
 def _same(group: Any, division: Ranks) -> bool:
-    """Whether `group` is this process's part of `division`; the same on all ranks, whose groups are made alike."""
+    """Whether `group` is a part of `division`. Equal on all ranks, as their groups come from the same layout."""
     return sorted(dist.get_process_group_ranks(group)) in [sorted(part) for part in division]
 
 
@@ -84,7 +84,7 @@ def _group(division: Sequence[Sequence[int]]) -> Any:
     world, parts = dist.group.WORLD, tuple(tuple(part) for part in division)
     if (world, parts) not in _made:
         for stale in [key for key in _made if key[0] is not world]:
-            del _made[stale]  # of a world that was destroyed
+            del _made[stale]  # groups of a destroyed world
         timeout = group_timeout(world)
         made = [dist.new_group(list(part), timeout) for part in parts]
         _made[world, parts] = next((group for group in made if dist.get_rank(group) >= 0), None)

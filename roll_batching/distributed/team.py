@@ -1,7 +1,7 @@
-"""What the ranks of a layout tell each other around a step: one exchange before it, one after.
+"""Host-side exchanges among the ranks of a layout: one before a step, one after it.
 
-An exchange has two legs, each one small collective: inside a replica, then between replicas, where each rank talks to
-those in its own place, so that all hear all without a third leg. Neither leg grows with the whole world.
+An exchange is two small gloo collectives: inside each replica, then between replicas among ranks at the same position.
+Every rank then has the data of all ranks, and neither collective spans the whole world.
 """
 
 from __future__ import annotations
@@ -15,140 +15,145 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from roll_batching.distributed.consensus import Facts, Failure, raise_as_one, together, words_of
+from roll_batching.distributed.consensus import Facts, Failure, failure_message, raise_on_all, rank_error
 from roll_batching.distributed.groups import divided_host_group
 
 T = TypeVar("T")
 
-_SLOTS = 56
-"""Numbers that travel with an agreement; whoever has more sends them in a collective of their own."""
-_FIRST = 1024
-"""Bytes of a record that one collective carries; doubled, for good, when a longer one comes."""
+_INLINE_COUNTS = 56
+"""Counts that travel with the agreement; further ones take another collective."""
+_FIRST_CAPACITY = 1024
+"""Bytes of a record in one collective; doubled for the rest of the process when a record is longer."""
 _HEADER = 8
-_rooms: dict[Any, int] = {}
-"""By group: bytes of a record, the same on all of its ranks, as each sees all records."""
+_capacities: dict[Any, int] = {}
+"""Bytes of a record, by group; equal on all ranks of a group, as all of them see all lengths."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The ranks of a layout in two kinds of groups, on gloo; None for a rank that is alone in one."""
+    """Gloo groups over the ranks of a layout: its replicas, and equal positions across replicas."""
 
     everyone: Any
-    replica: Any
-    """This rank's replica."""
-    peers: Any
-    """The ranks in this rank's place of every replica, in the order of the replicas."""
-    part: int
-    """This rank's replica among `parts`."""
-    parts: int
+    """The group of all ranks; None for a single process."""
+    replica_group: Any
+    """The group of this rank's replica; None for a replica of one rank."""
+    peer_group: Any
+    """The group of the ranks at this rank's position in each replica, in replica order; None for one replica."""
+    replica_index: int
+    """Index of this rank's replica."""
+    num_replicas: int
+    """Number of replicas."""
 
     @classmethod
-    def of(cls, everyone: Any, data_parallel: Any, part: int) -> Team:
-        """From the group of all ranks and Megatron's data-parallel group. Collective."""
+    def of(cls, everyone: Any, data_parallel: Any, replica_index: int) -> Team:
+        """The team for the group of all ranks and Megatron's data-parallel group. Collective."""
         if everyone is None or dist.get_world_size(everyone) == 1:
-            return cls(everyone=everyone, replica=None, peers=None, part=0, parts=1)
+            return cls(everyone=everyone, replica_group=None, peer_group=None, replica_index=0, num_replicas=1)
         ranks = dist.get_process_group_ranks(everyone)
         places: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(places, (part, sorted(dist.get_process_group_ranks(data_parallel))), group=everyone)
+        same_position = sorted(dist.get_process_group_ranks(data_parallel))
+        dist.all_gather_object(places, (replica_index, same_position), group=everyone)
         replicas: dict[int, list[int]] = {}
         for rank, (other, _) in zip(ranks, places, strict=True):
             replicas.setdefault(other, []).append(rank)
         return cls(
             everyone=everyone,
-            replica=divided_host_group(replicas.values()),
-            peers=divided_host_group(peers for _, peers in places),
-            part=part,
-            parts=len(replicas),
+            replica_group=divided_host_group(replicas.values()),
+            peer_group=divided_host_group(peers for _, peers in places),
+            replica_index=replica_index,
+            num_replicas=len(replicas),
         )
 
     @contextlib.contextmanager
     def agree(self, what: str) -> Iterator[Facts]:
-        """`consensus` among all ranks, with replicas as parts. Collective: one exchange.
+        """`consensus` among all ranks, with facts per replica and counts. Collective: one exchange.
 
-        `Facts.count` has numbers added up over replicas, which `Facts.total` holds afterwards.
+        Numbers passed to `Facts.count` are summed over replicas into `Facts.total`, available after the block.
         """
         facts = Facts()
         error: BaseException | None = None
         try:
             yield facts
         except Failure as caught:
-            if self.replica is None and self.peers is None:
+            if self.replica_group is None and self.peer_group is None:
                 raise
             error = caught
         votes = torch.tensor([int(error is not None), *facts.bounds(), len(facts.counted)], dtype=torch.int64)
-        votes = torch.cat([votes, _padded(facts.counted[:_SLOTS])])
-        if self.replica is not None:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.replica)
-        rows = votes[None]
-        if self.peers is not None:
-            rows = votes.new_empty(self.parts, len(votes))
-            dist.all_gather(list(rows), votes, group=self.peers)
-        failed, high, low, high_here, low_here, lengths = rows[:, :6].t()
-        alike = bool((high == -low).all() and (high == high[0]).all() and (high_here == -low_here).all())
-        if bool(failed.any()) or not alike:
-            raise_as_one(self.everyone, what, error, facts, self.part)
-        # All ranks of a replica have counted the same samples: the largest of equal numbers is each of them.
-        facts.total = rows[:, 6:].contiguous().view(torch.float64).sum(0)[: len(facts.counted)]
-        if int(lengths[0]) > _SLOTS:
-            self._add_more(facts)
+        votes = torch.cat([votes, _to_bits(facts.counted[:_INLINE_COUNTS])])
+        if self.replica_group is not None:
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.replica_group)
+        by_replica = votes[None]
+        if self.peer_group is not None:
+            by_replica = votes.new_empty(self.num_replicas, len(votes))
+            dist.all_gather(list(by_replica), votes, group=self.peer_group)
+        failed, high, low, high_here, low_here, lengths = by_replica[:, :6].t()
+        equal = bool((high == -low).all() and (high == high[0]).all() and (high_here == -low_here).all())
+        if bool(failed.any()) or not equal:
+            raise_on_all(self.everyone, what, error, facts, self.replica_index)
+        # MAX over a replica leaves its counts as they are: its ranks hold the same samples, hence equal numbers.
+        facts.total = by_replica[:, 6:].contiguous().view(torch.float64).sum(0)[: len(facts.counted)]
+        if int(lengths[0]) > _INLINE_COUNTS:
+            self._sum_rest(facts)
 
-    def _add_more(self, facts: Facts) -> None:
-        more = facts.counted[_SLOTS:].clone()
-        if self.peers is not None:
-            dist.all_reduce(more, group=self.peers)
-        facts.total = torch.cat([facts.total, more])
+    def _sum_rest(self, facts: Facts) -> None:
+        """Appends the sums of the counts beyond `_INLINE_COUNTS`."""
+        rest = facts.counted[_INLINE_COUNTS:].clone()
+        if self.peer_group is not None:
+            dist.all_reduce(rest, group=self.peer_group)
+        facts.total = torch.cat([facts.total, rest])
 
     def join(self, what: str, make: Callable[[], T], merge: Callable[[Sequence[T]], T]) -> list[T]:
-        """What the ranks of each replica made, merged, for every replica in order. Collective: one exchange.
+        """The merged values of `make` of each replica's ranks, in replica order. Collective: one exchange.
 
-        `merge` cannot fail. Raises `RankError` on all ranks when `make` fails on any; alone, `make`'s own error.
+        `merge` must not fail. Raises `RankError` on all ranks if `make` fails on any; in a single process, `make`'s
+        own error.
         """
         error: BaseException | None = None
-        said: dict[int, str] = {}
-        mine: Any = None
+        failures: dict[int, str] = {}
+        value: Any = None
         try:
-            mine = make()
+            value = make()
         except Failure as caught:
-            if self.replica is None and self.peers is None:
+            if self.replica_group is None and self.peer_group is None:
                 raise
-            error, said = caught, {dist.get_rank(): words_of(caught)}
-        inside = _gathered(self.replica, (said, mine))
-        said = {rank: words for other, _ in inside for rank, words in other.items()}
-        whole = None if said else merge([made for _, made in inside])
-        between = _gathered(self.peers, (said, whole))
-        said = {rank: words for other, _ in between for rank, words in other.items()}
-        if said:
-            raise together(what, said) from error
-        return [made for _, made in between]
+            error, failures = caught, {dist.get_rank(): failure_message(caught)}
+        in_replica = _all_gather(self.replica_group, (failures, value))
+        failures = {rank: message for other, _ in in_replica for rank, message in other.items()}
+        merged = None if failures else merge([made for _, made in in_replica])
+        by_replica = _all_gather(self.peer_group, (failures, merged))
+        failures = {rank: message for other, _ in by_replica for rank, message in other.items()}
+        if failures:
+            raise rank_error(what, failures) from error
+        return [made for _, made in by_replica]
 
 
-def _padded(counted: torch.Tensor) -> torch.Tensor:
-    """[_SLOTS] the bits of these numbers."""
-    slots = torch.zeros(_SLOTS, dtype=torch.float64)
-    slots[: len(counted)] = counted
+def _to_bits(counts: torch.Tensor) -> torch.Tensor:
+    """[_INLINE_COUNTS] int64: the bits of fp64 counts, padded with 0."""
+    slots = torch.zeros(_INLINE_COUNTS, dtype=torch.float64)
+    slots[: len(counts)] = counts
     return slots.view(torch.int64)
 
 
-def _gathered(group: Any, mine: Any) -> list[Any]:
-    """What each rank of `group` has, in the order of its ranks: one collective, two for the first long ones."""
+def _all_gather(group: Any, value: Any) -> list[Any]:
+    """The picklable values of all ranks of `group`, in rank order: one collective, two when records grow."""
     if group is None:
-        return [mine]
-    data = pickle.dumps(mine)
-    room = _rooms.get(group, _FIRST)
-    records = _exchanged(group, data, room)
+        return [value]
+    data = pickle.dumps(value)
+    capacity = _capacities.get(group, _FIRST_CAPACITY)
+    records = _all_gather_bytes(group, data, capacity)
     longest = max(int.from_bytes(record[:_HEADER], "little") for record in records)
-    if longest > room:
-        while room < longest:
-            room *= 2
-        _rooms[group] = room
-        records = _exchanged(group, data, room)
+    if longest > capacity:
+        while capacity < longest:
+            capacity *= 2
+        _capacities[group] = capacity
+        records = _all_gather_bytes(group, data, capacity)
     return [pickle.loads(record[_HEADER:]) for record in records]
 
 
-def _exchanged(group: Any, data: bytes, room: int) -> list[bytes]:
-    """Every rank's [length, as much of its data as there is room for, filled up]."""
-    record = len(data).to_bytes(_HEADER, "little") + data[:room].ljust(room, b"\0")
+def _all_gather_bytes(group: Any, data: bytes, capacity: int) -> list[bytes]:
+    """Each rank's record: the length of its data, then the data, cut off or padded to `capacity` bytes."""
+    record = len(data).to_bytes(_HEADER, "little") + data[:capacity].ljust(capacity, b"\0")
     size = dist.get_world_size(group)
-    rows = torch.empty(size, len(record), dtype=torch.uint8)
-    dist.all_gather(list(rows), torch.frombuffer(bytearray(record), dtype=torch.uint8), group=group)
-    return [row.numpy().tobytes() for row in rows]
+    records = torch.empty(size, len(record), dtype=torch.uint8)
+    dist.all_gather(list(records), torch.frombuffer(bytearray(record), dtype=torch.uint8), group=group)
+    return [row.numpy().tobytes() for row in records]

@@ -1,1 +1,1 @@
-"""Model directories of Hugging Face: what `config.json` means, which tensors there are, and their files."""
+"""Hugging Face model directories: `config.json`, model families, tensor names, safetensors files."""

@@ -1,7 +1,7 @@
-"""The safetensors files of a model directory: which tensors they hold, and slices of them.
+"""Reads slices of the tensors in a model directory's safetensors files.
 
-Only what is asked for is read, some rows at a time into one small buffer, so that a rank's memory holds its own shard
-and little more. The files are not mapped: pages of a mapped file count as a process's memory, and are fetched late.
+Only requested rows are read, in blocks through one small buffer, so a rank's memory holds its shard and little more.
+Files are not memory-mapped: mapped pages count as memory of the process, and are fetched late.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
 from roll_batching.huggingface.directory import INDEX, SINGLE, read_json
 
-_AT_ONCE = 4 * 2**20
-"""Bytes that are read together."""
+_BLOCK_BYTES = 4 * 2**20
+"""Size of a read."""
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-"""Tensors of old checkpoints that follow from `config.json`."""
+"""Tensors of older checkpoints that are computed from `config.json`, and ignored."""
+_INDEX = r"(?<=\.)\d+(?=\.)"
+"""A number between dots, as of a layer or an expert."""
 
 
 class StoredTensors:
     """The tensors in the safetensors files of a directory.
 
-    Raises CheckpointError when there are no such files, or when one cannot be read.
+    Raises CheckpointError if there are no such files or one cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files: dict[str, Path] = {}
-        """Where each tensor lies."""
+        """The file of each tensor."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        """In safetensors' words: F32, BF16."""
+        """Names of safetensors: F32, BF16."""
         self._first: dict[str, int] = {}
-        """Where each tensor begins in its file."""
+        """Offset of each tensor in its file, in bytes."""
         for file in _files(path):
             start, header = _header(file)
             for name, entry in header.items():
@@ -52,32 +54,32 @@ class StoredTensors:
         self._buffer = bytearray()
 
     def misfits(self, expected: Mapping[str, tuple[int, ...]], redundant: Collection[str] = ()) -> list[str]:
-        """How the tensors differ from those `expected` (name to shape): what is missing, misshapen, and what is more.
+        """Errors for tensors that are missing, unknown, or of another shape than `expected` (by name).
 
-        Those named in `redundant` may be there.
+        Tensors named in `redundant` may exist.
         """
         missing = [name for name in expected if name not in self.shapes]
-        extra = [name for name in self.shapes if name not in expected and name not in redundant]
+        extra = [x for x in self.shapes if x not in expected and x not in redundant and not DERIVED.fullmatch(x)]
         problems = [f"{name} is missing" for name in ranges(missing)]
-        problems += [f"{name} is not of this model" for name in ranges(x for x in extra if not DERIVED.fullmatch(x))]
+        problems += [f"{name} is not part of this model" for name in ranges(extra)]
         by_shape: dict[tuple[Any, Any], list[str]] = defaultdict(list)
         for name, shape in expected.items():
             if name in self.shapes and self.shapes[name] != shape:
                 by_shape[self.shapes[name], shape].append(name)
-        for (there, here), names in by_shape.items():
-            problems += [f"{name} is {list(there)}, not {list(here)}" for name in ranges(names)]
+        for (stored, wanted), names in by_shape.items():
+            problems += [f"{name} is {list(stored)}, not {list(wanted)}" for name in ranges(names)]
         return problems
 
     def read(self, name: str, rows: slice, columns: slice | None = None) -> Iterator[tuple[slice, Any]]:
-        """Rows (and columns) of a tensor, some rows at a time: where they lie among those asked for, and their values.
+        """Rows (and columns) of a tensor in blocks: each block's rows within the request, and its values.
 
-        The values are a torch tensor on the host, to be copied before the next ones are asked for.
+        The values are a torch tensor on the host, valid until the next block is requested.
         """
         import torch
 
         dtype, shape = torch_dtype(self.dtypes[name]), self.shapes[name]
         size = math.prod(shape[1:]) * dtype.itemsize
-        step = max(_AT_ONCE // max(size, 1), 1)
+        step = max(_BLOCK_BYTES // max(size, 1), 1)
         for start in range(rows.start, rows.stop, step):
             count = min(step, rows.stop - start)
             if len(self._buffer) < count * size:
@@ -89,7 +91,7 @@ class StoredTensors:
             yield at, values if columns is None else values[:, columns]
 
     def _fetch(self, name: str, offset: int, into: memoryview) -> None:
-        """Bytes of a tensor from `offset` on."""
+        """Fills `into` with the bytes of a tensor from `offset` on."""
         file = self.files[name]
         try:
             if self._opened is None or self._opened.name != str(file):
@@ -98,61 +100,61 @@ class StoredTensors:
                 self._opened = io.FileIO(str(file))
             self._opened.seek(self._first[name] + offset)
             while into:
-                done = self._opened.readinto(into)
-                if not done:
-                    raise CheckpointError(f"{file} is cut off: it ends inside {name}")
-                into = into[done:]
+                count = self._opened.readinto(into)
+                if not count:
+                    raise CheckpointError(f"{file} is truncated: it ends inside {name}")
+                into = into[count:]
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {cause(error)}") from None
 
     def close(self) -> None:
-        """Lets go of the file that was read last, and of the memory that it was read into."""
+        """Closes the last file and frees the buffer."""
         if self._opened is not None:
             self._opened.close()
         self._opened, self._buffer = None, bytearray()
 
 
-def torch_dtype(word: str) -> Any:
-    """Torch's precision for safetensors' word. Raises CheckpointError for one that no weights here have."""
+def torch_dtype(name: str) -> Any:
+    """The torch dtype of a safetensors dtype. Raises CheckpointError for an unsupported one."""
     import torch
 
     known = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    if word not in known:
-        raise CheckpointError(f"tensors of {word} are not supported, only {', '.join(known)}")
-    return known[word]
+    if name not in known:
+        raise CheckpointError(f"tensors of dtype {name} are not supported, only {', '.join(known)}")
+    return known[name]
 
 
 def _files(path: Path) -> list[Path]:
     if (path / INDEX).is_file():
-        named = read_json(path / INDEX).get("weight_map")
-        if not isinstance(named, dict):
+        weight_map = read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
             raise CheckpointError(f"{path / INDEX} has no weight_map")
-        for name in named.values():
+        for name in weight_map.values():
             _check_inside(path / INDEX, name)
-        return [path / name for name in sorted(set(named.values()))]
+        return [path / name for name in sorted(set(weight_map.values()))]
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     pickled = next(iter(sorted(path.glob("*.bin"))), None)
     if pickled is not None:
         raise CheckpointError(
-            f"{path} holds {pickled.name}, which is pickled and not read: write safetensors with transformers, "
-            "from_pretrained and then save_pretrained"
+            f"{path} holds {pickled.name}, a pickle, which is not read: convert it to safetensors with transformers' "
+            "from_pretrained and save_pretrained"
         )
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}")
 
 
 def _check_inside(index: Path, name: Any) -> None:
-    """Raises CheckpointError for what is no path below the directory of `index`; a link in it may lead elsewhere.
+    """Raises CheckpointError unless `name` is a path below the directory of `index`.
 
-    Hugging Face's cache keeps files as links to its blobs.
+    The file itself may be a link that leads elsewhere: Hugging Face's cache links to its blobs.
     """
     inside = isinstance(name, str) and "\0" not in name and name not in ("", ".")
     if not inside or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise CheckpointError(f"{index} names {repr(name)[:200]} as a file of weights; name files inside its directory")
+        raise CheckpointError(f"{index} names {repr(name)[:200]} as a weights file; name files inside its directory")
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where a file's data begin, and its tensors: `dtype`, `shape` and `data_offsets` of each (the format's header)."""
+    """Offset of a file's data, and its header: `dtype`, `shape` and `data_offsets` of each tensor."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -160,7 +162,7 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
             f"{file} needs the package safetensors ({error}): pip install 'roll-batching[hf]'"
         ) from None
     try:
-        with safe_open(str(file), framework="pt"):  # which checks the header, and that the file is whole
+        with safe_open(str(file), framework="pt"):  # checks the header and the file's size
             pass
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -172,25 +174,22 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def ranges(names: Iterable[str]) -> list[str]:
-    """Names with those that differ in numbers alone as one, all said: `model.layers.0-27.mlp.up_proj.weight`."""
-    alike: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    """Names with numbers collapsed into ranges: `model.layers.0-27.mlp.up_proj.weight`."""
+    by_pattern: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for name in names:
-        alike[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)].append(tuple(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name))))
-    said = []
-    for pattern, numbers in alike.items():
+        by_pattern[re.sub(_INDEX, "*", name)].append(tuple(map(int, re.findall(_INDEX, name))))
+    collapsed = []
+    for pattern, numbers in by_pattern.items():
         columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-        whole = set(itertools.product(*columns)) == set(numbers)
-        for entry in [columns] if whole else [[[n] for n in one] for one in numbers]:
-            said.append("".join(_interleaved(pattern.split("*"), [_runs(column) for column in entry])))
-    return said
-
-
-def _interleaved(parts: list[str], between: list[str]) -> list[str]:
-    return [text for pair in itertools.zip_longest(parts, between, fillvalue="") for text in pair]
+        is_full_grid = set(itertools.product(*columns)) == set(numbers)
+        for entry in [columns] if is_full_grid else [[[n] for n in one] for one in numbers]:
+            pairs = itertools.zip_longest(pattern.split("*"), map(_runs, entry), fillvalue="")
+            collapsed.append("".join(text for pair in pairs for text in pair))
+    return collapsed
 
 
 def _runs(numbers: list[int]) -> str:
-    """`0-3,7`."""
+    """Ascending numbers as ranges: `0-3,7`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

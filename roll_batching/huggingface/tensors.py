@@ -1,8 +1,7 @@
-"""How a parameter of Megatron's is made of a checkpoint's tensors: rules as data, and the rows and columns of a shard.
+"""Rules that map checkpoint tensors to Megatron parameters, and the index ranges of a tensor-parallel shard.
 
-A rule names a parameter as Megatron has it, the tensors that it is made of with their shapes in words (`Sizes`), and
-how they become one and are cut among tensor-parallel ranks. `pieces` turns that into index ranges, which import reads
-and export writes.
+A rule names a Megatron parameter, its checkpoint tensors with symbolic shapes (`Sizes`), and how these are joined and
+sharded over tensor-parallel ranks. `pieces` turns a rule into index ranges, for import and export alike.
 """
 
 from __future__ import annotations
@@ -12,47 +11,43 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Join = Literal["copy", "rows", "columns", "gated", "qkv", "vocabulary"]
-"""copy: the same on every rank. rows, columns: cut along the first or second dimension. gated: two tensors, each cut
-by rows, one above the other. qkv: three tensors, cut by query groups, each group's queries, key and value together.
-vocabulary: cut by rows, the number of rows rounded up."""
+"""copy: replicated. rows, columns: sharded along the first or second dimension. gated: two tensors, each sharded by
+rows, concatenated. qkv: three tensors, sharded by query groups; each group's queries, key and value are adjacent.
+vocabulary: sharded by rows, whose number is rounded up."""
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """A parameter and the tensors that it is made of. `{layer}` and `{expert}` are numbers in the whole model."""
+    """A parameter and its checkpoint tensors. `{layer}` and `{expert}` stand for indices in the whole model."""
 
     ours: str
-    """Name in a GPTModel of Megatron's local layer spec."""
+    """Parameter name with Megatron's local layer spec."""
     join: Join
     theirs: tuple[tuple[str, tuple[str, ...]], ...]
-    """Names in the checkpoint, each with its shape in the names of `Sizes`."""
+    """Names in the checkpoint, each with its shape in fields of `Sizes`."""
     fused: str | None = None
-    """Name in a GPTModel of TransformerEngine's layer spec, where it is another."""
+    """Parameter name with TransformerEngine's layer spec, if different."""
 
     def at(self, layer: int | None = None, expert: int | None = None) -> TensorRule:
-        """The rule for one layer, and one expert in it."""
-
-        def filled(name: str) -> str:
-            return name.format(layer=layer, expert=expert)
-
+        """The rule for one layer, and one of its experts."""
         return TensorRule(
-            filled(self.ours),
+            self.ours.format(layer=layer, expert=expert),
             self.join,
-            tuple((filled(name), shape) for name, shape in self.theirs),
-            None if self.fused is None else filled(self.fused),
+            tuple((name.format(layer=layer, expert=expert), shape) for name, shape in self.theirs),
+            None if self.fused is None else self.fused.format(layer=layer, expert=expert),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a model that shapes are made of, in whole tensors."""
+    """Dimensions of unsharded tensors."""
 
     vocabulary: int
     hidden: int
     queries: int
-    """Query heads x width of a head."""
+    """Query heads x head dimension."""
     keys: int
-    """Key heads (query groups) x width of a head."""
+    """Query groups x head dimension."""
     head: int
     groups: int
     """Query groups."""
@@ -62,7 +57,7 @@ class Sizes:
 
     @classmethod
     def of(cls, architecture: Any) -> Sizes:
-        """Of the settings `model_args.architecture`."""
+        """The dimensions of an `ArchitectureConfig`."""
         moe = architecture.moe
         return cls(
             vocabulary=architecture.vocab_size,
@@ -76,14 +71,14 @@ class Sizes:
             expert_ffn=0 if moe is None else moe.ffn_hidden_size or architecture.ffn_width,
         )
 
-    def shape(self, words: tuple[str, ...]) -> tuple[int, ...]:
-        """A shape in words as numbers."""
-        return tuple(getattr(self, word) for word in words)
+    def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """The numbers of a symbolic shape."""
+        return tuple(getattr(self, name) for name in names)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a checkpoint's tensor, and where in a rank's parameter it lies."""
+    """A slice of a checkpoint tensor, and its rows in a rank's parameter."""
 
     name: str
     rows: slice
@@ -95,11 +90,11 @@ class Piece:
 
 
 def pieces(rule: TensorRule, sizes: Sizes, rank: int, ranks: int) -> Iterator[Piece]:
-    """What the parameter of `rule` holds on tensor-parallel rank `rank` of `ranks`, in ascending rows.
+    """The slices that make up the parameter of `rule` on tensor-parallel rank `rank` of `ranks`, in ascending rows.
 
-    Rows of the parameter that no piece covers stand for no token: a vocabulary that was rounded up.
+    Rows of the parameter after the last slice are padding of the vocabulary.
     """
-    shapes = [(name, sizes.shape(words)) for name, words in rule.theirs]
+    shapes = [(name, sizes.shape(dimensions)) for name, dimensions in rule.theirs]
     (first, shape) = shapes[0]
     match rule.join:
         case "copy":
@@ -129,7 +124,7 @@ def pieces(rule: TensorRule, sizes: Sizes, rank: int, ranks: int) -> Iterator[Pi
 
 def local_shape(rule: TensorRule, sizes: Sizes, ranks: int) -> tuple[int, ...]:
     """Shape of the parameter of `rule` on each of `ranks` tensor-parallel ranks."""
-    shapes = [sizes.shape(words) for _, words in rule.theirs]
+    shapes = [sizes.shape(dimensions) for _, dimensions in rule.theirs]
     rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
     match rule.join:
         case "copy":
@@ -141,5 +136,5 @@ def local_shape(rule: TensorRule, sizes: Sizes, ranks: int) -> tuple[int, ...]:
 
 
 def expected_tensors(rules: Mapping[str, TensorRule], sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint with these rules has."""
-    return {name: sizes.shape(words) for rule in rules.values() for name, words in rule.theirs}
+    """Shapes of all tensors of a checkpoint with these rules, by name."""
+    return {name: sizes.shape(dimensions) for rule in rules.values() for name, dimensions in rule.theirs}

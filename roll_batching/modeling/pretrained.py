@@ -1,4 +1,4 @@
-"""Weights of a model directory of Hugging Face's in a Megatron model, whatever its parallel layout."""
+"""Loads the weights of a Hugging Face model directory into a Megatron model in any parallel layout."""
 
 from __future__ import annotations
 
@@ -27,43 +27,44 @@ from roll_batching.settings import ArchitectureConfig
 logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_DIGITS = {"F64": 52, "F32": 23, "F16": 10, "BF16": 7}
-"""Of the mantissa, by safetensors' words."""
+_MANTISSA_BITS = {"F64": 52, "F32": 23, "F16": 10, "BF16": 7}
+"""By safetensors' names of dtypes."""
 _EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.weight)(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedParameter:
-    """A parameter of this rank's, and what it is made of."""
+    """A parameter of this rank, its rule, and the ranks that share it."""
 
     name: str
-    """In the whole model: layers and experts are numbered over all ranks."""
+    """Name in the whole model: layers and experts are numbered over all ranks."""
     parameter: torch.nn.Parameter
     rule: TensorRule
     rank: int
-    """Of the tensor-parallel ranks that share the whole parameter."""
+    """Tensor-parallel rank (of experts: expert-tensor-parallel rank)."""
     ranks: int
+    """Size of `group`."""
     group: Any
-    """Of those ranks."""
+    """The tensor-parallel group that shards the parameter."""
     is_first_replica: bool
-    """Whether this rank's data- and context-parallel coordinates are the first of those that hold the same."""
+    """Whether this rank is the first of the data- and context-parallel ranks with the same shard."""
 
 
 def placed_parameters(
     chunks: Sequence[Any], family: Family, architecture: ArchitectureConfig
 ) -> Iterator[PlacedParameter]:
-    """Every parameter of this rank's chunks with its rule, for the local layer spec and for TransformerEngine's.
+    """All parameters of this rank's chunks with their rules, for Megatron's local and TransformerEngine's layer spec.
 
-    Raises `LayoutError` naming all parameters that the family has no rule for, or another shape.
+    Raises `LayoutError` naming all parameters without a rule or with another shape.
     """
     rules = rules_of(family, architecture)
     by_name = {**rules, **{rule.fused: rule for rule in rules.values() if rule.fused is not None}}
-    sizes, unknown, found = Sizes.of(architecture), [], []
+    sizes, unknown, known = Sizes.of(architecture), [], []
     for chunk in chunks:
         gpt = gpt_of(chunk)
         groups = gpt.pg_collection
         for local, parameter in gpt.named_parameters():
-            name, is_expert = _whole_name(gpt, local), ".experts." in local
+            name, is_expert = _global_name(gpt, local), ".experts." in local
             if name not in by_name:
                 unknown.append(name)
                 continue
@@ -81,17 +82,17 @@ def placed_parameters(
             if tuple(parameter.shape) != shape:
                 unknown.append(f"{name} {list(parameter.shape)} (expected {list(shape)})")
                 continue
-            found.append(placed)
+            known.append(placed)
     if unknown:
         raise LayoutError(
             f"parameters without a counterpart in {family.architecture}: {', '.join(ranges(unknown))}. The model was "
             "not built from its config.json"
         )
-    yield from found
+    yield from known
 
 
-def _whole_name(gpt: Any, name: str) -> str:
-    """`name` with the numbers of layer and expert in the whole model."""
+def _global_name(gpt: Any, name: str) -> str:
+    """`name` with the indices of layer and expert in the whole model."""
     layer = _LAYER.match(name)
     if layer is None:
         return name
@@ -101,7 +102,7 @@ def _whole_name(gpt: Any, name: str) -> str:
     if experts is None:
         return name
     first = gpt.pg_collection.ep.rank() * (experts // gpt.config.expert_model_parallel_size)
-    return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first}", name)
+    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", name)
 
 
 def family_of(path: Path, own: str | None = None) -> Family:
@@ -138,23 +139,22 @@ def load_pretrained(
         redundant = [HEAD.theirs[0][0]] if architecture.tie_word_embeddings else []
         problems = stored.misfits(expected_tensors(rules_of(family, architecture), sizes), redundant)
         if problems:
-            raise CheckpointError(
-                f"the tensors in {path} are not those that its {CONFIG} describes: {'; '.join(problems)}"
-            )
-    _tell_of_rounding(stored, parameters, name)
+            raise CheckpointError(f"the tensors in {path} do not match its {CONFIG}: {'; '.join(problems)}")
+    _warn_of_rounding(stored, parameters, name)
     with consensus(layout.host_group, f"loading {name}"):
         try:
             for placed in parameters:
-                _fill(placed, stored, sizes, redundant)
+                _load(placed, stored, sizes, redundant)
         finally:
             stored.close()
 
 
-def _tell_of_rounding(stored: StoredTensors, parameters: Sequence[PlacedParameter], name: str) -> None:
-    """Says, once, that the model holds its weights less precisely than the files do."""
+def _warn_of_rounding(stored: StoredTensors, parameters: Sequence[PlacedParameter], name: str) -> None:
+    """Warns on rank 0 if the model's dtype is less precise than the files'."""
     dtype = parameters[0].parameter.dtype
+    bits = -math.log2(torch.finfo(dtype).eps)
     finer = sorted(
-        {word for word in stored.dtypes.values() if _DIGITS.get(word, 0) > -math.log2(torch.finfo(dtype).eps)}
+        {stored_dtype for stored_dtype in stored.dtypes.values() if _MANTISSA_BITS.get(stored_dtype, 0) > bits}
     )
     if finer and dist.get_rank() == 0:
         logger.warning(
@@ -162,7 +162,7 @@ def _tell_of_rounding(stored: StoredTensors, parameters: Sequence[PlacedParamete
         )
 
 
-def _fill(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundant: Sequence[str]) -> None:
+def _load(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundant: Sequence[str]) -> None:
     parameter, end = placed.parameter, 0
     for piece in pieces(placed.rule, sizes, placed.rank, placed.ranks):
         target = parameter[piece.at]
@@ -172,12 +172,12 @@ def _fill(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundan
         for head in redundant if piece.name == EMBEDDING.theirs[0][0] else ():
             if head in stored.shapes and not _equal(target, stored, head, piece.rows):
                 raise CheckpointError(
-                    f"{stored.path} has {head} beside {piece.name}, with other values, and its {CONFIG} says that they "
-                    "are one (tie_word_embeddings): take it out of the files, or set tie_word_embeddings to false"
+                    f"{stored.path}: {head} differs from {piece.name}, but {CONFIG} has tie_word_embeddings: true. "
+                    f"Remove {head} from the files, or set tie_word_embeddings to false"
                 )
-    parameter[end:].zero_()  # rows of a rounded-up vocabulary, which stand for no token
+    parameter[end:].zero_()  # padding of the vocabulary
 
 
 def _equal(target: torch.Tensor, stored: StoredTensors, name: str, rows: slice) -> bool:
-    """Whether rows of a tensor are what lies in `target`."""
+    """Whether `target` equals the `rows` of the stored tensor `name`."""
     return all(torch.equal(values.to(target), target[at]) for at, values in stored.read(name, rows))

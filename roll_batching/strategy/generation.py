@@ -71,7 +71,7 @@ def check_generation(
         raise DataError(f"draws has the shape {list(draws.shape)}, and the responses need {list(wanted)}")
     facts.equal("the settings", settings)
     same = content_digest(prompts.ids, prompts.lengths, prompts.fields)
-    facts.equal_in_part("the prompts of a replica", same, SAME_SAMPLES)
+    facts.equal_in_replica("the prompts of a replica", same, SAME_SAMPLES)
 
 
 def check_layout(dims: ParallelDims) -> None:
@@ -183,7 +183,7 @@ def _decoding(device: torch.device, *, quick: bool) -> Iterator[None]:
         return
     from roll_batching.distributed import cpu_platform
 
-    with cpu_platform.paused():
+    with cpu_platform.function_mode_paused():
         yield
 
 

@@ -54,7 +54,7 @@ def pack_inputs(
     check_positions(max((int(pack.segments.max()) for pack in packs.layouts), default=0), state)
     if layout.tp_size * layout.cp_size * layout.pp_size > 1:
         content = local.origin or content_digest(local.ids, local.lengths, local.fields)
-        facts.equal_in_part("the batch of a replica", content, SAME_SAMPLES)
+        facts.equal_in_replica("the batch of a replica", content, SAME_SAMPLES)
     return packs
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll_batching.distributed import consensus, digest, exchange
-from roll_batching.distributed.consensus import _named
+from roll_batching.distributed.consensus import _format_ranks
 from roll_batching.errors import DataError, RankError
 from tests.support.ranks import run_ranks
 
@@ -65,16 +65,6 @@ def lacks(rank: int, group: Any) -> None:
             facts.equal("the plan", 7)
 
 
-def differs_in_a_part(rank: int, group: Any) -> None:
-    with consensus(group, "work", part=rank // 2, parts=2) as facts:
-        facts.equal_in_part("the batch", rank)
-
-
-def parts_may_differ(rank: int, group: Any) -> None:
-    with consensus(group, "work", part=rank // 2, parts=2) as facts:
-        facts.equal_in_part("the batch", rank // 2)
-
-
 def exchange_fails(rank: int, group: Any) -> None:
     exchange(group, "work", lambda: 1 // (rank - 1))
 
@@ -92,8 +82,6 @@ CASES = {
     ),
     differs: ("RankError", "work: ranks differ in the plan: plan 0 on ranks 0, 1, plan 1 on rank 2. Plan again"),
     lacks: ("RankError", "work: ranks differ in the plan: 7 on ranks 0, 2, absent on rank 1"),
-    differs_in_a_part: ("RankError", "work: ranks differ in the batch: 0 on rank 0, 1 on rank 1"),
-    parts_may_differ: ("nothing", ""),
     exchange_fails: ("RankError", "work: rank 1: ZeroDivisionError: integer division or modulo by zero"),
     exchange_works: ("nothing", ""),
 }
@@ -108,9 +96,9 @@ def test_all_ranks_raise_the_same_and_go_on() -> None:
 
 
 def test_many_ranks_are_counted_and_parts_of_a_digest_are_kept_apart() -> None:
-    assert _named([3]) == "rank 3"
-    assert _named(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
-    assert _named(range(9)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"
+    assert _format_ranks([3]) == "rank 3"
+    assert _format_ranks(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
+    assert _format_ranks(range(9)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"
     assert digest("ab", "c") != digest("a", "bc") and digest("ab") == digest(b"ab")
     assert all(0 <= digest(str(number)) < 1 << 62 for number in range(100))
 

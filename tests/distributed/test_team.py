@@ -34,8 +34,8 @@ def agreements(_: None) -> dict[str, Any]:
         try:
             with team.agree("step") as facts:
                 facts.equal("the plan", 7 if differs is None else differs, "Plan alike")
-                facts.equal_in_part("the batch", team.part if part is None else part)
-                facts.count(torch.arange(count, dtype=torch.float64) + team.part - 0.5)
+                facts.equal_in_replica("the batch", team.replica_index if part is None else part)
+                facts.count(torch.arange(count, dtype=torch.float64) + team.replica_index - 0.5)
                 if rank in fails:
                     raise ValueError(f"of rank {rank}")
         except RankError as error:
@@ -48,7 +48,7 @@ def agreements(_: None) -> dict[str, Any]:
     attempt("one fails", fails=(3,))
     attempt("two fail", fails=(0, 3))
     attempt("plans differ", differs=int(rank == 2))
-    attempt("plans of replicas differ", differs=team.part)
+    attempt("plans of replicas differ", differs=team.replica_index)
     attempt("batches differ", part=int(rank == 1))
     attempt("fine again")
     return found
@@ -132,7 +132,7 @@ def calls_of_a_step(megatron: dict[str, Any]) -> tuple[list[str], float]:
     local = whole.select(torch.arange(place.dp_rank, len(whole), place.dp_size))
     plan = strategy.plan(gather_lengths(local))
     placed = distribute(local, plan)
-    names = {place.host_group: "all", place.team.replica: "replica", place.team.peers: "peers"}
+    names = {place.host_group: "all", place.team.replica_group: "replica", place.team.peer_group: "peers"}
     calls: list[str] = []
     for name in [
         name for name in dir(dist) if name.startswith(("all_", "reduce", "broad", "gather", "scatter", "barr"))

@@ -100,7 +100,7 @@ def test_fields_that_are_not_computed_here_are_named_together(folder, report):
         config_from_dict(job(folder))
     (problem,) = caught.value.problems
     assert problem.path == ("pretrain",)
-    for words in ("attention_bias: True", "hidden_act: 'gelu'", "novelty: 3 is no field", "rope_type 'yarn'"):
+    for words in ("attention_bias: True", "hidden_act: 'gelu'", "novelty: 3 is an unknown field", "rope_type 'yarn'"):
         assert words in problem.message
     report(str(caught.value))
 
@@ -137,7 +137,7 @@ def test_tensors_that_do_not_fit_are_named_together_on_all_ranks(folder, report)
     for words in (
         "model.layers.0-3.self_attn.q_norm.weight is missing",
         "model.norm.weight is [31], not [32]",
-        "model.layers.2.self_attn.q_proj.bias is not of this model",
+        "model.layers.2.self_attn.q_proj.bias is not part of this model",
     ):
         assert said.count(words) >= 2
     assert "inv_freq" not in said and "ranks 0, 1" in said
@@ -160,7 +160,7 @@ def test_files_that_cannot_be_read_are_named(folder, report):
     words = {
         "cut off": "model.safetensors cannot be read",
         "not safetensors": "model.safetensors cannot be read",
-        "pickled": "holds pytorch_model.bin, which is pickled",
+        "pickled": "holds pytorch_model.bin, a pickle, which is not read",
         "none": "holds neither model.safetensors nor model.safetensors.index.json",
         "a file of the index": "model-00001-of-00002.safetensors cannot be read",
     }
