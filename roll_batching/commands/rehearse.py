@@ -1,4 +1,4 @@
-"""`roll-batching rehearse --config FILE`: one rank of every kind of a job, at real sizes, without a GPU."""
+"""`roll-batching rehearse --config FILE`: memory, FLOPs and collectives of a job without a GPU."""
 
 from __future__ import annotations
 
@@ -24,28 +24,31 @@ def rehearse(
         typer.Argument(help="Settings to change, such as actor_train.use_sequence_packing=false."),
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of the job. Default: as many as device_mapping names.")
+        int | None, typer.Option(min=1, help="Number of ranks. Default: the devices of device_mapping.")
     ] = None,
     gpu_memory: Annotated[str, typer.Option(help="Memory of one GPU, such as 80GiB.")] = "80GiB",
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="CSV, JSONL, npy or Parquet file of the lengths of a step's samples, or data: the first step of the "
-            "job's own file (task sft and dpo). Default: the longest."
+            help="CSV, JSONL, npy or Parquet file with a step's sample lengths; or `data`: the first step of the "
+            "job's own file (task sft and dpo). Default: samples of the largest length."
         ),
     ] = None,
     expert_imbalance: Annotated[
-        float, typer.Option(min=1.0, help="How many times its share of the tokens the experts of a rank get.")
+        float, typer.Option(min=1.0, help="Tokens of a rank's experts, as a multiple of an equal share.")
     ] = 1.0,
     advice: Annotated[
-        bool, typer.Option(help="Look for the largest cap that fits and, where the job does not, for what would.")
+        bool,
+        typer.Option(
+            help="Search for the largest caps that fit and, if the job does not fit, for other settings that do."
+        ),
     ] = True,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw memory over the step of the fullest rank into this file.")
+        Path | None, typer.Option(help="Plot memory over a step of the fullest rank into this file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
-    """Rehearse a job: memory, FLOPs, collectives and host reads of its ranks, without a GPU and without weights."""
+    """Count memory, FLOPs, collectives and host reads of a job's ranks, without a GPU and without weights."""
     size = _bytes(gpu_memory)
     if plot is not None:
         from roll_batching.jobs.observe.plan_picture import check_picture
@@ -55,44 +58,44 @@ def rehearse(
     if importlib.util.find_spec("torch") is None:
         raise RollBatchingError("a rehearsal needs torch and megatron-core: pip install 'roll-batching[megatron]'")
     from roll_batching.planning.lengths_io import read_lengths
-    from roll_batching.rehearsal.advice import limits_of, lowered, ways_that_were_tried
-    from roll_batching.rehearsal.job import Rehearsal, rehearse_job, timeline_of_worst
-    from roll_batching.rehearsal.picture import draw_memory
-    from roll_batching.rehearsal.report import advice_lines, lines_of, plain
+    from roll_batching.rehearsal.advice import find_limits, largest_fitting_caps, try_changes
+    from roll_batching.rehearsal.job import Rehearsal, rehearse_job, rehearse_timeline
+    from roll_batching.rehearsal.report import advice_lines, draw_memory, lines_of, report_json
 
-    given: Any = lengths if lengths in (None, "data") else read_lengths(Path(lengths)).tolist()
+    step_lengths: Any = lengths if lengths in (None, "data") else read_lengths(Path(lengths)).tolist()
 
-    def again(changed: JobConfig) -> Rehearsal:
-        world = found.dims.world_size
-        return rehearse_job(changed, world_size=world, lengths=given, expert_imbalance=expert_imbalance)
+    def rehearse_again(changed: JobConfig) -> Rehearsal:
+        world = rehearsal.dims.world_size
+        return rehearse_job(changed, world_size=world, lengths=step_lengths, expert_imbalance=expert_imbalance)
 
-    found = rehearse_job(job, world_size=world_size, lengths=given, expert_imbalance=expert_imbalance)
+    rehearsal = rehearse_job(job, world_size=world_size, lengths=step_lengths, expert_imbalance=expert_imbalance)
     if not as_json:
-        for line in lines_of(found, size):
+        for line in lines_of(rehearsal, size):
             typer.echo(line)
     if plot is not None:
-        draw_memory(timeline_of_worst(found), plot, title=f"{found.worst.name}, {found.dims}", gpu_memory=size)
-    limits = limits_of(found, size, again) if advice and given is None else []
-    sought = advice and not found.fits(size)
-    change = lowered(found, limits, size) if sought else None
-    ways = ways_that_were_tried(found, size, again, last_resort=change is None) if sought else []
+        title = f"{rehearsal.worst.name}, {rehearsal.dims}"
+        draw_memory(rehearse_timeline(rehearsal), plot, title=title, gpu_memory=size)
+    limits = find_limits(rehearsal, size, rehearse_again) if advice and step_lengths is None else []
+    needs_advice = advice and not rehearsal.fits(size)
+    change = largest_fitting_caps(rehearsal, limits, size) if needs_advice else None
+    ways = try_changes(rehearsal, size, rehearse_again, last_resort=change is None) if needs_advice else []
     if as_json:
-        told = {
+        advice_json = {
             "limits": [asdict(limit) for limit in limits],
             "caps_that_fit": None if change is None else change.settings,
             "ways_out": [{"change": way.change.settings, "need": way.need, "fits": way.need <= size} for way in ways],
         }
-        typer.echo(json.dumps(plain(found, size) | told))
+        typer.echo(json.dumps(report_json(rehearsal, size) | advice_json))
     elif advice:
-        for line in advice_lines(found, limits, ways, size):
+        for line in advice_lines(rehearsal, limits, ways, size):
             typer.echo(line)
-    if not found.fits(size) or found.reads_inside or found.fault is not None:
+    if not rehearsal.fits(size) or rehearsal.reads_inside or rehearsal.fault is not None:
         raise typer.Exit(1)
 
 
-def _bytes(words: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", words)
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = match and _UNITS.get(match[2].upper())
     if match is None or unit is None:
-        raise ConfigError(f"--gpu-memory {words!r}: give a size such as 80GiB")
+        raise ConfigError(f"--gpu-memory {text!r} is not a size: write for example 80GiB")
     return int(float(match[1]) * unit)

@@ -1,4 +1,4 @@
-"""How large micro-batches may be, and what else would make a job fit."""
+"""Search for the largest caps, and for other settings, with which a job fits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from roll_batching.errors import RollBatchingError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.rehearsal.job import Rehearsal
-from roll_batching.rehearsal.variants import Cap, Change, caps_of, ladders
+from roll_batching.rehearsal.variants import Cap, Change, candidate_changes, caps_of
 
 Rehearse = Callable[[JobConfig], Rehearsal]
 _PROBES = 6
@@ -16,49 +16,49 @@ _PROBES = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """Between which values of a cap a job stops to fit."""
+    """Bounds on the largest value of a cap with which a job fits."""
 
     key: str
     value: int
-    """As the job has it."""
+    """Value in the job."""
     fits: int | None
-    """The largest that was seen to fit; None: not even that of the longest sample."""
+    """Largest rehearsed value that fits; None: not even one longest sample fits."""
     too_large: int | None
-    """The smallest that was seen not to fit; None: none was met."""
+    """Smallest rehearsed value that does not fit; None: every rehearsed value fits."""
     need: float
-    """Bytes that the phases which it bounds need with `fits`, else with the least value."""
+    """Bytes of the phases that the cap bounds, at `fits`, or at the smallest rehearsed value."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WayOut:
-    """A change, and what the job needs with it."""
+class TriedChange:
+    """A rehearsed change of settings."""
 
     change: Change
     need: float
-    """Bytes."""
+    """Bytes that the changed job needs on its fullest rank."""
 
 
 @dataclass
 class _Search:
-    """Regula falsi over rehearsals: need grows almost linearly with a cap."""
+    """Regula falsi over rehearsals, because memory grows almost linearly with a cap."""
 
     cap: Cap
     gpu_memory: float
     needs: dict[int, float] = field(default_factory=dict)
-    """Bytes, by the cap's value."""
+    """Bytes by value of the cap."""
 
     @property
     def below(self) -> int | None:
-        """The largest that fits."""
+        """Largest rehearsed value that fits."""
         return max((value for value, need in self.needs.items() if need <= self.gpu_memory), default=None)
 
     @property
     def above(self) -> int | None:
-        """The smallest that does not."""
+        """Smallest rehearsed value that does not fit."""
         return min((value for value, need in self.needs.items() if need > self.gpu_memory), default=None)
 
     def guess(self) -> int | None:
-        """What to try; None where the bounds are a step apart, or nothing is left to try."""
+        """Next value to rehearse; None when the bounds are close enough or the search is exhausted."""
         below, above, step = self.below, self.above, self.cap.step
         if above is None:
             assert below is not None
@@ -72,67 +72,67 @@ class _Search:
         return guess if below + step <= guess < above else below + step
 
     def limit(self) -> Limit:
-        """What was found."""
+        """Bounds so far."""
         at = self.below if self.below is not None else min(self.needs)
         return Limit(key=self.cap.key, value=self.cap.value, fits=self.below, too_large=self.above, need=self.needs[at])
 
 
-def limits_of(found: Rehearsal, gpu_memory: float, rehearse: Rehearse) -> list[Limit]:
-    """From which values on the caps of phases that do not fit would let them; of a job that fits, that of training.
+def find_limits(rehearsal: Rehearsal, gpu_memory: float, rehearse: Rehearse) -> list[Limit]:
+    """Limits of the caps whose phases do not fit; for a job that fits, the limit of the training cap.
 
-    A phase's memory follows from its own cap alone, so that all of them are searched at once.
+    The memory of a phase depends on its own cap only, so one rehearsal serves the searches of all caps.
     """
     searches = [
         _Search(cap, gpu_memory, {cap.value: need})
-        for cap in caps_of(found.job, found.dims)
-        if (need := found.need_in(cap.phases)) > gpu_memory
+        for cap in caps_of(rehearsal.job, rehearsal.dims)
+        if (need := rehearsal.need_in(cap.phases)) > gpu_memory
     ]
-    if found.fits(gpu_memory):
-        training = caps_of(found.job, found.dims)[0]
-        searches = [_Search(training, gpu_memory, {training.value: found.need_in(training.phases)})]
+    if rehearsal.fits(gpu_memory):
+        training = caps_of(rehearsal.job, rehearsal.dims)[0]
+        searches = [_Search(training, gpu_memory, {training.value: rehearsal.need_in(training.phases)})]
     for _ in range(_PROBES):
         guesses = [(search, guess) for search in searches if (guess := search.guess()) is not None]
         if not guesses:
             break
         changed = Change(settings={search.cap.key: guess for search, guess in guesses})
-        seen = rehearse(changed.of(found.job))
+        outcome = rehearse(changed.of(rehearsal.job))
         for search, guess in guesses:
-            search.needs[guess] = seen.need_in(search.cap.phases)
+            search.needs[guess] = outcome.need_in(search.cap.phases)
     return [search.limit() for search in searches]
 
 
-def lowered(found: Rehearsal, limits: Sequence[Limit], gpu_memory: float) -> Change | None:
-    """The largest caps with which a job fits; None where caps alone do not make it fit."""
-    capped = {phase for cap in caps_of(found.job, found.dims) for phase in cap.phases}
-    others = [phase for stage in found.stages for phase in stage.report.peaks if phase not in capped]
-    if not limits or found.need_in(others) > gpu_memory:
+def largest_fitting_caps(rehearsal: Rehearsal, limits: Sequence[Limit], gpu_memory: float) -> Change | None:
+    """Largest caps with which a job fits; None when lower caps alone are not enough."""
+    capped = {phase for cap in caps_of(rehearsal.job, rehearsal.dims) for phase in cap.phases}
+    others = [phase for stage in rehearsal.stages for phase in stage.report.peaks if phase not in capped]
+    if not limits or rehearsal.need_in(others) > gpu_memory:
         return None
     settings = {limit.key: limit.fits for limit in limits}
     return None if None in settings.values() else Change(settings=settings)
 
 
-def ways_that_were_tried(
-    found: Rehearsal, gpu_memory: float, rehearse: Rehearse, *, last_resort: bool = True
-) -> list[WayOut]:
-    """What the job would need with each change that saves memory; of each kind until one fits.
+def try_changes(
+    rehearsal: Rehearsal, gpu_memory: float, rehearse: Rehearse, *, last_resort: bool = True
+) -> list[TriedChange]:
+    """Rehearse changes that save memory; changes of one kind are tried until one fits.
 
-    Layouts that the model does not allow are left out. Where none fits, the one that comes nearest is tried with the
-    least caps, as a `last_resort`.
+    Layouts that the model does not support are skipped. If no change fits and `last_resort` is set, the change with the
+    smallest need is rehearsed again with the smallest caps.
     """
-    tried: list[WayOut] = []
-    for ladder in ladders(found.job, found.dims.world_size):
-        for change in ladder:
+    tried: list[TriedChange] = []
+    for candidates in candidate_changes(rehearsal.job, rehearsal.dims.world_size):
+        for change in candidates:
             try:
-                tried.append(WayOut(change=change, need=rehearse(change.of(found.job)).worst.need))
+                tried.append(TriedChange(change=change, need=rehearse(change.of(rehearsal.job)).worst.need))
             except RollBatchingError:
                 continue
             if tried[-1].need <= gpu_memory:
                 break
-    nearest = min(tried, key=lambda way: way.need, default=None)
+    nearest = min(tried, key=lambda one: one.need, default=None)
     if nearest is None or nearest.need <= gpu_memory or not last_resort:
         return tried
-    changed = nearest.change.of(found.job)
-    dims = changed.actor_train.strategy_args.strategy_config.parallel_dims(found.dims.world_size)
+    changed = nearest.change.of(rehearsal.job)
+    dims = changed.actor_train.strategy_args.strategy_config.parallel_dims(rehearsal.dims.world_size)
     least = {cap.key: cap.least for cap in caps_of(changed, dims) if cap.least < cap.value}
     both = Change(settings={**nearest.change.settings, **least})
-    return [*tried, WayOut(change=both, need=rehearse(both.of(found.job)).worst.need)] if least else tried
+    return [*tried, TriedChange(change=both, need=rehearse(both.of(rehearsal.job)).worst.need)] if least else tried

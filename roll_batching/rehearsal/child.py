@@ -1,4 +1,4 @@
-"""The process of one rehearsal: a task on standard input, its report on standard output."""
+"""Process of one rehearsal: reads a pickled task from stdin, writes its report to stdout."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def _main() -> None:
     end_with_parent(int(os.environ[PARENT]))
     task = pickle.load(sys.stdin.buffer)
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints of libraries must not mix with the report
     from roll_batching.rehearsal.rank import rehearse_rank
 
     try:
-        said: tuple[str, object] = ("report", rehearse_rank(task))
+        result: tuple[str, object] = ("report", rehearse_rank(task))
     except RollBatchingError as error:
-        said = ("error", str(error))
+        result = ("error", str(error))
     with answer:
-        pickle.dump(said, answer)
-    os._exit(0)  # nothing is unwound: process groups that are not there would be waited for
+        pickle.dump(result, answer)
+    os._exit(0)  # no clean-up: destroying fake process groups would wait for ranks that do not exist
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Collectives as torch's dispatcher sees them, whatever the backend."""
+"""Collectives as operators of torch's dispatcher, for every backend."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.utils._pytree import tree_iter
 
 @dataclass(frozen=True)
 class Collective:
-    """One call."""
+    """One call of a collective."""
 
     name: str
-    """Such as all_reduce."""
+    """all_reduce, send, barrier, ..."""
     group: str
-    """The group's description, else its ranks."""
+    """Description of the group, or its ranks if it has none."""
     size: int
-    """Ranks of the group."""
+    """Number of ranks in the group."""
     bytes: int
-    """Of the tensors that this rank hands in; of what it receives where it hands in nothing."""
+    """Bytes of the tensors that this rank sends, or receives if it sends nothing."""
     phase: str
 
 
@@ -42,33 +42,33 @@ _NAMES = {
     "recv_": "recv",
     "barrier": "barrier",
 }
-_SENT_LAST = {"_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "allgather_", "reduce_scatter_"} | {
+_INPUT_SECOND = {"_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "allgather_", "reduce_scatter_"} | {
     "allgather_into_tensor_coalesced_",
     "reduce_scatter_tensor_coalesced_",
 }
-"""Operators whose first argument is what they write, and the second what they read."""
+"""Operators whose first argument is the output and the second the input."""
 
 
 def is_collective(func: Any) -> bool:
-    """Whether `func` is an operator of torch.distributed that communicates."""
+    """Whether `func` is a communicating operator of torch.distributed."""
     return bool(func.namespace == "c10d" and func._opname in _NAMES)
 
 
-def described(func: Any, args: tuple[Any, ...], phase: str) -> Collective:
-    """The call of `func`."""
+def collective_of(func: Any, args: tuple[Any, ...], phase: str) -> Collective:
+    """Record of one call of the operator `func`."""
     operator = func._opname
-    sent = args[1] if operator in _SENT_LAST else args[0]
-    size = sum(x.numel() * x.element_size() for x in tree_iter(sent) if isinstance(x, torch.Tensor))
+    tensors = args[1] if operator in _INPUT_SECOND else args[0]
+    size = sum(x.numel() * x.element_size() for x in tree_iter(tensors) if isinstance(x, torch.Tensor))
     group = next(_group(x) for x in args if isinstance(x, torch.ScriptObject))
-    return Collective(_NAMES[operator], _words(group), group.size(), size, phase)
+    return Collective(_NAMES[operator], _group_name(group), group.size(), size, phase)
 
 
 def _group(value: torch.ScriptObject) -> Any:
     return dist.ProcessGroup.unbox(value)  # type: ignore[attr-defined]
 
 
-def _words(group: Any) -> str:
-    words = group.group_desc
-    return (
-        words if words and words != "undefined" else "ranks " + ",".join(map(str, dist.get_process_group_ranks(group)))
-    )
+def _group_name(group: Any) -> str:
+    name: str = group.group_desc
+    if name and name != "undefined":
+        return name
+    return "ranks " + ",".join(map(str, dist.get_process_group_ranks(group)))

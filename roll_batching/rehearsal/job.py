@@ -1,4 +1,4 @@
-"""A job, rehearsed: one rank of every kind that it has, and what that means for the device."""
+"""Rehearse a job: one rank of each kind of pipeline stage, and the memory and FLOPs of a step."""
 
 from __future__ import annotations
 
@@ -10,64 +10,83 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.layout_rules import differing_keys
 from roll_batching.planning import ParallelDims
-from roll_batching.rehearsal.experts import READS
-from roll_batching.rehearsal.job_data import lengths_of_data
-from roll_batching.rehearsal.margins import Margin, margins_of
+from roll_batching.rehearsal.experts import EXPERT_COUNT_READS
+from roll_batching.rehearsal.extrapolation import extrapolate_layers
+from roll_batching.rehearsal.lengths import lengths_of_data
 from roll_batching.rehearsal.process import run_tasks
-from roll_batching.rehearsal.rollout import fault_of, rolls_out
-from roll_batching.rehearsal.scaling import at_layers
+from roll_batching.rehearsal.rollout import fault_of, has_local_rollouts
 from roll_batching.rehearsal.task import RankReport, RankTask
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 
+GIB = 1 << 30
 FEW, MORE = 2, 3
-"""Layers per chunk of the models that stand for a deep one."""
+"""Layers per chunk of the two shallow models from which a deep one is extrapolated."""
 WHOLE = 4
-"""Models of up to so many layers per chunk are rehearsed as they are."""
+"""Largest number of layers per chunk that is rehearsed without extrapolation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Margin:
+    """Memory that a rehearsal cannot count, added to its peak."""
+
+    bytes: float
+    reason: str
+
+
+def margins_of(report: RankReport, peak: float) -> tuple[Margin, ...]:
+    """Margins of one rank whose counted peak is `peak` bytes."""
+    groups = {key.split(" / ")[1] for key in report.collectives if not key.split(" / ")[1].endswith("(1)")}
+    transient = peak - sum(report.kept.values())
+    return (
+        Margin(bytes=1.0 * GIB, reason="CUDA's context, loaded kernels, cuBLAS's workspaces"),
+        Margin(bytes=0.3 * GIB * len(groups), reason=f"NCCL's buffers, {len(groups)} communicators of 0.3 GiB"),
+        Margin(bytes=0.06 * max(transient, 0), reason="fragmentation of the allocator, 6% of transient memory"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
-    """A pipeline stage: the rank that stands for it, and what it came to."""
+    """A pipeline stage, represented by one of its ranks."""
 
     name: str
     report: RankReport
 
     @property
     def margins(self) -> tuple[Margin, ...]:
-        """What is needed beside the peak."""
+        """Margins at the peak."""
         return margins_of(self.report, self.peak)
 
     @property
     def peak(self) -> float:
-        """Bytes at the highest moment, without margins."""
+        """Largest number of bytes held at a time, without margins."""
         return max(peak.bytes for peak in self.report.peaks.values())
 
     @property
     def peak_phase(self) -> str:
-        """When that is."""
+        """Phase of the peak."""
         return max(self.report.peaks.values(), key=lambda peak: peak.bytes).phase
 
     @property
     def need(self) -> float:
-        """Bytes with margins."""
+        """Bytes at the peak, with margins."""
         return self.need_in(self.report.peaks)
 
     def need_in(self, phases: Collection[str]) -> float:
-        """Bytes that these phases need, with margins; 0 where there are none of them."""
+        """Bytes that `phases` need, with margins; 0 if the rank has none of them."""
         peaks = [peak.bytes for name, peak in self.report.peaks.items() if name in phases]
         return max(peaks) + sum(margin.bytes for margin in margins_of(self.report, max(peaks))) if peaks else 0.0
 
     @property
     def reads_inside(self) -> dict[str, int]:
-        """Host reads inside the schedule, where there must be none."""
+        """Host reads inside Megatron's schedule, each of which stalls the device; calls by place."""
         inside = ("forward: ", "backward: ")
         reads = self.report.host_reads.items()
-        return {words: count for words, count in reads if words.startswith(inside) and READS not in words}
+        return {key: count for key, count in reads if key.startswith(inside) and EXPERT_COUNT_READS not in key}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What a rehearsed job came to."""
+    """Outcome of a rehearsed job."""
 
     job: JobConfig
     dims: ParallelDims
@@ -75,26 +94,26 @@ class Rehearsal:
 
     @property
     def worst(self) -> StageReport:
-        """The stage that needs most."""
+        """Stage that needs the most memory."""
         return max(self.stages, key=lambda stage: stage.need)
 
     def need_in(self, phases: Collection[str]) -> float:
-        """Bytes that these phases need, with margins, on the stage that needs most in them."""
+        """Bytes that `phases` need, with margins, on the stage that needs the most."""
         return max(stage.need_in(phases) for stage in self.stages)
 
     def fits(self, gpu_memory: float) -> bool:
-        """Whether every stage fits a device of so many bytes, margins included."""
+        """Whether every stage fits a device of `gpu_memory` bytes, with margins."""
         return self.worst.need <= gpu_memory
 
     @property
     def fault(self) -> str | None:
-        """What ends the job that no rank's passes show; None where nothing does."""
+        """Error that the first rollout would raise; None if it would not fail."""
         return fault_of(self.job, self.dims)
 
     @property
     def reads_inside(self) -> dict[str, int]:
-        """Host reads inside the schedule, on any stage."""
-        return {words: count for stage in self.stages for words, count in stage.reads_inside.items()}
+        """Host reads inside the schedule, of all stages."""
+        return {key: count for stage in self.stages for key, count in stage.reads_inside.items()}
 
 
 def rehearse_job(
@@ -105,23 +124,23 @@ def rehearse_job(
     expert_imbalance: float = 1.0,
     device: str = "cuda",
 ) -> Rehearsal:
-    """Rehearses `job` as one of `world_size` ranks of each kind would run it.
+    """Rehearse one rank of each kind of pipeline stage of `job`.
 
     Args:
-        job: as it would be trained.
-        world_size: ranks; None: what `device_mapping` names, else one replica.
-        lengths: of the samples of an optimizer step; "data": of the first of a job of task sft or dpo; None: as long
-            as the job allows.
-        expert_imbalance: how many times its share of the tokens the experts of a rank get.
-        device: "cuda", or "cpu" for what a CPU would do.
+        job: the job.
+        world_size: number of ranks; None: the devices of `device_mapping`, or one replica.
+        lengths: tokens of the samples of an optimizer step; "data": of the first step of a job of task sft or dpo;
+            None: samples as long as the job allows.
+        expert_imbalance: tokens of a rank's experts, as a multiple of an equal share.
+        device: "cuda", or "cpu" for a run on the CPU.
 
     Raises:
-        ConfigError: where the model's shape is not known, the layout does not fit, or data have no lengths.
-        RehearsalError: what a rank raised.
+        ConfigError: the model's shape is unknown, the layout does not divide it, or the data have no lengths yet.
+        RehearsalError: a rank failed.
     """
     for name, role in job.roles.items():
-        text = "differs from actor_train's, which a rehearsal cannot follow for now; leave it out to rehearse the rest"
-        if name == "actor_infer" and not rolls_out(job):
+        text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
+        if name == "actor_infer" and not has_local_rollouts(job):
             continue
         if job.own_devices(name) is not None:
             raise job.error(Problem((name, "device_mapping"), text))
@@ -150,22 +169,65 @@ def rehearse_job(
     reports = run_tasks(tasks)
     stages = []
     for number, (name, _) in enumerate(kinds):
-        found = reports[number * len(layers) : (number + 1) * len(layers)]
-        whole = found[0] if len(layers) == 1 else at_layers(found[0], found[1], (layers[0], layers[1], depth))
-        stages.append(StageReport(name=name, report=whole))
+        shallow = reports[number * len(layers) : (number + 1) * len(layers)]
+        if len(layers) == 1:
+            report = shallow[0]
+        else:
+            report = extrapolate_layers(shallow[0], shallow[1], (layers[0], layers[1], depth))
+        stages.append(StageReport(name=name, report=report))
     return Rehearsal(job=job, dims=dims, stages=tuple(stages))
 
 
-def timeline_of_worst(found: Rehearsal) -> RankReport:
-    """The rank that needs most again, all of its layers, with a timeline. Raises `RehearsalError`."""
-    task = RankTask(job=found.job, rank=found.worst.report.rank, world_size=found.dims.world_size, timeline=True)
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Work of one replica in an optimizer step, if all its micro-batches are as full as the rehearsed one."""
+
+    micro_batches: int | None
+    """Per step; None if a stream decides."""
+    computed: float
+    """FLOPs of a micro-batch, forward and backward, on all ranks of the replica."""
+    model: float
+    """Model FLOPs of it: 6 per parameter and real token, and attention (`modeling.cost`)."""
+    padding: float
+    """Share of padding among the tokens."""
+
+    @property
+    def useful(self) -> float:
+        """Model FLOPs over computed FLOPs; the rest is padding, recomputation and the head's second pass."""
+        return self.model / self.computed
+
+
+def totals_of(rehearsal: Rehearsal) -> StepTotals:
+    """Totals of the training passes of a rehearsed job."""
+    dims, job = rehearsal.dims, rehearsal.job
+    computed, pipeline = 0.0, dims.pp_size
+    for number, stage in enumerate(rehearsal.stages):
+        represented = pipeline - 2 if number == 1 and len(rehearsal.stages) == 3 else 1
+        passes = stage.report.flops.get("forward", 0.0) + stage.report.flops.get("backward", 0.0)
+        computed += represented * passes / stage.report.micro_batches
+    training = rehearsal.stages[0].report.training
+    count = None
+    if job.stream is None:
+        count = training.in_step or -(-job.mini_batch_size(dims.dp_size) // dims.dp_size // training.samples)
+    return StepTotals(
+        micro_batches=count,
+        computed=computed * dims.tp_size * dims.cp_size,
+        model=training.model_flops,
+        padding=training.padding,
+    )
+
+
+def rehearse_timeline(rehearsal: Rehearsal) -> RankReport:
+    """Rehearse the fullest rank again, with all layers and a timeline. Raises `RehearsalError`."""
+    rank = rehearsal.worst.report.rank
+    task = RankTask(job=rehearsal.job, rank=rank, world_size=rehearsal.dims.world_size, timeline=True)
     return run_tasks([task])[0]
 
 
 def stages_of(dims: ParallelDims) -> list[tuple[str, int]]:
-    """The kinds of pipeline stages, each with the one that stands for it.
+    """Kinds of pipeline stages, each with the number of the stage that represents it.
 
-    Of those in the middle the first holds most micro-batches at a time.
+    Stage 1 represents all middle stages: under 1F1B it holds the activations of the most micro-batches among them.
     """
     size = dims.pp_size
     if size == 1:
@@ -175,11 +237,11 @@ def stages_of(dims: ParallelDims) -> list[tuple[str, int]]:
 
 
 def layers_of(depth: int, megatron: MegatronConfig, architecture: ArchitectureConfig) -> tuple[int, ...]:
-    """How many layers per chunk are rehearsed: two small numbers where all layers are alike, else all."""
-    alike = megatron.recompute_method != "block" and (megatron.recompute_num_layers or 1) == 1
+    """Layers per chunk to rehearse: two small numbers if all layers are equal, otherwise the full depth."""
+    are_equal = megatron.recompute_method != "block" and (megatron.recompute_num_layers or 1) == 1
     if architecture.moe is not None and architecture.moe.layer_freq != 1:
-        alike = False
-    return (FEW, MORE) if alike and depth > WHOLE else (depth,)
+        are_equal = False
+    return (FEW, MORE) if are_equal and depth > WHOLE else (depth,)
 
 
 def _shape(job: JobConfig, world_size: int | None) -> tuple[int, MegatronConfig, ArchitectureConfig]:
@@ -187,12 +249,16 @@ def _shape(job: JobConfig, world_size: int | None) -> tuple[int, MegatronConfig,
     megatron, architecture = train.strategy_args.strategy_config, train.model_args.architecture
     if architecture is None:
         name = train.model_args.model_name_or_path
-        words = "is missing: it gives the shape of the model" if name is None else f"is missing, and {name} is not here"
-        raise job.error(Problem(("actor_train", "model_args", "architecture"), words))
+        text = (
+            "is missing: a rehearsal needs the model's shape"
+            if name is None
+            else f"is missing, and {name} is not a directory here"
+        )
+        raise job.error(Problem(("actor_train", "model_args", "architecture"), text))
     world = world_size or job.world_size or megatron.model_size
     job.dp_size(world)
     chunks = megatron.pipeline_model_parallel_size * megatron.vpp_size
     if architecture.num_layers % chunks:
-        where: tuple[Any, ...] = ("actor_train", "model_args", "architecture", "num_layers")
-        raise job.error(Problem(where, f"{architecture.num_layers} layers do not divide into {chunks} pipeline chunks"))
+        path: tuple[Any, ...] = ("actor_train", "model_args", "architecture", "num_layers")
+        raise job.error(Problem(path, f"{architecture.num_layers} layers do not divide into {chunks} pipeline chunks"))
     return world, megatron, architecture

@@ -1,4 +1,4 @@
-"""The longest micro-batches that a role's caps allow, and the plans that consist of them."""
+"""Sample lengths of a rehearsal: the fullest micro-batches that the caps allow, or the job's own data."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.config.supervised import supervised
+from roll_batching.jobs.inputs import load_inputs
+from roll_batching.jobs.texts.epochs import EpochStream
+from roll_batching.jobs.texts.fit import token_counts
 from roll_batching.planning import Plan, PlanConstraints
 from roll_batching.planning.arrays import Ints
 
 
 def longest_sample(job: JobConfig) -> int:
-    """Tokens of the longest sequence that the job admits."""
+    """Tokens of the longest sequence that the job accepts."""
     return job.sequence_length or (job.prompt_length + (job.response_length or 0))
 
 
 def longest_bin(constraints: PlanConstraints, longest: int, unit: int = 1) -> list[int]:
-    """Lengths of the samples of a micro-batch with as many tokens as can be, none longer than `longest`.
+    """Lengths of the samples of the fullest micro-batch, none longer than `longest`.
 
-    `unit`: samples that stay together, such as the two of a pair.
+    `unit`: number of samples that stay together: 2 for pairs.
     """
     if constraints.mode == "padded":
         return [longest] * _rows_of_padded(constraints, longest)
@@ -32,7 +37,7 @@ def longest_bin(constraints: PlanConstraints, longest: int, unit: int = 1) -> li
 
 
 def _rectangle(constraints: PlanConstraints, longest: int, unit: int) -> list[int]:
-    """Rows of the longest samples, or some more of shorter ones where that fills the cap better."""
+    """Rows of the longest samples, or more rows of shorter samples if that fills the cap better."""
     align = constraints.rectangle_alignment
     width = _rounded(longest, align)
     rows = max(1, constraints.usable_tokens // width // unit) * unit
@@ -54,13 +59,13 @@ def _rounded(value: int, multiple: int) -> int:
 
 
 def fullest_bin(plan: Plan) -> list[int]:
-    """Lengths of the samples of the plan's micro-batch with the most tokens."""
-    every = [mb for rank in plan.micro_batches for mb in rank]
-    return [int(length) for length in max(every, key=lambda mb: mb.tokens).lengths]
+    """Sample lengths of the micro-batch with the most tokens in `plan`."""
+    micro_batches = [mb for rank in plan.micro_batches for mb in rank]
+    return [int(length) for length in max(micro_batches, key=lambda mb: mb.tokens).lengths]
 
 
-def same_bins(constraints: PlanConstraints, lengths: Sequence[int], micro_batches: int) -> Plan:
-    """A plan whose micro-batches, on every rank, all hold samples of these `lengths`."""
+def plan_of_equal_bins(constraints: PlanConstraints, lengths: Sequence[int], micro_batches: int) -> Plan:
+    """Plan in which every micro-batch of every rank holds samples of `lengths`."""
     count = constraints.dp_size * micro_batches
     size = len(lengths)
     bins = [
@@ -70,5 +75,23 @@ def same_bins(constraints: PlanConstraints, lengths: Sequence[int], micro_batche
         ]
         for rank in range(constraints.dp_size)
     ]
-    every: Ints = np.tile(np.asarray(lengths, dtype=np.int64), count)
-    return Plan.from_bins(bins, every, constraints)
+    all_lengths: Ints = np.tile(np.asarray(lengths, dtype=np.int64), count)
+    return Plan.from_bins(bins, all_lengths, constraints)
+
+
+def lengths_of_data(job: JobConfig, dp_size: int) -> list[int]:
+    """Token counts of the samples of the first optimizer step of `job`; for pairs chosen, rejected, chosen, ...
+
+    Raises ConfigError if lengths are known only while the job runs, and the errors of `load_inputs`.
+    """
+    if not supervised(job) or job.stream is not None:
+        reason = "a stream forms its steps" if supervised(job) else "responses have no length before they are sampled"
+        raise ConfigError(
+            f"--lengths data: {reason}. Give a file of lengths, or omit --lengths to rehearse the longest samples"
+        )
+    job.check_runnable()
+    inputs = load_inputs(job)
+    assert inputs.corpus is not None
+    texts = job.mini_batch_size(dp_size) // (2 if job.task == "dpo" else 1)
+    step = next(EpochStream(inputs.corpus, texts, seed=job.seed))
+    return [int(count) for count in token_counts(step, inputs.tokenizer).reshape(-1)]

@@ -1,4 +1,4 @@
-"""From recorded storages to what a device holds: by kind, by phase, at its peak."""
+"""Memory of a recorded run: persistent bytes, peak per phase, and memory over time, by kind."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LAYER = re.compile(r"\blayers\.\d+\b")
 
 
 def kinds_of(recorder: Recorder, chunks: Sequence[Any], optimizer: Any, reference: Sequence[Any]) -> dict[int, str]:
-    """What each storage that outlives a step is, by its index in `recorder.blocks`."""
-    found: dict[int, str] = {}
+    """Kind of each storage that outlives a step, by its index in `recorder.blocks`."""
+    kinds: dict[int, str] = {}
 
     def mark(tensors: Iterable[Any], kind: str) -> None:
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and (at := recorder.block_of(tensor)) is not None:
-                found.setdefault(at, kind)
+            if isinstance(tensor, torch.Tensor) and (index := recorder.block_of(tensor)) is not None:
+                kinds.setdefault(index, kind)
 
     for chunk in chunks:
         for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
@@ -34,7 +34,7 @@ def kinds_of(recorder: Recorder, chunks: Sequence[Any], optimizer: Any, referenc
         mark(chunk.parameters(), "reference")
     if optimizer is not None:
         mark(_state_of(optimizer), "optimizer")
-    return found
+    return kinds
 
 
 def _state_of(optimizer: Any) -> Iterable[Any]:
@@ -47,7 +47,7 @@ def _state_of(optimizer: Any) -> Iterable[Any]:
 
 
 def kept_bytes(blocks: Sequence[Block], kinds: Mapping[int, str]) -> dict[str, float]:
-    """Bytes of what outlives a step, by kind."""
+    """Bytes that outlive a step, by kind."""
     total: dict[str, float] = {}
     for at, kind in kinds.items():
         if blocks[at].freed is None:
@@ -56,12 +56,12 @@ def kept_bytes(blocks: Sequence[Block], kinds: Mapping[int, str]) -> dict[str, f
 
 
 def peaks_of(blocks: Sequence[Block], kinds: Mapping[int, str], phases: Sequence[str]) -> dict[str, PhasePeak]:
-    """Where memory is highest in each phase.
+    """Peak memory of each phase.
 
     Args:
         blocks: all storages.
-        kinds: of those that outlive a step; others are inputs, or activations.
-        phases: the phase of every moment of the recorder's clock.
+        kinds: kind of each storage that outlives a step, by index; the others are inputs or activations.
+        phases: phase of every tick of the recorder's clock.
     """
     if not blocks:
         return {}
@@ -71,22 +71,22 @@ def peaks_of(blocks: Sequence[Block], kinds: Mapping[int, str], phases: Sequence
     freed = np.array([end if block.freed is None else block.freed for block in blocks])
     change = np.zeros(end + 2, dtype=np.int64)
     np.add.at(change, born, sizes)
-    np.add.at(change, freed + 1, -sizes)  # what is freed by an operation was there while it ran
+    np.add.at(change, freed + 1, -sizes)  # a storage freed by an operation is still held while the operation runs
     held = np.cumsum(change)[:end]
-    found = {}
+    peaks = {}
     names = np.array(phases)
     for phase in dict.fromkeys(phases):
         moments = np.flatnonzero(names == phase)
         at = int(moments[np.argmax(held[moments])])
         alive = np.flatnonzero((born <= at) & (freed >= at))
-        found[phase] = _peak(phase, blocks, kinds, alive, int(held[at]))
-    return found
+        peaks[phase] = _peak(phase, blocks, kinds, alive, int(held[at]))
+    return peaks
 
 
 def timeline_of(
     blocks: Sequence[Block], kinds: Mapping[int, str], phases: Sequence[str], first: int, points: int = 1200
 ) -> tuple[tuple[str, dict[str, float]], ...]:
-    """What is held from the operation `first` on, by kind, at so many moments; a moment shows the most of its share."""
+    """Phase and bytes by kind from the operation `first` on: the peak of each of `points` intervals."""
     end = len(phases)
     change: dict[str, Any] = {}
     for at, block in enumerate(blocks):
@@ -96,11 +96,11 @@ def timeline_of(
     held = {kind: np.cumsum(moves)[:end] for kind, moves in change.items()}
     total = np.sum(list(held.values()), axis=0)
     edges = np.linspace(first, end, min(points, end - first) + 1).astype(np.int64)
-    found = []
+    timeline = []
     for low, high in zip(edges[:-1], edges[1:], strict=True):
         at = int(low + np.argmax(total[low : max(high, low + 1)]))
-        found.append((phases[at], {kind: float(values[at]) for kind, values in held.items()}))
-    return tuple(found)
+        timeline.append((phases[at], {kind: float(values[at]) for kind, values in held.items()}))
+    return tuple(timeline)
 
 
 def _kind(at: int, block: Block, kinds: Mapping[int, str]) -> str:
@@ -115,11 +115,11 @@ def _peak(phase: str, blocks: Sequence[Block], kinds: Mapping[int, str], alive: 
         kind = _kind(at, block, kinds)
         by_kind[kind] = by_kind.get(kind, 0) + block.size
         if kind == "activations":
-            words = holder(block)
-            holders[words] = holders.get(words, 0) + block.size
+            name = holder(block)
+            holders[name] = holders.get(name, 0) + block.size
     return PhasePeak(phase=phase, bytes=total, kinds=by_kind, holders=holders)
 
 
 def holder(block: Block) -> str:
-    """Module and tensor, the same for all layers."""
-    return f"{_LAYER.sub('layers.*', block.owner) or block.phase} {block.words}"
+    """Module and tensor of a storage, with one name for all layers."""
+    return f"{_LAYER.sub('layers.*', block.owner) or block.phase} {block.tensor}"

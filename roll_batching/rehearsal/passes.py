@@ -1,4 +1,4 @@
-"""The passes of a step as one rank makes them, over micro-batches without values, through the strategies themselves."""
+"""Passes of a step on one rank: the strategies themselves, on micro-batches of fake tensors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from roll_batching.packing.batch import PackedBatch
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.pipeline.num_micro_batches import legal_count
-from roll_batching.rehearsal.fake_packs import hollow
-from roll_batching.rehearsal.lengths import fullest_bin, longest_bin, longest_sample, same_bins
+from roll_batching.rehearsal.fake_data import fake_pack, samples_of
+from roll_batching.rehearsal.lengths import fullest_bin, longest_bin, longest_sample, plan_of_equal_bins
 from roll_batching.rehearsal.recorder import Recorder
-from roll_batching.rehearsal.rollout import rehearse_rollout, rolls_out
-from roll_batching.rehearsal.samples import samples_of
+from roll_batching.rehearsal.rollout import has_local_rollouts, rehearse_rollout
 from roll_batching.rehearsal.task import LOG_PROBS, REFERENCE, TrainingBatch
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
@@ -38,12 +37,15 @@ from roll_batching.strategy.schedule import Packs
 _CPU = torch.device("cpu")
 
 
-class _Rehearsed(MegatronInferStrategy):
-    """Packs on the host, with values, and runs over what has none."""
+class _RehearsedStrategy(MegatronInferStrategy):
+    """Strategy that packs real tensors on the host and computes on fake ones.
+
+    Packing reads lengths and offsets, so it needs values.
+    """
 
     recorder: Recorder
     with_values = False
-    """For what a rehearsal is compared with: the same passes for real."""
+    """Whether to compute on real tensors, for the tests that a rehearsal is compared with."""
 
     def _pack(self, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> list[PackedBatch]:
         state = self.state
@@ -51,7 +53,7 @@ class _Rehearsed(MegatronInferStrategy):
         with _disable_current_modes():
             packs = list(pack_inputs(on_host, facts, local, plan, masks))
         with self.recorder.during("inputs"):
-            return packs if self.with_values else [hollow(pack, state.device) for pack in packs]
+            return packs if self.with_values else [fake_pack(pack, state.device) for pack in packs]
 
     def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
         return super()._pack_for(facts, local, plan, dataclasses.replace(spec, check=_on_host(spec.check)))
@@ -60,90 +62,90 @@ class _Rehearsed(MegatronInferStrategy):
         return super()._finite(batch) if self.with_values else batch
 
     def _run(self, plan: Plan, packs: Packs, bind: Any, **options: Any) -> list[Any]:
-        inside = contextlib.nullcontext() if options.get("forward_only") else self.recorder.during("step")
-        with inside:
+        phase = contextlib.nullcontext() if options.get("forward_only") else self.recorder.during("step")
+        with phase:
             return super()._run(plan, packs, bind, **options)
 
 
-class Policy(_Rehearsed, MegatronTrainStrategy):
-    """The model in training."""
+class Policy(_RehearsedStrategy, MegatronTrainStrategy):
+    """Training strategy of the policy."""
 
-    def watch_gradients(self) -> None:
-        """Tells the sum of gradients apart from the schedule that it ends."""
+    def trace_gradient_sync(self) -> None:
+        """Record the gradient synchronization at the end of the schedule as a phase of its own."""
         config = self.chunks[0].config
         finalize = config.finalize_model_grads_func
 
-        def finalized(*args: Any, **kwargs: Any) -> Any:
+        def traced_finalize(*args: Any, **kwargs: Any) -> Any:
             with self.recorder.during("gradient sync"):
                 return finalize(*args, **kwargs)
 
-        config.finalize_model_grads_func = finalized
+        config.finalize_model_grads_func = traced_finalize
 
     def roll_out(self, job: JobConfig) -> str:
-        """Answers prompts, piece by piece."""
+        """Rehearse the rollouts of a step; returns a note for the report."""
         with self._evaluating():
             return rehearse_rollout(self.state, job, self.recorder)
 
 
-class Reference(_Rehearsed):
-    """The frozen one."""
+class Reference(_RehearsedStrategy):
+    """Frozen reference model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Passes:
-    """What a job's step consists of."""
+    """Passes of one step of a job."""
 
     job: JobConfig
     policy: Policy
     reference: Reference | None
     loss: Any
     lengths: tuple[int, ...] | None
-    """Of the samples of an optimizer step; None: as long as the job allows."""
+    """Tokens of the samples of an optimizer step; None: samples as long as the job allows."""
     micro_batches: int | None
 
     @property
     def unit(self) -> int:
-        """Samples that stay together."""
+        """Number of samples that stay together: 2 for pairs."""
         return 2 if self.job.task == "dpo" else 1
 
     def plan(self, strategy: MegatronInferStrategy, batching: BatchingSpec, count: int) -> Plan:
-        """`count` micro-batches per rank, all of them the fullest that the batching allows."""
+        """Plan of `count` equal micro-batches per rank, as full as `batching` allows."""
         constraints = _constraints(strategy, batching)
         if self.lengths is None:
             lengths = longest_bin(constraints, longest_sample(self.job), self.unit)
         else:
             lengths = fullest_bin(self._step_plan(strategy, constraints))
-        return same_bins(constraints, lengths, count)
+        return plan_of_equal_bins(constraints, lengths, count)
 
     def _step_plan(self, strategy: MegatronInferStrategy, constraints: PlanConstraints) -> Plan:
-        """The plan of a whole step, where its lengths are known."""
+        """Plan of the whole optimizer step, whose lengths are known."""
         assert self.lengths is not None
         group_ids = np.arange(len(self.lengths)) // self.unit if self.unit > 1 else None
         return plan_step(list(self.lengths), constraints, cost=strategy.cost, group_ids=group_ids)
 
     def training(self) -> TrainingBatch:
-        """What of training is rehearsed, and what it stands for."""
+        """The rehearsed training micro-batch and its optimizer step."""
         policy, batching = self.policy, self.policy.batching.train
         constraints = _constraints(policy, batching)
-        few = self.plan(policy, batching, legal_count(1, constraints))
-        whole = few if self.lengths is None else self._step_plan(policy, constraints)
-        micro_batches = few.num_micro_batches * few.constraints.dp_size
+        rehearsed = self.plan(policy, batching, legal_count(1, constraints))
+        step = rehearsed if self.lengths is None else self._step_plan(policy, constraints)
+        micro_batches = rehearsed.num_micro_batches * rehearsed.constraints.dp_size
         return TrainingBatch(
-            samples=len(few.samples) // micro_batches,
-            model_flops=(plan_flops(few, policy.cost, policy.layout) or 0.0) / micro_batches,
-            padding=1 - float(whole.used[whole.samples].sum()) / float(whole.tokens.sum()),
-            in_step=None if self.lengths is None else whole.num_micro_batches,
+            samples=len(rehearsed.samples) // micro_batches,
+            model_flops=(plan_flops(rehearsed, policy.cost, policy.layout) or 0.0) / micro_batches,
+            padding=1 - float(step.used[step.samples].sum()) / float(step.tokens.sum()),
+            in_step=None if self.lengths is None else step.num_micro_batches,
         )
 
     def small_plan(self) -> Plan:
-        """As few tokens as a step can have."""
+        """Plan of the smallest possible step."""
         layout = self.policy.layout
         constraints = _constraints(self.policy, self.policy.batching.train)
         rows = constraints.rows if constraints.mode == "padded" and constraints.rows else self.unit
-        return same_bins(constraints, [2] * rows, layout.pp_size)
+        return plan_of_equal_bins(constraints, [2] * rows, layout.pp_size)
 
     def count(self) -> int:
-        """Micro-batches of a pass: as many as fill the pipeline and show the next one, or as the step has."""
+        """Micro-batches of a pass: enough to fill the pipeline and start one more, unless set."""
         layout = self.policy.layout
         if self.micro_batches is not None:
             return self.micro_batches
@@ -151,26 +153,28 @@ class Passes:
             return 2
         return layout.pp_size + 1 if layout.vpp_size == 1 else 2 * layout.pp_size
 
-    def steady_state(self) -> None:
-        """A first step, after which the optimizer has its state."""
+    def first_step(self) -> None:
+        """Run a small step, which creates the optimizer state."""
         self._step(self.small_plan())
 
     def roll_out(self) -> tuple[str, ...]:
-        """Rollouts, where the model makes them. Returns words about them."""
-        return (self.policy.roll_out(self.job),) if rolls_out(self.job) else ()
+        """Rehearse rollouts of the training model; returns notes for the report."""
+        return (self.policy.roll_out(self.job),) if has_local_rollouts(self.job) else ()
 
     def run(self, recorder: Recorder) -> dict[str, int]:
-        """All planned passes of a step. Returns the tokens of their micro-batches, by pass."""
+        """Run all planned passes of a step; returns the tokens of a micro-batch by pass."""
         tokens, policy = {}, self.policy
-        if reinforced(self.job) and policy.batching.logprob_plan != "none":
+        if is_rl(self.job) and policy.batching.logprob_plan != "none":
             own = policy.batching.logprob_plan == "own"
             batching = policy.batching.infer if own else policy.batching.train
             tokens[LOG_PROBS] = self._log_probs(recorder, policy, self.plan(policy, batching, self.count()), LOG_PROBS)
         if (reference := self.reference) is not None:
-            if reinforced(self.job):
+            if is_rl(self.job):
                 plan = self.plan(reference, reference.batching.infer, self.count())
             else:
-                plan = self.plan(policy, policy.batching.train, self.count())  # the step's own
+                plan = self.plan(
+                    policy, policy.batching.train, self.count()
+                )  # SFT and DPO run the reference on the plan of the step
             tokens[REFERENCE] = self._log_probs(recorder, reference, plan, REFERENCE)
         plan = self.plan(policy, policy.batching.train, self.count())
         tokens["training"] = int(plan.tokens[0])
@@ -178,7 +182,7 @@ class Passes:
             self._step(plan)
         return tokens
 
-    def _log_probs(self, recorder: Recorder, strategy: _Rehearsed, plan: Plan, name: str) -> int:
+    def _log_probs(self, recorder: Recorder, strategy: _RehearsedStrategy, plan: Plan, name: str) -> int:
         with recorder.during(name):
             strategy.compute_log_probs(_local(strategy, plan), plan, masks=loss_spec(self.loss).masks)
         return int(plan.tokens[0])
@@ -201,11 +205,11 @@ def passes_of(
     *,
     with_values: bool = False,
 ) -> Passes:
-    """The models of a job and its passes; `with_values` for real, else without weights, where tensors have none."""
-    policy = Policy(_scheduled(job), seed=job.seed, temperature=job.logprob_temperature)
+    """Build the models of `job` and return its passes; `with_values`: on real tensors with initialized weights."""
+    policy = Policy(_with_schedule(job), seed=job.seed, temperature=job.logprob_temperature)
     policy.recorder, policy.with_values = recorder, with_values
     policy.initialize(weights=with_values)
-    policy.watch_gradients()
+    policy.trace_gradient_sync()
     reference = None
     if job.max_steps and job.reference is not None and wants_reference(job):
         reference = Reference(job.reference, seed=job.seed, temperature=policy.temperature)
@@ -221,30 +225,30 @@ def passes_of(
     )
 
 
-def _scheduled(job: JobConfig) -> WorkerConfig:
-    """The trained role, whose schedule has a length; how many steps it has does not matter here."""
+def _with_schedule(job: JobConfig) -> WorkerConfig:
+    """Settings of the trained role with a learning-rate schedule, whose length has no effect here."""
     dp_size = job.dp_size(dist.get_world_size())
-    args = schedule_of(job, dp_size) if reinforced(job) else supervised_schedule_of(job, 1, 1)
+    args = schedule_of(job, dp_size) if is_rl(job) else supervised_schedule_of(job, 1, 1)
     if args.max_steps < 1:
         args = job.actor_train.with_training(max_steps=1).training_args
     return job.actor_train.model_copy(update={"training_args": args})
 
 
-def reinforced(job: JobConfig) -> bool:
-    """Whether the job's main phase samples answers."""
+def is_rl(job: JobConfig) -> bool:
+    """Whether the main phase of the job is reinforcement learning."""
     return bool(job.max_steps) and not supervised(job)
 
 
 def _on_host(check: Callable[..., None] | None) -> Callable[..., None] | None:
-    """`check`, which looks at samples: those are the host's, whatever device is pretended."""
+    """`check` outside the fake modes, because samples are real tensors on the host."""
     if check is None:
         return None
 
-    def checked(*args: Any) -> None:
+    def check_on_host(*args: Any) -> None:
         with _disable_current_modes():
             check(*args)
 
-    return checked
+    return check_on_host
 
 
 def _local(strategy: MegatronInferStrategy, plan: Plan) -> SampleBatch:

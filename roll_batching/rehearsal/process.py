@@ -1,4 +1,4 @@
-"""Rehearsals in processes of their own: what is pretended there stays there."""
+"""Run rehearsals in separate processes, because fake CUDA and fake process groups cannot be undone."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from roll_batching.errors import RollBatchingError
 from roll_batching.rehearsal.task import RankReport, RankTask
 
 PARENT = "ROLL_BATCHING_REHEARSED_BY"
-"""Variable by which a process hears for whom it rehearses."""
+"""Environment variable with the process id of the parent, whose end also ends the rehearsal."""
 
 
 class RehearsalError(RollBatchingError, RuntimeError):
-    """A rehearsed job failed, as it would on the cluster; or what it needs cannot be pretended."""
+    """A rehearsed rank failed: as it would on the cluster, or because it needs something that cannot be faked."""
 
 
 def run_tasks(tasks: Sequence[RankTask], processes: int | None = None) -> list[RankReport]:
-    """The report of each task; as many at a time as there are `processes` (default: cores).
+    """Reports of `tasks`, with at most `processes` at a time (default: the available cores).
 
-    Raises `RehearsalError` with the words of the first that failed.
+    Raises `RehearsalError` with the output of the first task that failed.
     """
     workers = min(len(tasks), processes or len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
@@ -42,8 +42,8 @@ def _run(task: RankTask) -> RankReport:
     command = [sys.executable, "-m", "roll_batching.rehearsal.child"]
     done = subprocess.run(command, input=pickle.dumps(task), capture_output=True, env=environment)
     if done.returncode or not done.stdout:
-        words = done.stderr.decode(errors="replace").strip()
-        raise RehearsalError(f"the rehearsal of rank {task.rank} {_ended(done.returncode)}:\n{words[-8000:]}")
+        output = done.stderr.decode(errors="replace").strip()
+        raise RehearsalError(f"the rehearsal of rank {task.rank} {_exit_reason(done.returncode)}:\n{output[-8000:]}")
     kind, value = pickle.loads(done.stdout)
     if kind == "error":
         raise RehearsalError(f"rank {task.rank} of {task.world_size} failed: {value}")
@@ -51,8 +51,8 @@ def _run(task: RankTask) -> RankReport:
     return report
 
 
-def _ended(code: int) -> str:
+def _exit_reason(code: int) -> str:
     if code >= 0:
-        return f"ended with {code}"
-    hint = ", as where the machine has no memory left" if code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{hint}"
+        return f"exited with code {code}"
+    hint = ", probably because the machine ran out of memory" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"

@@ -1,4 +1,4 @@
-"""One rank of a pretended world: builds its part of the model, makes a step's passes, and tells what it saw."""
+"""Rehearse one rank: build its part of the model, run the passes of a step, and report on them."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from dataclasses import replace
 from torch.distributed import get_rank
 
 from roll_batching.jobs.config import JobConfig
-from roll_batching.rehearsal import pretended_cuda, world
-from roll_batching.rehearsal.experts import assume_balance, assumptions
+from roll_batching.rehearsal import fake_cuda, fake_world
+from roll_batching.rehearsal.experts import assume_balanced_routing, routing_notes
 from roll_batching.rehearsal.memory import kept_bytes, kinds_of, peaks_of, timeline_of
 from roll_batching.rehearsal.passes import Passes, passes_of
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.task import REFERENCE, ROLLOUT, PhasePeak, RankReport, RankTask
 from roll_batching.rehearsal.variants import with_value
 
-_BEFORE = "first step"
-"""The phase of what comes before the step that is looked at."""
+_FIRST_STEP = "first step"
+"""Phase of the step that creates the optimizer state; it is not reported."""
 
 
 def rehearse_rank(task: RankTask) -> RankReport:
-    """Rehearses `task`. Once per process: what is pretended stays."""
+    """Rehearse `task` on fake tensors. Once per process: patches and process groups stay."""
     if task.device == "cuda":
-        pretended_cuda.install()
-    world.join(task.rank, task.world_size)
-    world.ease_megatron()
+        fake_cuda.install()
+    fake_world.join(task.rank, task.world_size)
+    fake_world.patch_megatron()
     architecture = task.job.actor_train.model_args.architecture
     if architecture is not None and architecture.moe is not None:
-        assume_balance(task.expert_imbalance)
-    with world.on_device_without_values(task.device):
+        assume_balanced_routing(task.expert_imbalance)
+    with fake_world.fake_device(task.device):
         return observe(task)
 
 
 def observe(task: RankTask, *, with_values: bool = False) -> RankReport:
-    """Makes the passes and tells what happened; `with_values` for real, as one rank of a world that is there."""
+    """Run the passes of `task` and report on them; `with_values`: on real tensors in a real process group."""
     started = time.perf_counter()
     recorder = Recorder(task.device)
     job = task.job if task.layers is None else with_layers(task.job, task.layers)
-    with recorder, recorder.following_modules():
+    with recorder, recorder.tracking_modules():
         passes = passes_of(job, recorder, task.lengths, task.micro_batches, with_values=with_values)
         _name_modules(recorder, passes)
-        with recorder.setting_aside(_BEFORE):
-            passes.steady_state()
+        with recorder.all_as(_FIRST_STEP):
+            passes.first_step()
         first = recorder.clock + 1
-        notes = passes.roll_out() + assumptions(job, task.expert_imbalance)
+        notes = passes.roll_out() + routing_notes(job, task.expert_imbalance)
         tokens = passes.run(recorder)
     report = _report(recorder, passes, tokens, notes, time.perf_counter() - started)
     if not task.timeline:
@@ -74,14 +74,14 @@ def _report(
     policy = passes.policy
     kinds = _kinds(recorder, passes)
     calls: dict[str, tuple[float, float]] = {}
-    for one in recorder.collectives:
-        if one.phase in (_BEFORE, "build"):
+    for call in recorder.collectives:
+        if call.phase in (_FIRST_STEP, "build"):
             continue
-        key = f"{one.phase} / {one.group} ({one.size}) / {one.name}"
+        key = f"{call.phase} / {call.group} ({call.size}) / {call.name}"
         count, size = calls.get(key, (0, 0))
-        calls[key] = count + 1, size + one.bytes
+        calls[key] = count + 1, size + call.bytes
     reads = Counter(
-        f"{read.phase}: {read.place}" for read in recorder.host_reads if read.phase not in (_BEFORE, "build")
+        f"{read.phase}: {read.place}" for read in recorder.host_reads if read.phase not in (_FIRST_STEP, "build")
     )
     peaks = peaks_of(recorder.blocks, kinds, recorder.phases)
     return RankReport(
@@ -90,11 +90,11 @@ def _report(
         parameters=sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()),
         kept=kept_bytes(recorder.blocks, kinds),
         peaks={
-            phase: _offloaded(peak) if passes.job.is_offload_states else peak
+            phase: _without_offloaded(peak) if passes.job.is_offload_states else peak
             for phase, peak in peaks.items()
-            if phase != _BEFORE
+            if phase != _FIRST_STEP
         },
-        flops={phase: float(count) for phase, count in recorder.flops.items() if phase not in (_BEFORE, "build")},
+        flops={phase: float(count) for phase, count in recorder.flops.items() if phase not in (_FIRST_STEP, "build")},
         collectives=calls,
         host_reads=dict(reads),
         micro_batches=passes.count(),
@@ -105,17 +105,17 @@ def _report(
     )
 
 
-def _offloaded(peak: PhasePeak) -> PhasePeak:
-    """Without what lies on the host during the phase, as `rl.grpo` moves it."""
-    away = {"gradients", "optimizer", "reference"} if peak.phase in ROLLOUT else {"reference"}
+def _without_offloaded(peak: PhasePeak) -> PhasePeak:
+    """`peak` without the state that `jobs.rl.grpo` keeps on the host during the phase."""
+    offloaded = {"gradients", "optimizer", "reference"} if peak.phase in ROLLOUT else {"reference"}
     if peak.phase in (REFERENCE, "build"):
         return peak
-    kinds = {kind: size for kind, size in peak.kinds.items() if kind not in away}
+    kinds = {kind: size for kind, size in peak.kinds.items() if kind not in offloaded}
     return replace(peak, bytes=peak.bytes - sum(peak.kinds.values()) + sum(kinds.values()), kinds=kinds)
 
 
 def with_layers(job: JobConfig, layers: int) -> JobConfig:
-    """`job` with a model of `layers` layers."""
+    """Copy of `job` whose models have `layers` layers."""
     for role in ("actor_train", "reference"):
         if getattr(job, role) is not None:
             job = with_value(job, f"{role}.model_args.architecture.num_layers", layers)

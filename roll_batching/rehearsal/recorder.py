@@ -1,7 +1,6 @@
-"""What happens on the device during a rehearsal: storages that come and go, FLOPs, collectives, host reads.
+"""Dispatch mode that records storages, FLOPs, collectives and host reads of a device.
 
-A dispatch mode above FakeTensorMode. It works over real tensors as well, which is how a rehearsal is compared with
-what it rehearses.
+It runs above FakeTensorMode. It also works on real tensors, so that tests compare a rehearsal with the real passes.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from roll_batching.rehearsal.collectives import Collective, described, is_collective
-from roll_batching.rehearsal.operations import flops_of, workspace_of
+from roll_batching.rehearsal.collectives import Collective, collective_of, is_collective
+from roll_batching.rehearsal.flops import flops_of, workspace_of
 
 _aten = torch.ops.aten
 
@@ -32,18 +31,19 @@ class Block:
     size: int
     """Bytes."""
     born: int
-    """When it was first seen, in operations."""
+    """Clock at its first use, in operations."""
     phase: str
     owner: str
-    """Qualified name of the module at work, or the autograd node where none is."""
-    words: str
-    """Type and shape of the tensor that it was made for."""
+    """Qualified name of the running module, or of the autograd node in a backward pass."""
+    tensor: str
+    """Dtype and shape of the tensor that it was allocated for."""
     freed: int | None = None
+    """Clock at its release; None: still held."""
 
 
 @dataclass(frozen=True)
 class HostRead:
-    """A device value that Python waited for."""
+    """A wait of Python for a value on the device."""
 
     phase: str
     place: str
@@ -51,7 +51,7 @@ class HostRead:
 
 
 class Recorder(TorchDispatchMode):
-    """Records inside; `phase` names what is going on."""
+    """Records the operators that run inside, by phase."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -60,32 +60,32 @@ class Recorder(TorchDispatchMode):
         self.collectives: list[Collective] = []
         self.host_reads: list[HostRead] = []
         self.flops: dict[str, int] = {}
-        """By phase."""
+        """FLOPs by phase."""
         self.clock = -1
-        """The number of the operation at work."""
+        """Number of the current operation."""
         self.phases: list[str] = []
-        """Of every operation."""
+        """Phase of every operation."""
         self.base_phase = "build"
-        self._aside: str | None = None
+        self._override: str | None = None
         self._known: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._trail: tuple[list[int], list[str]] = [0], [""]
 
-    # ---- where we are
+    # ---- phase and module
 
     @property
     def phase(self) -> str:
-        """The phase; inside a schedule forward and backward are told apart."""
-        if self._aside is not None:
-            return self._aside
+        """Current phase; inside Megatron's schedule, forward or backward."""
+        if self._override is not None:
+            return self._override
         if self.base_phase == "step" and torch._C._current_graph_task_id() != -1:
             return "backward"
         return "forward" if self.base_phase == "step" else self.base_phase
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Inside, what happens belongs to `phase`."""
+        """Attribute operations inside to `phase`."""
         before, self.base_phase = self.base_phase, phase
         try:
             yield
@@ -93,23 +93,23 @@ class Recorder(TorchDispatchMode):
             self.base_phase = before
 
     @contextlib.contextmanager
-    def setting_aside(self, phase: str) -> Iterator[None]:
-        """Inside, everything belongs to `phase`."""
-        self._aside = phase
+    def all_as(self, phase: str) -> Iterator[None]:
+        """Attribute operations inside to `phase`, also those inside `during`."""
+        self._override = phase
         try:
             yield
         finally:
-            self._aside = None
+            self._override = None
 
     def name_modules(self, root: torch.nn.Module, prefix: str = "") -> None:
-        """Modules of `root` are called by their names in it, without Megatron's wrappers."""
+        """Name the modules of `root` by their qualified names, without Megatron's wrappers."""
         for name, module in root.named_modules():
             parts = [part for part in name.split(".") if part != "module"]
             self._names[id(module)] = ".".join(([prefix] if prefix else []) + parts)
 
     @contextlib.contextmanager
-    def following_modules(self) -> Iterator[None]:
-        """Inside, storages are attributed to the modules at work."""
+    def tracking_modules(self) -> Iterator[None]:
+        """Attribute storages allocated inside to the running modules."""
         hooks = torch.nn.modules.module
         handles = [
             hooks.register_module_forward_pre_hook(self._enter),
@@ -131,7 +131,10 @@ class Recorder(TorchDispatchMode):
         self._mark()
 
     def _mark(self) -> None:
-        """From the next autograd node on, nodes belong to the module on top of the stack."""
+        """Attribute the autograd nodes from here on to the module on top of the stack.
+
+        Sequence numbers grow with creation, so a backward pass finds the module of a node by bisection.
+        """
         self._trail[0].append(torch.autograd._get_sequence_nr())
         self._trail[1].append(self._stack[-1] if self._stack else "")
 
@@ -148,7 +151,7 @@ class Recorder(TorchDispatchMode):
         owner = self._trail[1][at] if number < 1 << 60 else ""
         return owner or node.name()
 
-    # ---- what happens
+    # ---- operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -159,11 +162,11 @@ class Recorder(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             self._note_read(args[0])
             if isinstance(args[0], FakeTensor):
-                return _answer(args[0])
+                return _assumed_value(args[0])
         elif func is _aten._to_copy.default and self._leaves_device(args[0], kwargs):
             self._note_read(args[0])
         elif is_collective(func):
-            self.collectives.append(described(func, args, self.phase))
+            self.collectives.append(collective_of(func, args, self.phase))
         out = func(*args, **kwargs)
         counted = flops_of(func, args, kwargs, out)
         if counted:
@@ -171,33 +174,33 @@ class Recorder(TorchDispatchMode):
             self.flops[phase] = self.flops.get(phase, 0) + counted
         workspace = workspace_of(func, args)
         if workspace:
-            block = Block(size=workspace, born=self.clock, phase=self.phase, owner=self._owner(), words="workspace")
+            block = Block(size=workspace, born=self.clock, phase=self.phase, owner=self._owner(), tensor="workspace")
             block.freed = self.clock
             self.blocks.append(block)
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
-                self._see(tensor)
+                self._record(tensor)
         return out
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _record(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != self._device_type:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
-        words = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        description = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         self._known[key] = len(self.blocks)
         self.blocks.append(
-            Block(size=storage.nbytes(), born=self.clock, phase=self.phase, owner=self._owner(), words=words)
+            Block(size=storage.nbytes(), born=self.clock, phase=self.phase, owner=self._owner(), tensor=description)
         )
-        weakref.finalize(storage, self._gone, key)
+        weakref.finalize(storage, self._release, key)
 
-    def _gone(self, key: int) -> None:
+    def _release(self, key: int) -> None:
         self.blocks[self._known.pop(key)].freed = self.clock
 
     def block_of(self, tensor: torch.Tensor) -> int | None:
-        """The index in `blocks` of a living tensor's storage."""
+        """Index in `blocks` of the storage of `tensor`; None if it is not on the device."""
         return self._known.get(tensor.untyped_storage()._cdata)
 
     def _leaves_device(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
@@ -207,18 +210,18 @@ class Recorder(TorchDispatchMode):
 
     def _note_read(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == self._device_type:
-            self.host_reads.append(HostRead(self.phase, _place()))
+            self.host_reads.append(HostRead(self.phase, _caller()))
 
 
-def _answer(tensor: torch.Tensor) -> Any:
-    """What a value that nobody has is taken for: 1, true, finite."""
+def _assumed_value(tensor: torch.Tensor) -> Any:
+    """Value read from a fake tensor: 1 or True, so that checks for finite and non-zero numbers pass."""
     if tensor.dtype is torch.bool:
         return True
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 
-def _place() -> str:
-    """The innermost line of Python that is neither torch's nor ours."""
+def _caller() -> str:
+    """File, line and function of the innermost frame outside torch and this package."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

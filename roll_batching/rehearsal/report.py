@@ -1,32 +1,37 @@
-"""A rehearsal in words and as plain data."""
+"""Reports of a rehearsal: text, JSON and a plot of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from roll_batching.rehearsal.advice import Limit, WayOut, lowered
-from roll_batching.rehearsal.job import Rehearsal, StageReport
-from roll_batching.rehearsal.margins import GIB
-from roll_batching.rehearsal.totals import StepTotals, totals_of
+from roll_batching.rehearsal.advice import Limit, TriedChange, largest_fitting_caps
+from roll_batching.rehearsal.job import GIB, Rehearsal, StageReport, StepTotals, totals_of
+from roll_batching.rehearsal.task import RankReport
 
 KINDS = ("weights", "gradients", "optimizer", "reference", "inputs", "activations")
 _LARGEST = 5
+"""Number of holders of the peak in the text."""
+_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#c44e52")
 
 
-def advice_lines(found: Rehearsal, limits: Sequence[Limit], ways: Sequence[WayOut], gpu_memory: float) -> Iterator[str]:
-    """What to change, line by line; settings as they go behind the command, or into the file."""
-    if found.fits(gpu_memory):
+def advice_lines(
+    rehearsal: Rehearsal, limits: Sequence[Limit], ways: Sequence[TriedChange], gpu_memory: float
+) -> Iterator[str]:
+    """Lines of advice: settings that fit, written as overrides of the command line."""
+    if rehearsal.fits(gpu_memory):
         for limit in limits:
-            beyond = "more was not tried" if limit.too_large is None else f"{limit.too_large:,} does not"
+            beyond = "larger values were not tried" if limit.too_large is None else f"{limit.too_large:,} does not fit"
             yield f"{limit.key} is {limit.value:,}: {limit.fits or limit.value:,} fits, {beyond}"
         return
     yield ""
     yield f"to fit {_gib(gpu_memory)} GiB, set one of these; each was rehearsed:"
-    change, helped = lowered(found, limits, gpu_memory), False
+    change, any_fits = largest_fitting_caps(rehearsal, limits, gpu_memory), False
     if change is not None:
-        helped = True
+        any_fits = True
         need = max(limit.need for limit in limits)
         yield f"    {change}"
         yield f"        needs {_gib(need)} GiB; " + "; ".join(
@@ -35,76 +40,76 @@ def advice_lines(found: Rehearsal, limits: Sequence[Limit], ways: Sequence[WayOu
         )
     for way in ways:
         if way.need <= gpu_memory:
-            helped = True
+            any_fits = True
             yield f"    {way.change}"
             yield f"        needs {_gib(way.need)} GiB"
-    if not helped:
-        yield "    nothing that was tried: it takes more GPUs per replica, GPUs of more memory, or shorter samples"
+    if not any_fits:
+        yield "    none of the tried settings fits: use more GPUs per replica, larger GPUs, or shorter samples"
     for limit in limits:
         if limit.fits is None:
-            yield f"no {limit.key} fits: at its least, one longest sample, it is {_gib(limit.need)} GiB"
+            yield f"no {limit.key} fits: the smallest value, one longest sample, needs {_gib(limit.need)} GiB"
     for way in ways:
         if way.need > gpu_memory:
-            yield f"not enough, {_gib(way.need)} GiB: {way.change}"
+            yield f"does not fit, {_gib(way.need)} GiB: {way.change}"
 
 
-def lines_of(found: Rehearsal, gpu_memory: float) -> Iterator[str]:
-    """The report, line by line: the verdict first."""
-    yield _verdict(found, gpu_memory)
-    if found.fault is not None:
-        yield f"the job fails when it samples: {found.fault}"
-    tokens = found.stages[0].report.tokens
-    yield f"{found.dims} = {found.dims.world_size} ranks; micro-batches of " + ", ".join(
+def lines_of(rehearsal: Rehearsal, gpu_memory: float) -> Iterator[str]:
+    """Lines of the report; the first is the verdict."""
+    yield _verdict(rehearsal, gpu_memory)
+    if rehearsal.fault is not None:
+        yield f"the first rollout fails: {rehearsal.fault}"
+    tokens = rehearsal.stages[0].report.tokens
+    yield f"{rehearsal.dims} = {rehearsal.dims.world_size} ranks; micro-batches of " + ", ".join(
         f"{count:,} tokens ({name})" for name, count in tokens.items()
     )
-    yield from found.stages[0].report.notes
-    for stage in found.stages:
+    yield from rehearsal.stages[0].report.notes
+    for stage in rehearsal.stages:
         yield ""
         yield from _stage(stage)
     yield ""
-    yield _totals(totals_of(found))
+    yield _totals(totals_of(rehearsal))
 
 
 def _stage(stage: StageReport) -> Iterator[str]:
     report = stage.report
     yield f"{stage.name}: rank {report.rank}, {report.parameters / 1e9:,.3f}B parameters"
     kept = ", ".join(f"{kind} {_gib(report.kept[kind])}" for kind in KINDS if kind in report.kept)
-    yield f"  from step to step   {_gib(sum(report.kept.values()))} GiB: {kept}"
+    yield f"  persistent          {_gib(sum(report.kept.values()))} GiB: {kept}"
     for peak in report.peaks.values():
-        passing = peak.kinds.get("activations", 0) + peak.kinds.get("inputs", 0)
+        transient = peak.kinds.get("activations", 0) + peak.kinds.get("inputs", 0)
         mark = "  <- peak" if peak.phase == stage.peak_phase else ""
-        yield f"  {peak.phase:<19} {_gib(peak.bytes)} GiB, {_gib(passing)} of it come and go{mark}"
+        yield f"  {peak.phase:<19} {_gib(peak.bytes)} GiB, {_gib(transient)} of it transient{mark}"
     highest = report.peaks[stage.peak_phase]
-    for words, size in sorted(highest.holders.items(), key=lambda pair: -pair[1])[:_LARGEST]:
-        yield f"      {_gib(size):>8} GiB {words}"
+    for holder, size in sorted(highest.holders.items(), key=lambda pair: -pair[1])[:_LARGEST]:
+        yield f"      {_gib(size):>8} GiB {holder}"
     for margin in stage.margins:
         yield f"  margin              {_gib(margin.bytes)} GiB: {margin.reason}"
     flops = ", ".join(f"{phase} {count / report.micro_batches / 1e12:,.1f}" for phase, count in report.flops.items())
     yield f"  TFLOP computed per micro-batch: {flops}"
-    yield "  collectives of the rehearsed passes, bytes handed in by this rank:"
-    for words, (calls, size) in report.collectives.items():
-        yield f"      {calls:>8,} {_gib(size):>9} GiB  {words}"
+    yield "  collectives of the rehearsed passes, bytes sent by this rank:"
+    for key, (calls, size) in report.collectives.items():
+        yield f"      {calls:>8,} {_gib(size):>9} GiB  {key}"
     if report.host_reads:
         yield "  host reads:"
-    for words, count in report.host_reads.items():
-        yield f"      {count:>8,} {words}"
+    for place, count in report.host_reads.items():
+        yield f"      {count:>8,} {place}"
 
 
 def _totals(totals: StepTotals) -> str:
-    words = (
+    text = (
         f"training, per micro-batch and replica: {totals.computed / 1e12:,.1f} TFLOP computed, {totals.useful:.1%} "
-        f"of it the model's own on real tokens; {totals.padding:.1%} of the tokens are padding"
+        f"of it model FLOPs of real tokens; {totals.padding:.1%} of the tokens are padding"
     )
     if (count := totals.micro_batches) is None:
-        return words
-    return f"{words}; {count:,} in an optimizer step, {count * totals.computed / 1e15:,.2f} PFLOP if all are alike"
+        return text
+    return f"{text}; {count:,} in an optimizer step, {count * totals.computed / 1e15:,.2f} PFLOP if all are equal"
 
 
-def _verdict(found: Rehearsal, gpu_memory: float) -> str:
-    worst = found.worst
-    words = "fits" if found.fits(gpu_memory) else "does not fit"
+def _verdict(rehearsal: Rehearsal, gpu_memory: float) -> str:
+    worst = rehearsal.worst
+    verdict = "fits" if rehearsal.fits(gpu_memory) else "does not fit"
     return (
-        f"{words} {_gib(gpu_memory)} GiB: {worst.name} needs {_gib(worst.need)} GiB ({_gib(worst.peak)} counted, in "
+        f"{verdict} {_gib(gpu_memory)} GiB: {worst.name} needs {_gib(worst.need)} GiB ({_gib(worst.peak)} counted, in "
         f"{worst.peak_phase}; {_gib(worst.need - worst.peak)} of margins)"
     )
 
@@ -113,15 +118,15 @@ def _gib(size: float) -> str:
     return f"{size / GIB:,.2f}"
 
 
-def plain(found: Rehearsal, gpu_memory: float) -> dict[str, Any]:
-    """As plain values, ready for JSON; sizes in bytes."""
+def report_json(rehearsal: Rehearsal, gpu_memory: float) -> dict[str, Any]:
+    """The report as a JSON object; sizes in bytes."""
     return {
-        "dims": found.dims.to_dict(),
+        "dims": rehearsal.dims.to_dict(),
         "gpu_memory": gpu_memory,
-        "fits": found.fits(gpu_memory),
-        "need": found.worst.need,
-        "fault": found.fault,
-        "training": asdict(totals_of(found)),
+        "fits": rehearsal.fits(gpu_memory),
+        "need": rehearsal.worst.need,
+        "fault": rehearsal.fault,
+        "training": asdict(totals_of(rehearsal)),
         "stages": [
             {
                 "name": stage.name,
@@ -140,6 +145,33 @@ def plain(found: Rehearsal, gpu_memory: float) -> dict[str, Any]:
                 "tokens": stage.report.tokens,
                 "notes": list(stage.report.notes),
             }
-            for stage in found.stages
+            for stage in rehearsal.stages
         ],
     }
+
+
+def draw_memory(report: RankReport, path: str | Path, *, title: str, gpu_memory: float) -> None:
+    """Plot the timeline of `report` into the file `path`: memory by kind over the operations of a step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    moments = range(len(report.timeline))
+    kinds = [kind for kind in KINDS if any(held.get(kind) for _, held in report.timeline)]
+    heights = [[held.get(kind, 0) / GIB for _, held in report.timeline] for kind in kinds]
+    colours = [_COLOURS[KINDS.index(kind)] for kind in kinds]
+    figure, axes = pyplot.subplots(figsize=(11, 5))
+    axes.stackplot(moments, heights, labels=kinds, colors=colours, step="post", linewidth=0)
+    axes.axhline(gpu_memory / GIB, color="black", linestyle="--", linewidth=1)
+    top = gpu_memory / GIB * 1.02
+    for phase, members in groupby(enumerate(report.timeline), key=lambda pair: pair[1][0]):
+        indices = [index for index, _ in members]
+        axes.axvline(indices[0], color="white", linewidth=0.6, alpha=0.6)
+        if len(indices) > len(report.timeline) / 40:
+            axes.text(indices[0], top, f" {phase}", fontsize=8, rotation=20, va="bottom")
+    axes.set(xlabel="operations of a step", ylabel="GiB", xlim=(0, len(moments)), ylim=(0, gpu_memory / GIB * 1.2))
+    axes.set_title(title, fontsize=10, pad=8)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, reverse=True)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    pyplot.close(figure)

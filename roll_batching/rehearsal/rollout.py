@@ -1,4 +1,4 @@
-"""Rollouts of the job's own sampler: the prompts of a wave, and one token more when the cache is as full as it gets."""
+"""Rehearse rollouts of the training model: prefill, one token with a full KV cache, and compaction."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from roll_batching.strategy.state import ModelState
 from roll_batching.strategy.waves import room_of_row, waves_of
 
 
-def rolls_out(job: JobConfig) -> bool:
-    """Whether the model in training answers prompts itself, as part of a step."""
+def has_local_rollouts(job: JobConfig) -> bool:
+    """Whether the training model itself samples rollouts in every step."""
     return bool(job.max_steps) and not (supervised(job) or uses_engine(job) or job.has_sampler)
 
 
 def fault_of(job: JobConfig, dims: ParallelDims) -> str | None:
-    """Why the first rollout of `job` would fail; None where it would not."""
+    """Error of the first rollout of `job`; None if it would not fail."""
     try:
-        if rolls_out(job):
+        if has_local_rollouts(job):
             check_layout(dims)
     except LayoutError as error:
         return str(error)
@@ -43,16 +43,16 @@ def fault_of(job: JobConfig, dims: ParallelDims) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSizes:
-    """What a rank samples in a step at the most."""
+    """Rollouts of one rank in a step."""
 
     prompts: int
     rows: int
     room: int
-    """Positions of a row in the cache."""
+    """Positions per row in the KV cache."""
 
 
 def sizes_of(job: JobConfig, dims: ParallelDims) -> RolloutSizes:
-    """The rollouts of a rank of `job`."""
+    """Rollouts of one data-parallel rank of `job` in a step."""
     prompts, settings = -(-job.rollout_batch_size // dims.dp_size), sampling_of(job, None)
     return RolloutSizes(
         prompts=prompts,
@@ -62,38 +62,40 @@ def sizes_of(job: JobConfig, dims: ParallelDims) -> RolloutSizes:
 
 
 def rehearse_rollout(model: ModelState, job: JobConfig, recorder: Recorder) -> str:
-    """The pieces of a rollout as `strategy.generation.generate` makes them, of rows as long as the job allows.
+    """Run the parts of `strategy.generation.generate` that hold the most memory; returns a note for the report.
 
-    When rows end depends on values. Most memory is held if none does, so none does here, and of the tokens in between,
-    which all are alike but for the width of what they see, none is drawn. Returns what was done, in words.
+    Which rows end early depends on sampled values. Memory is largest if none does, so all rows have full length here.
+    Only the first and the last token are sampled: those between differ only in how much of the cache they attend to.
     """
     layout, settings = model.layout, sampling_of(job, None)
     if fault_of(job, layout):
         return "rollouts are not rehearsed: they fail"
     if layout.pp_size > 1:
-        return "rollouts are not rehearsed: a pipeline has no cache and computes whole sequences for every token"
+        return (
+            "rollouts are not rehearsed: a pipeline has no KV cache and recomputes the whole sequence for every token"
+        )
     sizes = sizes_of(job, layout)
     wave = len(waves_of([sizes.room] * sizes.rows, settings.max_tokens_in_cache, layout)[0])
-    every = [torch.zeros(job.prompt_length, dtype=torch.int64, device=layout.device) for _ in range(sizes.prompts)]
-    rows = [every[number // settings.num_return_sequences] for number in range(wave)]
+    prompts = [torch.zeros(job.prompt_length, dtype=torch.int64, device=layout.device) for _ in range(sizes.prompts)]
+    rows = [prompts[number // settings.num_return_sequences] for number in range(wave)]
     number = torch.arange(wave, device=layout.device)
     with sources(model, settings) as source_of, torch.no_grad():
         with recorder.during(PREFILL):
             sampler, source = sampler_of(model, settings, sizes.rows), source_of(rows)
             logits = source.first()
             answers = Answers(wave, settings, logits)
-            drawn, log_probs = sampler(logits, number, 0)
-            answers.add(0, drawn, log_probs)
+            tokens, log_probs = sampler(logits, number, 0)
+            answers.add(0, tokens, log_probs)
         assert isinstance(source, Cached)
         with recorder.during(DECODING):
             source.longest = sizes.room - 1
-            drawn, log_probs = sampler(source.following(drawn), number, settings.max_new_tokens - 1)
-            answers.add(settings.max_new_tokens - 1, drawn, log_probs)
-        with recorder.during(COMPACTION):  # as late as can be, and of as many rows
-            rest = number[: int(COMPACT_BELOW * wave)]
-            source.keep(rest)
-            answers.keep(rest)
+            tokens, log_probs = sampler(source.following(tokens), number, settings.max_new_tokens - 1)
+            answers.add(settings.max_new_tokens - 1, tokens, log_probs)
+        with recorder.during(COMPACTION):  # with a full cache, and as many rows as a compaction keeps
+            kept = number[: int(COMPACT_BELOW * wave)]
+            source.keep(kept)
+            answers.keep(kept)
     return (
-        f"rollout: {wave:,} of a rank's {sizes.rows:,} rows at once, {sizes.room:,} positions each; "
+        f"rollout: {wave:,} of a rank's {sizes.rows:,} rows at a time, {sizes.room:,} positions each; "
         "bounded by actor_infer.generating_args.max_tokens_in_cache"
     )

@@ -1,4 +1,4 @@
-"""What one process rehearses, and what it tells."""
+"""The task of one rehearsed rank, its phases, and its report."""
 
 from __future__ import annotations
 
@@ -10,79 +10,79 @@ from roll_batching.jobs.config import JobConfig
 PREFILL, DECODING, COMPACTION = ROLLOUT = ("rollout prefill", "rollout decoding", "rollout compaction")
 LOG_PROBS, REFERENCE = "old log-probs", "reference"
 GRADIENTS = ("inputs", "forward", "backward", "gradient sync", "optimizer")
-"""Phases of a step; those of training."""
+"""Phases of a training pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTask:
-    """One rank of a pretended world, and the passes that it makes."""
+    """One rank of a job, to be rehearsed in its own process."""
 
     job: JobConfig
     rank: int
     world_size: int
     layers: int | None = None
-    """Transformer layers of each of the rank's chunks; None: as many as the model has."""
+    """Layers of the rehearsed model; None: all layers of the job's model."""
     device: Literal["cuda", "cpu"] = "cuda"
     lengths: tuple[int, ...] | None = None
-    """Of the samples of an optimizer step; None: as long as the job allows."""
+    """Tokens of the samples of an optimizer step; None: samples as long as the job allows."""
     micro_batches: int | None = None
-    """Per rank and pass; None: as many as show all that happens."""
+    """Per rank and pass; None: enough to fill the pipeline and start the next one."""
     expert_imbalance: float = 1.0
-    """How many times its share of the tokens the experts of this rank get, where there are experts."""
+    """Tokens of this rank's experts, as a multiple of an equal share."""
     timeline: bool = False
-    """Whether the report has one: for a picture."""
+    """Whether the report includes memory over time, for a plot."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePeak:
-    """Where memory is highest in a phase."""
+    """Peak memory of a phase."""
 
     phase: str
     bytes: float
     kinds: dict[str, float] = field(default_factory=dict)
-    """By kind of thing."""
+    """Bytes by kind: weights, gradients, optimizer, reference, inputs, activations."""
     holders: dict[str, float] = field(default_factory=dict)
-    """Of activations: by module and tensor."""
+    """Bytes of activations by module and tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBatch:
-    """The micro-batch of training that is rehearsed, and the step that it stands for."""
+    """The rehearsed training micro-batch, and its optimizer step."""
 
     samples: int
     model_flops: float
-    """Of the model for its real tokens, forward and backward, on all ranks of a replica."""
+    """Model FLOPs of the real tokens, forward and backward, on all ranks of a replica."""
     padding: float
-    """Share of the tokens that are not real: of the step where its lengths are known, else of the micro-batch."""
+    """Share of padding among the tokens of the step, or of the micro-batch if lengths are unknown."""
     in_step: int | None
-    """Micro-batches of a replica in an optimizer step; None where lengths are not known."""
+    """Micro-batches of a replica in an optimizer step; None if lengths are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank's passes came to; bytes and FLOPs of that rank."""
+    """Memory, FLOPs, collectives and host reads of one rank."""
 
     rank: int
     stage: int
     parameters: float
-    """Of this rank."""
+    """Number on this rank."""
     kept: dict[str, float]
-    """Bytes that stay from step to step, by kind."""
+    """Persistent bytes by kind: they stay from step to step."""
     peaks: dict[str, PhasePeak]
     """By phase."""
     flops: dict[str, float]
-    """By phase, of the rehearsed micro-batches."""
+    """FLOPs by phase, of the rehearsed micro-batches."""
     collectives: dict[str, tuple[float, float]]
-    """By "phase / group / name": calls, and bytes of all calls."""
+    """Calls and their total bytes, by "phase / group / name"."""
     host_reads: dict[str, int]
-    """By "phase: place", how often."""
+    """Calls by "phase: place"."""
     micro_batches: int
     """Per pass, as rehearsed."""
     tokens: dict[str, int]
-    """By pass, of the rehearsed micro-batch."""
+    """Tokens of the rehearsed micro-batch, by pass."""
     seconds: float
     training: TrainingBatch
     notes: tuple[str, ...] = ()
-    """What was taken for granted."""
+    """Assumptions, such as balanced routing."""
     timeline: tuple[tuple[str, dict[str, float]], ...] = ()
-    """Moments of the step at equal distances in operations: phase, and bytes by kind."""
+    """Phase and bytes by kind, at moments evenly spaced in operations."""

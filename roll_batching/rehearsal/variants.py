@@ -1,4 +1,4 @@
-"""Jobs that differ in a few settings: what one could change so that a job fits."""
+"""Changed copies of a job that need less memory: caps, recomputation and parallel layouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.supervised import supervised
 from roll_batching.planning import ParallelDims
 from roll_batching.rehearsal.lengths import longest_sample
-from roll_batching.rehearsal.rollout import rolls_out, sizes_of
+from roll_batching.rehearsal.rollout import has_local_rollouts, sizes_of
 from roll_batching.rehearsal.task import GRADIENTS, LOG_PROBS, REFERENCE, ROLLOUT
 from roll_batching.settings.fields import Pass
 
@@ -25,23 +25,23 @@ _KEYS: dict[tuple[str, Pass], str] = {
     ("padded", "train"): _ROWS,
     ("padded", "infer"): "infer_batch_size",
 }
-"""What bounds a micro-batch, by mode and kind of pass: tokens, or in padded mode rows."""
+"""Key of the cap on a micro-batch by mode and kind of pass: tokens, or rows in padded mode."""
 _COARSE, _FINE = 1024, 64
-"""Caps are told to so many tokens: large ones, and at the least."""
+"""Granularity of caps in tokens: of large caps, and of the smallest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Settings of a job, by dotted path; a layout is every role's."""
+    """Settings of a job by dotted path. A parallel layout is set for every role."""
 
     settings: Mapping[str, Any]
 
     def __str__(self) -> str:
         """As overrides on the command line."""
-        return " ".join(f"{path}={_word(value)}" for path, value in self.settings.items())
+        return " ".join(f"{path}={_yaml_scalar(value)}" for path, value in self.settings.items())
 
     def of(self, job: JobConfig) -> JobConfig:
-        """`job`, changed."""
+        """Copy of `job` with this change."""
         for path, value in self.settings.items():
             job = with_value(job, path, value)
             for role in ("actor_infer", "reference") if path.startswith(_LAYOUT) else ():
@@ -50,52 +50,50 @@ class Change:
         return job
 
 
-def _word(value: Any) -> str:
+def _yaml_scalar(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def with_value(settings: Any, path: str, value: Any) -> Any:
-    """A copy of pydantic settings with another value at a dotted path."""
+    """Copy of pydantic settings with `value` at a dotted path."""
     first, _, rest = path.partition(".")
     return settings.model_copy(update={first: with_value(getattr(settings, first), rest, value) if rest else value})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """A key that bounds the micro-batches of some phases."""
+    """Key that bounds the memory of some phases."""
 
     key: str
-    """Its path in the job."""
+    """Dotted path in the job."""
     value: int
-    """As the job has it."""
+    """Value in the job."""
     least: int
-    """Below it the longest sample has no place."""
+    """Smallest value that still holds the longest sample."""
     step: int
-    """What it is told to."""
+    """Granularity of the search."""
     phases: tuple[str, ...]
-    """Whose memory it bounds."""
-
-    def change(self, value: int) -> Change:
-        """The cap with another value."""
-        return Change(settings={self.key: value})
+    """Phases whose memory the cap bounds."""
 
 
 def caps_of(job: JobConfig, dims: ParallelDims) -> list[Cap]:
-    """All caps that the passes of a step have, that of training first."""
+    """Caps of all passes of a step, the training cap first."""
     plan = job.actor_train.logprob_plan
     in_training = (*GRADIENTS, *((LOG_PROBS,) if plan == "train" else ()))
     if supervised(job):
-        return [_cap(job, "actor_train", "train", (*in_training, REFERENCE))]  # the reference has training's plans
-    found = [_cap(job, "actor_train", "train", in_training)]
+        return [
+            _cap(job, "actor_train", "train", (*in_training, REFERENCE))
+        ]  # the reference runs on the plans of training
+    caps = [_cap(job, "actor_train", "train", in_training)]
     if plan == "own":
-        found.append(_cap(job, "actor_train", "infer", (LOG_PROBS,)))
-    if rolls_out(job) and dims.pp_size == dims.cp_size == 1:
+        caps.append(_cap(job, "actor_train", "infer", (LOG_PROBS,)))
+    if has_local_rollouts(job) and dims.pp_size == dims.cp_size == 1:
         sizes, key = sizes_of(job, dims), "actor_infer.generating_args.max_tokens_in_cache"
-        most = job.actor_infer.generating_args.max_tokens_in_cache or sizes.rows * sizes.room
-        found.append(Cap(key=key, value=most, least=sizes.room, step=sizes.room, phases=ROLLOUT))
+        value = job.actor_infer.generating_args.max_tokens_in_cache or sizes.rows * sizes.room
+        caps.append(Cap(key=key, value=value, least=sizes.room, step=sizes.room, phases=ROLLOUT))
     if job.reference is not None:
-        found.append(_cap(job, "reference", "infer", (REFERENCE,)))
-    return found
+        caps.append(_cap(job, "reference", "infer", (REFERENCE,)))
+    return caps
 
 
 def _cap(job: JobConfig, name: str, kind: Pass, phases: tuple[str, ...]) -> Cap:
@@ -111,10 +109,10 @@ def _cap(job: JobConfig, name: str, kind: Pass, phases: tuple[str, ...]) -> Cap:
     return Cap(key=key, value=value, least=least, step=step, phases=phases)
 
 
-def ladders(job: JobConfig, world_size: int) -> Iterator[list[Change]]:
-    """Changes that save memory and leave results as they are, the cheapest first; of each kind ever larger ones.
+def candidate_changes(job: JobConfig, world_size: int) -> Iterator[list[Change]]:
+    """Changes that save memory without changing results, by kind from cheap to expensive, each kind in growing size.
 
-    Where fewer data-parallel ranks remain, each accumulates more micro-batches for the same mini-batch.
+    Layouts with fewer data-parallel ranks accumulate more micro-batches, so that the mini-batch stays the same.
     """
     train = job.actor_train
     megatron, model = train.strategy_args.strategy_config, train.model_args.architecture
@@ -134,8 +132,8 @@ def ladders(job: JobConfig, world_size: int) -> Iterator[list[Change]]:
         for factor in factors
         if model.kv_heads % (factor * tensor) == 0
     ]
-    if rolls_out(job) and pipeline == 1:
-        return  # a pipeline has no cache of keys and values: its rollouts compute whole sequences for every token
+    if has_local_rollouts(job) and pipeline == 1:
+        return  # without a KV cache, rollouts under a pipeline recompute the whole sequence for every token
     yield [
         _layout({"pipeline_model_parallel_size": factor * pipeline, **full}, factor * accumulated)
         for factor in factors

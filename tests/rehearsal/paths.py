@@ -54,15 +54,15 @@ def head_with_an_index_on_the_host(_: None) -> RankReport:
 
 def _with_policy(job: dict[str, Any], use: Callable[[Any, Any], Any]) -> Any:
     """What `use` makes of the passes of a job, and the host reads inside its schedules."""
-    from roll_batching.rehearsal import pretended_cuda, world
+    from roll_batching.rehearsal import fake_cuda, fake_world
     from roll_batching.rehearsal.passes import passes_of
     from roll_batching.rehearsal.recorder import Recorder
 
-    pretended_cuda.install()
-    world.join(0, 1)
-    world.ease_megatron()
+    fake_cuda.install()
+    fake_world.join(0, 1)
+    fake_world.patch_megatron()
     recorder = Recorder("cuda")
-    with world.on_device_without_values("cuda"), recorder:
+    with fake_world.fake_device("cuda"), recorder:
         passes = passes_of(task_of(job, 1).job, recorder)
         return use(passes, recorder)
 

@@ -14,9 +14,8 @@ import yaml
 from roll_batching.cli import main
 from roll_batching.errors import RollBatchingError
 from roll_batching.jobs.config import JobConfig, config_from_dict
-from roll_batching.rehearsal.advice import limits_of, lowered, ways_that_were_tried
-from roll_batching.rehearsal.job import Rehearsal, StageReport
-from roll_batching.rehearsal.margins import margins_of
+from roll_batching.rehearsal.advice import find_limits, largest_fitting_caps, try_changes
+from roll_batching.rehearsal.job import Rehearsal, StageReport, margins_of
 from roll_batching.rehearsal.report import advice_lines
 from roll_batching.rehearsal.task import PhasePeak, RankReport, TrainingBatch
 from tests.rehearsal.jobs import DYNAMIC, PACKED, job_of
@@ -77,18 +76,18 @@ def test_the_largest_cap_that_fits_is_found_to_a_step_in_few_rehearsals():
     rehearse = Counted()
     found = rehearse(packed(cap=65536))
     memory = memory_for(found, 6000)  # 0.5 t + 1e-6 t^2 = 6000: t = 11,726
-    (limit,) = limits_of(found, memory, rehearse)
+    (limit,) = find_limits(found, memory, rehearse)
     assert limit.key == TRAIN and limit.value == 65536
     assert limit.fits % 1024 == 0 and limit.fits <= 11726 < limit.too_large <= limit.fits + 1024
     assert len(rehearse.jobs) <= 7
-    assert lowered(found, [limit], memory).settings == {TRAIN: limit.fits}
+    assert largest_fitting_caps(found, [limit], memory).settings == {TRAIN: limit.fits}
 
 
 def test_a_job_that_fits_hears_how_much_larger_its_packs_may_be():
     rehearse = Counted()
     found = rehearse(packed(cap=4096, forward=8192))
     memory = memory_for(found, 6000)
-    (limit,) = limits_of(found, memory, rehearse)
+    (limit,) = find_limits(found, memory, rehearse)
     assert limit.fits <= 11726 < limit.too_large <= limit.fits * 1.1
     (line,) = advice_lines(found, [limit], [], memory)
     assert f"{TRAIN} is 4,096: {limit.fits:,} fits" in line
@@ -98,11 +97,11 @@ def test_the_cap_is_named_whose_phase_does_not_fit_and_both_where_both_do_not():
     rehearse = Counted()
     reference = rehearse(packed(cap=4096, forward=131072))  # 2.0 and 12.8 GiB
     memory = memory_for(reference, 6000)
-    (limit,) = limits_of(reference, memory, rehearse)
+    (limit,) = find_limits(reference, memory, rehearse)
     assert limit.key == FORWARD and limit.fits <= 60000 < limit.too_large
     both = rehearse(packed(cap=65536, forward=131072))
     before = len(rehearse.jobs)
-    change = lowered(both, limits_of(both, memory, rehearse), memory)
+    change = largest_fitting_caps(both, find_limits(both, memory, rehearse), memory)
     assert set(change.settings) == {TRAIN, FORWARD} and len(rehearse.jobs) - before <= 6
     assert rehearse(change.of(both.job)).fits(memory)
 
@@ -111,11 +110,11 @@ def test_no_cap_is_told_where_none_fits():
     rehearse = Counted(lambda job: peaks_of(job, kept=7000))
     found = rehearse(packed())
     memory = memory_for(found, 6000)
-    limits = limits_of(found, memory, rehearse)
+    limits = find_limits(found, memory, rehearse)
     assert [limit.fits for limit in limits] == [None, None]
-    assert lowered(found, limits, memory) is None
+    assert largest_fitting_caps(found, limits, memory) is None
     told = "\n".join(advice_lines(found, limits, [], memory))
-    assert "nothing that was tried" in told and f"no {TRAIN} fits" in told
+    assert "none of the tried settings fits" in told and f"no {TRAIN} fits" in told
 
 
 def test_layouts_are_tried_until_one_fits_and_keep_the_mini_batch():
@@ -129,7 +128,7 @@ def test_layouts_are_tried_until_one_fits_and_keep_the_mini_batch():
     )
     found = rehearse(job)
     memory = memory_for(found, 2300)  # of 8,460; with recomputation 4,364, halved by twice the tensor parallelism
-    ways = ways_that_were_tried(found, memory, rehearse)
+    ways = try_changes(found, memory, rehearse)
     said = {str(way.change): way.need <= memory for way in ways}
     layout = "actor_train.strategy_args.strategy_config."
     full, steps = f"{layout}recompute_granularity=full", "actor_train.training_args.gradient_accumulation_steps"
@@ -155,10 +154,10 @@ def test_a_layout_that_cannot_run_is_left_out_and_least_caps_are_the_last_resort
 
     memory = memory_for(Counted()(packed()), 1000)
     found = Counted()(packed(forward=65536))
-    assert not any("pipeline" in str(way.change) for way in ways_that_were_tried(found, memory, Counted()))
+    assert not any("pipeline" in str(way.change) for way in try_changes(found, memory, Counted()))
     rehearse = Counted(without_pipelines)
     found = rehearse(packed(forward=65536, async_generation_ratio=1))
-    ways = ways_that_were_tried(found, memory, rehearse)
+    ways = try_changes(found, memory, rehearse)
     assert not any("pipeline" in str(way.change) for way in ways)
     layouts = [job.actor_train.strategy_args.strategy_config for job in rehearse.jobs]
     assert any(layout.pipeline_model_parallel_size > 1 for layout in layouts)

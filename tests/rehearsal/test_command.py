@@ -44,7 +44,7 @@ def test_lengths_of_the_jobs_own_first_step(tmp_path):
     """Of pairs both answers, each with the prompt before it and the end behind it."""
     from roll_batching.errors import ConfigError
     from roll_batching.jobs.config import load_config
-    from roll_batching.rehearsal.job_data import lengths_of_data
+    from roll_batching.rehearsal.lengths import lengths_of_data
 
     sizes = [3, 5, 9, 2] * 16
     rows = [{"prompt": "ab=", "chosen": "c" * size, "rejected": "d" * (size + 1)} for size in sizes]
@@ -73,7 +73,7 @@ def test_a_layout_of_a_role_s_own_is_refused_by_name(role, capsys):
     with pytest.raises(SystemExit) as end:
         main([*DEMO, "--no-advice", sizes])
     assert end.value.code == 2
-    assert "which a rehearsal cannot follow for now" in " ".join(capsys.readouterr().err.split())
+    assert "A rehearsal does not support that" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_size_that_is_none(capsys):

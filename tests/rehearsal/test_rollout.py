@@ -8,10 +8,10 @@ import pytest
 
 from roll_batching.jobs.config import config_from_dict
 from roll_batching.planning import ParallelDims
-from roll_batching.rehearsal.rollout import fault_of, rolls_out, sizes_of
+from roll_batching.rehearsal.rollout import fault_of, has_local_rollouts, sizes_of
 from roll_batching.rehearsal.task import DECODING, PREFILL
 from tests.rehearsal.jobs import job_of, task_of
-from tests.rehearsal.test_right import rehearsed
+from tests.rehearsal.test_accuracy import rehearsed
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.rehearse
@@ -32,7 +32,7 @@ def whole_rollout(job: dict[str, Any]) -> tuple[float, float, int]:
 
     start_processes()
     recorder, config = Recorder("cpu"), config_from_dict(job)
-    with recorder, recorder.following_modules():
+    with recorder, recorder.tracking_modules():
         policy = passes_of(config, recorder, with_values=True).policy
         prompts = [torch.randint(0, 500, (config.prompt_length,)) for _ in range(config.rollout_batch_size)]
         batch = SampleBatch.from_lists({"input_ids": prompts}, {"input_ids": "token"})
@@ -70,8 +70,8 @@ def test_how_much_a_rank_samples():
 
 
 def test_who_samples_and_who_cannot():
-    assert rolls_out(config_from_dict(job_of()))
-    assert not rolls_out(config_from_dict(job_of(task="sft", sequence_length=200)))
-    assert not rolls_out(config_from_dict(job_of(async_generation_ratio=1)))
+    assert has_local_rollouts(config_from_dict(job_of()))
+    assert not has_local_rollouts(config_from_dict(job_of(task="sft", sequence_length=200)))
+    assert not has_local_rollouts(config_from_dict(job_of(async_generation_ratio=1)))
     assert fault_of(config_from_dict(job_of()), ParallelDims()) is None
     assert "context parallel size 2" in fault_of(config_from_dict(job_of()), ParallelDims(cp_size=2))

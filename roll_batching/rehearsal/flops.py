@@ -1,4 +1,4 @@
-"""FLOPs of operators: products of matrices and attention; everything else is not counted.
+"""FLOPs of operators: matrix products and attention; other operators count nothing.
 
 A product of [m, k] and [k, n] is 2mkn. Attention over p pairs of a query and a key that it sees, with h heads of d
 channels, is 4phd forward (scores, and values weighted by them) and 10phd backward, where the kernel computes the scores
@@ -13,16 +13,19 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 _PAIRS: dict[int, int] = {}
-"""By the storage of a pack's cumulative query lengths: pairs of a query and a key that it sees."""
+"""Query-key pairs of a pack, by the storage of its cumulative query lengths."""
 
 
-def tell_pairs(cumulative: torch.Tensor, pairs: int) -> None:
-    """A pack whose spans are described by the tensor `cumulative` has so many pairs of query and key."""
+def set_attention_pairs(cumulative: torch.Tensor, pairs: int) -> None:
+    """Set the number of query-key pairs of the pack whose cumulative query lengths are `cumulative`.
+
+    A fake tensor has no lengths to count them from.
+    """
     _PAIRS[cumulative.untyped_storage()._cdata] = pairs
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """What one call of an operator computes."""
+    """FLOPs of one call of an operator."""
     packet = func._overloadpacket
     if packet in _COUNTED:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
@@ -40,7 +43,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def workspace_of(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes that a kernel allocates for itself, which fake tensors do not show.
+    """Bytes of a kernel's workspace, which fake tensors do not allocate.
 
     Flash attention's backward (`mha_varlen_bwd` in PyTorch's `flash_attn/flash_api.cpp`): an fp32 sum of the queries'
     gradients, a number per row, and with fewer key heads than query heads, gradients of keys and values per query head.

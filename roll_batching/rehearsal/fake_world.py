@@ -1,6 +1,6 @@
-"""A cluster that consists of this process alone: torch's `fake` process group answers every collective at once.
+"""A fake cluster of one process: torch's `fake` process group completes every collective at once.
 
-For processes that do nothing else: nothing here is undone.
+Patches of torch, Megatron and this package stay for the rest of the process.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from torch.utils._pytree import tree_iter
 
 from roll_batching.distributed import Facts, groups, parallel_layout
 from roll_batching.distributed.team import Team
-from roll_batching.rehearsal import pretended_cuda
-from roll_batching.rehearsal.experts import SelectedByRouter
+from roll_batching.rehearsal import fake_cuda
+from roll_batching.rehearsal.experts import RouterSelectionMode
 from roll_batching.samples import SampleBatch
 
 
 def join(rank: int, world_size: int) -> None:
-    """This process becomes `rank` of a world of `world_size` that is not there."""
+    """Initialize torch.distributed as `rank` of a fake process group of `world_size`."""
     os.environ["LOCAL_RANK"] = "0"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    groups.group_timeout = parallel_layout.group_timeout = lambda group: datetime.timedelta(
-        minutes=30
-    )  # nobody is waited for
-    _without_gloo()
-    # What ranks tell each other this one says to itself: others would only say the same.
+    # Any value serves: the fake backend never waits.
+    groups.group_timeout = parallel_layout.group_timeout = lambda group: datetime.timedelta(minutes=30)
+    _replace_gloo()
+    # Ranks exchange facts on the host. All ranks of a rehearsal would state the same, so this rank's suffice.
     groups._host_groups[dist.group.WORLD] = None
     team: Any = Team
-    team.agree = _agreed_alone
-    # An operator that fake tensors do not know: it writes what it is given.
+    team.agree = _agree_alone
+    # Operators without a meta implementation; they write into tensors that they are given.
     library = torch.library.Library("c10d", "IMPL")
     for name in ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_coalesced_"):
-        library.impl(name, _done, "Meta")
+        library.impl(name, _completed_work, "Meta")
     _LIBRARIES.append(library)
 
 
@@ -48,20 +47,20 @@ _LIBRARIES: list[Any] = []
 
 
 @contextlib.contextmanager
-def _agreed_alone(team: Team, what: str) -> Iterator[Facts]:
+def _agree_alone(team: Team, what: str) -> Iterator[Facts]:
     facts = Facts()
     yield facts
     facts.total = facts.counted
 
 
-def _done(*args: Any, **kwargs: Any) -> Any:
+def _completed_work(*args: Any, **kwargs: Any) -> Any:
     from torch._C._distributed_c10d import FakeWork
 
     return FakeWork().boxed()
 
 
-def _without_gloo() -> None:
-    """Groups on gloo would look for the other processes, and objects travel as values that nobody has."""
+def _replace_gloo() -> None:
+    """Make gloo groups fake too, and gather objects from this rank only: gloo would wait for the other ranks."""
     distributed: Any = dist
     make = distributed.new_group
 
@@ -77,8 +76,8 @@ def _without_gloo() -> None:
     distributed.all_gather_object = all_gather_object
 
 
-def ease_megatron() -> None:
-    """What Megatron does with values that fake tensors do not have, left out: random states, swapped parameters."""
+def patch_megatron() -> None:
+    """Skip parts of Megatron and torch that need tensor values: random states, swapped parameters, reads in C++."""
     import megatron.core.tensor_parallel.random as randomness
 
     state = torch.get_rng_state()
@@ -88,25 +87,25 @@ def ease_megatron() -> None:
     module._get_cuda_rng_state = lambda *args, **kwargs: state
     module._set_cuda_rng_state = lambda *args, **kwargs: None
     module.CudaRNGStatesTracker.fork = lambda self, *args, **kwargs: contextlib.nullcontext()
-    torch.nn.Module._apply = _apply  # type: ignore[assignment]
-    _read_through_python()
-    _samples_are_the_hosts()
+    torch.nn.Module._apply = _apply_out_of_place  # type: ignore[assignment]
+    _patch_tensor_reads()
+    _check_samples_on_host()
 
 
-def _samples_are_the_hosts() -> None:
-    """Lengths and offsets of samples are numbers on the host, whatever device is pretended."""
+def _check_samples_on_host() -> None:
+    """Check samples outside the fake modes: their lengths and offsets are real tensors on the host."""
     kind: Any = SampleBatch
     check = kind.__post_init__
 
-    def checked(self: SampleBatch) -> None:
+    def check_on_host(self: SampleBatch) -> None:
         with _disable_current_modes():
             check(self)
 
-    kind.__post_init__ = checked
+    kind.__post_init__ = check_on_host
 
 
-def _read_through_python() -> None:
-    """What C++ would read of a tensor itself goes through `item`, which a recorder sees and answers."""
+def _patch_tensor_reads() -> None:
+    """Route reads of tensor values through `item`, which the recorder sees and answers."""
     tensor, fake = torch.tensor, FakeTensor
 
     def read(values: Any) -> Any:
@@ -114,28 +113,28 @@ def _read_through_python() -> None:
             return [read(value) for value in values]
         return values.item() if isinstance(values, FakeTensor) and values.numel() == 1 else values
 
-    def listed(shape: tuple[int, ...], value: Any) -> Any:
-        return [listed(shape[1:], value) for _ in range(shape[0])] if shape else value
+    def nested_list(shape: tuple[int, ...], value: Any) -> Any:
+        return [nested_list(shape[1:], value) for _ in range(shape[0])] if shape else value
 
     def tolist(self: FakeTensor) -> Any:
-        """One read, however many values."""
-        return listed(tuple(self.shape), self.reshape(-1)[0].item() if self.numel() else None)
+        """Count one read for the whole tensor."""
+        return nested_list(tuple(self.shape), self.reshape(-1)[0].item() if self.numel() else None)
 
     module: Any = torch
     module.tensor = lambda data, *args, **kwargs: tensor(read(data), *args, **kwargs)
     fake.tolist = tolist  # type: ignore[method-assign]
 
 
-def _apply(module: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:
-    """`Module._apply` (`to`, `bfloat16`), which would swap parameters in place: here modules get new ones."""
-    found: dict[int, torch.nn.Parameter] = {}
+def _apply_out_of_place(module: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:
+    """`Module._apply` (`to`, `bfloat16`) that gives modules new parameters instead of swapping tensors in place."""
+    changed: dict[int, torch.nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in found:
-                found[id(parameter)] = _changed(parameter, change)
-            part._parameters[name] = found[id(parameter)]
+            if id(parameter) not in changed:
+                changed[id(parameter)] = _changed(parameter, change)
+            part._parameters[name] = changed[id(parameter)]
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = change(buffer)
@@ -152,10 +151,10 @@ def _changed(parameter: torch.nn.Parameter, change: Any) -> torch.nn.Parameter:
     return new
 
 
-class _HostIsReal(TorchDispatchMode):
-    """What only concerns the host is computed: tensors with values stay so, on the device there are none.
+class _RealHostMode(TorchDispatchMode):
+    """Computes operators on host tensors for real; only tensors on the rehearsed device are fake.
 
-    `device`: the type of device that is pretended; where it is the CPU itself, new tensors are the device's.
+    `device`: type of the rehearsed device. If it is "cpu", newly made tensors are fake.
     """
 
     def __init__(self, device: str) -> None:
@@ -166,20 +165,20 @@ class _HostIsReal(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
         device = kwargs.get("device")
-        here = device is None or torch.device(device).type == "cpu"
-        if here and (tensors or self._makes_host_tensors) and not any(isinstance(x, FakeTensor) for x in tensors):
+        on_host = device is None or torch.device(device).type == "cpu"
+        if on_host and (tensors or self._makes_host_tensors) and not any(isinstance(x, FakeTensor) for x in tensors):
             with _disable_current_modes():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def on_device_without_values(device: str) -> Iterator[None]:
-    """Inside, tensors on `device` ("cpu" or "cuda") have shapes alone."""
+def fake_device(device: str) -> Iterator[None]:
+    """Make tensors on `device` ("cpu" or "cuda") fake inside."""
     with contextlib.ExitStack() as modes:
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if device == "cuda":
-            modes.enter_context(pretended_cuda.SeenByCpp())
-        modes.enter_context(SelectedByRouter())
-        modes.enter_context(_HostIsReal(device))
+            modes.enter_context(fake_cuda.CppDeviceMode())
+        modes.enter_context(RouterSelectionMode())
+        modes.enter_context(_RealHostMode(device))
         yield

@@ -1,9 +1,8 @@
-"""A CUDA device that holds no values: the code believes in it, tensors on it have shapes alone.
+"""A fake CUDA device: tensors on it have shapes but no values. Works with every build of torch, without a GPU.
 
-FakeTensorMode knows such tensors, but where there is no GPU torch's C++ side does not: backward passes ask the driver
-for streams, and a CPU build has nothing to ask. So C++ is told that these tensors are on "meta", where it asks for
-nothing, while Python sees "cuda". What C++ then makes on "meta" is put back on the device. Works with every build of
-torch.
+FakeTensorMode alone is not enough without a GPU: a backward pass in torch's C++ code asks the driver for streams, which
+a CPU build does not have. Therefore C++ sees these tensors on "meta", for which it asks nothing, while Python sees
+"cuda". Tensors that C++ then makes on "meta" are moved to the fake device.
 """
 
 from __future__ import annotations
@@ -51,22 +50,20 @@ class _Event:
 
 
 def install() -> None:
-    """Answers for an H100 for the rest of the process: rehearsals run in processes of their own.
+    """Patch torch to report an H100 until the process ends; each rehearsal has its own process.
 
-    Raises `RuntimeError` where CUDA is available: there the device itself could be asked.
+    Raises `RuntimeError` if CUDA is available.
     """
     if torch.cuda.is_available():
-        raise RuntimeError(
-            "a pretended device is for machines without CUDA: hide the GPUs with CUDA_VISIBLE_DEVICES=''"
-        )
-    _answer_for_cuda()
-    _free_fake_tensors_of_the_driver()
-    _choose_as_on_cuda()
-    _have_kernels()
-    _SeenByPython().__enter__()
+        raise RuntimeError("a rehearsal needs a process without CUDA: set CUDA_VISIBLE_DEVICES=''")
+    _patch_torch_cuda()
+    _avoid_driver_calls()
+    _use_foreach_optimizers()
+    _patch_kernels()
+    _PythonDeviceMode().__enter__()
 
 
-def _answer_for_cuda() -> None:
+def _patch_torch_cuda() -> None:
     cuda: Any = torch.cuda
     state = torch.get_rng_state()
 
@@ -86,7 +83,7 @@ def _answer_for_cuda() -> None:
         "get_rng_state": state,
         "set_rng_state": None,
         "get_device_capability": _CAPABILITY,
-        "get_device_name": "NVIDIA H100 80GB HBM3 (pretended)",
+        "get_device_name": "NVIDIA H100 80GB HBM3 (fake)",
         "memory_allocated": 0,
         "_lazy_init": None,
         "_lazy_call": None,
@@ -101,8 +98,8 @@ def _answer_for_cuda() -> None:
     cuda.stream = cuda.device = lambda *args: contextlib.nullcontext()
 
 
-def _free_fake_tensors_of_the_driver() -> None:
-    """FakeTensorMode must not start CUDA for a device that it is told of."""
+def _avoid_driver_calls() -> None:
+    """Keep FakeTensorMode from initializing CUDA for the fake device."""
     module: Any = fake_tensors
     module.init_gpu_context = lambda *args: None
     mode: Any = FakeTensorMode
@@ -113,8 +110,8 @@ def _free_fake_tensors_of_the_driver() -> None:
     kind.is_meta = property(lambda self: self.fake_device.type == "meta")
 
 
-def _choose_as_on_cuda() -> None:
-    """Optimizers of torch go over lists of tensors at once on CUDA, unless tensors are of a class of their own."""
+def _use_foreach_optimizers() -> None:
+    """Make torch's optimizers choose foreach, as on CUDA; they do not for subclasses such as FakeTensor."""
     import torch.optim.adam as adam
 
     module, optimizer = adam, torch.optim.Optimizer
@@ -124,8 +121,11 @@ def _choose_as_on_cuda() -> None:
             setattr(optimizer, name, lambda self: None)
 
 
-def _have_kernels() -> None:
-    """What one kernel computes on CUDA allocates nothing in between: ours of Triton, and what Megatron compiles."""
+def _patch_kernels() -> None:
+    """Replace functions that are one fused kernel on CUDA, so that no intermediate tensors are counted.
+
+    These are Triton kernels of this package, and functions that Megatron compiles.
+    """
     import megatron.core.fusions.fused_bias_swiglu as swiglu
 
     from roll_batching.losses import vocab_parallel
@@ -148,7 +148,7 @@ def _have_kernels() -> None:
 
 @contextlib.contextmanager
 def _triton() -> Iterator[None]:
-    """Inside, Triton can be imported where it is not installed: its kernels are written down, and never run."""
+    """Provide an empty module `triton` if it is not installed: kernels are defined, but never run."""
     if importlib.util.find_spec("triton") is not None:
         yield
         return
@@ -165,8 +165,8 @@ def _triton() -> Iterator[None]:
             del sys.modules[name]
 
 
-class SeenByCpp(TorchDispatchMode):
-    """To be entered above a FakeTensorMode: C++ sees "meta" where Python sees the pretended device."""
+class CppDeviceMode(TorchDispatchMode):
+    """Shows C++ "meta" where Python sees the fake device; enter above a FakeTensorMode."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -179,8 +179,8 @@ class SeenByCpp(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class _SeenByPython(TorchFunctionMode):
-    """What Python asks C++ about a tensor's device, answered for the pretended one."""
+class _PythonDeviceMode(TorchFunctionMode):
+    """Answers questions about a tensor's device that C++ would answer with "meta"."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -192,7 +192,7 @@ class _SeenByPython(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             func, args = torch.Tensor.to, (args[0], DEVICE)
         if func is torch.Tensor.to and _on_device(args[0]):
-            args, kwargs = _without_own_device(args, kwargs)
+            args, kwargs = _without_same_device(args, kwargs)
             if len(args) == 1 and not kwargs:
                 return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs and _on_device(args[0]):
@@ -204,29 +204,32 @@ def _on_device(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
 
-def _without_own_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`x.to(...)` less the device that x is on: C++, which sees another, would copy."""
+def _without_same_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `x.to(...)` without the device of x: C++ sees another device and would copy."""
 
-    def own(value: Any) -> bool:
+    def is_same(value: Any) -> bool:
         return isinstance(value, torch.device | str) and torch.device(value).type == "cuda"
 
-    kept = {name: value for name, value in kwargs.items() if not own(value)}
-    if len(kept) < len(kwargs) or any(own(value) for value in args[1:]):
+    kept = {name: value for name, value in kwargs.items() if not is_same(value)}
+    if len(kept) < len(kwargs) or any(is_same(value) for value in args[1:]):
         kept.pop("non_blocking", None)
-    return (args[0], *(value for value in args[1:] if not own(value))), kept
+    return (args[0], *(value for value in args[1:] if not is_same(value))), kept
 
 
 def _on_cuda(kernel: Callable[..., torch.Tensor], otherwise: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """`kernel` for tensors on the device. No function mode: backward passes, which compute again, run without them."""
+    """`kernel` for tensors on the fake device, `otherwise` for others.
 
-    def chosen(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    Not a function mode, because recomputation in a backward pass runs outside function modes.
+    """
+
+    def dispatch(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return (kernel if _on_device(x) else otherwise)(x, *args, **kwargs)
 
-    return chosen
+    return dispatch
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The fused kernel of CUDA, which C++ would take apart: it keeps its input, its weight and a number per row."""
+    """Fused RMSNorm of CUDA, which C++ would decompose on "meta"; it saves input, weight and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -254,7 +257,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The kernel that scaled_dot_product_attention takes on CUDA: flash attention, or with a mask the efficient one."""
+    """Kernel of scaled_dot_product_attention on CUDA: flash attention, or memory-efficient attention with a mask."""
     ops = torch.ops.aten
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
         return ops._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roll_batching.rehearsal.scaling import at_layers
+from roll_batching.rehearsal.extrapolation import extrapolate_layers
 from roll_batching.rehearsal.task import PREFILL, REFERENCE, RankReport, RankTask
 from tests.rehearsal.jobs import DYNAMIC, EXPERTS, PADDED, job_of, task_of
 from tests.support.ranks import run_ranks
@@ -107,7 +107,7 @@ def _model(dtype: str) -> dict[str, Any]:
 def test_a_deep_model_follows_from_two_shallow_ones(report):
     job = job_of(megatron=TP2 | SHARDED | FULL, train={"model_args": _model("bf16")})
     two, three, nine = (rehearsed(task_of(job, 4, device="cuda", layers=layers)) for layers in (2, 3, 9))
-    followed = at_layers(two, three, (2, 3, 9))
+    followed = extrapolate_layers(two, three, (2, 3, 9))
     assert followed.kept == pytest.approx(nine.kept, rel=1e-3)
     for phase, peak in nine.peaks.items():
         if phase == "build":  # highest with the embedding or with the layers, by their number

@@ -1,0 +1,46 @@
+"""Extrapolate reports of two shallow models to a deep one: every figure is linear in the number of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from roll_batching.rehearsal.task import PhasePeak, RankReport
+
+
+def extrapolate_layers(few: RankReport, more: RankReport, layers: tuple[int, int, int]) -> RankReport:
+    """Report of a rank with `layers[2]` layers, from its reports with `layers[0]` and `layers[1]` layers."""
+    shallow, deeper, target = layers
+    share = (target - shallow) / (deeper - shallow)
+
+    def extrapolate(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    def by_key(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+        return {
+            key: max(extrapolate(a.get(key, 0), b.get(key, 0)), 0) for key in (*a, *(key for key in b if key not in a))
+        }
+
+    def peak(phase: str) -> PhasePeak:
+        a, b = few.peaks[phase], more.peaks[phase]
+        return PhasePeak(
+            phase=phase,
+            bytes=extrapolate(a.bytes, b.bytes),
+            kinds=by_key(a.kinds, b.kinds),
+            holders=by_key(a.holders, b.holders),
+        )
+
+    calls = by_key({k: v[0] for k, v in few.collectives.items()}, {k: v[0] for k, v in more.collectives.items()})
+    sizes = by_key({k: v[1] for k, v in few.collectives.items()}, {k: v[1] for k, v in more.collectives.items()})
+    reads = by_key(dict(few.host_reads), dict(more.host_reads))
+    return replace(
+        more,
+        parameters=extrapolate(few.parameters, more.parameters),
+        kept=by_key(few.kept, more.kept),
+        peaks={phase: peak(phase) for phase in more.peaks if phase in few.peaks},
+        flops=by_key(few.flops, more.flops),
+        collectives={key: (round(calls[key]), sizes[key]) for key in calls},
+        host_reads={key: round(count) for key, count in reads.items()},
+        training=replace(more.training, model_flops=extrapolate(few.training.model_flops, more.training.model_flops)),
+        seconds=few.seconds + more.seconds,
+    )

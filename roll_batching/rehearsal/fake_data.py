@@ -1,0 +1,71 @@
+"""Samples and packs without contents: real lengths and shapes, for passes on fake tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from roll_batching.modeling.attention.varlen import VarlenSpans
+from roll_batching.packing.batch import PackedBatch
+from roll_batching.packing.prefetch import mapped
+from roll_batching.planning import Plan
+from roll_batching.rehearsal.flops import set_attention_pairs
+from roll_batching.samples import FieldSpec, SampleBatch
+from roll_batching.samples.fields import FieldKind
+
+_NEXT_TOKENS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+_OF_SAMPLES = ("advantages", "rewards")
+
+
+def samples_of(plan: Plan, dp_rank: int, *, token_advantages: bool = False) -> SampleBatch:
+    """Samples that `plan` assigns to a data-parallel rank: real lengths, zeros as contents, and every field of a loss.
+
+    All tokens are response tokens, and samples 2i and 2i + 1 are a pair. `token_advantages`: advantages per token
+    instead of per sample.
+    """
+    indices = plan.rank_samples(dp_rank)
+    lengths = torch.from_numpy(plan.lengths[indices].copy())
+    ids, count, tokens = torch.from_numpy(plan.ids[indices].copy()), len(lengths), int(lengths.sum())
+    fields: dict[str, torch.Tensor] = {
+        "input_ids": torch.zeros(tokens, dtype=torch.int64),
+        "response_mask": torch.ones(tokens, dtype=torch.bool),
+        **{name: torch.zeros(tokens) for name in _NEXT_TOKENS},
+        **{name: torch.zeros(count) for name in _OF_SAMPLES},
+        "pair": ids // 2,
+        "chosen": ids % 2 == 0,
+    }
+    kinds: dict[str, FieldKind] = {
+        "input_ids": "token",
+        "response_mask": "token",
+        **dict.fromkeys(_NEXT_TOKENS, "next_token"),
+        **dict.fromkeys(_OF_SAMPLES, "sample"),
+        "pair": "sample",
+        "chosen": "sample",
+    }
+    if token_advantages:
+        fields["advantages"], kinds["advantages"] = torch.zeros(tokens), "next_token"
+    return SampleBatch(ids, lengths, fields, {name: FieldSpec(kind) for name, kind in kinds.items()})
+
+
+def fake_pack(pack: PackedBatch, device: torch.device) -> PackedBatch:
+    """Copy of `pack` with a fake tensor of the same shape and dtype on `device` for every tensor.
+
+    Call it under a FakeTensorMode. Fields that share a tensor share the fake one.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return fakes[id(tensor)]
+
+    result: PackedBatch = mapped(pack, empty)
+    spans = pack.params.attention
+    if isinstance(spans, VarlenSpans):
+        set_attention_pairs(result.params.attention.cu_queries, _attention_pairs(spans))
+    return result
+
+
+def _attention_pairs(spans: VarlenSpans) -> int:
+    """Number of query-key pairs under the causal mask; the last query of a span sees all its keys."""
+    queries, keys = spans.cu_queries.long().diff(), spans.cu_keys.long().diff()
+    return int((queries * keys - queries * (queries - 1) // 2).sum())
