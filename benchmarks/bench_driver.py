@@ -36,13 +36,13 @@ class StandIn:
     """Ranks without a model: what they read is read, and log-probs are zeros."""
 
     def as_rank(self, rank: int, dp_rank: int, reports: bool, method: str, _: Any, name: str, *handed: Any) -> Any:
-        """What `StrategyRank.work` does, for the rank of this number."""
-        from roll_batching.jobs.driver.columns import Column, share_of
+        """What `StrategyRank.call_with_samples` does, for the rank of this number."""
+        from roll_batching.jobs.driver.columns import Column, replica_samples
 
         assert "torch" not in sys.modules
         plan, *parts = handed[1:]
         columns = {field: column for part in parts for field, column in part.items()}
-        tokens = int(share_of(plan, dp_rank)[1].sum())
+        tokens = int(replica_samples(plan, dp_rank)[1].sum())
         assert all(len(column.values) == tokens for column in columns.values() if column.per_token)
         read = sum(int(column.values.view(np.uint8).sum()) for column in columns.values())
         if method == "train_step":
@@ -54,11 +54,11 @@ class StandIn:
 class AsRank:
     """An actor, called as one of the ranks that it stands for."""
 
-    def __init__(self, actor: Any, rank: int, station: Any) -> None:
-        self.actor, self.place, self.calls = actor, (rank, station.dp_rank, station.is_replica_leader), 0
+    def __init__(self, actor: Any, rank: int, layout: Any) -> None:
+        self.actor, self.place, self.calls = actor, (rank, layout.dp_rank, layout.is_replica_leader), 0
 
     @property
-    def work(self) -> AsRank:
+    def call_with_samples(self) -> AsRank:
         """As an actor has it."""
         return self
 
@@ -107,34 +107,42 @@ def measure(batch: Any, ranks: int, tp_size: int, actors: list[Any]) -> dict[str
     """The figures of one step on `ranks` ranks."""
     import torch
 
-    from roll_batching.jobs.driver.handout import Part, Station, call_ranks, hand_out, with_fields
-    from roll_batching.jobs.launch.on_ray.actors import Ranks
+    from roll_batching.jobs.driver.shard_distribution import (
+        FieldShards,
+        RankLayout,
+        call_ranks,
+        distribute_batch,
+        with_fields,
+    )
+    from roll_batching.jobs.launch.on_ray.actors import RankActors
     from roll_batching.planning import PlanConstraints, plan_step
 
     dp_size = ranks // tp_size
-    stations = [
-        Station(dp_rank=rank // tp_size, is_first_stage=True, is_last_stage=True, is_replica_leader=rank % tp_size == 0)
+    layouts = [
+        RankLayout(
+            dp_rank=rank // tp_size, is_first_stage=True, is_last_stage=True, is_replica_leader=rank % tp_size == 0
+        )
         for rank in range(ranks)
     ]
     each = ranks // len(actors)
-    called = [AsRank(actors[rank // each], rank, stations[rank]) for rank in range(ranks)]
-    team = Ranks(called)
+    called = [AsRank(actors[rank // each], rank, layouts[rank]) for rank in range(ranks)]
+    team = RankActors(called)
     before = stored()
     marks = {"start": time.process_time()}
     started = time.perf_counter()
     constraints = PlanConstraints(dp_size=dp_size, tp_size=tp_size, max_tokens=CAP)
     plan = plan_step(batch.lengths.numpy(), constraints, ids=batch.ids.numpy())
     marks["plan"] = time.process_time()
-    held = hand_out(batch, plan, stations)
+    held = distribute_batch(batch, plan, layouts)
     marks["hand out"] = time.process_time()
     for name in ("old_log_probs", "ref_log_probs"):
-        said, made = call_ranks(called, stations, held, "compute_log_probs", (), name=name)
-        team.answers(said)
-        held = held.with_part(Part(names=frozenset({name}), objects=made))
+        said, made = call_ranks(called, layouts, held, "compute_log_probs", (), name=name)
+        team.results(said)
+        held = held.with_shards(FieldShards(names=frozenset({name}), objects=made))
     marks["log-probs"] = time.process_time()
     held = with_fields(held, {"advantages": torch.randn(len(batch))}, {"advantages": "sample"})
-    said, _ = call_ranks(called, stations, held, "train_step")
-    answers = team.answers(said)
+    said, _ = call_ranks(called, layouts, held, "train_step")
+    answers = team.results(said)
     marks["train"] = time.process_time()
     wall, size = time.perf_counter() - started, stored() - before
     assert team.failure is None, team.failure
@@ -153,7 +161,7 @@ def measure(batch: Any, ranks: int, tp_size: int, actors: list[Any]) -> dict[str
         "put_bytes": held.nbytes,
         "stored_bytes": size,
         "stored_share": size / samples,
-        "objects_put": 1 + len(held.parts) * dp_size,
+        "objects_put": 1 + len(held.shards) * dp_size,
         "calls": sum(one.calls for one in called),
         "calls_per_pass_and_rank": sum(one.calls for one in called) / 3 / ranks,
     }

@@ -63,13 +63,13 @@ def drive() -> None:
     with WorkerGroup(POLICY, RANKS, seed=5) as policy:
         for step in range(STEPS):
             batch = rollouts(step)
-            held = policy.hand_out(batch)  # each replica's samples go into the object store, once
-            held = policy.with_log_probs(held, "old_log_probs", masks=["response_mask"])  # these stay there
-            held = policy.with_fields(held, {"advantages": advantages(batch)}, {"advantages": "token"})
-            result = policy.train_step(held, PolicyLoss())
+            shared = policy.distribute(batch)  # each replica's samples go into the object store, once
+            shared = policy.with_log_probs(shared, "old_log_probs", masks=["response_mask"])  # these stay there
+            shared = policy.with_fields(shared, {"advantages": advantages(batch)}, {"advantages": "token"})
+            result = policy.train_step(shared, PolicyLoss())
             print(f"step {step}: loss {result.loss.hex()}, gradient norm {result.grad_norm.hex()}", flush=True)
             if step == STEPS - 1:
-                log_probs = policy.compute_log_probs(held)  # in the order of `batch`, wherever samples were
+                log_probs = policy.compute_log_probs(shared)  # in the order of `batch`, wherever samples were
                 assert torch.equal(log_probs.ids, batch.ids)
                 print(f"log-prob of its samples: {log_probs['log_probs'].sum().item().hex()}")
 

@@ -62,14 +62,14 @@ def _open_streams() -> None:
 
 
 def _say(error: RollBatchingError) -> None:
-    from roll_batching.jobs.launch.environment import rank_place
-    from roll_batching.jobs.launch.failures import describe, record_failure
+    from roll_batching.jobs.launch.environment import rank_info
+    from roll_batching.jobs.launch.failures import describe_failure, record_failure
 
     try:
-        place = rank_place()
+        place = rank_info()
     except ConfigError:
         place = None
-    if place is not None and record_failure(describe(place.rank, error)):
+    if place is not None and record_failure(describe_failure(place.rank, error)):
         return
     # Every rank reads the same file and finds the same problems: one of them says so.
     if place is None or place.rank == 0:

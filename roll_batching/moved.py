@@ -6,6 +6,7 @@ MOVED = {
     "roll_batching.compat.nemo_rl": "roll_batching.jobs.conversion.nemo_rl_names",
     "roll_batching.config": "roll_batching.jobs.config",
     "roll_batching.conversion": "roll_batching.jobs.conversion",
+    "roll_batching.driver.handout": "roll_batching.jobs.driver.shard_distribution",
     "roll_batching.driver": "roll_batching.jobs.driver",
     "roll_batching.engines": "roll_batching.jobs.engines",
     "roll_batching.launch": "roll_batching.jobs.launch",

@@ -100,15 +100,15 @@ def run_command(
     command: str, config: Path, overrides: Sequence[str] | None, start: _Start, task: Task | None = None
 ) -> None:
     """Starts the processes of the job that `config` describes with `command`, or is one of them."""
-    from roll_batching.jobs.launch.devices import devices_under_torchrun, role_devices
-    from roll_batching.jobs.launch.environment import check_world, rank_place
-    from roll_batching.jobs.launch.open_files import allow_open_files
+    from roll_batching.jobs.launch.devices import devices_under_torchrun, role_device_variables
+    from roll_batching.jobs.launch.environment import check_world_size, rank_info
+    from roll_batching.jobs.launch.open_files import raise_open_files_limit
 
     changes = list(overrides or ())
     job = load_config(config, changes, task=task)
     job.check_runnable()
-    allow_open_files()
-    place = rank_place()
+    raise_open_files_limit()
+    place = rank_info()
     if start.launcher is Launcher.ray:
         if place is not None:
             raise ConfigError("--launcher ray starts the ranks itself, and RANK is set in the environment: unset it")
@@ -116,11 +116,11 @@ def run_command(
         return
     if start.max_restarts:
         raise ConfigError("--max-restarts needs --launcher ray; torchrun has a --max-restarts of its own")
-    os.environ.update(role_devices(job))
+    os.environ.update(role_device_variables(job))
     if place is None:
         _run_here(job, [command, "--config", str(config), *changes], start.nproc)
         return
-    check_world(job, place)
+    check_world_size(job, place)
     from roll_batching.jobs.launch.worker import run_worker
 
     if place.rank == 0 and place.launcher is None:
@@ -133,13 +133,13 @@ def run_command(
 
 
 def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> None:
-    from roll_batching.jobs.launch.devices import crowding, process_count
+    from roll_batching.jobs.launch.devices import oversubscription_warning, process_count
     from roll_batching.jobs.launch.local import launch
     from roll_batching.jobs.run_folder import folder_of
 
     count = process_count(job, nproc)
     shown = _devices_here(job, count, nproc)
-    if not shown and (text := crowding(count, os.cpu_count() or 1)):
+    if not shown and (text := oversubscription_warning(count, os.cpu_count() or 1)):
         typer.echo(f"notice: {text}", err=True)
     with _ready(job) as variables:
         failure = launch("roll_batching.cli", arguments, count, {**variables, **shown}, folder_of(job))
@@ -179,14 +179,14 @@ def _devices_here(job: JobConfig, count: int, nproc: int | None, *, of_roles: bo
 
     With `of_roles` also those of roles that have others.
     """
-    from roll_batching.jobs.launch.devices import choose_devices, devices_of_roles, visible_devices
+    from roll_batching.jobs.launch.devices import choose_devices, role_gpus, visible_devices
 
     _require_torch()
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     chosen = choose_devices(job.actor_train.device_mapping, count, gpus, forced=nproc is not None)
-    others = devices_of_roles(job, chosen, gpus)
+    others = role_gpus(job, chosen, gpus)
     return visible_devices([*chosen, *(device for device in others if of_roles)])
 
 

@@ -15,7 +15,7 @@ from roll_batching.jobs.engines.started_servers import engine_servers
 from roll_batching.jobs.inputs import load_inputs
 from roll_batching.jobs.objectives.from_config import Advantages, advantages_of, loss_of
 from roll_batching.jobs.observe.trackers import tracker_of
-from roll_batching.jobs.processes.world import StartWorld, start_here
+from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_local_workers
 from roll_batching.jobs.rl.grpo import Grpo, Objective
 from roll_batching.jobs.roles.layout_sampler import layout_sampler
 from roll_batching.jobs.rollouts.prompts import prompts_by_domain
@@ -24,10 +24,10 @@ from roll_batching.jobs.run.run import Run
 from roll_batching.jobs.supervised.supervised import train_on_texts, warm_up
 
 
-def run_job(config: JobConfig, start_world: StartWorld = start_here) -> None:
+def run_job(config: JobConfig, start_workers: StartRoleWorkers = start_local_workers) -> None:
     """Run the job that `config` describes, as one of its ranks. Every rank calls it.
 
-    `start_world` starts the processes of roles that have devices of their own.
+    `start_workers` starts the processes of roles that have devices of their own.
 
     Leaves metrics, the resolved configuration and the learning curve in the run's folder. Raises ConfigError or
     DataError before the model is built when files or settings are wrong, and RankError or LossError, the same
@@ -45,7 +45,7 @@ def run_job(config: JobConfig, start_world: StartWorld = start_here) -> None:
     )
     with contextlib.ExitStack() as until_the_end:
         served = config if objective is None else until_the_end.enter_context(engine_servers(config))
-        run = Run(config, inputs, until_the_end, start_world)
+        run = Run(config, inputs, until_the_end, start_workers)
         try:
             if config.warmup is not None:
                 warm_up(run)

@@ -1,4 +1,4 @@
-"""From a `SampleBatch` to columns and back, without a copy."""
+"""Converts a `SampleBatch` to columns and back, without a copy."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from roll_batching.planning.arrays import Ints
 from roll_batching.samples import FieldSpec, SampleBatch
 
 
-def columns_of(batch: SampleBatch) -> dict[str, Column]:
-    """The fields of `batch`, on the host."""
+def to_columns(batch: SampleBatch) -> dict[str, Column]:
+    """The fields of `batch` as numpy columns, on the host."""
     return {name: _column(batch[name], spec) for name, spec in batch.schema.items()}
 
 
-def batch_of(ids: Ints, lengths: Ints, columns: Columns, origin: str | None = None) -> SampleBatch:
-    """The batch of `columns`: its tensors are the memory of the columns, and as read-only as that is."""
+def from_columns(ids: Ints, lengths: Ints, columns: Columns, origin: str | None = None) -> SampleBatch:
+    """A batch whose tensors share the memory of `columns`, which is read-only in Ray's object store."""
     schema = {name: FieldSpec(column.kind, column.pad) for name, column in columns.items()}
-    fields = {name: _values(column) for name, column in columns.items()}
+    fields = {name: _tensor(column) for name, column in columns.items()}
     return SampleBatch(torch.tensor(ids), torch.tensor(lengths), fields, schema, origin)
 
 
@@ -29,16 +29,16 @@ def _column(values: Any, spec: FieldSpec) -> Column:
     if spec.kind == "static":
         return Column(values=values, kind=spec.kind, pad=spec.pad, dtype="")
     dtype = str(values.dtype).removeprefix("torch.")
-    held = values.detach().cpu().contiguous()
-    bits = held.view(torch.int16) if held.dtype is torch.bfloat16 else held
+    tensor = values.detach().cpu().contiguous()
+    bits = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor  # numpy has no bfloat16
     return Column(values=bits.numpy(), kind=spec.kind, pad=spec.pad, dtype=dtype)
 
 
-def _values(column: Column) -> Any:
+def _tensor(column: Column) -> Any:
     if column.kind == "static":
         return column.values
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        held = torch.from_numpy(np.ascontiguousarray(column.values))
+        tensor = torch.from_numpy(np.ascontiguousarray(column.values))
     dtype = getattr(torch, column.dtype)
-    return held if held.dtype is dtype else held.view(dtype)
+    return tensor if tensor.dtype is dtype else tensor.view(dtype)

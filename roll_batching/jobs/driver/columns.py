@@ -1,4 +1,4 @@
-"""Samples as they lie in Ray's object store: flat columns, no padding, read where they lie. Needs no torch."""
+"""Samples as flat numpy columns without padding, which Ray's object store shares without a copy. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,81 +14,83 @@ from roll_batching.planning.arrays import Ints
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One field of some samples; see `data.fields.FieldSpec` for its kinds."""
+    """One field of a set of samples; `samples.fields.FieldSpec` has the kinds."""
 
     values: Any
-    """numpy `[tokens, ...]` or `[samples, ...]`, by the kind; of a static field anything."""
+    """numpy `[tokens, ...]` or `[samples, ...]`, by the kind; any object for a static field."""
     kind: Literal["token", "next_token", "sample", "static"]
     pad: int | float | bool
     dtype: str
-    """torch's word for it: where numpy has no such dtype, `values` has the bits."""
+    """Name of the torch dtype. Where numpy lacks it (bfloat16), `values` holds the bits."""
 
     @property
     def per_token(self) -> bool:
-        """Whether there is one row per token."""
+        """Whether `values` has one row per token."""
         return self.kind in ("token", "next_token")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values; 0 for a static field that is no array."""
+        """Bytes of `values`; 0 for a static field that is not an array."""
         return int(getattr(self.values, "nbytes", 0))
 
 
 Columns = Mapping[str, Column]
 
 
-def share_of(plan: Plan, dp_rank: int) -> tuple[Ints, Ints]:
-    """Ids and lengths of a replica's samples, in the order in which their columns are handed out."""
+def replica_samples(plan: Plan, dp_rank: int) -> tuple[Ints, Ints]:
+    """Ids and lengths of a replica's samples, in the order of its columns."""
     samples = plan.rank_samples(dp_rank)
     return plan.ids[samples], plan.lengths[samples]
 
 
-def cut(columns: Columns, offsets: Ints, rows: Ints) -> dict[str, Column]:
-    """The samples at `rows`, in that order; `offsets` [n + 1] say where each sample begins. Copies what it takes.
+def take_samples(columns: Columns, offsets: Ints, indices: Ints) -> dict[str, Column]:
+    """A copy of the samples at `indices`, in that order; `offsets` [n + 1] has each sample's first token.
 
-    Sample by sample: an index over all tokens would take more memory, and time, than the tokens.
+    Copied sample by sample: an index over all tokens would take more memory and time than the tokens.
     """
-    starts, ends = offsets[rows].tolist(), offsets[np.asarray(rows) + 1].tolist()
+    starts, ends = offsets[indices].tolist(), offsets[np.asarray(indices) + 1].tolist()
 
-    def taken(column: Column) -> Any:
+    def take(column: Column) -> Any:
         values = column.values
         if column.kind == "static":
             return values
         if column.kind == "sample":
-            return values[rows]
+            return values[indices]
         pieces = [values[start:end] for start, end in zip(starts, ends, strict=True)]
         return np.concatenate(pieces) if pieces else values[:0].copy()
 
-    return {name: replace(column, values=taken(column)) for name, column in columns.items()}
+    return {name: replace(column, values=take(column)) for name, column in columns.items()}
 
 
-def join(parts: Sequence[tuple[Columns, Ints]], lengths: Ints) -> dict[str, Column]:
-    """Undoes `cut`: columns of all samples, given those of each part and its samples' rows. The others read pad."""
+def merge_shards(shards: Sequence[tuple[Columns, Ints]], lengths: Ints) -> dict[str, Column]:
+    """Columns of all samples, from shards with their samples' indices: the inverse of `take_samples`.
+
+    Samples of no shard get the pad value. `lengths` int64 [n] are of all samples.
+    """
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    first = parts[0][0]
-    joined = {}
-    for name, column in first.items():
+    merged = {}
+    for name, column in shards[0][0].items():
         if column.kind == "static":
-            joined[name] = column
+            merged[name] = column
             continue
         size = int(offsets[-1]) if column.per_token else len(lengths)
         values = np.full((size, *column.values.shape[1:]), column.pad, dtype=column.values.dtype)
-        for columns, rows in parts:
-            _put(values, columns[name], offsets, rows)
-        joined[name] = replace(column, values=values)
-    return joined
+        for columns, indices in shards:
+            _copy(columns[name], values, offsets, indices)
+        merged[name] = replace(column, values=values)
+    return merged
 
 
-def _put(values: Any, column: Column, offsets: Ints, rows: Ints) -> None:
+def _copy(column: Column, values: Any, offsets: Ints, indices: Ints) -> None:
     if not column.per_token:
-        values[rows] = column.values
+        values[indices] = column.values
         return
     begin = 0
-    for start, end in zip(offsets[rows].tolist(), offsets[np.asarray(rows) + 1].tolist(), strict=True):
+    for start, end in zip(offsets[indices].tolist(), offsets[np.asarray(indices) + 1].tolist(), strict=True):
         values[start:end] = column.values[begin : begin + end - start]
         begin += end - start
 
 
 def nbytes(columns: Iterable[Column]) -> int:
-    """Bytes of the values of all of them."""
+    """Bytes of all values."""
     return sum(column.nbytes for column in columns)

@@ -1,4 +1,4 @@
-"""`WorkerGroup`: a strategy whose ranks are actors of Ray, called with whole batches by your own loop."""
+"""`WorkerGroup`: a strategy whose ranks are Ray actors, called with whole batches from your own loop."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ import numpy as np
 
 from roll_batching.errors import RankError, RollBatchingError
 from roll_batching.jobs.config import WorkerConfig
-from roll_batching.jobs.driver.batches import batch_of
-from roll_batching.jobs.driver.columns import join, share_of
-from roll_batching.jobs.driver.handout import Handout, Part, Station, call_ranks, hand_out, with_fields
-from roll_batching.jobs.driver.rank import Role, StrategyRank
-from roll_batching.jobs.launch.failures import Failure, told
-from roll_batching.jobs.launch.on_ray.actors import Ranks, started
-from roll_batching.jobs.launch.on_ray.cluster import room_for
+from roll_batching.jobs.driver.batches import from_columns
+from roll_batching.jobs.driver.columns import merge_shards, replica_samples
+from roll_batching.jobs.driver.rank import StrategyRank, StrategySettings
+from roll_batching.jobs.driver.shard_distribution import (
+    DistributedBatch,
+    FieldShards,
+    RankLayout,
+    call_ranks,
+    distribute_batch,
+    with_fields,
+)
+from roll_batching.jobs.launch.failures import Failure, report_failure
+from roll_batching.jobs.launch.on_ray.actors import RankActors, start_actors
+from roll_batching.jobs.launch.on_ray.cluster import reserve_devices
 from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.planning import Plan, RolePlanner
 from roll_batching.samples import LengthTable, SampleBatch
@@ -29,26 +36,26 @@ class WorkerGroup:
     """The ranks of one role, on the Ray that this process has joined (`ray.init`).
 
         with WorkerGroup(job.actor_train, 4, seed=job.seed) as policy:
-            held = policy.hand_out(batch)
-            held = policy.with_log_probs(held, "old_log_probs", masks=("response_mask",))
-            result = policy.train_step(held, loss)
+            step = policy.distribute(batch)
+            step = policy.with_log_probs(step, "old_log_probs", masks=("response_mask",))
+            result = policy.train_step(step, loss)
 
-    What ranks do is `MegatronTrainStrategy`, call by call. They start in `with`, and are gone after it, after an error,
-    and when this process ends, however it ends.
+    Each rank runs a `MegatronTrainStrategy`, call by call. Ranks start in `with`, and end after it, after an error that
+    is not the same on all ranks, and with this process.
 
     Args:
         worker: the role's settings; its parallel sizes decide how `count` ranks are laid out.
-        count: ranks, with a GPU each where Ray has GPUs, else with a CPU each.
-        seed: of the weights, where they are random, and of dropout.
-        temperature: logits are divided by it; rollouts should sample with the same.
-        strategy: a class of your own instead of `MegatronTrainStrategy`, which it extends.
-        variables: further environment variables of the ranks, such as `job.environment()`.
-        folder: ranks keep logs in `folder/logs`; None for none but Ray's.
+        count: ranks, with one GPU each where Ray has GPUs, else one CPU each.
+        seed: of random weights and dropout.
+        temperature: divides logits; use the temperature of the rollouts.
+        strategy: a subclass of `MegatronTrainStrategy` to use instead.
+        variables: added to the ranks' environment, such as `job.environment()`.
+        folder: ranks write logs to `folder/logs`; None: Ray's logs alone.
 
     Raises:
         LayoutError: when `count` ranks do not divide into replicas.
-        RankError: what all ranks failed with alike, as for wrong samples; they can be called again.
-        RollBatchingError: what else ended a rank; none is left then.
+        RankError: the same error on all ranks, as for wrong samples; they can be called again.
+        RollBatchingError: any other failure; all ranks have ended.
     """
 
     def __init__(
@@ -63,49 +70,53 @@ class WorkerGroup:
         folder: str | Path | None = None,
     ) -> None:
         worker.strategy_args.strategy_config.parallel_dims(count)
-        place = None if folder is None else Path(folder).resolve()
-        self._role = Role(worker=worker, seed=seed, temperature=temperature, strategy=strategy, folder=place)
+        parent = None if folder is None else Path(folder).resolve()
+        self._settings = StrategySettings(
+            worker=worker, seed=seed, temperature=temperature, strategy=strategy, folder=parent
+        )
         self._count, self._variables = count, dict(variables or {})
-        self._until_the_end = contextlib.ExitStack()
-        self._ranks: Ranks | None = None
-        self.stations: Sequence[Station] = ()
-        """What each rank works on."""
+        self._resources = contextlib.ExitStack()
+        self._ranks: RankActors | None = None
+        self.layouts: Sequence[RankLayout] = ()
+        """Of each rank."""
 
     def __enter__(self) -> Self:
         import ray
 
         if not ray.is_initialized():
             raise RollBatchingError("a WorkerGroup needs a Ray that this process has joined: call ray.init() first")
-        hide_known_warnings()  # what ranks return is of modules that import Megatron
-        worker, end = self._role.worker, self._until_the_end
+        hide_known_warnings()  # unpickling results imports Megatron
+        worker, resources = self._settings.worker, self._resources
         tp_size = worker.strategy_args.strategy_config.tensor_model_parallel_size
-        with end:
-            room = end.enter_context(room_for(self._count, tp_size, worker.backend_timeout, lambda: False))
-            assert room is not None, "nobody stops the wait"
-            ranks = self._ranks = end.enter_context(started(room, self._variables, StrategyRank))
-            places = self._heed(ranks.settle(room.seats))
-            built = self._heed(ranks.ask("build", [(self._role, own) for own in places]))
-            self.stations = [station for station, _ in built]
+        with resources:
+            reservation = resources.enter_context(
+                reserve_devices(self._count, tp_size, worker.backend_timeout, lambda: False)
+            )
+            assert reservation is not None, "nothing stops the wait"
+            ranks = self._ranks = resources.enter_context(start_actors(reservation, self._variables, StrategyRank))
+            environments = self._check(ranks.prepare(reservation.ranks))
+            built = self._check(ranks.call("build", [(self._settings, own) for own in environments]))
+            self.layouts = [layout for layout, _ in built]
             self.planner: RolePlanner = built[0][1]
-            """Makes the plans; pure, of no use to the ranks."""
-            self._until_the_end = end.pop_all()
+            """Plans in this process, without a process group."""
+            self._resources = resources.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None and self._ranks is not None:
-            self._ranks.ask("leave", [()] * self._count)
+            self._ranks.call("leave_process_group", [()] * self._count)
         self.close()
 
     def close(self) -> None:
-        """Ends all ranks; returns when they are gone."""
+        """Ends all ranks; returns when they have ended."""
         self._ranks = None
-        self._until_the_end.close()
+        self._resources.close()
 
     @property
     def dp_size(self) -> int:
-        """Replicas: the data-parallel size."""
+        """Data-parallel size: the number of replicas."""
         return self.planner.train.dp_size
 
     # ---- steps
@@ -119,79 +130,85 @@ class WorkerGroup:
         group_ids: Any = None,
         home_rank: Any = None,
     ) -> Plan:
-        """A plan over all samples of `batch`, made here.
+        """A plan over all samples of `batch`, computed in this process.
 
-        `forward` plans a pass without gradient. `batch_balance` first gives each replica as many samples, of near-equal
-        cost, and then keeps them there: ROLL's way. Else the planner places them, which is better. `group_ids` and
-        `home_rank` are those of `plan_step`.
+        Args:
+            batch: all samples of the step.
+            forward: plan a pass without gradient.
+            batch_balance: assign as many samples of near-equal cost to each replica first, as ROLL does. By default the
+                planner places samples, which balances better.
+            group_ids: as in `plan_step`.
+            home_rank: as in `plan_step`.
         """
         table = LengthTable.of(batch)
         if batch_balance:
             home_rank = self.planner.balanced_homes(table)
         return self.planner.plan(table, forward=forward, group_ids=group_ids, home_rank=home_rank)
 
-    def hand_out(self, batch: SampleBatch, plan: Plan | None = None) -> Handout:
+    def distribute(self, batch: SampleBatch, plan: Plan | None = None) -> DistributedBatch:
         """Puts each replica's samples into the object store, once, with the plan (default: `plan(batch)`).
 
-        Pass the result to as many calls as you like; it is freed when you drop it. Raises `DataError` for a plan that
-        is not of this batch, or a batch without `input_ids`.
+        The result serves any number of calls and is freed when it is dropped. Raises `DataError` when plan and batch do
+        not match, and for a batch without `input_ids`.
         """
-        return hand_out(batch, self.plan(batch) if plan is None else plan, self.stations)
+        return distribute_batch(batch, self.plan(batch) if plan is None else plan, self.layouts)
 
-    def with_fields(self, held: Handout, fields: Mapping[str, Any], schema: SchemaLike) -> Handout:
-        """`held` with fields that are known only now, such as advantages; what was handed out stays where it is.
+    def with_fields(self, batch: DistributedBatch, fields: Mapping[str, Any], schema: SchemaLike) -> DistributedBatch:
+        """`batch` with more fields, such as advantages; fields that it has are not sent again.
 
         Args:
-            held: what `hand_out` returned.
-            fields: name to values, flat, in the order of the batch that was handed out.
+            batch: from `distribute`.
+            fields: name to flat values, in the order of the distributed batch.
             schema: name to kind or `FieldSpec`.
         """
-        return with_fields(held, fields, schema)
+        return with_fields(batch, fields, schema)
 
-    def train_step(self, held: Handout, loss: Any = None) -> Any:
+    def train_step(self, batch: DistributedBatch, loss: Any = None) -> Any:
         """One optimizer step over all samples: the `StepResult` of `MegatronTrainStrategy.train_step`."""
-        return self._work(held, "train_step", (loss,))[0]
+        return self._call_with_samples(batch, "train_step", (loss,))[0]
 
-    def evaluate(self, held: Handout, loss: Any) -> dict[str, float]:
+    def evaluate(self, batch: DistributedBatch, loss: Any) -> dict[str, float]:
         """Loss and metrics without gradient; see `MegatronInferStrategy.evaluate`."""
-        found: dict[str, float] = self._work(held, "evaluate", (loss,))[0]
-        return found
+        metrics: dict[str, float] = self._call_with_samples(batch, "evaluate", (loss,))[0]
+        return metrics
 
-    def compute_log_probs(self, held: Handout, masks: Sequence[str] | None = None) -> SampleBatch:
-        """Log-probability of every token given those before it, in the order of the batch that was handed out.
+    def compute_log_probs(self, batch: DistributedBatch, masks: Sequence[str] | None = None) -> SampleBatch:
+        """Log-prob of every token given its prefix, in the order of the distributed batch.
 
-        `masks`: fields that say which rows are wanted; the others read 0. So do samples that the plan dropped.
+        `masks`: fields that select tokens; other tokens get 0, and so do samples that the plan dropped.
         """
         import ray
 
-        made = ray.get(list(self._work(held, "compute_log_probs", (masks,))[1]))
-        rows = np.argsort(held.ids, kind="stable")
-        parts = []
-        for dp_rank, columns in enumerate(made):
-            ids, _ = share_of(held.plan, dp_rank)
-            parts.append((columns, rows[np.searchsorted(held.ids, ids, sorter=rows)]))
-        return batch_of(held.ids, held.lengths, join(parts, held.lengths))
+        computed = ray.get(list(self._call_with_samples(batch, "compute_log_probs", (masks,))[1]))
+        by_id = np.argsort(batch.ids, kind="stable")
+        shards = []
+        for dp_rank, columns in enumerate(computed):
+            ids, _ = replica_samples(batch.plan, dp_rank)
+            shards.append((columns, by_id[np.searchsorted(batch.ids, ids, sorter=by_id)]))
+        return from_columns(batch.ids, batch.lengths, merge_shards(shards, batch.lengths))
 
-    def with_log_probs(self, held: Handout, name: str, masks: Sequence[str] | None = None) -> Handout:
-        """`held` with the policy's log-probs as its field `name`. They go from rank to rank, and never come here."""
-        made = self._work(held, "compute_log_probs", (masks,), name=name)[1]
-        return held.with_part(Part(names=frozenset({name}), objects=made))
+    def with_log_probs(
+        self, batch: DistributedBatch, name: str, masks: Sequence[str] | None = None
+    ) -> DistributedBatch:
+        """`batch` with the policy's log-probs as field `name`, which go from rank to rank and not to this process."""
+        computed = self._call_with_samples(batch, "compute_log_probs", (masks,), name=name)[1]
+        return batch.with_shards(FieldShards(names=frozenset({name}), objects=computed))
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """`strategy.method(...)` on every rank, as `save(path)`; what it returns on rank 0."""
-        return self._heed(self._alive().ask("do", [(method, arguments, keywords)] * self._count))[0]
+        """Calls `strategy.method(...)` on every rank, such as `save(path)`; returns rank 0's result."""
+        return self._check(self._running().call("call", [(method, arguments, keywords)] * self._count))[0]
 
-    # ---- what ranks say
+    # ---- results of ranks
 
-    def _work(
-        self, held: Handout, method: str, arguments: tuple[Any, ...], *, name: str | None = None
+    def _call_with_samples(
+        self, batch: DistributedBatch, method: str, arguments: tuple[Any, ...], *, name: str | None = None
     ) -> tuple[Any, tuple[Any, ...]]:
-        """What rank 0 says, and references of what each replica made."""
-        ranks = self._alive()
-        said, made = call_ranks(ranks.actors, self.stations, held, method, arguments, name=name)
-        return self._heed(ranks.answers(said))[0], made
+        """Rank 0's result, and references of the columns that each replica computed."""
+        ranks = self._running()
+        results, columns = call_ranks(ranks.actors, self.layouts, batch, method, arguments, name=name)
+        return self._check(ranks.results(results))[0], columns
 
-    def _alive(self) -> Ranks:
+    def _running(self) -> RankActors:
         if self._ranks is None:
             raise RollBatchingError(
                 "this WorkerGroup has no ranks: call it inside of its `with`; after an error that ended them, make "
@@ -199,19 +216,20 @@ class WorkerGroup:
             )
         return self._ranks
 
-    def _heed(self, answers: list[Any]) -> list[Any]:
-        """`answers`, unless a rank failed. What all ranks failed with alike leaves them as they were; else they end."""
-        ranks = self._alive()
+    def _check(self, results: list[Any]) -> list[Any]:
+        """`results`, unless a rank failed. After the same error on all ranks they stay alive; else all are ended."""
+        ranks = self._running()
         if ranks.failure is None:
-            return answers
-        failures = [one for one in answers if isinstance(one, Failure)]
-        if len(failures) == self._count and len({one.message for one in failures}) == 1 and not _broken(failures[0]):
+            return results
+        failures = [result for result in results if isinstance(result, Failure)]
+        same = len(failures) == self._count and len({failure.message for failure in failures}) == 1
+        if same and not _is_state_unknown(failures[0]):
             raise RankError(failures[0].message)
-        failure, folder = ranks.failure, self._role.folder
+        failure, folder = ranks.failure, self._settings.folder
         self.close()
-        raise RollBatchingError(told(failure, folder))
+        raise RollBatchingError(report_failure(failure, folder))
 
 
-def _broken(failure: Failure) -> bool:
-    """Nobody knows what state the rank is in."""
+def _is_state_unknown(failure: Failure) -> bool:
+    """Whether a rank may be in any state after `failure`."""
     return bool(failure.frames) or failure.aftermath or failure.silent

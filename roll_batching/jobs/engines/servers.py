@@ -20,18 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import EngineError
-from roll_batching.lifetime import end_session
+from roll_batching.jobs.processes.child_process import describe_exit, kill_sessions, python_command
+from roll_batching.jobs.processes.rank_variables import without_rank_variables
 
-_KEEPER = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from roll_batching.lifetime import run_under; run_under(int(sys.argv[2]), sys.argv[3:])"
-)
+_SUPERVISE = "from roll_batching.lifetime import run_under; run_under(int(sys.argv[1]), sys.argv[2:])"
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_FOR_HEALTH = 5.0
 _SECONDS_TO_END = 10.0
 _LINES_SHOWN = 20
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that say which rank a process is: a server is none, and libraries in it would take it for one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,21 +165,18 @@ class Servers:
         for _, process, _ in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
-            end_session(process.pid)
-            process.wait()
+        kill_sessions([process for _, process, _ in running])
 
 
 def _started(program: Program) -> tuple[subprocess.Popen[bytes], int]:
     """The process that keeps the program, and where in its log this start begins."""
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
-    environment = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
     program.log.parent.mkdir(parents=True, exist_ok=True)
     with open(program.log, "ab") as log:
         log.write(f"$ {shlex.join(program.command)}\n".encode())
         log.flush()
         process = subprocess.Popen(
-            [sys.executable, "-c", _KEEPER, json.dumps(sys.path), str(os.getpid()), *program.command],
-            env={**environment, **program.environment},
+            python_command(_SUPERVISE, str(os.getpid()), *program.command),
+            env={**without_rank_variables(os.environ), **program.environment},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -196,7 +189,7 @@ def _await(program: Program, process: subprocess.Popen[bytes], said: int, until:
     while not _is_well(program.url):
         if process.poll() is not None:
             raise EngineError(
-                f"the server at {program.url} ended with exit code {process.returncode} before it was ready. "
+                f"the server at {program.url} ended {describe_exit(process.returncode)} before it was ready. "
                 f"{_last_lines(program, said)}"
             )
         if time.monotonic() > until:

@@ -24,7 +24,7 @@ from roll_batching.jobs.config.engine_rules import (
 )
 from roll_batching.jobs.config.engines import ENGINES
 from roll_batching.jobs.engines.servers import KINDS, Program, Servers, command_of, free_ports
-from roll_batching.jobs.processes.world import DEVICES
+from roll_batching.jobs.processes.rank_variables import ROLE_DEVICES
 from roll_batching.jobs.run_folder import folder_of
 
 LOGS = "engine_logs"
@@ -117,7 +117,7 @@ def _host() -> str:
 
 def _device_names(config: JobConfig) -> list[str] | None:
     """The servers' devices, as CUDA_VISIBLE_DEVICES names them; None where none are numbered, and on a CPU."""
-    own, given = config.actor_infer.device_mapping, os.environ.get(DEVICES["actor_infer"])
+    own, given = config.actor_infer.device_mapping, os.environ.get(ROLE_DEVICES["actor_infer"])
     if own is None or (given is None and not torch.cuda.is_available()):
         return None
     shown = given or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, own))

@@ -1,1 +1,1 @@
-"""Starting the processes of a job, one per rank, and ending all of them together."""
+"""Launchers: they start one process per rank, on this machine or on Ray, and end all ranks together."""

@@ -1,4 +1,4 @@
-"""How many processes a job starts, and on which devices."""
+"""Number of processes of a job, and the GPUs of its ranks and roles."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Mapping, Sequence
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import starts_servers
+from roll_batching.jobs.processes.rank_variables import ROLE_DEVICES
+
+_PROCESSES_PER_CPU = 2
+"""A machine without GPUs is oversubscribed beyond this."""
 
 
 def process_count(config: JobConfig, nproc: int | None) -> int:
-    """Processes to start: `nproc` when given, else what device_mapping names, else 1.
+    """Processes to start: `nproc` when given, else the devices in device_mapping, else 1.
 
-    Raises ConfigError when they do not divide into copies of the parallel layout.
+    Raises ConfigError when the parallel layout does not divide them.
     """
     count = nproc or config.world_size or 1
     config.dp_size(count)
     return count
 
 
-_CROWDED = 2
-"""Processes per processor beyond which a machine without GPUs is said to be too small."""
-
-
-def crowding(count: int, processors: int) -> str | None:
-    """What to say before `count` processes start on a machine without GPUs; None where it has room for them."""
-    if count <= _CROWDED * processors:
+def oversubscription_warning(count: int, processors: int) -> str | None:
+    """A warning when `count` processes are too many for the CPUs of a machine without GPUs; else None."""
+    if count <= _PROCESSES_PER_CPU * processors:
         return None
     return (
         f"{count} processes start here, as many as actor_train.device_mapping or --nproc asks for, on {processors} "
@@ -35,10 +35,10 @@ def crowding(count: int, processors: int) -> str | None:
 
 
 def choose_devices(mapping: Sequence[int] | None, count: int, gpus: int, *, forced: bool) -> list[int]:
-    """The GPUs that `count` processes use, of `gpus` that the machine has; empty on a machine without.
+    """The GPUs of `count` processes on a machine with `gpus`; empty on a machine without.
 
-    `forced` says that the count was given on the command line: then devices that the machine lacks are
-    replaced by its first ones. Raises ConfigError when there are too few.
+    `forced`: the count is from the command line, and mapped devices that the machine lacks are replaced by its first
+    ones. Raises ConfigError when there are too few GPUs.
     """
     if gpus == 0:
         return []
@@ -46,90 +46,90 @@ def choose_devices(mapping: Sequence[int] | None, count: int, gpus: int, *, forc
     if forced and (len(wanted) < count or max(wanted) >= gpus):
         wanted = list(range(count))
     if max(wanted) >= gpus:
-        have = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
         asked = f"--nproc asks for {count}" if forced else f"actor_train.device_mapping names device {max(wanted)}"
         raise ConfigError(
-            f"{asked}, but this machine has {have} (numbered from 0); "
-            f"use --nproc {gpus} or fewer, or another device_mapping"
+            f"{asked}, but this machine has {_gpus(gpus)}; use --nproc {gpus} or fewer, or another device_mapping"
         )
     return wanted
 
 
 def visible_devices(devices: Sequence[int], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable that shows exactly `devices` to the workers; they count within what is visible already.
+    """CUDA_VISIBLE_DEVICES that shows exactly `devices`, which are numbered within the devices visible already.
 
-    Raises ConfigError for one that is not visible.
+    Raises ConfigError for a device that is not visible.
     """
     if not devices:
         return {}
-    before = environment.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in before.split(",") if name.strip()]
+    current = environment.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in current.split(",") if name.strip()]
     if names and max(devices) >= len(names):
         raise ConfigError(
-            f"device {max(devices)} is not there: CUDA_VISIBLE_DEVICES={before} shows {len(names)}, numbered from 0; "
+            f"device {max(devices)} is not there: CUDA_VISIBLE_DEVICES={current} shows {len(names)}, numbered from 0; "
             "name another one in device_mapping, or make it visible"
         )
     chosen = [names[device] if names else str(device) for device in devices]
     return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
-def devices_of_roles(config: JobConfig, chosen: Sequence[int], gpus: int) -> list[int]:
-    """The GPUs of roles that do not share those that were `chosen` for the ranks; empty on a machine without.
+def role_gpus(config: JobConfig, rank_devices: Sequence[int], gpus: int) -> list[int]:
+    """The GPUs of roles that share none with the ranks' `rank_devices`; empty on a machine without `gpus`.
 
-    Raises ConfigError for one that is not among the `gpus` of the machine, or that is chosen already.
+    Raises ConfigError for a device that the machine lacks or that a rank uses.
     """
-    found: list[int] = []
+    devices: list[int] = []
     for name in config.roles if gpus else ():
         own = config.own_devices(name) or ()
         if missing := [device for device in own if device >= gpus]:
-            have = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
             raise ConfigError(
-                f"{name}.device_mapping names device {missing[0]}, but this machine has {have} (numbered from 0); "
+                f"{name}.device_mapping names device {missing[0]}, but this machine has {_gpus(gpus)}; "
                 "use another device_mapping"
             )
-        if taken := sorted(set(own) & set(chosen)):
+        if shared := sorted(set(own) & set(rank_devices)):
             raise ConfigError(
-                f"--nproc asks for {len(chosen)} processes, which take device {taken[0]} of {name}.device_mapping: "
-                "name other devices there, or start as many processes as actor_train.device_mapping names"
+                f"--nproc asks for {len(rank_devices)} processes, which take device {shared[0]} of "
+                f"{name}.device_mapping: name other devices there, or start as many processes as "
+                "actor_train.device_mapping names"
             )
-        found += [device for device in own if device not in found]
-    return found
+        devices += [device for device in own if device not in devices]
+    return devices
 
 
-def role_devices(config: JobConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that name the devices of roles that have their own, and of the servers that the job starts.
+def role_device_variables(config: JobConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables with the devices of roles that have their own, and of the engine servers that the job starts.
 
-    Raises ConfigError where a role names one that is not there.
+    Raises ConfigError for a device that is not visible.
     """
-    from roll_batching.jobs.processes.world import DEVICES
-
     return {
-        DEVICES[name]: visible_devices(devices, environment)["CUDA_VISIBLE_DEVICES"]
-        for name, devices in _numbered(config).items()
-        if DEVICES[name] not in environment  # else the launcher has said it, who saw all devices
+        ROLE_DEVICES[name]: visible_devices(devices, environment)["CUDA_VISIBLE_DEVICES"]
+        for name, devices in _mapped_devices(config).items()
+        if ROLE_DEVICES[name] not in environment  # else set by the launcher, which sees all devices
     }
 
 
 def devices_under_torchrun(config: JobConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable that shows this machine's ranks those of actor_train, where roles have others; else nothing.
+    """CUDA_VISIBLE_DEVICES for ranks on this machine where roles have other devices; else empty.
 
-    Raises ConfigError where ranks are on several machines: roles of their own are processes on that of rank 0.
+    Raises ConfigError when ranks are on several machines: rank 0 starts the role's processes on its machine only.
     """
     own = next((name for name in config.roles if config.own_devices(name) is not None), None)
     if own is None or config.actor_train.device_mapping is None:
         return {}
     if environment.get("LOCAL_WORLD_SIZE", "") not in ("", environment.get("WORLD_SIZE")):
         raise ConfigError(
-            f"{own}.device_mapping names devices of its own, which are sought on the machine of rank 0, and torchrun "
+            f"{own}.device_mapping names devices of its own, which must be on the machine of rank 0, and torchrun "
             "has started ranks on several: leave it out, and the role shares those of actor_train; or let engines "
             "sample, on servers of your own (actor_infer.engine_args.urls)"
         )
     return visible_devices(config.actor_train.device_mapping, environment)
 
 
-def _numbered(config: JobConfig) -> dict[str, tuple[int, ...]]:
-    """The devices of each role whose processes rank 0 starts on devices that its configuration numbers."""
-    found = {name: own for name in config.roles if (own := config.own_devices(name)) is not None}
+def _mapped_devices(config: JobConfig) -> dict[str, tuple[int, ...]]:
+    """Device numbers of each role whose processes rank 0 starts."""
+    devices = {name: own for name in config.roles if (own := config.own_devices(name)) is not None}
     if starts_servers(config) and config.actor_infer.device_mapping is not None:
-        found["actor_infer"] = config.actor_infer.device_mapping
-    return found
+        devices["actor_infer"] = config.actor_infer.device_mapping
+    return devices
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'} (numbered from 0)"

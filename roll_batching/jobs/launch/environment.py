@@ -1,4 +1,4 @@
-"""What the environment says of this process: one rank of a job, or the command that starts them."""
+"""Rank and rendezvous of this process, read from the environment."""
 
 from __future__ import annotations
 
@@ -8,46 +8,43 @@ from dataclasses import dataclass
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import JobConfig
+from roll_batching.jobs.processes.rank_variables import AGENT_STORE, LAUNCHER
 
-LAUNCHER = "ROLL_BATCHING_LAUNCHER"
-"""Holds the process id of our own launcher, in the processes that it starts."""
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""torch's word for: the store where ranks meet is not rank 0's, it was there before."""
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _CURE = (
-    "torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every process; whoever starts "
-    "processes otherwise sets them all. Unset them to let this command start the processes itself"
+    "torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every process; any other launcher "
+    "must set them all. Unset them to let this command start the processes itself"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPlace:
-    """Which rank of which world this process is."""
+class RankInfo:
+    """Rank, world size and rendezvous of this process."""
 
     rank: int
     world_size: int
     host: str
-    """Where the ranks meet."""
+    """Host of the rendezvous store."""
     port: int
-    """On which port of `host`."""
+    """Port of the rendezvous store."""
     has_store: bool
-    """Whether the process that started this one answers there; else rank 0 does."""
+    """The launcher holds the rendezvous store; else rank 0 opens it."""
     launcher: int | None
-    """Process id of our own launcher; None where something else started this process."""
-    has_keeper: bool
-    """Whether the process that started this one stays until it ends: our launcher and torchrun's agent do."""
+    """Process id of our own launcher; None under another launcher."""
+    is_supervised: bool
+    """The parent lives until this process ends, as our launcher and torchrun's agent do."""
 
     @property
     def address(self) -> str:
-        """Host and port where the ranks meet."""
+        """`host:port` of the rendezvous store."""
         return f"{self.host}:{self.port}"
 
 
-def rank_place(environment: Mapping[str, str] = os.environ) -> RankPlace | None:
-    """This process's place among the ranks; None when it is none, but the command that starts them.
+def rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
+    """This process's rank; None in the command that starts the ranks.
 
-    Raises ConfigError when the environment says half of it, or what cannot be.
+    Raises ConfigError when variables are missing or invalid.
     """
     given = [name for name in ("RANK", "WORLD_SIZE") if environment.get(name)]
     if not given:
@@ -65,14 +62,14 @@ def rank_place(environment: Mapping[str, str] = os.environ) -> RankPlace | None:
     if not 0 < port < 1 << 16:
         raise ConfigError(f"MASTER_PORT={port} is no port (1 to 65535): {_CURE}")
     launcher = environment.get(LAUNCHER)
-    return RankPlace(
+    return RankInfo(
         rank=rank,
         world_size=world_size,
         host=environment["MASTER_ADDR"],
         port=port,
         has_store=environment.get(AGENT_STORE) == "True",
         launcher=int(launcher) if launcher else None,
-        has_keeper=bool(launcher) or _TORCHRUN in environment,
+        is_supervised=bool(launcher) or _TORCHRUN in environment,
     )
 
 
@@ -84,15 +81,15 @@ def _number(environment: Mapping[str, str], name: str, default: str = "") -> int
         raise ConfigError(f"{name}={text!r} is no whole number: {_CURE}") from None
 
 
-def check_world(config: JobConfig, place: RankPlace) -> None:
-    """Raises ConfigError when this many processes cannot be those that `config` describes.
+def check_world_size(config: JobConfig, info: RankInfo) -> None:
+    """Raises ConfigError when the world size does not fit the parallel layout or device_mapping.
 
-    Our own launcher may have been told by --nproc to start another number than device_mapping names.
+    Under our own launcher --nproc may differ from device_mapping.
     """
-    config.dp_size(place.world_size)
-    named = config.world_size
-    if place.launcher is None and named is not None and named != place.world_size:
+    config.dp_size(info.world_size)
+    mapped = config.world_size
+    if info.launcher is None and mapped is not None and mapped != info.world_size:
         raise ConfigError(
-            f"actor_train.device_mapping names {named} devices and {place.world_size} processes were started "
-            f"(WORLD_SIZE): start {named}, or change or leave out device_mapping"
+            f"actor_train.device_mapping names {mapped} devices and {info.world_size} processes were started "
+            f"(WORLD_SIZE): start {mapped}, or change or leave out device_mapping"
         )

@@ -1,7 +1,7 @@
-"""How a worker's last words reach whoever started it.
+"""Errors of ranks, on their way to the launcher.
 
-Each rank leaves one small file: that it completed the job, or why it failed. The launcher shows one failure, the
-cause, and none of the ranks that failed because their peer was gone.
+Each rank leaves one small file: that it completed the job, or its error. The launcher shows one error, the root cause,
+and leaves out ranks that failed because another one was gone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from roll_batching.errors import RankError, RollBatchingError, lost_a_peer, waited_in_vain
-from roll_batching.jobs.launch.logs import named
-
-FOLDER_VARIABLE = "ROLL_BATCHING_FAILURES"
+from roll_batching.jobs.launch.logs import log_notice
+from roll_batching.jobs.processes.rank_variables import FAILURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,32 +30,34 @@ class Failure:
     nanoseconds: int
     """Time of the failure, on the machine's clock."""
     frames: str = ""
-    """Where it happened, for errors that no user can cure; else empty."""
+    """Traceback of an unexpected error; empty for errors that a user can correct."""
     agreed: bool = False
-    """All ranks failed with this message, which names the ranks it came from."""
+    """All ranks failed with this message, which names the ranks that it came from."""
     aftermath: bool = False
     """The rank only lost its connection to another."""
     silent: bool = False
-    """The rank ended without a word; `message` is somebody else's."""
+    """The rank ended without a message; `message` is the launcher's."""
     lost: bool = False
     """The rank's process, or its machine, is gone."""
 
     @property
     def shared(self) -> bool:
-        """All ranks say the same, or are about to."""
+        """Whether all ranks report this failure."""
         return self.agreed and not self.silent
 
     @property
     def line(self) -> str:
-        """The failure in one line (or as many as the message has)."""
+        """The message, with the rank where only that rank failed."""
         return self.message if self.agreed else f"rank {self.rank} failed: {self.message}"
 
 
-def describe(rank: int, error: BaseException) -> Failure:
-    """What there is to say about `error`, which ended `rank` just now."""
+def describe_failure(rank: int, error: BaseException) -> Failure:
+    """The failure of `rank` by `error`, at this moment."""
     expected = isinstance(error, (RollBatchingError, SystemExit))
     if isinstance(error, SystemExit):
-        message = f"{_place(error)} called sys.exit({error.code!r}) before the job was complete; raise an error instead"
+        message = (
+            f"{_origin(error)} called sys.exit({error.code!r}) before the job was complete; raise an error instead"
+        )
     else:
         message = str(error) if expected else f"{type(error).__name__}: {error}"
     lost = not expected and lost_a_peer(error)
@@ -73,41 +74,40 @@ def describe(rank: int, error: BaseException) -> Failure:
     )
 
 
-def cause(failures: Iterable[Failure]) -> Failure:
-    """The earliest failure, those last that were only a lost connection to another rank."""
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """The earliest failure; lost connections to other ranks count last."""
     return min(failures, key=lambda failure: (failure.aftermath, failure.nanoseconds, failure.rank))
 
 
-def told(failure: Failure, folder: Path | None = None) -> str:
-    """What a launcher says of the failure that ended a job.
+def report_failure(failure: Failure, folder: Path | None = None) -> str:
+    """The error message of a job that ended by `failure`.
 
-    Where in the code it was, and which log in the run's `folder` has more than all ranks say, goes to standard error at
-    once.
+    Prints the traceback, and the rank's log in the run's `folder` where it holds more, to standard error.
     """
-    words = f"Where rank {failure.rank} failed (most recent call last):\n{failure.frames}" if failure.frames else ""
+    details = f"Where rank {failure.rank} failed (most recent call last):\n{failure.frames}" if failure.frames else ""
     if folder is not None and not failure.shared:
-        words += named(folder, failure.rank)
-    print(words, file=sys.stderr, end="", flush=True)
+        details += log_notice(folder, failure.rank)
+    print(details, file=sys.stderr, end="", flush=True)
     return failure.line
 
 
-def _place(error: SystemExit) -> str:
+def _origin(error: SystemExit) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else "something"
 
 
 def record_failure(failure: Failure) -> bool:
-    """Writes a rank's failure where the launcher looks; False when no launcher asked for it or it cannot be written."""
+    """Writes a rank's failure for the launcher; False without a launcher, or when it cannot be written."""
     return _record(f"rank{failure.rank}.json", json.dumps(asdict(failure)))
 
 
 def record_completion(rank: int) -> None:
-    """Tells the launcher, where there is one, that this rank has done its part of the job."""
+    """Tells the launcher, if there is one, that this rank completed the job."""
     _record(f"rank{rank}.done", "")
 
 
 def _record(name: str, text: str) -> bool:
-    folder = os.environ.get(FOLDER_VARIABLE)
+    folder = os.environ.get(FAILURES)
     if not folder:
         return False
     partial = Path(folder) / f"{name}.part"
@@ -119,12 +119,12 @@ def _record(name: str, text: str) -> bool:
     return True
 
 
-def completed(folder: str | Path, rank: int) -> bool:
-    """Whether `rank` said that it has done its part."""
+def has_completed(folder: str | Path, rank: int) -> bool:
+    """Whether `rank` recorded that it completed the job."""
     return (Path(folder) / f"rank{rank}.done").exists()
 
 
-def recorded_failures(folder: str | Path) -> dict[int, Failure]:
+def read_failures(folder: str | Path) -> dict[int, Failure]:
     """The failures that ranks recorded in `folder`, by rank."""
-    found = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in Path(folder).glob("rank*.json")]
-    return {failure.rank: failure for failure in found}
+    failures = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in Path(folder).glob("rank*.json")]
+    return {failure.rank: failure for failure in failures}

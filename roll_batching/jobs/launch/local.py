@@ -1,7 +1,7 @@
-"""Starts the processes of a job on this machine, one per rank, and ends them all as soon as one fails.
+"""Starts the ranks of a job on this machine, and ends all of them when one fails.
 
-torchrun does as much for jobs on many machines. It takes a rank that leaves with exit code 0 for one that is done,
-reports every rank that fails after the first, and lets all of them live on when it is killed: hence this one.
+Used instead of torchrun, which takes a rank that exits with 0 early for complete, reports every failed rank, and leaves
+ranks running when it is killed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll_batching.jobs.launch.environment import AGENT_STORE, LAUNCHER
-from roll_batching.jobs.launch.failures import FOLDER_VARIABLE, Failure, cause, completed, recorded_failures, told
-from roll_batching.jobs.launch.logs import RESTARTS
-from roll_batching.jobs.processes.world import local_store
-from roll_batching.lifetime import end_session
+from roll_batching.jobs.launch.failures import Failure, has_completed, read_failures, report_failure, root_cause
+from roll_batching.jobs.processes.child_process import describe_exit, kill_sessions
+from roll_batching.jobs.processes.rank_variables import FAILURES, LAUNCHER, RESTARTS, rank_variables
+from roll_batching.jobs.processes.role_workers import local_store
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SECONDS_BETWEEN_LOOKS = 0.02
-_SECONDS_FOR_LAST_WORDS = 1.0
-"""How long after the first failure the other ranks may record theirs: it may be the cause."""
+_POLL_SECONDS = 0.02
+_GRACE_SECONDS = 1.0
+"""After the first failure, other ranks may still record theirs: one of them may be the cause."""
 
 
 def launch(
@@ -34,45 +33,35 @@ def launch(
 ) -> str | None:
     """Runs `python -m module arguments...` as `count` ranks and waits for them.
 
-    `variables` are added to the workers' environment, before their interpreters start; `folder` is the run's, where
-    ranks may keep logs. Returns None when every
-    rank said that it has completed the job, else one message with the cause; the others are ended within seconds,
-    with everything that they started.
+    Returns None when every rank has completed the job, else one error message. A failure of one rank ends the others
+    within seconds, with all processes that they started.
+
+    Args:
+        module: run with `arguments` in every process.
+        arguments: of the command line.
+        count: ranks.
+        variables: added to the ranks' environment.
+        folder: of the run, with the ranks' logs.
     """
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="roll-batching-") as words, caught_signals() as caught:
-        store = local_store()  # it lives here, on a port that nobody else can take meanwhile
+    with tempfile.TemporaryDirectory(prefix="roll-batching-") as failures, caught_signals() as caught:
+        store = local_store()  # held by this process, so that no other can take the port
         try:
             for rank in range(count):
-                places = _places(rank, count, store.port)
-                environment = {**os.environ, **_threads(count), **variables, **places, FOLDER_VARIABLE: words}
-                ranks.append(_Rank(rank, words, _start(module, arguments, environment)))
+                own = rank_variables(rank, count, local_rank=rank, local_size=count, host="127.0.0.1", port=store.port)
+                own |= {RESTARTS: "0", LAUNCHER: str(os.getpid()), FAILURES: failures}
+                environment = {**os.environ, **_threads(count), **variables, **own}
+                ranks.append(_Rank(rank, failures, _start(module, arguments, environment)))
             _wait(ranks, caught)
         finally:
-            for one in ranks:
-                one.end()
+            kill_sessions([one.process for one in ranks])
         if caught:
             return f"stopped by {caught[0].name}; all ranks were ended"
-        if all(one.done for one in ranks):
+        if all(one.completed for one in ranks):
             return None
         silent = {one.number: one.silent_failure for one in ranks if one.failed}
-        why = cause({**silent, **recorded_failures(words)}.values())
-    return told(why, folder)
-
-
-def _places(rank: int, count: int, port: int) -> dict[str, str]:
-    """What tells a process which rank it is, in torchrun's words."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        AGENT_STORE: "True",
-        RESTARTS: "0",
-        LAUNCHER: str(os.getpid()),
-    }
+        failure = root_cause({**silent, **read_failures(failures)}.values())
+    return report_failure(failure, folder)
 
 
 def _threads(count: int) -> dict[str, str]:
@@ -85,81 +74,72 @@ def _start(module: str, arguments: Sequence[str], environment: Mapping[str, str]
         [sys.executable, "-u", "-m", module, *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # a key pressed here is ours to handle, and its children are found by it
+        start_new_session=True,  # Ctrl-C reaches the launcher alone, and the rank's children are found by session
     )
 
 
 @dataclass
 class _Rank:
-    """A process of the job, and how it ended."""
+    """A rank's process, and how it ended."""
 
     number: int
     folder: str
     process: subprocess.Popen[bytes]
     code: int | None = None
-    """How it ended by itself; None while it runs, and when it was ended from here."""
+    """Exit code; None while it runs, and when the launcher killed it."""
     nanoseconds: int = field(default=0)
-    """When that was seen."""
+    """When the exit was seen."""
 
-    def look(self) -> None:
-        """Notes that the process has ended, if it has."""
+    def poll(self) -> None:
+        """Notes the exit code once the process has ended."""
         if self.code is None and (code := self.process.poll()) is not None:
             self.code, self.nanoseconds = code, time.time_ns()
 
     @property
-    def done(self) -> bool:
-        """It did its part of the job."""
-        return self.code == 0 and completed(self.folder, self.number)
+    def completed(self) -> bool:
+        """Whether it completed the job."""
+        return self.code == 0 and has_completed(self.folder, self.number)
 
     @property
     def failed(self) -> bool:
-        """It ended by itself without having done its part."""
-        return self.code is not None and not self.done
-
-    def end(self) -> None:
-        """Ends the process with everything that it started."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        end_session(self.process.pid)
+        """Whether it ended, not by the launcher, before it completed the job."""
+        return self.code is not None and not self.completed
 
     @property
     def silent_failure(self) -> Failure:
-        """What is known of a rank that ended without a word."""
+        """The failure of a rank that recorded none."""
         assert self.code is not None
-        if self.code < 0:
-            how = f"was ended by signal {-self.code} ({signal.Signals(-self.code).name})"
-        else:
-            how = f"ended with exit code {self.code} before the job was complete,"
+        exited = describe_exit(self.code)
+        how = f"was ended {exited}" if self.code < 0 else f"ended {exited} before the job was complete,"
         message = f"rank {self.number} {how} without a message; its output is above"
         return Failure(rank=self.number, message=message, nanoseconds=self.nanoseconds, agreed=True, silent=True)
 
 
 def _wait(ranks: Sequence[_Rank], caught: Sequence[signal.Signals]) -> None:
-    """Returns when all ranks have ended, soon after one has failed, or when a signal came."""
-    until: float | None = None
+    """Returns when all ranks have ended, soon after one has failed, or after a signal."""
+    deadline: float | None = None
     while not caught:
         for rank in ranks:
-            rank.look()
+            rank.poll()
         if all(rank.code is not None for rank in ranks):
             return
-        if until is None and any(rank.failed for rank in ranks):
-            until = time.monotonic() + _SECONDS_FOR_LAST_WORDS
-        if until is not None and time.monotonic() > until:
+        if deadline is None and any(rank.failed for rank in ranks):
+            deadline = time.monotonic() + _GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
             return
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_POLL_SECONDS)
 
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[signal.Signals]]:
-    """The list of signals that came and were to stop the job. Those that are ignored stay so, as under nohup."""
+    """A list that collects SIGINT, SIGTERM and SIGHUP during the block. Ignored ones stay ignored, as under nohup."""
     caught: list[signal.Signals] = []
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in before.items():
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in handlers.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, lambda received, _: caught.append(signal.Signals(received)))
     try:
         yield caught
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

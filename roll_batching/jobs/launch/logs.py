@@ -1,4 +1,4 @@
-"""What each rank says, also in a file of its own: `logs/rank_0003.log` in the run's folder."""
+"""Log files of ranks: `logs/rank_0003.log` in the run's folder."""
 
 from __future__ import annotations
 
@@ -14,116 +14,115 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from roll_batching.files import cause
-from roll_batching.jobs.launch.environment import RankPlace
+from roll_batching.jobs.launch.environment import RankInfo
+from roll_batching.jobs.processes.rank_variables import RESTARTS
 
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""torch's word for: how often the ranks were started anew."""
 _HEADING = "==== rank"
-"""First words of the heading above each attempt."""
-_LAST_BYTES = 2**16
-"""The tail of a log that is searched for output of the last attempt."""
-_kept: list[TextIO] = []
-"""What is written to until the process ends: its log first."""
+"""Start of the heading above each attempt."""
+_TAIL_BYTES = 2**16
+"""End of a log that is searched for output of the last attempt."""
+_open_files: list[TextIO] = []
+"""Files that stay open until the process ends; the log is the first."""
 
 
-def log_of(folder: Path, rank: int) -> Path:
-    """The log of `rank` in the run's folder `folder`."""
+def log_path(folder: Path, rank: int) -> Path:
+    """The log file of `rank` in the run's `folder`."""
     return folder / "logs" / f"rank_{rank:04d}.log"
 
 
-def keep_log(folder: Path, place: RankPlace, *, resumes: bool = False) -> None:
-    """From now on what this process says goes into the rank's log in `folder` too, after a line that tells the attempt.
+def keep_log(folder: Path, info: RankInfo, *, resumes: bool = False) -> None:
+    """Copies this process's output to the rank's log in `folder`, below a heading with the attempt's number.
 
-    Of rank 0 that is what Python prints; it stays on the terminal, progress included. Of the other ranks it is all:
-    what libraries such as NCCL, and processes that a rank starts, write by themselves is then in the file alone.
-    Native crashes leave the Python stack there. A log that cannot be written is said, and done without.
+    Rank 0 still prints to the terminal, and its log holds what Python prints. Of the other ranks the log holds all:
+    output of libraries such as NCCL and of child processes is in the file alone. Native crashes leave the Python stack
+    there. When the log cannot be written, a notice says so and the run goes on.
     """
-    file = log_of(folder, place.rank)
+    file = log_path(folder, info.rank)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         log = open(file, "a", buffering=1, encoding="utf-8", errors="replace")
         log.write("\n" if log.tell() else "")  # the last attempt may have ended within a line
-        log.write(_first_line(place, resumes))
+        log.write(_heading(info, resumes))
     except OSError as error:
-        print(f"notice: rank {place.rank} keeps no log in {file}: {cause(error)}", file=sys.stderr, flush=True)
-        nowhere = open(os.devnull, "w", encoding="utf-8")
-        sys.stdout, sys.stderr = _Both(sys.stdout, nowhere), _Both(sys.stderr, nowhere)  # type: ignore[assignment]
+        print(f"notice: rank {info.rank} keeps no log in {file}: {cause(error)}", file=sys.stderr, flush=True)
+        null = open(os.devnull, "w", encoding="utf-8")
+        sys.stdout, sys.stderr = _Tee(sys.stdout, null), _Tee(sys.stderr, null)  # type: ignore[assignment]
         return
-    _kept.append(log)
+    _open_files.append(log)
     if not faulthandler.is_enabled():
         faulthandler.enable(log)
     out, err = sys.stdout, sys.stderr
-    if place.rank:
-        out, err = _moved(out, log), _moved(err, log)
-    sys.stdout, sys.stderr = _Both(out, log), _Both(err, log)  # type: ignore[assignment]
+    if info.rank:
+        out, err = _redirect(out, log), _redirect(err, log)
+    sys.stdout, sys.stderr = _Tee(out, log), _Tee(err, log)  # type: ignore[assignment]
 
 
-def note(text: str) -> None:
-    """Writes `text` into this process's log alone, where it keeps one."""
-    if _kept:
+def write_to_log(text: str) -> None:
+    """Writes `text` to this process's log, if it has one, and not to the terminal."""
+    if _open_files:
         with contextlib.suppress(OSError, ValueError):
-            print(text, file=_kept[0], flush=True)
+            print(text, file=_open_files[0], flush=True)
 
 
-def named(folder: Path, rank: int) -> str:
-    """A line that names the log of `rank`; empty where the last attempt wrote nothing to it."""
-    file = log_of(folder, rank)
+def log_notice(folder: Path, rank: int) -> str:
+    """A line with the path of the log of `rank`; empty when the last attempt wrote nothing to it."""
+    file = log_path(folder, rank)
     try:
         with open(file, "rb") as log:
-            log.seek(max(0, file.stat().st_size - _LAST_BYTES))
+            log.seek(max(0, file.stat().st_size - _TAIL_BYTES))
             *_, attempt = re.split(rf"^{_HEADING}.*$", log.read().decode(errors="replace"), flags=re.MULTILINE)
     except OSError:
         return ""
     return f"notice: the log of rank {rank} is {file}\n" if attempt.strip() else ""
 
 
-def _first_line(place: RankPlace, resumes: bool) -> str:
+def _heading(info: RankInfo, resumes: bool) -> str:
     attempt = int(os.environ.get(RESTARTS, "0")) + 1
     how = ", from the last checkpoint where there is one" if resumes else ""
     who = f"process {os.getpid()} on {socket.gethostname()}"
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"{_HEADING} {place.rank} of {place.world_size}, {when}, attempt {attempt}{how}; {who}\n"
+    return f"{_HEADING} {info.rank} of {info.world_size}, {when}, attempt {attempt}{how}; {who}\n"
 
 
-def _moved(stream: TextIO, log: TextIO) -> TextIO:
-    """Where `stream` led until now; its file descriptor leads to `log` from now on."""
+def _redirect(stream: TextIO, log: TextIO) -> TextIO:
+    """Points the file descriptor of `stream` to `log`; returns a stream to its former target."""
     stream.flush()
-    before = open(os.dup(stream.fileno()), "w", buffering=1, encoding="utf-8", errors="replace")
-    _kept.append(before)
+    target = open(os.dup(stream.fileno()), "w", buffering=1, encoding="utf-8", errors="replace")
+    _open_files.append(target)
     os.dup2(log.fileno(), stream.fileno())
-    return before
+    return target
 
 
-class _Both:
-    """A stream whose text goes into a log as well. One that is closed or full ends nothing: it is done without."""
+class _Tee:
+    """A stream whose text also goes to a log. Errors of either, such as a full disk, do not end the run."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):  # a full disk ends no training
+        with contextlib.suppress(OSError, ValueError):
             self._log.write(text)
-        with self._lasting():
+        with self._survive_errors():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             self._log.flush()
-        with self._lasting():
+        with self._survive_errors():
             self._stream.flush()
 
     @contextlib.contextmanager
-    def _lasting(self) -> Iterator[None]:
+    def _survive_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            with open(os.devnull, "w") as nowhere:  # what is buffered goes there, too, when the process ends
-                os.dup2(nowhere.fileno(), self._stream.fileno())
+            with open(os.devnull, "w") as null:  # also takes what is still buffered when the process ends
+                os.dup2(null.fileno(), self._stream.fileno())
             name = "standard error" if self._stream.fileno() == 2 else "standard output"
-            told = f"notice: {name} cannot be written to: {cause(error)}. The run goes on without it\n"
+            notice = f"notice: {name} cannot be written to: {cause(error)}. The run goes on without it\n"
             with contextlib.suppress(OSError, ValueError):
-                (sys.stderr if name == "standard output" else self._log).write(told)
+                (sys.stderr if name == "standard output" else self._log).write(notice)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

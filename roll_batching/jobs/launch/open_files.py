@@ -1,4 +1,4 @@
-"""How many files a process may open: raised as far as that is allowed, and named where it is too low."""
+"""Raises the limit of open files, or refuses a limit that is too low."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import resource
 from roll_batching.errors import RollBatchingError
 
 NEEDED = 256
-"""Two ranks hold 125 each, four 152: sockets to each other in several groups, pipes, files."""
+"""Two ranks open 125 each, four 152: sockets between ranks in several groups, pipes, files."""
 _WANTED = 65_536
 
 
-def allow_open_files() -> None:
-    """Raises this process's limit, which its children inherit. Raises RollBatchingError where it stays too low."""
+def raise_open_files_limit() -> None:
+    """Raises this process's limit, which its children inherit. Raises RollBatchingError when it stays too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY
     wanted = _WANTED if unlimited else min(hard, _WANTED)

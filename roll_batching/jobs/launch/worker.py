@@ -1,4 +1,4 @@
-"""One rank of a job: runs it, and makes sure that a failure ends the process at once and is heard."""
+"""One rank of a job: runs it, and ends the process at once on a failure that it reports."""
 
 from __future__ import annotations
 
@@ -10,60 +10,64 @@ from functools import partial
 from typing import NoReturn
 
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.launch.environment import RankPlace, rank_place
-from roll_batching.jobs.launch.failures import describe, record_completion, record_failure
-from roll_batching.jobs.launch.logs import keep_log, named, note
-from roll_batching.jobs.processes.world import StartWorld, start_here
+from roll_batching.jobs.launch.environment import RankInfo, rank_info
+from roll_batching.jobs.launch.failures import describe_failure, record_completion, record_failure
+from roll_batching.jobs.launch.logs import keep_log, log_notice, write_to_log
+from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_local_workers
 from roll_batching.jobs.run_folder import folder_of
 from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.lifetime import end_with_parent, forks_die_with_us
 
 
 def run_worker(config: JobConfig, job: Callable[[JobConfig], None] | None = None) -> None:
-    """Runs `job` (default: the RL or SFT job that `config` describes) as the rank that the environment names.
+    """Runs `job` (default: the RL, SFT or DPO job of `config`) as the rank that the environment names.
 
-    A failure ends the process with exit code 1: nothing is unwound and no peer is waited for, since they may
-    wait for this rank in a collective. So does whatever tries to leave early, as `sys.exit(0)` in a loss does.
+    A failure ends the process with exit code 1, without unwinding: peers may wait for this rank in a collective, and
+    it must not wait for them. An early exit, as by `sys.exit(0)` in a loss, is such a failure.
     """
     rank = 0
     try:
-        place = rank_place()
-        assert place is not None, "a worker has a rank"
-        rank = place.rank
-        if place.has_keeper:
-            end_with_parent(place.launcher or os.getppid())
-        do_job(config, place, job)
+        info = rank_info()
+        assert info is not None, "a worker has a rank"
+        rank = info.rank
+        if info.is_supervised:
+            end_with_parent(info.launcher or os.getppid())
+        run_rank(config, info, job)
     except BaseException as error:
-        _end(rank, error, config)
+        _exit(rank, error, config)
     record_completion(rank)
 
 
-def do_job(
+def run_rank(
     config: JobConfig,
-    place: RankPlace,
+    info: RankInfo,
     job: Callable[[JobConfig], None] | None = None,
-    start_world: StartWorld = start_here,
+    start_workers: StartRoleWorkers = start_local_workers,
 ) -> None:
-    """Does the part of `place` in the job: returns when it is done, and raises what it failed with.
+    """Runs one rank's part of the job; raises the error that it fails with.
 
-    `start_world` starts the processes of roles that have devices of their own.
+    Processes that this one forks end with it, and a signal ends it at once, without a message: the sender reports it.
 
-    What this process forks is bound to it, and a signal ends it at once without a word: who sent it speaks.
+    Args:
+        config: the job's.
+        info: this process's rank.
+        job: called in place of the job that `config` describes.
+        start_workers: starts the processes of roles that have devices of their own.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     forks_die_with_us()
     if job is None:
-        keep_log(folder_of(config), place, resumes=bool(config.resume_from_checkpoint))
-        job, _store = partial(_default_job(), start_world=start_world), _met(config, place)
+        keep_log(folder_of(config), info, resumes=bool(config.resume_from_checkpoint))
+        job, _store = partial(_default_job(), start_workers=start_workers), _join_rendezvous(config, info)
     job(config)
-    _leave()
+    _leave_process_group()
 
 
-def _met(config: JobConfig, place: RankPlace) -> object:
-    from roll_batching.jobs.launch.meeting import meet
+def _join_rendezvous(config: JobConfig, info: RankInfo) -> object:
+    from roll_batching.jobs.launch.rendezvous import wait_for_ranks
 
-    return meet(place, config.actor_train.backend_timeout)
+    return wait_for_ranks(info, config.actor_train.backend_timeout)
 
 
 def _default_job() -> Callable[..., None]:
@@ -73,20 +77,20 @@ def _default_job() -> Callable[..., None]:
     return run_job
 
 
-def _leave() -> None:
+def _leave_process_group() -> None:
     if "torch" in sys.modules:
         from roll_batching.distributed.parallel_layout import leave_processes
 
         leave_processes()
 
 
-def _end(rank: int, error: BaseException, config: JobConfig) -> NoReturn:
-    failure = describe(rank, error)
-    # Under torchrun every rank speaks for itself; of what all say, one does.
+def _exit(rank: int, error: BaseException, config: JobConfig) -> NoReturn:
+    failure = describe_failure(rank, error)
+    # Under torchrun every rank prints its own failure, and rank 0 prints one that all ranks share.
     if not record_failure(failure) and (not failure.agreed or rank == 0):
-        print(failure.frames + named(folder_of(config), rank) + failure.line, file=sys.stderr)
+        print(failure.frames + log_notice(folder_of(config), rank) + failure.line, file=sys.stderr)
     else:
-        note(failure.frames + failure.line)
+        write_to_log(failure.frames + failure.line)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

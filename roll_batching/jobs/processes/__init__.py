@@ -1,1 +1,1 @@
-"""Processes that a job starts beside its ranks."""
+"""Child processes: how they start, connect and end."""

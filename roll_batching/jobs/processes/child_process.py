@@ -1,34 +1,46 @@
-"""Starts a process that works for this one, with a connection to it; it ends when this one does."""
+"""Starting and ending child processes, and describing how they ended."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from {module} import serve; serve(*map(int, sys.argv[2:]))"
+from roll_batching.lifetime import end_session
+
+_SAME_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+"""Takes over our `sys.path`: the package need not be installed where the new interpreter starts."""
+_SERVE = (
+    "from roll_batching.lifetime import die_with_parent; die_with_parent(int(sys.argv[1])); "
+    "from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[2])); "
+    "from {module} import serve; serve(connection, *map(int, sys.argv[3:]))"
 )
+"""Bound to the parent before the module's imports, which may take seconds."""
 
 
-def start_child(
+def python_command(code: str, *arguments: str) -> list[str]:
+    """Command line of a new interpreter that runs `code` with our `sys.path`; `arguments` are its `sys.argv[1:]`."""
+    return [sys.executable, "-u", "-c", _SAME_PATH + code, json.dumps(sys.path), *arguments]
+
+
+def start_child_process(
     module: str, *numbers: int, environment: Mapping[str, str] | None = None
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Runs `serve(descriptor, parent, *numbers)` of `module` in a new interpreter and process group.
+    """Starts a process that runs `serve(connection, *numbers)` of `module`, and returns our end of the connection.
 
-    `environment` None is this process's own.
+    It leads a process group, inherits no descriptor but its end of the connection and output, and ends when this
+    process does. `environment` defaults to this process's.
     """
     ours, theirs = multiprocessing.Pipe()
-    # Handed down as it is, since the package need not be installed for an interpreter that starts anew.
-    arguments = [json.dumps(sys.path), *map(str, (theirs.fileno(), os.getpid(), *numbers))]
+    arguments = map(str, (os.getpid(), theirs.fileno(), *numbers))
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", _CHILD.format(module=module), *arguments],
+        python_command(_SERVE.format(module=module), *arguments),
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         process_group=0,
@@ -38,6 +50,40 @@ def start_child(
     return process, ours
 
 
-def how_it_ended(code: int) -> str:
-    """In words, of an exit code of `subprocess`."""
+def start_cleanup(script: str, *arguments: str, folder: str | None = None) -> subprocess.Popen[bytes]:
+    """A shell that runs `script` in `folder` once its `stdin` is closed, or this process has ended in any way.
+
+    It has a session of its own, so that signals to ours do not end it. `arguments` are the script's $1, $2, ...
+    """
+    return subprocess.Popen(
+        ["sh", "-c", f"read -r _; {script}", "sh", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=folder,
+        start_new_session=True,
+    )
+
+
+def kill_process_groups(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kills processes that lead process groups, with their groups; returns when they have ended."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def kill_sessions(processes: Collection[subprocess.Popen[bytes]]) -> None:
+    """Kills processes that lead sessions, with all processes of the sessions; returns when they have ended."""
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()
+        end_session(process.pid)
+
+
+def describe_exit(code: int) -> str:
+    """`with exit code 1` or `by signal 9 (SIGKILL)`, for a `returncode` of `subprocess`."""
     return f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"

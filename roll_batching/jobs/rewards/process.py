@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from roll_batching.errors import ConfigError, DataError
-from roll_batching.jobs.processes.child_process import how_it_ended, start_child
+from roll_batching.jobs.processes.child_process import describe_exit, kill_process_groups, start_child_process
 from roll_batching.jobs.rewards.contract import Completion
 from roll_batching.jobs.seeds import reward_seed
 from roll_batching.registry import printable
@@ -79,14 +78,14 @@ class RewardProcess:
         if self._process is not None:
             if (code := self._process.poll()) is None:
                 return
-            how = how_it_ended(code)  # between two calls, so that no sample is to blame
+            how = describe_exit(code)  # between two calls, so that no sample is to blame
             print(f"notice: a process of {self.path} ended {how} and is started again", file=sys.stderr, flush=True)
             self.close()
         environment = None
         if not self.secrets:
             environment = {name: os.environ[name] for name in _VARIABLES_WITHOUT_SECRETS if name in os.environ}
-        self._process, self.connection = start_child(
-            "roll_batching.jobs.rewards.child", self.limits.memory or 0, environment=environment
+        self._process, self.connection = start_child_process(
+            "roll_batching.jobs.rewards.worker", self.limits.memory or 0, environment=environment
         )
         self._calls, self._read = 0, b""
         try:
@@ -137,9 +136,7 @@ class RewardProcess:
         """Ends the process and what it has started. Safe to call twice."""
         if self._process is None or self.connection is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        kill_process_groups([self._process])
         if self._sender is not None:
             self._sender.join()  # nobody reads at the other end any more
         self.connection.close()
@@ -200,7 +197,7 @@ class RewardProcess:
         self.close()
         if code is None:
             return "it has closed or misused the connection of its process: leave file descriptors above 2 alone"
-        return f"its process ended {how_it_ended(code)}; its output is above, or in the log of its rank"
+        return f"its process ended {describe_exit(code)}; its output is above, or in the log of its rank"
 
     def _tell(self, seconds: float) -> None:
         rank = os.environ.get("RANK", "0")

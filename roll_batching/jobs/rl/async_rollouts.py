@@ -27,7 +27,7 @@ from roll_batching.jobs.engines.asking import joined
 from roll_batching.jobs.engines.weights import weights_folder
 from roll_batching.jobs.observe.metrics_file import Row
 from roll_batching.jobs.roles.client import SAMPLER, RoleClient
-from roll_batching.jobs.roles.messages import Weights, patience_outside
+from roll_batching.jobs.roles.messages import Weights, answer_timeout
 from roll_batching.jobs.roles.sampler import Answer, Request
 from roll_batching.jobs.rollouts.prompts import Prompts, prompt_stream
 from roll_batching.jobs.rollouts.rollout import StepScores
@@ -65,7 +65,7 @@ class AsyncRollouts:
         self.config, self.strategy, self.stream = run.config, run.strategy, stream
         self.engine = uses_engine(run.config)
         self.parts = parts_of(self.config.async_generation_ratio, self.config.rollout_batch_size)
-        self.sampler = RoleClient(served, SAMPLER, run.start_world) if dist.get_rank() == 0 else None
+        self.sampler = RoleClient(served, SAMPLER, run.start_workers) if dist.get_rank() == 0 else None
         self.folder = (weights_folder(self.config) if self.engine else folder_of(self.config)) / WEIGHTS
         self._made = 0
         self._prompts: list[Prompt] = []
@@ -111,7 +111,7 @@ class AsyncRollouts:
         next(self.stream)  # the position of this step; its prompts were drawn from `_ahead`
         answers = self.parts if self.config.max_staleness is None else 2 * self.parts  # those that are dropped, again
         found: list[Any] = [None]
-        patience = patience_outside(self.config, answers)
+        patience = answer_timeout(self.config, answers)
         with consensus(self.strategy.layout.host_group, "rollouts", patience=patience):
             if self.sampler is not None:
                 found = [self._taken(self.sampler, step)]

@@ -95,7 +95,7 @@ class Grpo:
         self.comparison = ModeComparison(config.actor_train, layout, sequence_length=config.sequence_length or 1)
         self.evaluator = self._evaluator()
         apart = wants_reference(config) and config.own_devices("reference") is not None
-        self.apart = RemoteReference(config, run.strategy, run.start_world) if apart else None
+        self.apart = RemoteReference(config, run.strategy, run.start_workers) if apart else None
         self.reference = None if apart else self._reference()
 
     def run(self) -> None:

@@ -1,1 +1,1 @@
-"""Roles with a model of their own beside the one that trains: on the same ranks, or in processes of their own."""
+"""Samplers and references with a parallel layout, or devices, of their own."""

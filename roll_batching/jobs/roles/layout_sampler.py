@@ -1,4 +1,4 @@
-"""Rollouts by a copy of the policy in a parallel layout of its own, on the same ranks."""
+"""Rollouts by a copy of the policy in another parallel layout, on the same ranks."""
 
 from __future__ import annotations
 
@@ -21,60 +21,59 @@ from roll_batching.strategy.sampling import draws_of
 from roll_batching.strategy.weights import Transfer
 
 _DRAWS = "draws"
-"""The field of random numbers that travel with a prompt, [group, max_new_tokens]."""
+"""Field of a prompt's random numbers, [group, max_new_tokens]."""
 
 
 class LayoutSampler:
-    """A second model that samples: it has the weights of `strategy`, and a parallel layout of its own.
+    """A second model that generates rollouts, with the weights of `strategy` and a parallel layout of its own.
 
-    Prompts lie where `strategy` has them, and responses come back there: whoever asks need not know of the other
-    layout. Random numbers travel with the prompts, so that the draws are those of `strategy` itself. Building it and
-    every method is collective.
+    Prompts and responses are on the ranks where `strategy` would have them. Random numbers are sent with the prompts,
+    so that the responses equal those of `strategy`. `__init__` and all methods are collective.
 
     Args:
         worker: settings of the second model.
-        strategy: whose weights are sampled from; it trains.
-        rests: its weights are on the device from `update` to `rest` only.
+        strategy: the model in training.
+        rests: the second model's weights are on the device from `update` to `rest` only.
     """
 
     def __init__(self, worker: WorkerConfig, strategy: MegatronInferStrategy, *, rests: bool) -> None:
         self.strategy, self._rests = strategy, rests
         self.model = MegatronInferStrategy(worker, seed=strategy.seed, temperature=strategy.temperature)
         self.model.initialize(weights=False)
-        self._crossing = LayoutExchange.of(strategy.layout.dp_rank, self.model.layout.dp_rank)
+        self._exchange = LayoutExchange.of(strategy.layout.dp_rank, self.model.layout.dp_rank)
         self._version: int | None = None
-        """Of the weights that it has."""
-        self._took = Transfer()
-        """Since it was last reported."""
+        """Of its weights."""
+        self._transfer = Transfer()
+        """Since the last call of `columns`."""
         self._seconds = 0.0
         self.rest()
 
     @property
     def layout(self) -> ParallelLayout:
-        """The ranks that ask."""
+        """The parallel layout of the strategy, in which prompts come and responses go."""
         return self.strategy.layout
 
     @property
     def moved(self) -> Moved:
-        """What making room for its weights, and taking it again, took so far."""
+        """Offloading and reloading of its weights so far."""
         return self.model.moved
 
     def update(self, version: int) -> None:
-        """From now on it samples with the strategy's weights, which are those of `version`.
+        """Copies the strategy's weights, which are those of `version`.
 
-        Raises RankError, the same on all ranks, where a rank has no room for them.
+        Raises RankError, the same on all ranks, when a rank has no memory for them.
         """
         if version == self._version:
             return
-        began = time.perf_counter()
+        started = time.perf_counter()
         with consensus(self.layout.host_group, "room for the sampler's weights"):
             self.model.load_states("parameters")
-        self._took += self.model.copy_weights_from(self.strategy)
+        self._transfer += self.model.copy_weights_from(self.strategy)
         self._version = version
-        self._seconds += time.perf_counter() - began
+        self._seconds += time.perf_counter() - started
 
     def rest(self) -> None:
-        """The policy is about to train: the sampler's weights, which the next update brings anew, make room."""
+        """Frees the weights before training, if `rests`; the next `update` copies them again."""
         if self._rests:
             self.model.offload_states("parameters", keep=False)
             self._version = None
@@ -84,28 +83,30 @@ class LayoutSampler:
 
         The ids of `prompts` are unique over all ranks.
         """
-        group, crossing = settings.num_return_sequences, self._crossing
+        group, to_sampler = settings.num_return_sequences, self._exchange
         table = gather_lengths(prompts)
-        plan = crossing.plan_of(crossing.seen(table), batch_balance(table.lengths, self.model.layout.dp_size))
-        asked = crossing.distribute(self._with_draws(prompts, settings), plan, table)
-        draws = asked[_DRAWS].flatten(0, 1) if _DRAWS in asked.schema else None
-        found = self.model.generate(asked, settings, draws).with_ids(_numbered(asked.ids, group))
-        answers = self._table_of(found)
-        home = dict(zip(table.ids.tolist(), table.location.tolist(), strict=True))
-        parts = np.array([home[number // group] for number in answers.ids.tolist()], dtype=np.int64)
-        way = crossing.back
-        back = way.distribute(found, way.plan_of(way.seen(answers), parts), answers)
-        return back.select_ids(_numbered(prompts.ids, group)).with_ids(torch.arange(len(back)))
+        plan = to_sampler.plan_of(to_sampler.seen(table), batch_balance(table.lengths, self.model.layout.dp_size))
+        requests = to_sampler.distribute(self._with_draws(prompts, settings), plan, table)
+        draws = requests[_DRAWS].flatten(0, 1) if _DRAWS in requests.schema else None
+        generated = self.model.generate(requests, settings, draws)
+        generated = generated.with_ids(_response_ids(requests.ids, group))
+        response_table = self._length_table(generated)
+        prompt_rank = dict(zip(table.ids.tolist(), table.location.tolist(), strict=True))
+        ranks = np.array([prompt_rank[number // group] for number in response_table.ids.tolist()], dtype=np.int64)
+        to_trainer = to_sampler.back
+        plan = to_trainer.plan_of(to_trainer.seen(response_table), ranks)
+        responses = to_trainer.distribute(generated, plan, response_table)
+        return responses.select_ids(_response_ids(prompts.ids, group)).with_ids(torch.arange(len(responses)))
 
     def columns(self, home: SampleBatch) -> Row:
-        """What weights took on their way since the last call: on this rank, and their bytes between all ranks."""
-        received = exchange(self.layout.host_group, "figures of the sampler", lambda: self._took.bytes)
+        """Metrics since the last call: seconds of weight transfer on this rank, bytes sent between all ranks."""
+        received = exchange(self.layout.host_group, "figures of the sampler", lambda: self._transfer.bytes)
         row: Row = {"weights_seconds": self._seconds, "weights_bytes": sum(received)}
-        self._took, self._seconds = Transfer(), 0.0
+        self._transfer, self._seconds = Transfer(), 0.0
         return row
 
     def _with_draws(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
-        """`prompts` with the random numbers that the strategy itself would answer them with."""
+        """`prompts` with the random numbers that the strategy itself would use."""
         if settings.greedy:
             return prompts
         state, group = self.strategy.state, settings.num_return_sequences
@@ -119,15 +120,17 @@ class LayoutSampler:
         draws = draws.view(len(prompts), group, settings.max_new_tokens).cpu()
         return prompts.with_fields({_DRAWS: draws}, {_DRAWS: FieldSpec("sample")})
 
-    def _table_of(self, found: SampleBatch) -> LengthTable:
-        """The responses of all replicas that sampled, and which of them holds each."""
+    def _length_table(self, generated: SampleBatch) -> LengthTable:
+        """Ids, lengths and replica of the responses of all replicas."""
         layout = self.model.layout
-        held = exchange(
+        replies = exchange(
             layout.host_group,
             "responses of the sampler",
-            lambda: (layout.dp_rank, found.ids.numpy(), found.lengths.numpy()) if layout.is_replica_leader else None,
+            lambda: (
+                (layout.dp_rank, generated.ids.numpy(), generated.lengths.numpy()) if layout.is_replica_leader else None
+            ),
         )
-        parts = sorted((part for part in held if part is not None), key=lambda part: part[0])
+        parts = sorted((part for part in replies if part is not None), key=lambda part: part[0])
         return LengthTable(
             np.concatenate([ids for _, ids, _ in parts]),
             np.concatenate([lengths for _, _, lengths in parts]),
@@ -136,13 +139,13 @@ class LayoutSampler:
 
 
 def layout_sampler(config: JobConfig, strategy: MegatronInferStrategy) -> LayoutSampler | None:
-    """The sampler of a job whose `actor_infer` has a layout of its own; None: the strategy samples itself."""
+    """The sampler of a job whose `actor_infer` has another layout; None when the strategy itself samples."""
     if not samples_apart(config):
         return None
     worker = config.actor_train.model_copy(update={"strategy_args": config.actor_infer.strategy_args})
     return LayoutSampler(worker, strategy, rests=config.is_offload_states)
 
 
-def _numbered(prompts: torch.Tensor, group: int) -> torch.Tensor:
-    """The ids of the responses to these prompts."""
-    return (prompts[:, None] * group + torch.arange(group)).flatten()
+def _response_ids(prompt_ids: torch.Tensor, group: int) -> torch.Tensor:
+    """Ids of the responses to prompts: `group` consecutive ids per prompt."""
+    return (prompt_ids[:, None] * group + torch.arange(group)).flatten()

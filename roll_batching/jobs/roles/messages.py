@@ -1,4 +1,4 @@
-"""What a job and the processes of a role of its own tell each other."""
+"""Messages between a job and the workers of a role, and their time limits."""
 
 from __future__ import annotations
 
@@ -21,72 +21,72 @@ class Weights:
 
 
 class Request(Protocol):
-    """What is asked of a role; pickled as plain data."""
+    """A request to a role's workers; pickled as plain data."""
 
     @property
     def number(self) -> int:
-        """Tells it from others."""
+        """Unique among the requests to the role."""
 
     @property
     def size(self) -> int:
-        """How much it asks for."""
+        """Prompts or samples in it."""
 
 
 class Answer(Protocol):
-    """What comes back."""
+    """The answer to a request."""
 
     @property
     def number(self) -> int:
-        """That of the request."""
+        """Number of the request."""
 
     @property
     def size(self) -> int:
-        """How many samples it has."""
+        """Samples in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """The model is built, and what else the role needs answers."""
+    """The worker has built its model and reached everything else that it needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Weights were taken over: those before them are read no more."""
+    """Weights of `version` are loaded: folders of earlier ones are no longer read."""
 
     version: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """The process ends: nothing that starting it again would mend, unless it only lost another."""
+    """The worker ends after an error that would recur after a restart, unless it is an `aftermath`."""
 
-    words: str
+    message: str
     aftermath: bool = False
-    """It lost its connection to another process of its world."""
+    """It only lost its connection to another worker of the role."""
 
 
 def send(connection: Connection, message: Any) -> None:
-    """One message. Pickled as plain data: torch would share memory, which ends with its process."""
+    """Sends one message, as plain pickle: torch's pickling shares memory, which ends with its process."""
     connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def receive(connection: Connection) -> Any:
-    """The next message. Raises EOFError or OSError when there will be none."""
+    """The next message. Raises EOFError or OSError once the other end is closed."""
     return pickle.loads(connection.recv_bytes())
 
 
 _MARGIN = 300.0
-"""Seconds that ranks may be apart beside what a role may take."""
+"""Seconds added to a role's limits for the time between ranks."""
 
 
-def patience_inside(config: JobConfig) -> float:
-    """Minutes that the processes of a role's world wait for each other.
+def worker_timeout_minutes(config: JobConfig) -> float:
+    """Minutes that a role's workers wait for each other.
 
-    Longer than training waits for them: whoever stalls is found from there, and started again.
+    Longer than training waits for them: rank 0 finds a stalled worker first, and restarts the role.
     """
     return max(config.actor_train.backend_timeout, 2 * config.rollout_timeout / 60)
 
 
-def patience_outside(config: JobConfig, answers: int = 1) -> float:
-    """Seconds that ranks which train may wait for the one that waits for so many `answers` of a role."""
+def answer_timeout(config: JobConfig, answers: int = 1) -> float:
+    """Seconds that training ranks wait for rank 0, which waits for `answers` of a role, restarts included."""
     return (config.sampler_restarts + 1) * (answers * config.rollout_timeout + _MARGIN) + _MARGIN

@@ -1,4 +1,4 @@
-"""The reference on devices of its own: a frozen copy of the policy that gives log-probs of the samples of a step."""
+"""Worker of a reference with devices of its own: log-probs of samples by a frozen copy of the policy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.roles.messages import Weights, patience_inside
-from roll_batching.lifetime import die_with_parent
+from roll_batching.jobs.roles.messages import Weights, worker_timeout_minutes
 
 if TYPE_CHECKING:
     from roll_batching.samples import SampleBatch
@@ -18,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Samples whose log-probs are wanted."""
+    """A request for the log-probs of samples."""
 
     number: int
     samples: SampleBatch
     """`input_ids` and the masks."""
     masks: tuple[str, ...]
-    """Fields that say which rows are wanted."""
+    """Fields that select tokens."""
 
     @property
     def size(self) -> int:
@@ -42,39 +41,33 @@ class Answer:
     """`[tokens]`, next_token."""
 
 
-def serve(descriptor: int, parent: int) -> None:
-    """One process of the reference's world, as a child of the process that it works for."""
-    die_with_parent(parent)  # before imports that take seconds
-    join(Connection(descriptor))
+def serve(connection: Connection) -> None:
+    """Runs one worker of the reference until `connection` closes; see `serve_requests`."""
+    from roll_batching.jobs.roles.worker import serve_requests
 
-
-def join(connection: Connection) -> None:
-    """One process of the reference's world; see `child.work`."""
-    from roll_batching.jobs.roles.child import work
-
-    work(connection, _Reference)
+    serve_requests(connection, _Reference)
 
 
 class _Reference:
-    """The model, in the layout of the role."""
+    """The model, in the parallel layout of the role."""
 
     def __init__(self, config: JobConfig) -> None:
         from roll_batching.strategy import MegatronInferStrategy
 
         assert config.reference is not None
         role = config.reference.model_copy(
-            update={"device_mapping": None, "backend_timeout": patience_inside(config)},
+            update={"device_mapping": None, "backend_timeout": worker_timeout_minutes(config)},
         )
         self._verify = config.verify_checkpoint
         self.strategy = MegatronInferStrategy(role, seed=config.seed, temperature=config.logprob_temperature)
         self.strategy.initialize(weights=False)
 
     def load(self, weights: Weights) -> None:
-        """Computes with `weights` from now on."""
+        """Loads the checkpoint of `weights`."""
         self.strategy.load(weights.path, verify=self._verify)
 
     def answer(self, request: Request) -> Answer | None:
-        """Log-probs by the role's own plan, of samples that lie on the world's first replica as it begins."""
+        """Log-probs of the samples, planned for the role's layout. Its first replica holds all samples at first."""
         import torch.distributed as dist
 
         from roll_batching.jobs.steps.agreed_plans import agreed
@@ -82,11 +75,11 @@ class _Reference:
         from roll_batching.samples import gather_lengths
 
         samples, layout = request.samples, self.strategy.layout
-        here = samples if layout.dp_rank == 0 else samples.select(np.arange(0))
-        table = gather_lengths(here)
+        local_batch = samples if layout.dp_rank == 0 else samples.select(np.arange(0))
+        table = gather_lengths(local_batch)
         table = table.select(np.argsort(table.ids))
         plan = agreed(self.strategy, lambda: self.strategy.plan(table, forward=True))
-        found = with_log_probs(self.strategy, here, [plan], REFERENCE, request.masks)
+        scored = with_log_probs(self.strategy, local_batch, [plan], REFERENCE, request.masks)
         if dist.get_rank() != 0:
             return None
-        return Answer(number=request.number, size=len(samples), log_probs=found[REFERENCE].numpy())
+        return Answer(number=request.number, size=len(samples), log_probs=scored[REFERENCE].numpy())

@@ -1,7 +1,7 @@
-"""The sampler, which draws rollouts in processes that do not train.
+"""Worker of a sampler with processes of its own: it generates and scores rollouts.
 
-It holds a copy of the model, in the layout of actor_infer on devices of its own and else of a single process, and takes
-over weights from checkpoints that training writes; or it asks an engine, which reads them as model directories.
+It holds a copy of the model, in the layout of actor_infer on devices of its own or else in a single process, and loads
+checkpoints that training writes; or it sends requests to an engine, which loads model directories.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import numpy as np
 
 from roll_batching.jobs.config import JobConfig, WorkerConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
-from roll_batching.jobs.roles.messages import Weights, patience_inside
+from roll_batching.jobs.roles.messages import Weights, worker_timeout_minutes
 from roll_batching.jobs.texts.texts import Prompt
-from roll_batching.lifetime import die_with_parent
 
 if TYPE_CHECKING:
     from roll_batching.distributed.parallel_layout import ParallelLayout
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Prompts to answer."""
+    """A request for rollouts of prompts."""
 
     number: int
     prompts: Sequence[Prompt]
     seed: int
     shown: int
-    """Responses whose texts are told as well (-1: all)."""
+    """Responses whose texts are returned as well (-1: all)."""
 
     @property
     def size(self) -> int:
@@ -49,9 +48,9 @@ class Answer:
 
     number: int
     version: int
-    """Of the weights that drew them."""
+    """Of the weights that generated them."""
     seconds: float
-    """That drawing and scoring took."""
+    """Of generating and scoring."""
     lengths: np.ndarray
     """int64 `[n]`."""
     fields: dict[str, np.ndarray]
@@ -59,7 +58,7 @@ class Answer:
     scores: Any
     """`rollout.StepScores`, ids from 0."""
     figures: dict[str, float]
-    """Of the engine, where one drew them."""
+    """The engine's metrics; empty without one."""
 
     @property
     def size(self) -> int:
@@ -67,21 +66,15 @@ class Answer:
         return len(self.lengths)
 
 
-def serve(descriptor: int, parent: int) -> None:
-    """One process of the sampler's world, as a child of the process that it works for."""
-    die_with_parent(parent)  # before imports that take seconds
-    join(Connection(descriptor))
+def serve(connection: Connection) -> None:
+    """Runs one worker of the sampler until `connection` closes; see `serve_requests`."""
+    from roll_batching.jobs.roles.worker import serve_requests
 
-
-def join(connection: Connection) -> None:
-    """One process of the sampler's world; see `child.work`."""
-    from roll_batching.jobs.roles.child import work
-
-    work(connection, _Sampler)
+    serve_requests(connection, _Sampler)
 
 
 class _Sampler:
-    """The model, the tokenizer and the reward."""
+    """The model or engine, the tokenizer and the reward."""
 
     def __init__(self, config: JobConfig) -> None:
         from roll_batching.jobs.inputs import load_tokenizer
@@ -102,7 +95,7 @@ class _Sampler:
         start_reward(self.source.layout, reward)
 
     def load(self, weights: Weights) -> None:
-        """Draws with `weights` from now on."""
+        """Loads `weights` into the model, or has the engine load them."""
         from roll_batching.jobs.engines.asking import EngineClient
 
         if isinstance(self.source, EngineClient):
@@ -112,11 +105,11 @@ class _Sampler:
         self.version = weights.version
 
     def answer(self, request: Request) -> Answer | None:
-        """Draws and scores: each replica its share of the prompts."""
+        """Rollouts with rewards; each replica generates its share of the prompts."""
         from roll_batching.jobs.engines.asking import EngineClient
         from roll_batching.jobs.rollouts.rollout import generate_rollouts, score_rollouts
 
-        began = time.perf_counter()
+        started = time.perf_counter()
         rollouts = generate_rollouts(
             self.source,
             request.prompts,
@@ -125,13 +118,13 @@ class _Sampler:
             prompt_length=self.config.prompt_length,
         )
         scores = score_rollouts(self.source, rollouts, self.reward, shown=request.shown)
-        batch = _whole(self.source.layout, rollouts.batch)
+        batch = _gather(self.source.layout, rollouts.batch)
         if batch is None:
             return None
         return Answer(
             number=request.number,
             version=self.version,
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - started,
             lengths=batch.lengths.numpy(),
             fields={name: batch[name].cpu().numpy() for name in ("input_ids", "response_mask", "log_probs")},
             scores=scores,
@@ -139,20 +132,20 @@ class _Sampler:
         )
 
 
-def _whole(layout: ParallelLayout, batch: SampleBatch) -> SampleBatch | None:
-    """The samples of all replicas by id, on the first process; None on the others. Collective."""
+def _gather(layout: ParallelLayout, batch: SampleBatch) -> SampleBatch | None:
+    """All replicas' samples, sorted by id, on the first worker; None on the others. Collective."""
     import torch.distributed as dist
 
     from roll_batching.samples import SampleBatch
 
-    mine = batch.to("cpu") if layout.is_replica_leader else None
-    parts: list[SampleBatch | None] = [None] * dist.get_world_size()
-    first = dist.get_rank() == 0
-    dist.gather_object(mine, parts if first else None, dst=0, group=layout.host_group)
-    if not first:
+    local_batch = batch.to("cpu") if layout.is_replica_leader else None
+    gathered: list[SampleBatch | None] = [None] * dist.get_world_size()
+    is_first = dist.get_rank() == 0
+    dist.gather_object(local_batch, gathered if is_first else None, dst=0, group=layout.host_group)
+    if not is_first:
         return None
-    whole = SampleBatch.concat([part for part in parts if part is not None])
-    return whole.select_ids(np.sort(whole.ids.numpy()))
+    joined = SampleBatch.concat([part for part in gathered if part is not None])
+    return joined.select_ids(np.sort(joined.ids.numpy()))
 
 
 def _engine(config: JobConfig) -> EngineClient:
@@ -172,7 +165,7 @@ def _model(config: JobConfig, temperature: float) -> MegatronInferStrategy:
 
 
 def sampler_worker(config: JobConfig) -> WorkerConfig:
-    """The settings of the sampler's model: actor_train's, in actor_infer's layout or that of a single process."""
+    """actor_train's settings, in actor_infer's layout if it has devices of its own, else for a single process."""
     worker = config.actor_train
     if config.own_devices("actor_infer") is not None:
         layout = config.actor_infer.strategy_args.strategy_config
@@ -192,6 +185,6 @@ def sampler_worker(config: JobConfig) -> WorkerConfig:
         update={
             "strategy_args": worker.strategy_args.model_copy(update={"strategy_config": layout}),
             "device_mapping": None,
-            "backend_timeout": patience_inside(config),
+            "backend_timeout": worker_timeout_minutes(config),
         }
     )

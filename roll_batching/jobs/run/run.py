@@ -16,7 +16,7 @@ from roll_batching.jobs.engines.weights import shares_weights_folder, weights_fo
 from roll_batching.jobs.inputs import JobInputs
 from roll_batching.jobs.objectives.from_config import sampling_of, schedule_of, steps_key, supervised_schedule_of
 from roll_batching.jobs.observe.metrics_file import Row
-from roll_batching.jobs.processes.world import StartWorld, start_here
+from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_local_workers
 from roll_batching.jobs.rollouts.rollout import start_reward
 from roll_batching.jobs.run.checkpoint import JobCheckpoints
 from roll_batching.jobs.run.recorder import RunRecorder
@@ -35,9 +35,9 @@ class Run:
         config: JobConfig,
         inputs: JobInputs,
         until_the_end: contextlib.ExitStack,
-        start_world: StartWorld = start_here,
+        start_workers: StartRoleWorkers = start_local_workers,
     ) -> None:
-        self.config, self.inputs, self.start_world = config, inputs, start_world
+        self.config, self.inputs, self.start_workers = config, inputs, start_workers
         self.sampling = sampling_of(config, inputs.tokenizer)
         dp_size = config.dp_size(int(os.environ.get("WORLD_SIZE", "1")))
         self.texts_per_step = config.mini_batch_size(dp_size) // (2 if config.task == "dpo" else 1)

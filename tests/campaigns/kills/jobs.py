@@ -179,7 +179,7 @@ def _is(kind: str, process: psutil.Process, of_launcher: set[int]) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         words = " ".join(process.cmdline())
         if kind == "reward worker":
-            return "rewards.child" in words
+            return "rewards.worker" in words
         if kind == "rank":
             return process.pid in of_launcher and "roll_batching.cli" in words
         return kind == "loader" and process.ppid() in of_launcher and "pt_data_worker" in process.name()

@@ -21,19 +21,19 @@ def main(folder: Path) -> None:
     with WorkerGroup(worker, 2, seed=5, folder=folder) as policy:
         batch = rollouts(0)
         try:
-            policy.train_step(policy.hand_out(batch.without("response_mask")), SFTLoss())
+            policy.train_step(policy.distribute(batch.without("response_mask")), SFTLoss())
         except RankError as error:
             print(f"all ranks: {error}", flush=True)
         try:
-            policy.hand_out(batch, policy.plan(rollouts(1)))
+            policy.distribute(batch, policy.plan(rollouts(1)))
         except DataError as error:
             print(f"here: {error}", flush=True)
         while True:
             plan = policy.plan(batch, batch_balance=True)
-            held = policy.hand_out(batch, plan)
-            held = policy.with_fields(held, {"advantages": advantages(batch)}, {"advantages": "token"})
+            step = policy.distribute(batch, plan)
+            step = policy.with_fields(step, {"advantages": advantages(batch)}, {"advantages": "token"})
             print(f"counts {[len(plan.rank_samples(rank)) for rank in range(2)]}", flush=True)
-            print(f"loss {policy.train_step(held, SFTLoss()).loss}", flush=True)
+            print(f"loss {policy.train_step(step, SFTLoss()).loss}", flush=True)
 
 
 if __name__ == "__main__":

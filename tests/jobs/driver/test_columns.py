@@ -11,9 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from roll_batching.jobs.driver.batches import batch_of, columns_of  # noqa: E402
-from roll_batching.jobs.driver.columns import cut, join, nbytes, share_of  # noqa: E402
-from roll_batching.jobs.driver.handout import Station  # noqa: E402
+from roll_batching.jobs.driver.batches import from_columns, to_columns  # noqa: E402
+from roll_batching.jobs.driver.columns import merge_shards, nbytes, replica_samples, take_samples  # noqa: E402
+from roll_batching.jobs.driver.shard_distribution import RankLayout  # noqa: E402
 from roll_batching.planning import PlanConstraints, plan_step  # noqa: E402
 from roll_batching.samples import FieldSpec, SampleBatch  # noqa: E402
 
@@ -52,7 +52,7 @@ def equal(one: SampleBatch, other: SampleBatch) -> None:
 
 def test_columns_are_the_batch_without_a_copy():
     whole = batch()
-    again = batch_of(whole.ids.numpy(), whole.lengths.numpy(), columns_of(whole))
+    again = from_columns(whole.ids.numpy(), whole.lengths.numpy(), to_columns(whole))
     equal(whole, again)
     assert again["input_ids"].data_ptr() == whole["input_ids"].data_ptr()
 
@@ -62,36 +62,36 @@ def test_a_replica_gets_what_shard_gives_and_parts_join_to_the_batch():
     plan = plan_step(whole.lengths.numpy(), PlanConstraints(dp_size=3, max_tokens=64), ids=whole.ids.numpy())
     offsets, parts, size = whole.offsets.numpy(), [], 0
     for dp_rank in range(3):
-        ids, lengths = share_of(plan, dp_rank)
-        share = cut(columns_of(whole), offsets, whole.rows_of(ids).numpy())
-        equal(batch_of(ids, lengths, share), plan.shard(whole, dp_rank))
+        ids, lengths = replica_samples(plan, dp_rank)
+        share = take_samples(to_columns(whole), offsets, whole.rows_of(ids).numpy())
+        equal(from_columns(ids, lengths, share), plan.shard(whole, dp_rank))
         size += nbytes(share.values())
         parts.append((share, whole.rows_of(ids).numpy()))
     assert size == sum(x.nbytes for x in whole.fields.values() if isinstance(x, torch.Tensor)), "each sample once"
-    equal(batch_of(whole.ids.numpy(), whole.lengths.numpy(), join(parts, whole.lengths.numpy())), whole)
+    equal(from_columns(whole.ids.numpy(), whole.lengths.numpy(), merge_shards(parts, whole.lengths.numpy())), whole)
 
 
 def test_a_replica_without_samples_gets_empty_columns_and_missing_samples_read_pad():
     whole = batch()
-    columns, offsets = columns_of(whole), whole.offsets.numpy()
+    columns, offsets = to_columns(whole), whole.offsets.numpy()
     none, few = np.zeros(0, dtype=np.int64), np.array([5, 2])
-    assert batch_of(none, none, cut(columns, offsets, none)).num_tokens == 0
-    parts = [(cut(columns, offsets, none), none), (cut(columns, offsets, few), few)]
-    joined = batch_of(whole.ids.numpy(), whole.lengths.numpy(), join(parts, whole.lengths.numpy()))
+    assert from_columns(none, none, take_samples(columns, offsets, none)).num_tokens == 0
+    parts = [(take_samples(columns, offsets, none), none), (take_samples(columns, offsets, few), few)]
+    joined = from_columns(whole.ids.numpy(), whole.lengths.numpy(), merge_shards(parts, whole.lengths.numpy()))
     for row, (mine, theirs) in enumerate(zip(joined.to_lists("old"), whole.to_lists("old"), strict=True)):
         assert torch.equal(mine, theirs if row in few else torch.full_like(theirs, -1.0))
 
 
 def test_stages_of_a_pipeline_read_what_they_need():
-    def station(is_first_stage: bool, is_last_stage: bool) -> Station:
-        return Station(
+    def layout(is_first_stage: bool, is_last_stage: bool) -> RankLayout:
+        return RankLayout(
             dp_rank=0, is_first_stage=is_first_stage, is_last_stage=is_last_stage, is_replica_leader=is_last_stage
         )
 
     tokens, rest = frozenset({"input_ids"}), frozenset({"mask"})
-    assert [station(True, False).reads(names) for names in (tokens, rest)] == [True, False]
-    assert [station(False, False).reads(names) for names in (tokens, rest)] == [False, False]
-    assert [station(False, True).reads(names) for names in (tokens, rest)] == [True, True]
+    assert [layout(True, False).reads(names) for names in (tokens, rest)] == [True, False]
+    assert [layout(False, False).reads(names) for names in (tokens, rest)] == [False, False]
+    assert [layout(False, True).reads(names) for names in (tokens, rest)] == [True, True]
 
 
 def test_a_plan_travels_as_its_arrays():

@@ -1,4 +1,4 @@
-"""What the environment says of ranks: half of it, or nonsense, is our error; who does not come is named."""
+"""Ranks in the environment: incomplete or invalid variables are errors of ours, and missing ranks are named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from roll_batching.cli import main
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import config_from_dict
-from roll_batching.jobs.launch.environment import LAUNCHER, check_world, rank_place
+from roll_batching.jobs.launch.environment import check_world_size, rank_info
+from roll_batching.jobs.processes.rank_variables import LAUNCHER
 from tests.jobs.launch.commands import ROOT, done
 from tests.support.ranks import _free_port
 
@@ -48,33 +49,33 @@ def test_half_an_environment_is_an_error(changes, words, capsys, monkeypatch, re
 
 
 def test_a_whole_environment_is_a_place():
-    assert rank_place({}) is None
-    place = rank_place(WHOLE)
+    assert rank_info({}) is None
+    place = rank_info(WHOLE)
     assert (place.rank, place.world_size, place.address) == (1, 2, "127.0.0.1:29500")
-    assert place.launcher is None and not place.has_keeper
-    assert rank_place({**WHOLE, "TORCHELASTIC_RUN_ID": "x"}).has_keeper
-    ours = rank_place({**WHOLE, LAUNCHER: "77"})
-    assert ours.launcher == 77 and ours.has_keeper
+    assert place.launcher is None and not place.is_supervised
+    assert rank_info({**WHOLE, "TORCHELASTIC_RUN_ID": "x"}).is_supervised
+    ours = rank_info({**WHOLE, LAUNCHER: "77"})
+    assert ours.launcher == 77 and ours.is_supervised
 
 
 @pytest.mark.bad_input
 def test_devices_and_processes_that_differ_are_an_error_under_torchrun(report):
     config = config_from_dict({"actor_train": {"device_mapping": "0-3"}})
     with pytest.raises(ConfigError, match="names 4 devices and 2 processes were started") as caught:
-        check_world(config, rank_place(WHOLE))
+        check_world_size(config, rank_info(WHOLE))
     report(str(caught.value))
-    check_world(config, rank_place({**WHOLE, LAUNCHER: "77"}))  # --nproc said so
-    check_world(config, rank_place({**WHOLE, "WORLD_SIZE": "4"}))
-    check_world(config_from_dict({}), rank_place(WHOLE))
+    check_world_size(config, rank_info({**WHOLE, LAUNCHER: "77"}))  # --nproc said so
+    check_world_size(config, rank_info({**WHOLE, "WORLD_SIZE": "4"}))
+    check_world_size(config_from_dict({}), rank_info(WHOLE))
 
 
 MEET = """
 import sys
 from roll_batching.errors import LayoutError
-from roll_batching.jobs.launch.environment import rank_place
-from roll_batching.jobs.launch.meeting import meet
+from roll_batching.jobs.launch.environment import rank_info
+from roll_batching.jobs.launch.rendezvous import wait_for_ranks
 try:
-    meet(rank_place(), float(sys.argv[1]), notice_after=0.5)
+    wait_for_ranks(rank_info(), float(sys.argv[1]), notice_after=0.5)
 except LayoutError as error:
     sys.exit(str(error))
 """

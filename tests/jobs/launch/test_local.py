@@ -13,7 +13,7 @@ import pytest
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import config_from_dict
-from roll_batching.jobs.launch.devices import choose_devices, crowding, process_count, visible_devices
+from roll_batching.jobs.launch.devices import choose_devices, oversubscription_warning, process_count, visible_devices
 from tests.jobs.launch import commands
 
 pytest.importorskip("torch")
@@ -146,6 +146,6 @@ def test_stopping_the_launcher_ends_the_ranks(tmp_path, stop):
 
 @pytest.mark.parametrize(("count", "processors", "said"), [(16, 2, True), (4, 2, False), (9, 4, True), (64, 64, False)])
 def test_more_processes_than_a_machine_without_gpus_has_room_for_are_said(count, processors, said):
-    text = crowding(count, processors)
+    text = oversubscription_warning(count, processors)
     assert (text is not None) == said
     assert text is None or (f"{count} processes" in text and f"--nproc {processors}" in text)

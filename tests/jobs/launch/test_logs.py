@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from roll_batching.jobs.launch.logs import log_of, named
+from roll_batching.jobs.launch.logs import log_notice, log_path
 from tests.jobs.launch.commands import ROOT, trained
 
 pytest.importorskip("torch")
@@ -16,10 +16,10 @@ pytest.importorskip("torch")
 TALK = """
 import os, signal, sys
 from pathlib import Path
-from roll_batching.jobs.launch.environment import rank_place
+from roll_batching.jobs.launch.environment import rank_info
 from roll_batching.jobs.launch.logs import keep_log
 
-keep_log(Path(sys.argv[1]), rank_place(), resumes=sys.argv[2] == "resume")
+keep_log(Path(sys.argv[1]), rank_info(), resumes=sys.argv[2] == "resume")
 print("printed")
 print("warned", file=sys.stderr)
 os.write(2, b"from a library\\n")
@@ -79,13 +79,13 @@ def test_a_log_that_cannot_be_written_is_said_and_done_without(tmp_path):
 
 
 def test_a_log_without_output_of_the_last_attempt_is_not_named(tmp_path):
-    file = log_of(tmp_path, 1)
-    assert named(tmp_path, 1) == ""
+    file = log_path(tmp_path, 1)
+    assert log_notice(tmp_path, 1) == ""
     file.parent.mkdir()
     heading = "==== rank 1 of 2, 2026-11-22 17:01:02, attempt 1; process 4711 on node7\n"
     for text, is_named in (("", False), ("a line\n", True), (f"a line\n\n{heading}", False), (f"a\n{heading}b", True)):
         file.write_text(heading + text)
-        assert named(tmp_path, 1) == (f"notice: the log of rank 1 is {file}\n" if is_named else "")
+        assert log_notice(tmp_path, 1) == (f"notice: the log of rank 1 is {file}\n" if is_named else "")
 
 
 @pytest.mark.cluster

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from roll_batching.jobs.launch.logs import log_of
+from roll_batching.jobs.launch.logs import log_path
 from roll_batching.losses import LossOutput, TokenView
 from tests.jobs.launch.commands import ROOT, done, environment, processes, train, trained, wait_for, write_job
 
@@ -20,10 +20,10 @@ pytest.importorskip("torch")
 TALK = """
 import sys
 from pathlib import Path
-from roll_batching.jobs.launch.environment import rank_place
+from roll_batching.jobs.launch.environment import rank_info
 from roll_batching.jobs.launch.logs import keep_log
 
-keep_log(Path(sys.argv[1]), rank_place())
+keep_log(Path(sys.argv[1]), rank_info())
 for number in range(2000):
     print(f"line {number}")
 print("warned", file=sys.stderr)
@@ -53,7 +53,7 @@ def test_an_output_that_fails_is_said_once_and_done_without(tmp_path, kind, word
     assert (
         notice.startswith("notice: standard output cannot be written to: ") and words in notice and warned == "warned"
     )
-    log = log_of(tmp_path, 0).read_text().replace(f"{notice}\n", "").splitlines()
+    log = log_path(tmp_path, 0).read_text().replace(f"{notice}\n", "").splitlines()
     assert [line for line in log if line.startswith("line ")] == [f"line {number}" for number in range(2000)]
 
 

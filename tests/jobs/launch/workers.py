@@ -11,8 +11,8 @@ from pathlib import Path
 
 from roll_batching.errors import DataError
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.launch.failures import FOLDER_VARIABLE
 from roll_batching.jobs.launch.worker import run_worker
+from roll_batching.jobs.processes.rank_variables import FAILURES
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -41,7 +41,7 @@ def error(config: JobConfig) -> None:
 def aftermath(config: JobConfig) -> None:
     if RANK == 1:
         note_time()
-    while RANK == 0 and not Path(os.environ[FOLDER_VARIABLE], "rank1.json").exists():
+    while RANK == 0 and not Path(os.environ[FAILURES], "rank1.json").exists():
         time.sleep(0.05)
     raise RuntimeError("the cause" if RANK == 1 else "connection closed by peer")
 

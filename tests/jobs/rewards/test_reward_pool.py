@@ -86,7 +86,7 @@ def test_a_process_that_was_killed_between_two_calls_is_started_again(capfd):
     with RewardPool(RewardDomain(path=HERE + "one"), workers=2) as pool:
         pool.score([completion() for _ in range(4)], range(4), seed=0)
         for child in psutil.Process().children():
-            if "rewards.child" in " ".join(child.cmdline()):
+            if "rewards.worker" in " ".join(child.cmdline()):
                 child.kill()
                 while child.status() != psutil.STATUS_ZOMBIE:  # ended, and the pool's to hear of
                     time.sleep(0.01)

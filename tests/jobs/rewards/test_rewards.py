@@ -76,7 +76,7 @@ def test_a_function_of_the_users_own_is_found_in_the_working_directory(tmp_path,
 
 
 def test_neither_torch_nor_megatron_is_imported_for_it():
-    code = "import sys, roll_batching.jobs.rewards.child; print({'torch', 'megatron', 'pydantic'} & set(sys.modules))"
+    code = "import sys, roll_batching.jobs.rewards.worker; print({'torch', 'megatron', 'pydantic'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import ConfigFileError, JobConfig, load_config
-from roll_batching.jobs.launch.devices import role_devices
+from roll_batching.jobs.launch.devices import role_device_variables
 from roll_batching.jobs.observe.metrics_file import read_metrics
-from roll_batching.jobs.processes.world import DEVICES
+from roll_batching.jobs.processes.rank_variables import ROLE_DEVICES
 from roll_batching.jobs.rl.async_rollouts import parts_of
 from roll_batching.jobs.roles.client import SAMPLER, RoleClient
 from roll_batching.jobs.roles.sampler import Request
@@ -141,7 +141,7 @@ def test_a_sampler_that_stalls_is_started_again(folder):
     )
     outcome = run_ranks(1, RUN, job, check=False, timeout=240)[0]
     assert outcome.returncode == 0, outcome.output
-    assert "the sampler was not heard of for rollout_timeout=20 seconds" in outcome.output
+    assert "the sampler sent no message for rollout_timeout=20 seconds" in outcome.output
     assert [row["sampler_restarts"] for row in rows_of(folder)] == [1, 1]
 
 
@@ -276,14 +276,14 @@ def test_what_does_not_go_with_rollouts_ahead_is_refused(changes, words):
 def test_a_sampler_may_have_a_device_of_its_own():
     file = Path(__file__).resolve().parents[3] / "configs" / "grpo_async_demo.yaml"
     job = load_config(file, ["actor_infer.device_mapping=[2]"])
-    assert role_devices(job, {"CUDA_VISIBLE_DEVICES": "4,5,7"}) == {DEVICES["actor_infer"]: "7"}
+    assert role_device_variables(job, {"CUDA_VISIBLE_DEVICES": "4,5,7"}) == {ROLE_DEVICES["actor_infer"]: "7"}
     assert (
-        role_devices(job, {}) == {DEVICES["actor_infer"]: "2"}
-        and role_devices(job, {DEVICES["actor_infer"]: "7"}) == {}
+        role_device_variables(job, {}) == {ROLE_DEVICES["actor_infer"]: "2"}
+        and role_device_variables(job, {ROLE_DEVICES["actor_infer"]: "7"}) == {}
     )
-    assert role_devices(load_config(file), {}) == {}
+    assert role_device_variables(load_config(file), {}) == {}
     with pytest.raises(ConfigError, match="device 2 is not there: CUDA_VISIBLE_DEVICES=4,5 shows 2"):
-        role_devices(job, {"CUDA_VISIBLE_DEVICES": "4,5"})
+        role_device_variables(job, {"CUDA_VISIBLE_DEVICES": "4,5"})
 
 
 def test_overrides_without_effect_are_refused():

@@ -15,10 +15,11 @@ import torch
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import JobConfig, load_config
-from roll_batching.jobs.launch.devices import devices_of_roles, devices_under_torchrun, role_devices
+from roll_batching.jobs.launch.devices import devices_under_torchrun, role_device_variables, role_gpus
 from roll_batching.jobs.observe.metrics_file import read_metrics
-from roll_batching.jobs.processes.world import DEVICES, ChildWorld
-from roll_batching.jobs.roles.client import SAMPLER, Kind, RoleClient
+from roll_batching.jobs.processes.rank_variables import ROLE_DEVICES
+from roll_batching.jobs.processes.role_workers import LocalRoleWorkers
+from roll_batching.jobs.roles.client import SAMPLER, RoleClient, RoleKind
 from roll_batching.jobs.roles.remote_reference import REFERENCE
 from tests.jobs.observe.rows import TIMES
 from tests.jobs.rl.jobs import settings, write_data
@@ -90,22 +91,22 @@ def end_with_a_world(payload: dict[str, Any]) -> None:
     """On a rank: a sampler's world is started, its processes are told, and this one is killed."""
     client = RoleClient(JobConfig.model_validate(payload), SAMPLER)
     client.start()
-    assert isinstance(client.world, ChildWorld)
-    (Path(payload["output_dir"]).parent / "pids").write_text(json.dumps(client.world.pids))
+    assert isinstance(client.workers, LocalRoleWorkers)
+    (Path(payload["output_dir"]).parent / "pids").write_text(json.dumps(client.workers.pids))
     time.sleep(2)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kind", [SAMPLER, REFERENCE], ids=lambda kind: kind.name)
 def test_processes_of_a_role_are_found_by_its_module(
-    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: RoleKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slow tests below kill one of them: if they could not find it, nobody would know before those run."""
     monkeypatch.setenv(MARK, str(tmp_path / "runs"))
-    world = ChildWorld(kind.module, 2, os.environ)
+    workers = LocalRoleWorkers(kind.module, 2, os.environ)
     roles = {one.pid: [role for role in ROLES if is_of_role(one, role)] for one in left_of(tmp_path)}
-    world.end()
-    assert roles == {pid: [kind.name.removeprefix("the ")] for pid in world.pids}
+    workers.kill()
+    assert roles == {pid: [kind.name.removeprefix("the ")] for pid in workers.pids}
 
 
 # ---- the sampler
@@ -231,15 +232,15 @@ def test_devices_that_cannot_be_are_refused(changes: dict[str, Any], words: str)
 def test_a_job_says_which_processes_get_which_devices() -> None:
     job = load_config(DEMO, ["actor_infer.device_mapping=4-5", "reference.device_mapping=[2]"])
     assert job.world_size == 2 and job.dp_size(2) == 2 and job.has_sampler and not job.asynchronous
-    found = role_devices(job, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,5,7"})
-    assert found == {DEVICES["actor_infer"]: "5,7", DEVICES["reference"]: "2"}
+    found = role_device_variables(job, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,5,7"})
+    assert found == {ROLE_DEVICES["actor_infer"]: "5,7", ROLE_DEVICES["reference"]: "2"}
     one, several = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     assert devices_under_torchrun(job, one) == {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert devices_under_torchrun(load_config(DEMO), several) == {}
     with pytest.raises(ConfigError, match="torchrun has started ranks on several"):
         devices_under_torchrun(job, several)
-    assert devices_of_roles(job, [0, 1], gpus=6) == [4, 5, 2] and devices_of_roles(job, [], gpus=0) == []
+    assert role_gpus(job, [0, 1], gpus=6) == [4, 5, 2] and role_gpus(job, [], gpus=0) == []
     with pytest.raises(ConfigError, match="actor_infer.device_mapping names device 5, but this machine has 5 GPUs"):
-        devices_of_roles(job, [0, 1], gpus=5)
+        role_gpus(job, [0, 1], gpus=5)
     with pytest.raises(ConfigError, match="take device 2 of reference.device_mapping"):
-        devices_of_roles(job, [0, 1, 2], gpus=6)
+        role_gpus(job, [0, 1, 2], gpus=6)

@@ -1,1 +1,1 @@
-"""A job's ranks as actors of Ray, on one machine or many: what torchrun does, where Ray runs already."""
+"""Ranks of a job as Ray actors, on one machine or many."""

@@ -1,4 +1,4 @@
-"""The ranks of a job as Ray's actors: started, asked, and ended together."""
+"""The ranks of a job as Ray actors: start, remote calls, failures and end."""
 
 from __future__ import annotations
 
@@ -10,175 +10,178 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from roll_batching.jobs.launch.environment import AGENT_STORE
-from roll_batching.jobs.launch.failures import Failure, cause
-from roll_batching.jobs.launch.on_ray.cluster import Room
-from roll_batching.jobs.launch.on_ray.placement import Seat
-from roll_batching.jobs.launch.on_ray.rank import Rank, Whereabouts
+from roll_batching.jobs.launch.failures import Failure, root_cause
+from roll_batching.jobs.launch.on_ray.cluster import Reservation
+from roll_batching.jobs.launch.on_ray.placement import RankPlacement
+from roll_batching.jobs.launch.on_ray.rank import Rank, RankProcess
+from roll_batching.jobs.processes.rank_variables import rank_variables
 from roll_batching.secret_names import is_secret
 
-_PASSED_ON = ("PYTHONPATH", "PYTHONWARNINGS", "OMP_NUM_THREADS")
-_FAMILIES_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "HF_")
-_SECONDS_BETWEEN_LOOKS = 0.2
-_SECONDS_FOR_LAST_WORDS = 1.0
-"""How long after a failure the other ranks may say theirs: it may be the cause."""
-_SECONDS_FOR_THE_CAUSE = 20.0
-"""How long when all that is known are connections lost to others, as Ray takes this long to miss a machine; or an error
-that all ranks raise together."""
-_SECONDS_TO_END = 10.0
+_INHERITED = ("PYTHONPATH", "PYTHONWARNINGS", "OMP_NUM_THREADS")
+_INHERITED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "HF_")
+_POLL_SECONDS = 0.2
+_GRACE_SECONDS = 1.0
+"""After a failure, other ranks may still report theirs: one of them may be the cause."""
+_CAUSE_SECONDS = 20.0
+"""Grace while only lost connections are known, since Ray takes this long to miss a machine; or an error that all ranks
+raise together."""
+_KILL_SECONDS = 10.0
 
 
-class Ranks:
+class RankActors:
     """The actors of a job, by rank."""
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self.actors = actors
-        self.whereabouts: Sequence[Whereabouts] = ()
+        self.processes: Sequence[RankProcess] = ()
         self.failure: Failure | None = None
-        """Of several, the cause."""
+        """Root cause of the last call's failures."""
 
-    def ask(self, method: str, arguments: Sequence[tuple[Any, ...]], caught: Sequence[object] = ()) -> list[Any]:
-        """Calls `method` on as many ranks as there are arguments; their answers, by rank.
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], caught: Sequence[object] = ()) -> list[Any]:
+        """Calls `method` on the first ranks, one per item of `arguments`; their results, by rank.
 
-        Returns soon after one has failed, with `failure` set, or when a signal was `caught`.
+        Returns early, with `failure` set, soon after a rank has failed, and when a signal was `caught`.
         """
-        asked = zip(self.actors, arguments, strict=False)
-        return self.answers([getattr(actor, method).remote(*given) for actor, given in asked], caught)
+        pairs = zip(self.actors, arguments, strict=False)
+        return self.results([getattr(actor, method).remote(*items) for actor, items in pairs], caught)
 
-    def answers(self, made: Sequence[Any], caught: Sequence[object] = ()) -> list[Any]:
-        """What calls that were `made`, one per rank from rank 0 on, return; else as `ask`."""
+    def results(self, calls: Sequence[Any], caught: Sequence[object] = ()) -> list[Any]:
+        """Results of `calls`, one per rank from rank 0 on; early return as in `call`."""
         import ray
 
-        calls = {call: rank for rank, call in enumerate(made)}
-        answers: dict[int, Any] = {}
+        pending = {call: rank for rank, call in enumerate(calls)}
+        results: dict[int, Any] = {}
         failures: list[Failure] = []
         first: float | None = None
-        while calls and not caught:
-            done, _ = ray.wait(list(calls), timeout=_SECONDS_BETWEEN_LOOKS)
+        while pending and not caught:
+            done, _ = ray.wait(list(pending), timeout=_POLL_SECONDS)
             for call in done:
-                rank = calls.pop(call)
-                answers[rank] = self._answer(rank, call)
-                if isinstance(answers[rank], Failure):
-                    failures.append(answers[rank])
+                rank = pending.pop(call)
+                results[rank] = self._result(rank, call)
+                if isinstance(results[rank], Failure):
+                    failures.append(results[rank])
             if failures:
                 first = first or time.monotonic()
-                known = not all(failure.aftermath or failure.shared for failure in failures)
-                if time.monotonic() - first > (_SECONDS_FOR_LAST_WORDS if known else _SECONDS_FOR_THE_CAUSE):
+                cause_known = not all(failure.aftermath or failure.shared for failure in failures)
+                if time.monotonic() - first > (_GRACE_SECONDS if cause_known else _CAUSE_SECONDS):
                     break
-        self.failure = cause(failures) if failures else None
-        return [answers[rank] for rank in sorted(answers)]
+        self.failure = root_cause(failures) if failures else None
+        return [results[rank] for rank in sorted(results)]
 
-    def settle(self, seats: Sequence[Seat], caught: Sequence[object] = (), who: str = "") -> list[dict[str, str]]:
-        """Brings all ranks into this process's folder, says where they are, and opens the store where they will meet.
+    def prepare(
+        self, placements: Sequence[RankPlacement], caught: Sequence[object] = (), role: str = ""
+    ) -> list[dict[str, str]]:
+        """Moves all ranks to this process's folder, prints their machines, and opens the rendezvous store on rank 0.
 
-        Returns the variables that tell each rank its place; nothing where one has failed or a signal was `caught`.
+        Returns the rank variables of each; empty when a rank has failed or a signal was `caught`.
         """
-        found = self.ask("settle", [(os.getcwd(),)] * len(seats), caught)
+        processes = self.call("enter_folder", [(os.getcwd(),)] * len(placements), caught)
         if self.failure is not None or caught:
             return []
-        self.whereabouts = found
-        _tell(seats, found, who)
-        port = self.ask("open_store", [()], caught)
-        return _places(seats, found, *port) if self.failure is None and not caught else []
+        self.processes = processes
+        _print_placement(placements, processes, role)
+        port = self.call("open_store", [()], caught)
+        return _environments(placements, processes, *port) if self.failure is None and not caught else []
 
-    def _answer(self, rank: int, call: Any) -> Any:
+    def _result(self, rank: int, call: Any) -> Any:
         import ray
 
         try:
             return ray.get(call)
         except ray.exceptions.RayError as error:
-            place = self.whereabouts[rank] if self.whereabouts else None
-            where = f" (process {place.pid} on {place.host}, {place.address})" if place else ""
+            process = self.processes[rank] if self.processes else None
+            where = f" (process {process.pid} on {process.host}, {process.address})" if process else ""
             init_failed = getattr(error, "actor_init_failed", False)
             return Failure(
                 rank=rank,
-                message=f"rank {rank}{where} ended without a message: {reason_of(error)}",
+                message=f"rank {rank}{where} ended without a message: {failure_reason(error)}",
                 nanoseconds=time.time_ns(),
                 agreed=True,
                 silent=True,
                 lost=isinstance(error, ray.exceptions.RayActorError) and not init_failed,
             )
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kills all actors; returns when they are dead."""
         import ray
 
         for actor in self.actors:
             ray.kill(actor)
         dead = [actor.__ray_ready__.remote() for actor in self.actors]
-        ray.wait(dead, num_returns=len(dead), timeout=_SECONDS_TO_END)
+        ray.wait(dead, num_returns=len(dead), timeout=_KILL_SECONDS)
 
 
 @contextlib.contextmanager
-def started(room: Room, variables: Mapping[str, str], kind: type[Rank] = Rank) -> Iterator[Ranks]:
-    """One actor of `kind` per seat of `room`, with `variables` in its environment; none is alive afterwards."""
+def start_actors(
+    reservation: Reservation, variables: Mapping[str, str], actor_class: type[Rank] = Rank
+) -> Iterator[RankActors]:
+    """One actor per rank of `reservation`, with `variables` in its environment; all are killed after the block."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    passed = passed_on(os.environ)
-    shown, secret = shown_and_secret(variables)
+    inherited = inherited_variables(os.environ)
+    public, secrets = split_secrets(variables)
     actors = []
-    for seat in room.seats:
-        threads = {"OMP_NUM_THREADS": str(max(1, int(room.cpus[seat.node]) // seat.local_size))}
-        place = PlacementGroupSchedulingStrategy(room.group, placement_group_bundle_index=seat.bundle)
-        actor = ray.remote(kind).options(
+    for placement in reservation.ranks:
+        threads = {"OMP_NUM_THREADS": str(max(1, int(reservation.cpus[placement.node]) // placement.local_size))}
+        strategy = PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=placement.bundle)
+        actor = ray.remote(actor_class).options(
             num_cpus=1,
-            num_gpus=int(room.on_gpus),
-            scheduling_strategy=place,
-            runtime_env={"env_vars": {**threads, **passed, **shown}},
+            num_gpus=int(reservation.on_gpus),
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": {**threads, **inherited, **public}},
         )
-        actors.append(actor.remote(seat.rank, secret))
-    ranks = Ranks(actors)
+        actors.append(actor.remote(placement.rank, secrets))
+    ranks = RankActors(actors)
     try:
         yield ranks
     finally:
-        ranks.end()
+        ranks.kill()
 
 
-def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of the command's environment the ranks get as well."""
-    wanted = {name for name in environment if name in _PASSED_ON or name.startswith(_FAMILIES_PASSED_ON)}
+def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the command's environment that ranks inherit, without secrets."""
+    wanted = {name for name in environment if name in _INHERITED or name.startswith(_INHERITED_PREFIXES)}
     return {name: environment[name] for name in sorted(wanted) if not is_secret(name)}
 
 
-def shown_and_secret(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """`variables` for the actors' environment, which Ray shows to whoever sees the cluster; and the secret ones."""
-    secret = {name: value for name, value in variables.items() if is_secret(name)}
-    return {name: value for name, value in variables.items() if name not in secret}, secret
+def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """`variables` split in two: for the runtime environment, which Ray shows to all its users, and secrets."""
+    secrets = {name: value for name, value in variables.items() if is_secret(name)}
+    return {name: value for name, value in variables.items() if name not in secrets}, secrets
 
 
-def _places(seats: Sequence[Seat], found: Sequence[Whereabouts], port: int) -> list[dict[str, str]]:
-    """What tells each rank its place, in torchrun's words. Ranks of a machine see each other's GPUs, as NCCL wants."""
-    places = []
-    for seat in seats:
-        shown = [device for other in seats if other.node == seat.node for device in found[other.rank].devices]
-        places.append(
-            {
-                "RANK": str(seat.rank),
-                "LOCAL_RANK": str(seat.local_rank),
-                "WORLD_SIZE": str(len(seats)),
-                "LOCAL_WORLD_SIZE": str(seat.local_size),
-                "MASTER_ADDR": found[0].address,
-                "MASTER_PORT": str(port),
-                AGENT_STORE: "True",
-                **({"CUDA_VISIBLE_DEVICES": ",".join(shown)} if shown else {}),
-            }
+def _environments(
+    placements: Sequence[RankPlacement], processes: Sequence[RankProcess], port: int
+) -> list[dict[str, str]]:
+    """The rank variables of each rank. Ranks of a machine see each other's GPUs, as NCCL needs it."""
+    environments = []
+    for own in placements:
+        devices = [name for other in placements if other.node == own.node for name in processes[other.rank].devices]
+        variables = rank_variables(
+            own.rank,
+            len(placements),
+            local_rank=own.local_rank,
+            local_size=own.local_size,
+            host=processes[0].address,
+            port=port,
         )
-    return places
+        environments.append(variables | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}))
+    return environments
 
 
-def _tell(seats: Sequence[Seat], found: Sequence[Whereabouts], who: str) -> None:
-    """One line: which ranks, of `who`, run where."""
-    told = []
-    for _, together in groupby(seats, key=lambda seat: seat.node):
-        ranks = [seat.rank for seat in together]
-        named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-        told.append(f"{named} on {found[ranks[0]].host} ({found[ranks[0]].address})")
-    print(f"{who and who + ' '}placed by Ray: {', '.join(told)}", file=sys.stderr, flush=True)
+def _print_placement(placements: Sequence[RankPlacement], processes: Sequence[RankProcess], role: str) -> None:
+    """Prints one line with the ranks on each machine."""
+    machines = []
+    for _, group in groupby(placements, key=lambda placement: placement.node):
+        ranks = [placement.rank for placement in group]
+        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+        machines.append(f"{names} on {processes[ranks[0]].host} ({processes[ranks[0]].address})")
+    print(f"{role and role + ' '}placed by Ray: {', '.join(machines)}", file=sys.stderr, flush=True)
 
 
-def reason_of(error: BaseException) -> str:
-    """The part of Ray's words that says what happened to this actor."""
+def failure_reason(error: BaseException) -> str:
+    """The part of Ray's message that says what happened to this actor."""
     text = str(error)
     start = text.find("The actor ", text.find("\n") + 1)
     return text[max(0, start) :].partition(" Some common causes include")[0].strip()

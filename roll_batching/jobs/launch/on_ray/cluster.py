@@ -1,4 +1,4 @@
-"""The Ray that a job runs on: found or started, what its machines have, and room for the ranks."""
+"""The Ray cluster of a job: connection, machines, and the reservation of devices for the ranks."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roll_batching.errors import ConfigError, RollBatchingError
-from roll_batching.jobs.launch.on_ray.placement import Seat, bundle_size, seats
+from roll_batching.jobs.launch.on_ray.placement import RankPlacement, bundle_size, place_ranks
 
 LOCAL = "local"
-"""The address that means: a Ray of this machine's, started for the job and ended with it."""
+"""Address of a Ray that is started on this machine for the job, and ended with it."""
 AUTO = "auto"
-"""The address of the Ray that runs on this machine."""
-_SECONDS_TO_CONNECT = 10.0
+"""Address of the Ray that already runs on this machine."""
+_CONNECT_SECONDS = 10.0
 _SECONDS_BEFORE_NOTICE = 10.0
-_SECONDS_FOR_LAST_LINES = 1.0
-"""How long Ray takes at most to bring a rank's last lines to the driver."""
+_OUTPUT_SECONDS = 1.0
+"""Ray takes up to this long to print a rank's last output at the driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What one machine of the cluster offers in all."""
+    """Total resources of one machine of the cluster."""
 
     node: str
     address: str
     cpus: float
     gpus: float
 
-    def room(self, on_gpus: bool) -> int:
+    def capacity(self, on_gpus: bool) -> int:
         """Ranks that fit when nothing else runs."""
         return int(min(self.cpus, self.gpus) if on_gpus else self.cpus)
 
 
 def check_address(address: str) -> None:
-    """Raises ConfigError when no Ray can be at `address`, for which Ray itself would try for minutes.
+    """Raises ConfigError when there is no Ray at `address`: Ray itself would retry for minutes.
 
-    RollBatchingError where Ray is not installed.
+    Raises RollBatchingError when Ray is not installed.
     """
     if importlib.util.find_spec("ray") is None:
         raise RollBatchingError("--launcher ray needs Ray: pip install 'roll-batching[ray]'")
@@ -55,18 +55,18 @@ def check_address(address: str) -> None:
         )
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=_SECONDS_TO_CONNECT).close()
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except ValueError:
         raise ConfigError(f"--address {address}: use {AUTO}, {LOCAL} or HOST:PORT") from None
     except OSError as error:
-        raise _nobody(address, str(error)) from None
+        raise _no_ray(address, str(error)) from None
 
 
 @contextlib.contextmanager
 def connected(address: str, cpus: int) -> Iterator[None]:
-    """Joins the Ray at `address`, or starts one with room for `cpus` ranks where it is `local`; leaves it at the end.
+    """Joins the Ray at `address`, or starts one with `cpus` CPUs for `local`; leaves it after the block.
 
-    Raises ConfigError where there is none, RollBatchingError where it cannot be joined.
+    Raises ConfigError when there is none, RollBatchingError when it cannot be joined.
     """
     import ray
 
@@ -79,18 +79,18 @@ def connected(address: str, cpus: int) -> Iterator[None]:
     try:
         ray.init(**options)
     except ConnectionError as error:
-        raise _nobody(address, _first_line(error)) from None
+        raise _no_ray(address, _first_line(error)) from None
     except Exception as error:  # Ray raises plain ones, as for processes that did not start within its 30 s
         what = "a Ray of its own cannot be started" if address == LOCAL else f"the Ray at {address} cannot be joined"
         raise RollBatchingError(f"{what} (--address {address}): {error}") from error
     try:
         yield
-        time.sleep(_SECONDS_FOR_LAST_LINES)
+        time.sleep(_OUTPUT_SECONDS)
     finally:
         ray.shutdown()
 
 
-def _nobody(address: str, why: str) -> ConfigError:
+def _no_ray(address: str, why: str) -> ConfigError:
     cure = f"start one with `ray start --head`, or use --address {LOCAL}"
     return ConfigError(f"there is no Ray at --address {address} ({why}): {cure}")
 
@@ -121,88 +121,96 @@ def machines() -> list[Machine]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
-    """Devices that Ray keeps for the ranks of a job."""
+class Reservation:
+    """Devices that Ray reserves for the ranks of a job."""
 
     group: Any
     """The placement group."""
-    seats: list[Seat]
+    ranks: list[RankPlacement]
     on_gpus: bool
-    """Each rank has a GPU; else a CPU of Ray's count."""
+    """Each rank has a GPU; else one CPU of Ray's count."""
     cpus: Mapping[str, float]
     """CPUs of each machine, by its id."""
-    roles: Mapping[str, list[Seat]] = field(default_factory=dict)
-    """Seats of the roles that have devices of their own."""
+    roles: Mapping[str, list[RankPlacement]] = field(default_factory=dict)
+    """Ranks of the roles that have devices of their own."""
 
 
 @contextlib.contextmanager
-def room_for(
+def reserve_devices(
     count: int,
     tp_size: int,
     minutes: float,
     stopped: Callable[[], bool],
     roles: Mapping[str, tuple[int, int]] | None = None,
-) -> Iterator[Room | None]:
-    """Room for `count` ranks, taken in one piece, so that two jobs never wait for each other's half.
+) -> Iterator[Reservation | None]:
+    """Reserves devices for `count` ranks and the `roles` in one placement group, for the block.
 
-    `roles` are those with devices of their own: how many, and the size of their tensor-parallel groups. They are part
-    of the piece. Each tensor-parallel group lies on one machine where any machine is large enough; else a notice says
-    that it does not. Waits up to `minutes` for devices that are in use or still to come, and says so; gives None when
-    `stopped` says so meanwhile. Raises RollBatchingError when there is still no room then.
+    One group for all, because two jobs that reserve piece by piece could wait for each other. Each tensor-parallel
+    group lies on one machine where a machine is large enough; else a notice says so. Prints notices while it waits.
+    Yields None when `stopped()` turned true. Raises RollBatchingError after `minutes` without devices.
+
+    Args:
+        count: ranks of the job.
+        tp_size: of its tensor-parallel groups.
+        minutes: limit of the wait for devices that are in use or not up yet.
+        stopped: ends the wait.
+        roles: ranks and tensor-parallel size of roles with devices of their own.
     """
     import ray
 
-    found = machines()
-    on_gpus = any(machine.gpus for machine in found)
-    roomiest = max(machine.room(on_gpus) for machine in found)
-    worlds = {"": (count, tp_size), **(roles or {})}
-    sizes = {name: bundle_size(tp, roomiest) for name, (_, tp) in worlds.items()}
-    for name, (_, tp) in worlds.items():
+    cluster = machines()
+    on_gpus = any(machine.gpus for machine in cluster)
+    largest = max(machine.capacity(on_gpus) for machine in cluster)
+    groups = {"": (count, tp_size), **(roles or {})}
+    sizes = {name: bundle_size(tp, largest) for name, (_, tp) in groups.items()}
+    for name, (_, tp) in groups.items():
         if sizes[name] < tp:
             whose = f" of {name}" if name else ""
-            said = f"no machine of this Ray has room for a tensor-parallel group{whose} of {tp}"
-            _say(f"{said}: it spans machines, {sizes[name]} each")
-    bundles = [sizes[name] for name, (ranks, _) in worlds.items() for _ in range(ranks // sizes[name])]
+            problem = f"no machine of this Ray has room for a tensor-parallel group{whose} of {tp}"
+            _notify(f"{problem}: it spans machines, {sizes[name]} each")
+    bundles = [sizes[name] for name, (ranks, _) in groups.items() for _ in range(ranks // sizes[name])]
     devices = [{"CPU": size, "GPU": size} if on_gpus else {"CPU": size} for size in bundles]
     group = ray.util.placement_group(devices, strategy="PACK")
     try:
-        if _ready(group, sum(bundles), on_gpus, minutes, stopped):
+        if _wait_until_ready(group, sum(bundles), on_gpus, minutes, stopped):
             nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
             cpus = {machine.node: machine.cpus for machine in machines()}
-            places, first = {}, 0
-            for name, (ranks, _) in worlds.items():
+            placements, first = {}, 0
+            for name, (ranks, _) in groups.items():
                 own = [nodes[first + bundle] for bundle in range(ranks // sizes[name])]
-                places[name] = [replace(seat, bundle=first + seat.bundle) for seat in seats(own, sizes[name])]
+                placements[name] = [
+                    replace(placement, bundle=first + placement.bundle) for placement in place_ranks(own, sizes[name])
+                ]
                 first += len(own)
-            yield Room(group=group, seats=places.pop(""), on_gpus=on_gpus, cpus=cpus, roles=places)
+            yield Reservation(group=group, ranks=placements.pop(""), on_gpus=on_gpus, cpus=cpus, roles=placements)
         else:
             yield None
     finally:
         ray.util.remove_placement_group(group)
 
 
-def _ready(group: Any, count: int, on_gpus: bool, minutes: float, stopped: Callable[[], bool]) -> bool:
-    started, patience = time.monotonic(), _SECONDS_BEFORE_NOTICE
+def _wait_until_ready(group: Any, count: int, on_gpus: bool, minutes: float, stopped: Callable[[], bool]) -> bool:
+    started, next_notice = time.monotonic(), _SECONDS_BEFORE_NOTICE
     while not stopped():
         if group.wait(0.5):
             return True
         waited = time.monotonic() - started
-        if waited < min(patience, 60 * minutes):
+        if waited < min(next_notice, 60 * minutes):
             continue
         kind = "GPUs" if on_gpus else "CPUs"
-        has = ", ".join(f"{machine.room(on_gpus)} on {machine.address}" for machine in machines())
+        has = ", ".join(f"{machine.capacity(on_gpus)} on {machine.address}" for machine in machines())
         wanted = f"room for {count} ranks ({kind}: one each), and this Ray's machines have {has} in all"
         if waited > 60 * minutes:
             raise RollBatchingError(
                 f"there was no {wanted}, for {minutes:g} minutes (actor_train.backend_timeout): end what uses them, "
                 "add machines, or use fewer ranks (--nproc, device_mapping)"
             )
-        _say(f"waiting {waited:.0f} s so far for {wanted}, for {minutes:g} minutes at most")
-        patience *= 2
+        _notify(f"waiting {waited:.0f} s so far for {wanted}, for {minutes:g} minutes at most")
+        next_notice *= 2
     return False
 
 
-def _say(text: str) -> None:
+def _notify(text: str) -> None:
     print(f"notice: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""One rank of a job as an actor of Ray: the same work as a process of torchrun's does, in a process of Ray's."""
+"""One rank of a job as a Ray actor, which runs what a worker process runs under torchrun."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.launch.environment import rank_place
-from roll_batching.jobs.launch.failures import Failure, describe
-from roll_batching.jobs.launch.logs import note
-from roll_batching.jobs.processes.world import StartWorld
+from roll_batching.jobs.launch.environment import rank_info
+from roll_batching.jobs.launch.failures import Failure, describe_failure
+from roll_batching.jobs.launch.logs import write_to_log
+from roll_batching.jobs.processes.role_workers import StartRoleWorkers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whereabouts:
-    """The process of a rank."""
+class RankProcess:
+    """Machine, process id and GPUs of a rank."""
 
     address: str
     """Of its machine, as Ray knows it."""
@@ -26,23 +26,23 @@ class Whereabouts:
     """Name of its machine."""
     pid: int
     devices: tuple[str, ...]
-    """The GPUs that Ray gave it, as CUDA_VISIBLE_DEVICES names them; empty on CPU."""
+    """The GPUs that Ray gave it, in the format of CUDA_VISIBLE_DEVICES; empty on CPU."""
 
 
 class Rank:
-    """To be made an actor. Its methods run one at a time on the process's main thread, as those of a script do."""
+    """Becomes an actor. Its methods run one at a time on the process's main thread, as signal handlers need it."""
 
     def __init__(self, number: int, secrets: Mapping[str, str]) -> None:
-        """`secrets`: variables that must not stand in the actor's runtime environment, which Ray shows."""
+        """`secrets`: variables that must not be in the actor's runtime environment, which Ray shows."""
         os.environ.update(secrets)
         self.number = number
         self._store: Any = None
 
     def __repr__(self) -> str:
-        return f"rank {self.number}"  # what Ray puts before each line that the process says
+        return f"rank {self.number}"  # Ray's prefix of each line of output
 
-    def settle(self, folder: str) -> Whereabouts | Failure:
-        """Moves into `folder`, that of the command, so that relative paths mean the same here."""
+    def enter_folder(self, folder: str) -> RankProcess | Failure:
+        """Changes to the command's working directory, so that relative paths agree. A Failure when it cannot."""
         import ray
 
         try:
@@ -51,7 +51,7 @@ class Rank:
             where = f"machine {socket.gethostname()}, where rank {self.number} is to run, cannot enter {folder}"
             cure = "Start the command in a folder that all machines share, or with `ray job submit --working-dir`"
             return Failure(rank=self.number, message=f"{where}: {error.strerror}. {cure}", nanoseconds=0, agreed=True)
-        return Whereabouts(
+        return RankProcess(
             address=ray.util.get_node_ip_address(),
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -59,28 +59,28 @@ class Rank:
         )
 
     def open_store(self) -> int:
-        """The ranks are to meet in this process: returns the port, which nobody can take meanwhile."""
+        """Opens the rendezvous store in this process, which keeps the port taken; returns the port."""
         from torch.distributed import TCPStore
 
         self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
-    def sees(self, file: str, text: str) -> bool:
-        """Whether `file` begins here with `text`, as it does for the command; ranks add lines of their own."""
+    def can_read(self, file: str, text: str) -> bool:
+        """Whether `file` begins with `text` on this machine; ranks append lines of their own."""
         path = Path(file)
         return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(text)
 
-    def run(self, config: JobConfig, variables: Mapping[str, str], start_world: StartWorld) -> Failure | None:
-        """Does this rank's part of the job; None when it is done, else why it failed. `start_world` as for `do_job`."""
-        from roll_batching.jobs.launch.worker import do_job
+    def run(self, config: JobConfig, variables: Mapping[str, str], start_workers: StartRoleWorkers) -> Failure | None:
+        """Runs this rank's part of the job; a Failure when it failed. `start_workers` as for `run_rank`."""
+        from roll_batching.jobs.launch.worker import run_rank
 
         os.environ.update(variables)
         try:
-            place = rank_place()
-            assert place is not None, "a rank has a place"
-            do_job(config, place, start_world=start_world)
-        except BaseException as error:  # whatever it was, it must reach the driver
-            failure = describe(self.number, error)
-            note(failure.frames + failure.line)
+            info = rank_info()
+            assert info is not None, "the variables name a rank"
+            run_rank(config, info, start_workers=start_workers)
+        except BaseException as error:  # also SystemExit: every failure must reach the driver
+            failure = describe_failure(self.number, error)
+            write_to_log(failure.frames + failure.line)
             return failure
         return None

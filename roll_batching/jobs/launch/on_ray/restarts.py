@@ -1,48 +1,94 @@
-"""A job on Ray from its start to its end: attempts, each from the last checkpoint, while ranks get lost."""
+"""Runs a job on Ray, again from the last checkpoint after ranks were lost."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.launch.failures import told
+from roll_batching.jobs.launch.failures import Failure, report_failure
 from roll_batching.jobs.launch.local import caught_signals
-from roll_batching.jobs.launch.logs import RESTARTS
-from roll_batching.jobs.launch.on_ray.driver import attempt
+from roll_batching.jobs.launch.on_ray.actors import start_actors
+from roll_batching.jobs.launch.on_ray.cluster import reserve_devices
+from roll_batching.jobs.launch.on_ray.rank import RankProcess
+from roll_batching.jobs.launch.on_ray.role_workers import StartRayWorkers
+from roll_batching.jobs.processes.rank_variables import RESTARTS
 from roll_batching.jobs.run_folder import folder_of, mark_of
 from roll_batching.known_warnings import hide_known_warnings
 
 
 def run_on_ray(job: JobConfig, count: int, variables: Mapping[str, str], *, max_restarts: int) -> str | None:
-    """Runs `job` on `count` ranks of the Ray that this process has joined; None when it is done, else why it is not.
+    """Runs `job` on `count` ranks of the Ray that this process has joined; None, or the error that ended it.
 
-    A rank that is lost, with its process or its machine, ends all others; they start anew up to `max_restarts` times,
-    from the last checkpoint that this run has written. An error that a rank could put in words would come again, and
-    ends the job. The run's folder is held by the caller.
+    A lost rank, with its process or its machine, ends all others; they restart up to `max_restarts` times from the last
+    checkpoint of this run. An error that a rank reports would recur, and ends the job. The caller holds the lock of the
+    run's folder.
     """
     folder, restarts = folder_of(job), 0
     shared = mark_of(folder) if max_restarts else None
-    before = _latest(folder) if max_restarts else None
+    earlier = _latest_checkpoint(folder) if max_restarts else None
     with caught_signals() as caught:
         while True:
-            failure = attempt(job, count, {**variables, RESTARTS: str(restarts)}, caught, shared)
+            failure = _attempt(job, count, {**variables, RESTARTS: str(restarts)}, caught, shared)
             if caught:
                 return f"stopped by {caught[0].name}; all ranks were ended"
             if failure is None:
                 return None
             if not (failure.lost or failure.aftermath) or restarts == max_restarts:
-                return told(failure, folder)
+                return report_failure(failure, folder)
             restarts += 1
-            latest, start = _latest(folder), "where it started"
-            if latest is not None and latest != before:  # else it is an earlier run's
+            latest, start = _latest_checkpoint(folder), "where it started"
+            if latest is not None and latest != earlier:  # else it is an earlier run's
                 job, start = job.model_copy(update={"resume_from_checkpoint": True}), f"from {latest[0]}"
             print(f"{failure.line}\nrestart {restarts} of {max_restarts}, {start}", file=sys.stderr, flush=True)
 
 
-def _latest(folder: Path) -> tuple[Path, int] | None:
-    """The last checkpoint in `folder` and when it was written, in nanoseconds; None where there is none."""
+def _attempt(
+    job: JobConfig,
+    count: int,
+    variables: Mapping[str, str],
+    caught: Sequence[object],
+    shared: tuple[str, str] | None,
+) -> Failure | None:
+    """Runs the job once, on `count` ranks; their failure, or None, also when a signal was `caught`.
+
+    No rank is alive afterwards.
+
+    Args:
+        job: the job.
+        count: ranks.
+        variables: added to the ranks' environment, before their interpreters start.
+        caught: signals caught so far.
+        shared: path and text of a file that rank 0 must be able to read, if the run's folder must be shared.
+    """
+    minutes = job.actor_train.backend_timeout
+    tp_size = {name: role.strategy_args.strategy_config.tensor_model_parallel_size for name, role in job.roles.items()}
+    roles = {name: (len(own), tp_size[name]) for name in job.roles if (own := job.own_devices(name)) is not None}
+    with reserve_devices(count, tp_size["actor_train"], minutes, lambda: bool(caught), roles) as reservation:
+        if reservation is None:
+            return None
+        with start_actors(reservation, variables) as ranks:
+            environments = ranks.prepare(reservation.ranks, caught)
+            if environments and shared is not None and ranks.call("can_read", [shared], caught) == [False]:
+                return _folder_not_shared(shared[0], ranks.processes[0])
+            start_workers = StartRayWorkers(reservation, variables)
+            if environments and ranks.failure is None and not caught:
+                ranks.call("run", [(job, own, start_workers) for own in environments], caught)
+            return ranks.failure
+
+
+def _folder_not_shared(file: str, rank_0: RankProcess) -> Failure:
+    message = (
+        f"--max-restarts needs a run's folder that all machines share: {rank_0.host} ({rank_0.address}), where rank 0 "
+        f"runs, does not see {os.path.dirname(file)} as this machine does. Give another output_dir"
+    )
+    return Failure(rank=0, message=message, nanoseconds=0, agreed=True)
+
+
+def _latest_checkpoint(folder: Path) -> tuple[Path, int] | None:
+    """The last checkpoint in `folder` and the time it was written, in nanoseconds; None when there is none."""
     hide_known_warnings()
     from roll_batching.jobs.run.checkpoint import saved_point
 

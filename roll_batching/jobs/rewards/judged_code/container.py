@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from roll_batching.jobs.processes.child_process import start_cleanup
+
 RUNTIMES = ("docker", "nerdctl", "podman")
 """Clients whose `run` takes `--name`, and whose `rm --force` ends what has that name."""
 _SECONDS_TO_REMOVE = 30.0
@@ -36,13 +38,7 @@ class Contained:
         if runs_container(run):
             self._name = f"roll-batching-{secrets.token_hex(8)}"
             self.words[1:2] = ["run", "--name", self._name]
-            self._remover = subprocess.Popen(
-                ["sh", "-c", 'read -r _; exec "$@"', "sh", run[0], "rm", "--force", self._name],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._remover = start_cleanup('exec "$@"', run[0], "rm", "--force", self._name)
 
     def close(self, *, ended: bool) -> None:
         """The client is gone. `ended`: by itself, and its container with it; else that is removed."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from roll_batching.jobs.processes.child_process import start_cleanup
 from roll_batching.jobs.rewards.judged_code.container import Contained
 from roll_batching.jobs.rewards.judged_code.sandbox import best_sandbox, environment
 from roll_batching.lifetime import die_with_parent
@@ -27,6 +28,8 @@ _SET_DUMPABLE = 4
 """`PR_SET_DUMPABLE` of prctl(2)."""
 _SECONDS_TO_END = 5.0
 _SECONDS_TO_REMOVE = 60.0
+_cleanups: list[subprocess.Popen[bytes]] = []
+"""Kept, since closing their standard input starts them."""
 _REMOVE = 'for _ in 1 2 3 4 5; do rm -rf -- "$1" && exit; chmod -R u+rwX -- "$1"; sleep 1; done'
 """By programs that follow folders however deep; processes that have been killed may write a moment longer."""
 
@@ -160,22 +163,8 @@ def _folder_of_this_process() -> Path:
         ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0)
     folder = Path(tempfile.mkdtemp(prefix="roll-batching-code-"))
     folder.chmod(0o711)  # for judged code that runs as another user
-    _remover(folder)
+    _cleanups.append(start_cleanup(_REMOVE, str(folder), folder="/"))
     return folder
-
-
-def _remover(folder: Path) -> None:
-    """Starts who removes `folder` at the end of its input, which is that of this process."""
-    read, _ = os.pipe()  # the end for writing stays open for as long as this process lives
-    subprocess.Popen(
-        ["sh", "-c", f"read -r _; {_REMOVE}", "sh", str(folder)],
-        stdin=read,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        start_new_session=True,
-    )
-    os.close(read)
 
 
 def _remove(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who may speak to the processes of a job: strangers hold nobody up, and stores are for this machine alone."""
+"""Connections to the processes of a job: strangers delay no worker, and stores listen on the loopback interface."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import time
 import psutil
 import pytest
 
-from roll_batching.jobs.launch.on_ray.callers import Callers
-from roll_batching.jobs.processes.world import ChildWorld, local_store
+from roll_batching.jobs.processes.listener import WorkerListener
+from roll_batching.jobs.processes.role_workers import LocalRoleWorkers, local_store
 
 CALL = """
 import sys
@@ -60,33 +60,33 @@ def hangs_up(port, until):
 def test_strangers_hold_nobody_up(stranger):
     """30 of them come first, more than a queue of connections would take."""
     until = threading.Event()
-    with Callers(seconds_to_greet=2) as callers:
-        crowd = [threading.Thread(target=stranger, args=(callers.port, until), daemon=True) for _ in range(30)]
+    with WorkerListener(handshake_seconds=2) as listener:
+        crowd = [threading.Thread(target=stranger, args=(listener.port, until), daemon=True) for _ in range(30)]
         for one in crowd:
             one.start()
         time.sleep(0.2)
-        command = [sys.executable, "-c", CALL, str(callers.port), callers.key.hex(), "7"]
+        command = [sys.executable, "-c", CALL, str(listener.port), listener.key.hex(), "7"]
         with subprocess.Popen(command) as child:
-            caller = callers.next(60)
+            caller = listener.accept(60)
             assert caller is not None and caller[0] == 7
             caller[1].send(21)
             assert caller[1].recv() == 42
             caller[1].close()
             assert child.wait(20) == 0
-        wait_for(lambda: not [one for one in threading.enumerate() if one.name == "caller"], 20)
+        wait_for(lambda: not [one for one in threading.enumerate() if one.name == "handshake"], 20)
     until.set()
     for one in crowd:
         one.join()
-    assert not [one for one in threading.enumerate() if one.name == "callers"], "nobody listens any more"
+    assert not [one for one in threading.enumerate() if one.name == "listener"], "nobody listens any more"
 
 
 @pytest.mark.bad_input
-def test_a_caller_with_another_key_is_none():
-    with Callers() as callers:
-        command = [sys.executable, "-c", CALL, str(callers.port), "00" * 32, "7"]
+def test_a_client_with_another_key_is_refused():
+    with WorkerListener() as listener:
+        command = [sys.executable, "-c", CALL, str(listener.port), "00" * 32, "7"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 1 and "AuthenticationError" in done.stderr
-        assert callers.next(0.1) is None
+        assert listener.accept(0.1) is None
 
 
 def wait_for(true, seconds):
@@ -102,10 +102,10 @@ def listening():
 
 
 def test_the_store_of_processes_of_one_machine_is_for_this_machine():
-    """That of the launcher's ranks, and that of a role's world."""
+    """The store of the launcher's ranks, and that of a role's workers."""
     before = listening()
     store = local_store()
     assert listening() - before == {("127.0.0.1", store.port)}
-    world = ChildWorld("tests.jobs.launch.commands", 0, os.environ)
+    workers = LocalRoleWorkers("tests.jobs.launch.commands", 0, os.environ)
     assert {ip for ip, _ in listening() - before} == {"127.0.0.1"} and len(listening() - before) == 2
-    world.end()
+    workers.kill()

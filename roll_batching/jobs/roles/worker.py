@@ -1,7 +1,7 @@
-"""A process of a role's world: `client` starts it and speaks with it.
+"""One worker process of a role: it loads weights and answers requests of a `RoleClient`.
 
-Its first process hears what is asked, and tells the others. They do the lowest-numbered of what they were asked for,
-each with the newest weights there are when it begins.
+The first worker receives the messages and passes them to the others. They answer the pending request with the lowest
+number, each time with the newest weights.
 """
 
 from __future__ import annotations
@@ -20,69 +20,70 @@ from roll_batching.jobs.roles.messages import Answer, Failed, Loaded, Ready, Req
 from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.registry import describe_error
 
-_AS_LONG_AS_TRAINING = datetime.timedelta(days=365)
+_IDLE_TIMEOUT = datetime.timedelta(days=365)
+"""Workers may wait for as long as training goes on."""
 
 
 class Worker(Protocol):
-    """What a role does, in its world. Methods are collective."""
+    """The model of a role. Methods are collective over its workers."""
 
     def load(self, weights: Weights) -> None:
-        """Works with `weights` from now on."""
+        """Loads `weights`."""
 
     def answer(self, request: Any) -> Answer | None:
-        """The answer, on the world's first process; None on the others."""
+        """The answer on the first worker; None on the others."""
 
 
-def work(connection: Connection, make: Callable[[JobConfig], Worker]) -> None:
-    """Makes the worker of the job that the first message describes, then works until the other end closes.
+def serve_requests(connection: Connection, make_worker: Callable[[JobConfig], Worker]) -> None:
+    """Makes the worker of the job in the first message, then answers requests until the other end closes.
 
-    `make` joins the processes of the world that the environment names.
+    `make_worker` joins the process group that the environment names.
     """
     hide_known_warnings()
     try:
-        worker = make(JobConfig.model_validate(receive(connection)))
-        first = dist.get_rank() == 0
-        orders = _Orders(connection if first else None)
-        if first:
+        worker = make_worker(JobConfig.model_validate(receive(connection)))
+        is_first = dist.get_rank() == 0
+        tasks = _Tasks(connection if is_first else None)
+        if is_first:
             send(connection, Ready())
         while True:
-            weights, request = orders.next()
+            weights, request = tasks.next()
             if weights is not None:
                 worker.load(weights)
-                if first:
+                if is_first:
                     send(connection, Loaded(version=weights.version))
             if request is not None and (answer := worker.answer(request)) is not None:
                 send(connection, answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # training is over
+        return  # training has ended
     except RollBatchingError as error:
-        send(connection, Failed(words=f"{type(error).__name__}: {error}", aftermath=lost_a_peer(error)))
+        send(connection, Failed(message=f"{type(error).__name__}: {error}", aftermath=lost_a_peer(error)))
     except Exception as error:
-        send(connection, Failed(words=describe_error(error), aftermath=lost_a_peer(error)))
+        send(connection, Failed(message=describe_error(error), aftermath=lost_a_peer(error)))
         raise
 
 
-class _Orders:
-    """What is to be done next, the same on all processes: the first one, which has the `connection`, says it."""
+class _Tasks:
+    """The next task, the same on all workers: broadcast by the first one, which has the `connection`."""
 
     def __init__(self, connection: Connection | None) -> None:
         self._inbox = None if connection is None else _Inbox(connection)
         self._group: Any = None
-        if dist.get_world_size() > 1:  # a group that waits for as long as there is nothing to do
-            self._group = dist.new_group(backend="gloo", timeout=_AS_LONG_AS_TRAINING)
+        if dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
 
     def next(self) -> tuple[Weights | None, Request | None]:
-        """Waits for work: weights to take over, the request to answer then. Raises EOFError when no more comes."""
-        order: list[Any] = [None if self._inbox is None else self._inbox.next()]
+        """Waits for new weights, a request, or both. Raises EOFError once the connection is closed."""
+        task: list[Any] = [None if self._inbox is None else self._inbox.next()]
         if self._group is not None:
-            dist.broadcast_object_list(order, src=0, group=self._group)
-        if order[0] is None:
+            dist.broadcast_object_list(task, src=0, group=self._group)
+        if task[0] is None:
             raise EOFError
-        return order[0]  # type: ignore[no-any-return]
+        return task[0]  # type: ignore[no-any-return]
 
 
 class _Inbox:
-    """Reads all the time, so that whoever asks never waits for it to be read."""
+    """Reads messages in a thread, so that the sender never waits for a worker that computes."""
 
     def __init__(self, connection: Connection) -> None:
         self._requests: dict[int, Request] = {}
@@ -92,7 +93,7 @@ class _Inbox:
         threading.Thread(target=self._read, args=(connection,), name="inbox", daemon=True).start()
 
     def next(self) -> tuple[Weights | None, Request | None] | None:
-        """Waits for work: weights to take over, the request to answer then. None when no more comes."""
+        """Waits for new weights, a request, or both; None once the connection is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._weights is not None or self._requests or self._closed)
             if self._closed:

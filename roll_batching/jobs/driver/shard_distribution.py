@@ -1,0 +1,165 @@
+"""Distributes a step over Ray's object store: each replica's samples once, the plan once, and one call per rank."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_batching.errors import DataError
+from roll_batching.jobs.driver.batches import to_columns
+from roll_batching.jobs.driver.columns import nbytes, replica_samples, take_samples
+from roll_batching.planning import Plan
+from roll_batching.planning.arrays import Ints
+from roll_batching.samples import SampleBatch
+from roll_batching.samples.fields import SchemaLike, normalise_schema
+
+EMBEDDED = "input_ids"
+"""The field that a pipeline's first stage reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLayout:
+    """A rank's place in the parallel layout, which decides the fields that it reads."""
+
+    dp_rank: int
+    """Its replica."""
+    is_first_stage: bool
+    """First pipeline stage: reads `input_ids`."""
+    is_last_stage: bool
+    """Last pipeline stage: reads all fields."""
+    is_replica_leader: bool
+    """Returns the results of its replica."""
+
+    def reads(self, names: frozenset[str]) -> bool:
+        """Whether it needs any of the fields `names`; middle pipeline stages need lengths and plan alone."""
+        return self.is_last_stage or (self.is_first_stage and EMBEDDED in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldShards:
+    """Some fields of all samples, one object per replica."""
+
+    names: frozenset[str]
+    objects: tuple[Any, ...]
+    """By replica: reference of its columns in the object store, with samples in the plan's order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedBatch:
+    """A step's samples and plan in Ray's object store, for any number of passes. Freed with its last copy."""
+
+    plan: Plan
+    plan_object: Any
+    shards: tuple[FieldShards, ...]
+    ids: Ints
+    """int64 `[n]`: of the caller's samples, in the caller's order."""
+    lengths: Ints
+    """int64 `[n]`: their tokens."""
+    origin: str
+    """Unique name, by which the ranks of a replica check that they got the same batch."""
+    nbytes: int
+    """Bytes of samples and plan that the driver put into the object store."""
+
+    def with_shards(self, shards: FieldShards, size: int = 0) -> DistributedBatch:
+        """The same samples with more fields, of which the driver put `size` bytes into the object store.
+
+        Raises DataError for a field that the samples have already.
+        """
+        if duplicates := {name for other in self.shards for name in other.names & shards.names}:
+            raise DataError(f"the distributed samples have {', '.join(sorted(duplicates))} already")
+        return replace(self, shards=(*self.shards, shards), origin=uuid.uuid4().hex, nbytes=self.nbytes + size)
+
+
+def distribute_batch(batch: SampleBatch, plan: Plan, layouts: Sequence[RankLayout]) -> DistributedBatch:
+    """Puts samples and plan into the object store: one object per replica, and one for the plan.
+
+    Args:
+        batch: all samples; those outside of the plan are not distributed.
+        plan: for as many replicas as `layouts` have.
+        layouts: of all ranks. Where some read `input_ids` alone, `input_ids` are objects of their own.
+
+    Raises:
+        DataError: when batch and plan do not match, or `input_ids` are missing.
+    """
+    import ray
+
+    replicas = 1 + max(layout.dp_rank for layout in layouts)
+    if plan.constraints.dp_size != replicas:
+        raise DataError(f"the plan is for {plan.constraints.dp_size} data-parallel ranks, and there are {replicas}")
+    if EMBEDDED not in batch or batch.schema[EMBEDDED].kind != "token":
+        raise DataError(f"a batch to be distributed needs a field {EMBEDDED} of kind token")
+    groups = [frozenset(batch.schema)]
+    if any(layout.is_first_stage and not layout.is_last_stage for layout in layouts):
+        groups = [frozenset({EMBEDDED}), frozenset(batch.schema) - {EMBEDDED}]
+    shards, sizes = zip(*[_put(batch.only(names), plan) for names in groups], strict=True)
+    return DistributedBatch(
+        plan=plan,
+        plan_object=ray.put(plan),
+        shards=shards,
+        ids=batch.ids.numpy(),
+        lengths=batch.lengths.numpy(),
+        origin=uuid.uuid4().hex,
+        nbytes=plan.nbytes + sum(sizes),
+    )
+
+
+def with_fields(batch: DistributedBatch, fields: Mapping[str, Any], schema: SchemaLike) -> DistributedBatch:
+    """`batch` with more fields, which are flat and in the order of the distributed batch."""
+    ids, lengths = torch.from_numpy(batch.ids), torch.from_numpy(batch.lengths)
+    added = SampleBatch(ids, lengths, dict(fields), normalise_schema(schema))
+    return batch.with_shards(*_put(added, batch.plan))
+
+
+def call_ranks(
+    actors: Sequence[Any],
+    layouts: Sequence[RankLayout],
+    batch: DistributedBatch,
+    method: str,
+    arguments: tuple[Any, ...] = (),
+    *,
+    name: str | None = None,
+) -> tuple[list[Any], tuple[Any, ...]]:
+    """Calls `method` on every rank with its samples, one message each.
+
+    Returns references: results by rank; and by replica the columns that it computed, renamed to `name` if given. The
+    columns stay in the object store of their replica leader's machine until they are fetched.
+    """
+    results, columns = [], {}
+    for actor, layout in zip(actors, layouts, strict=True):
+        own = [shards.objects[layout.dp_rank] for shards in batch.shards if layout.reads(shards.names)]
+        remote = actor.call_with_samples.options(num_returns=2)
+        result, computed = remote.remote(method, arguments, name, batch.origin, batch.plan_object, *own)
+        results.append(result)
+        if layout.is_replica_leader:
+            columns[layout.dp_rank] = computed
+    return results, tuple(columns[dp_rank] for dp_rank in sorted(columns))
+
+
+def _put(batch: SampleBatch, plan: Plan) -> tuple[FieldShards, int]:
+    """Puts the fields of `batch` into the object store, one object per replica; returns them and their bytes."""
+    import ray
+
+    columns, offsets = to_columns(batch), batch.offsets.numpy()
+    objects, size = [], 0
+    for dp_rank in range(plan.constraints.dp_size):
+        shard = take_samples(columns, offsets, _indices(batch, plan, dp_rank))
+        size += nbytes(shard.values())
+        objects.append(ray.put(shard))
+    return FieldShards(names=frozenset(columns), objects=tuple(objects)), size
+
+
+def _indices(batch: SampleBatch, plan: Plan, dp_rank: int) -> Ints:
+    """Indices in `batch` of a replica's samples, in the plan's order. Raises DataError for other lengths."""
+    ids, planned = replica_samples(plan, dp_rank)
+    indices: Ints = batch.rows_of(ids).numpy()
+    lengths = batch.lengths.numpy()[indices]
+    if (bad := np.flatnonzero(lengths != planned)).size:
+        raise DataError(
+            f"sample {ids[bad[0]]} has {lengths[bad[0]]} tokens, in the plan {planned[bad[0]]}: plan from this batch"
+        )
+    return indices

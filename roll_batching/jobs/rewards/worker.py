@@ -1,0 +1,81 @@
+"""The worker process that runs a reward function, started by `process.RewardProcess`.
+
+It imports neither torch nor Megatron, so that it starts in a fraction of a second. Results have a socket of their own:
+the function may print to standard output, or close it. Standard input is empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from roll_batching.errors import ConfigError
+from roll_batching.jobs.rewards.contract import Completion, LoadedReward, RewardFunction, checked, load_reward
+from roll_batching.registry import describe_error
+
+
+def serve(connection: Connection, memory: int) -> None:
+    """Loads the function that the first message names, then scores completions until `connection` closes.
+
+    `memory`: MiB that calls may allocate beyond the process's memory after the import; 0: no limit.
+    """
+    path, arguments = connection.recv()
+    function: LoadedReward | None = None
+    try:
+        function = load_reward(path, arguments)
+        reply: dict[str, Any] = {"notice": function.notice}
+    except ConfigError as error:
+        reply = {"error": str(error)}
+    if memory:
+        _limit_memory(memory << 20)
+    _reply(connection, 0, reply)
+    while function is not None:
+        try:
+            number, seed, completion = connection.recv()
+        except EOFError:
+            return
+        _reply(connection, number, _score(function, completion, seed))
+
+
+def _limit_memory(additional: int) -> None:
+    """Allows `additional` bytes of private writable memory (RLIMIT_DATA), to this and to each child process."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        kib = next(int(line.split()[1]) for line in file if line.startswith("VmData:"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = (kib << 10) + additional
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
+
+
+def _score(function: RewardFunction, completion: Completion, seed: int) -> dict[str, Any]:
+    own = os.getpid()
+    random.seed(seed)
+    np.random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+    try:
+        reply = _plain_score(function(completion))
+    except BaseException as error:  # also SystemExit: the job must get an error, not a closed connection
+        reply = {"error": describe_error(error)}
+    if os.getpid() != own:  # a fork would reply a second time
+        print("a copy of the reward's process, forked by the reward function, has returned from it too and ends here")
+        os._exit(1)
+    return reply
+
+
+def _plain_score(result: Any) -> dict[str, Any]:
+    try:
+        score = checked(result)
+    except (TypeError, ValueError) as error:
+        return {"error": str(error)}
+    return {"reward": score.reward, "marks": dict(score.marks)}
+
+
+def _reply(connection: Connection, number: int, reply: dict[str, Any]) -> None:
+    connection.send_bytes(json.dumps([number, reply]).encode())
