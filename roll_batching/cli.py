@@ -36,32 +36,33 @@ app.command("eval")(evaluate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. Exit codes: 0 done, 1 the job failed, 2 the command or the configuration is wrong."""
+    """Run the command line. Exit codes: 0 success, 1 a failed job, 2 a wrong command or configuration."""
     _open_streams()
     hide_known_warnings()
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="roll-batching")
     except ConfigError as error:
-        _say(error)
+        _report(error)
         sys.exit(2)
     except RollBatchingError as error:
-        _say(error)
+        _report(error)
         sys.exit(1)
 
 
 def _open_streams() -> None:
-    """Opens standard streams that are closed: files opened later would take their numbers."""
+    """Open closed standard streams, so that files opened later do not get the numbers 0 to 2."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is `number`
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
 
 
-def _say(error: RollBatchingError) -> None:
+def _report(error: RollBatchingError) -> None:
+    """Record the failure for the launcher of this rank, or print it to stderr."""
     from roll_batching.jobs.launch.environment import rank_info
     from roll_batching.jobs.launch.failures import describe_failure, record_failure
 
@@ -71,7 +72,7 @@ def _say(error: RollBatchingError) -> None:
         place = None
     if place is not None and record_failure(describe_failure(place.rank, error)):
         return
-    # Every rank reads the same file and finds the same problems: one of them says so.
+    # All ranks read the same file and find the same errors, so one of them reports.
     if place is None or place.rank == 0:
         sys.stdout.flush()
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What the commands that open a checkpoint share."""
+"""Options shared by the commands that open a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import typer
 
 from roll_batching.errors import RollBatchingError
 
-Checkpoint = Annotated[Path, typer.Option(help="Folder of a run, for its last checkpoint; or a checkpoint.")]
-Pretrain = Annotated[
-    str | None, typer.Option(help="The model directory that the run started from, where it lies elsewhere by now.")
-]
+Checkpoint = Annotated[Path, typer.Option(help="Folder of a run, whose last checkpoint is opened; or a checkpoint.")]
+Pretrain = Annotated[str | None, typer.Option(help="Model directory that the run started from, if it has moved since.")]
 Prompts = Annotated[
     list[Path] | None,
-    typer.Option(help="JSONL file of prompts, in the run's own keys; may be given again. Default: the held-out file."),
+    typer.Option(help="JSONL file of prompts with the run's keys; repeatable. Default: the held-out file."),
 ]
 
 
-def require_torch(what: str) -> None:
-    """Raises RollBatchingError where torch is not installed."""
+def require_torch(task: str) -> None:
+    """Raises RollBatchingError if torch is not installed; `task` is the subject of its message."""
     if importlib.util.find_spec("torch") is None:
-        raise RollBatchingError(f"{what} needs torch and megatron-core: pip install 'roll-batching[megatron,hf]'")
+        raise RollBatchingError(f"{task} needs torch and megatron-core: pip install 'roll-batching[megatron,hf]'")

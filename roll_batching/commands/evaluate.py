@@ -1,4 +1,4 @@
-"""`roll-batching eval --checkpoint RUN`: how good the answers of a run's model are."""
+"""`roll-batching eval --checkpoint RUN`: score responses of a checkpoint to held-out prompts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ def evaluate(
     checkpoint: Checkpoint,
     prompts: Prompts = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Sampled answers. Default: the run's eval_samples; with --prompts, all.")
+        int | None,
+        typer.Option(min=1, help="Number of responses. Default: eval_samples; with --prompts, all."),
     ] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write every answer into this file, as JSON lines.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the most probable token.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write all responses into this JSONL file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
     pretrain: Pretrain = None,
 ) -> None:
-    """Score answers of a run's checkpoint to held-out prompts, with the run's own reward and sampling.
+    """Score responses of a checkpoint to held-out prompts, with the run's own reward and sampling.
 
-    On one process: where the run had one data-parallel rank, these are the answers of its own evaluation at that step.
+    Runs on one process. If the run had one data-parallel rank, they equal those of its evaluation at that step.
     """
     require_torch("evaluating")
     from roll_batching.jobs.inputs import read_prompts
@@ -35,15 +36,15 @@ def evaluate(
 
     model = open_checkpoint(checkpoint, pretrain)
     tokenizer = tokenizer_of(model, pretrain)
-    asked = PromptDataset(read_prompts(model.config, tokenizer, prompts))
-    count = samples or (len(asked) if prompts else model.config.eval_samples or len(asked))
+    dataset = PromptDataset(read_prompts(model.config, tokenizer, prompts))
+    count = samples or (len(dataset) if prompts else model.config.eval_samples or len(dataset))
     settings = model.sampling(tokenizer, held_out=True, greedy=greedy or None, seed=model.config.seed)
-    found = model.evaluation(asked, tokenizer, settings, samples=count, shown=0 if output is None else -1)
+    evaluation = model.evaluation(dataset, tokenizer, settings, samples=count, shown=0 if output is None else -1)
     if output is not None:
-        write_lines(output, ({"version": model.point.step, **line} for line in found.said))
+        write_lines(output, ({"version": model.point.step, **line} for line in evaluation.said))
     if as_json:
-        typer.echo(json.dumps({"checkpoint": str(model.point.path), **found.figures}))
+        typer.echo(json.dumps({"checkpoint": str(model.point.path), **evaluation.figures}))
         return
     typer.echo(f"{model.point.path} (phase {model.point.phase}, step {model.point.step})")
-    for name, value in found.figures.items():
+    for name, value in evaluation.figures.items():
         typer.echo(f"{name:40} {fixed(value, 4) if isinstance(value, float) else f'{value:,}'}")

@@ -1,4 +1,4 @@
-"""`roll-batching export RUN --to DIR`: a run's model as a Hugging Face directory."""
+"""`roll-batching export RUN --to DIR`: write a checkpoint as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from roll_batching.commands.checkpoints import Pretrain, require_torch
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, for its last checkpoint; or a checkpoint.")],
-    to: Annotated[Path, typer.Option(help="Folder to write; it is not there yet.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run, whose last checkpoint is exported; or a checkpoint.")],
+    to: Annotated[Path, typer.Option(help="Folder to create.")],
     pretrain: Pretrain = None,
 ) -> None:
-    """Write a run's model as a Hugging Face directory, in the names and precisions of the one that it started from.
+    """Write a checkpoint as a Hugging Face directory, with the tensor names and dtypes of its initial model.
 
-    One process does it, on the CPU: the whole model must fit into its memory.
+    Runs on one process on the CPU, whose memory must hold the whole model.
     """
     require_torch("exporting")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported

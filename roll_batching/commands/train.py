@@ -1,4 +1,4 @@
-"""`roll-batching train | sft | dpo --config FILE`: start the processes of a job, or be one of them."""
+"""`roll-batching train | sft | dpo --config FILE`: start the ranks of a job, or run as one of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from roll_batching.jobs.config.job_keys import Task
 
 
 class Launcher(StrEnum):
-    """What starts the ranks."""
+    """Launcher of the ranks."""
 
     local = "local"
     ray = "ray"
@@ -31,25 +31,25 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Settings to change, such as actor_train.use_sequence_packing=false."),
 ]
-Processes = Annotated[int | None, typer.Option(min=1, help="Processes to start, whatever device_mapping names.")]
+Processes = Annotated[int | None, typer.Option(min=1, help="Processes to start, instead of those of device_mapping.")]
 LauncherOption = Annotated[
-    Launcher, typer.Option(help="What starts the ranks: this command, on this machine; or Ray, as its actors.")
+    Launcher, typer.Option(help="local: this command starts the ranks on this machine. ray: ranks are Ray actors.")
 ]
 Address = Annotated[
     str,
     typer.Option(
         envvar="RAY_ADDRESS",
-        help="With --launcher ray: `auto` (the Ray that runs here), `local` (one of its own) or HOST:PORT.",
+        help="With --launcher ray: `auto` (the running Ray), `local` (start a new one) or HOST:PORT.",
     ),
 ]
 Restarts = Annotated[
-    int, typer.Option(min=0, help="With --launcher ray: starts anew, from the last checkpoint, after lost ranks.")
+    int, typer.Option(min=0, help="With --launcher ray: number of restarts from the last checkpoint after lost ranks.")
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Start:
-    """How the ranks are started."""
+class _LaunchOptions:
+    """Options of the launcher."""
 
     nproc: int | None
     launcher: Launcher
@@ -65,9 +65,9 @@ def train(
     address: Address = "local",
     max_restarts: Restarts = 0,
 ) -> None:
-    """Train: start one process per device, or be one of them under torchrun."""
-    start = _Start(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
-    run_command("train", config, overrides, start)
+    """Train: start one process per device, or run as one rank under torchrun."""
+    options = _LaunchOptions(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
+    run_command("train", config, overrides, options)
 
 
 def sft(
@@ -78,9 +78,9 @@ def sft(
     address: Address = "local",
     max_restarts: Restarts = 0,
 ) -> None:
-    """Supervised fine-tuning on texts or conversations: `train` for a file whose task is sft, or that names none."""
-    start = _Start(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
-    run_command("sft", config, overrides, start, task="sft")
+    """Supervised fine-tuning on texts or conversations: `train` for a file with task sft or without a task."""
+    options = _LaunchOptions(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
+    run_command("sft", config, overrides, options, task="sft")
 
 
 def dpo(
@@ -91,15 +91,15 @@ def dpo(
     address: Address = "local",
     max_restarts: Restarts = 0,
 ) -> None:
-    """Preference training on pairs of answers: `train` for a file whose task is dpo, or that names none."""
-    start = _Start(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
-    run_command("dpo", config, overrides, start, task="dpo")
+    """Preference training on pairs of responses: `train` for a file with task dpo or without a task."""
+    options = _LaunchOptions(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
+    run_command("dpo", config, overrides, options, task="dpo")
 
 
 def run_command(
-    command: str, config: Path, overrides: Sequence[str] | None, start: _Start, task: Task | None = None
+    command: str, config: Path, overrides: Sequence[str] | None, options: _LaunchOptions, task: Task | None = None
 ) -> None:
-    """Starts the processes of the job that `config` describes with `command`, or is one of them."""
+    """Start the ranks of the job in the file `config`, or run as one of them."""
     from roll_batching.jobs.launch.devices import devices_under_torchrun, role_device_variables
     from roll_batching.jobs.launch.environment import check_world_size, rank_info
     from roll_batching.jobs.launch.open_files import raise_open_files_limit
@@ -109,23 +109,23 @@ def run_command(
     job.check_runnable()
     raise_open_files_limit()
     place = rank_info()
-    if start.launcher is Launcher.ray:
+    if options.launcher is Launcher.ray:
         if place is not None:
-            raise ConfigError("--launcher ray starts the ranks itself, and RANK is set in the environment: unset it")
-        _run_on_ray(job, start)
+            raise ConfigError("--launcher ray starts the ranks itself, but RANK is set in the environment. Unset it")
+        _run_on_ray(job, options)
         return
-    if start.max_restarts:
-        raise ConfigError("--max-restarts needs --launcher ray; torchrun has a --max-restarts of its own")
+    if options.max_restarts:
+        raise ConfigError("--max-restarts needs --launcher ray. Under torchrun, set its own --max-restarts")
     os.environ.update(role_device_variables(job))
     if place is None:
-        _run_here(job, [command, "--config", str(config), *changes], start.nproc)
+        _run_here(job, [command, "--config", str(config), *changes], options.nproc)
         return
     check_world_size(job, place)
     from roll_batching.jobs.launch.worker import run_worker
 
     if place.rank == 0 and place.launcher is None:
         _show_notices(job.notices)
-    # Nothing that reads them is imported yet. Our own launcher has set them before this process began.
+    # Set before the import of any module that reads them. The local launcher sets them in the ranks' environment.
     os.environ.update(job.environment())
     if place.launcher is None:
         os.environ.update(devices_under_torchrun(job))
@@ -138,46 +138,46 @@ def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> No
     from roll_batching.jobs.run_folder import folder_of
 
     count = process_count(job, nproc)
-    shown = _devices_here(job, count, nproc)
-    if not shown and (text := oversubscription_warning(count, os.cpu_count() or 1)):
+    visible = _devices_here(job, count, nproc)
+    if not visible and (text := oversubscription_warning(count, os.cpu_count() or 1)):
         typer.echo(f"notice: {text}", err=True)
-    with _ready(job) as variables:
-        failure = launch("roll_batching.cli", arguments, count, {**variables, **shown}, folder_of(job))
+    with _prepared(job) as variables:
+        failure = launch("roll_batching.cli", arguments, count, {**variables, **visible}, folder_of(job))
     if failure is not None:
         raise RollBatchingError(failure)
 
 
-def _run_on_ray(job: JobConfig, start: _Start) -> None:
+def _run_on_ray(job: JobConfig, options: _LaunchOptions) -> None:
     from roll_batching.jobs.launch.devices import process_count
     from roll_batching.jobs.launch.on_ray.cluster import LOCAL, check_address, check_folder, connected
 
-    count = process_count(job, start.nproc)
+    count = process_count(job, options.nproc)
     if starts_servers(job) and job.actor_infer.device_mapping != job.actor_train.device_mapping:
         raise ConfigError(
-            "actor_infer.device_mapping names devices of its own, which --launcher ray has no room for where the job "
-            "starts servers: leave it out, and they share those of actor_train; or name servers that run in "
+            "actor_infer.device_mapping differs from actor_train's, which --launcher ray does not support for servers "
+            "that the job starts. Leave it out to share the devices of actor_train, or list running servers in "
             "actor_infer.engine_args.urls"
         )
-    if start.max_restarts and not job.save_steps:
-        raise ConfigError("--max-restarts goes on from checkpoints, and the job writes none: set save_steps")
+    if options.max_restarts and not job.save_steps:
+        raise ConfigError("--max-restarts resumes from checkpoints, and the job writes none. Set save_steps")
     check_folder(job.output_dir)
-    check_address(start.address)
-    if start.address == LOCAL:
-        os.environ.update(_devices_here(job, count, start.nproc, of_roles=True))
-    with _ready(job) as variables:
+    check_address(options.address)
+    if options.address == LOCAL:
+        os.environ.update(_devices_here(job, count, options.nproc, of_roles=True))
+    with _prepared(job) as variables:
         from roll_batching.jobs.launch.on_ray.restarts import run_on_ray
 
-        seats = count + sum(len(job.own_devices(name) or ()) for name in job.roles)
-        with connected(start.address, max(seats, os.cpu_count() or 1)):
-            failure = run_on_ray(job, count, variables, max_restarts=start.max_restarts)
+        processes = count + sum(len(job.own_devices(name) or ()) for name in job.roles)
+        with connected(options.address, max(processes, os.cpu_count() or 1)):
+            failure = run_on_ray(job, count, variables, max_restarts=options.max_restarts)
     if failure is not None:
         raise RollBatchingError(failure)
 
 
 def _devices_here(job: JobConfig, count: int, nproc: int | None, *, of_roles: bool = False) -> dict[str, str]:
-    """The variable that shows the ranks' GPUs, of those of this machine; nothing on a machine without.
+    """CUDA_VISIBLE_DEVICES for the ranks on this machine; empty without GPUs.
 
-    With `of_roles` also those of roles that have others.
+    `of_roles`: include the devices of roles that have their own.
     """
     from roll_batching.jobs.launch.devices import choose_devices, role_gpus, visible_devices
 
@@ -196,8 +196,8 @@ def _require_torch() -> None:
 
 
 @contextlib.contextmanager
-def _ready(job: JobConfig) -> Iterator[Mapping[str, str]]:
-    """Inputs checked and the run's folder held; yields the variables for the ranks."""
+def _prepared(job: JobConfig) -> Iterator[Mapping[str, str]]:
+    """Check the inputs and lock the run's folder; yields environment variables for the ranks."""
     _require_torch()
     from roll_batching.jobs.inputs import check_inputs
     from roll_batching.jobs.observe.trackers import tracker_of
@@ -211,7 +211,7 @@ def _ready(job: JobConfig) -> Iterator[Mapping[str, str]]:
 
 
 def _try_reward(job: JobConfig) -> None:
-    """Raises ConfigError when the reward function cannot be imported: said here, once, and before anything is built."""
+    """Import the reward function before any rank starts, so that its ConfigError is reported once."""
     from roll_batching.jobs.rewards.pool import reward_of
 
     reward = reward_of(job)

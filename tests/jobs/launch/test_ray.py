@@ -257,7 +257,7 @@ def test_a_checkpoint_of_an_earlier_run_is_not_gone_on_from(two_machines, tmp_pa
     ("options", "words"),
     [
         (["--max-restarts", "1"], "--max-restarts needs --launcher ray"),
-        (["--launcher", "ray", "--max-restarts", "1"], "the job writes none: set save_steps"),
+        (["--launcher", "ray", "--max-restarts", "1"], "the job writes none. Set save_steps"),
         (["--launcher", "ray", "--address", "ray://head:10001"], "is Ray's client, which cannot run a job"),
         (["--launcher", "ray", "--address", "127.0.0.1:1"], "there is no Ray at --address 127.0.0.1:1 ("),
         (["--launcher", "ray", "--address", "head"], "--address head: use auto, local or HOST:PORT"),
