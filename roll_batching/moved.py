@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MOVED = {
-    "roll_batching.compat.nemo_rl": "roll_batching.jobs.conversion.nemo_rl_names",
+    "roll_batching.compat.nemo_rl": "roll_batching.integrations.nemo_rl_names",
     "roll_batching.config": "roll_batching.jobs.config",
     "roll_batching.conversion": "roll_batching.jobs.conversion",
     "roll_batching.driver.handout": "roll_batching.jobs.driver.shard_distribution",

@@ -26,6 +26,7 @@ PLUGIN: tuple[tuple[str, ...], ...] = (
     ("modeling",),
     ("losses",),
     ("strategy",),
+    ("integrations",),
 )
 """The plugin's rooms from the bottom up: a room imports rooms of lower floors only."""
 

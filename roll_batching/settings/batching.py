@@ -11,7 +11,7 @@ from roll_batching.errors import ConfigError, PlanError
 from roll_batching.planning import BatchingSpec
 from roll_batching.planning.batching_spec import Mode, Objective, Oversize, load_algorithm
 from roll_batching.planning.registry import ALGORITHMS
-from roll_batching.settings.fields import Pass, Settings, honoured
+from roll_batching.settings.fields import Pass, Settings, setting
 from roll_batching.settings.registered import RegisteredName
 
 LogprobPlan = Literal["train", "own", "rollout", "none"]
@@ -71,109 +71,109 @@ def refuse_without_old_log_probs(samples: int, mini_batch_size: int, epochs: int
 class SequencePackingArgs(Settings):
     """`sequence_packing_args`: read when use_sequence_packing is true."""
 
-    algorithm: Annotated[str, RegisteredName(ALGORITHMS["packed"])] = honoured(
+    algorithm: Annotated[str, RegisteredName(ALGORITHMS["packed"])] = setting(
         "load_balance", help="How packs are formed and balanced, under the cap."
     )
-    max_packed_sequence_length_train: int | None = honoured(
+    max_packed_sequence_length_train: int | None = setting(
         None,
         help="Most tokens of a pack in training; a hard cap. Required with packing in a role that trains.",
         gt=0,
     )
-    max_packed_sequence_length_forward: int | None = honoured(
+    max_packed_sequence_length_forward: int | None = setting(
         None, help="Most tokens of a pack in passes without gradient. Default: the training cap.", gt=0
     )
-    min_num_micro_batches_train: int = honoured(
+    min_num_micro_batches_train: int = setting(
         1, help="Fewest micro-batches per rank and optimizer step.", ge=1, passes=("train",)
     )
-    min_num_micro_batches_forward: int = honoured(1, help="Fewest micro-batches per rank and forward pass.", ge=1)
+    min_num_micro_batches_forward: int = setting(1, help="Fewest micro-batches per rank and forward pass.", ge=1)
 
 
 class PlanningArgs(Settings):
     """`planning_args`: what ROLL has no name for. Every key has a good default."""
 
-    oversize: Oversize = honoured("error", help="What becomes of a sequence longer than the cap.")
-    objective: Objective = honoured(
+    oversize: Oversize = setting("error", help="What becomes of a sequence longer than the cap.")
+    objective: Objective = setting(
         "auto",
         help="What is balanced: what the layout waits for (experts: every micro-batch across the ranks that share "
         "them; a pipeline: its makespan; else the sum per rank, then every micro-batch), the sum per rank alone, every "
         "micro-batch across all ranks, or the pipeline.",
     )
-    dynamic_algorithm: Annotated[str, RegisteredName(ALGORITHMS["dynamic"])] = honoured(
+    dynamic_algorithm: Annotated[str, RegisteredName(ALGORITHMS["dynamic"])] = setting(
         "roll", help="How dynamic batching forms its rectangles.", mode="dynamic"
     )
-    shared_shapes: bool = honoured(
+    shared_shapes: bool = setting(
         False,
         help="Dynamic batching: one shape per step for all ranks, as ROLL does, instead of each rank's own.",
         mode="dynamic",
     )
-    sequence_multiple: Annotated[int | Literal["2*cp*tp"] | None, AfterValidator(_at_least_one)] = honoured(
+    sequence_multiple: Annotated[int | Literal["2*cp*tp"] | None, AfterValidator(_at_least_one)] = setting(
         None,
         help="Round each sequence up to this multiple; default: 2 x CP with context parallelism, else 1.",
     )
-    seed: int = honoured(0, help="Seed of algorithms that draw at random.", ge=0)
+    seed: int = setting(0, help="Seed of algorithms that draw at random.", ge=0)
 
 
 class RoleBatching(Settings):
     """The batching keys of a role."""
 
-    infer_batch_size: int = honoured(
+    infer_batch_size: int = setting(
         16,
         help="Padded mode: sequences per micro-batch in passes without gradient.",
         ge=1,
         mode="padded",
         passes=("infer",),
     )
-    use_sequence_packing: bool = honoured(
+    use_sequence_packing: bool = setting(
         False, help="Packed mode for training and for passes without gradient.", passes=("train", "infer")
     )
-    sequence_packing_args: SequencePackingArgs = honoured(
+    sequence_packing_args: SequencePackingArgs = setting(
         default_factory=SequencePackingArgs, help="Settings of packed mode.", mode="packed", passes=("train", "infer")
     )
-    use_dynamic_batching: bool | None = honoured(
+    use_dynamic_batching: bool | None = setting(
         None,
         help="Short form of use_dynamic_batching_in_train and use_dynamic_batching_in_infer.",
         passes=("train", "infer"),
     )
-    use_dynamic_batching_in_train: bool = honoured(False, help="Dynamic mode for training.", passes=("train",))
-    max_tokens_per_microbatch_in_train: int | None = honoured(
+    use_dynamic_batching_in_train: bool = setting(False, help="Dynamic mode for training.", passes=("train",))
+    max_tokens_per_microbatch_in_train: int | None = setting(
         None,
         help="Dynamic mode: most tokens (rows x length) of a micro-batch in training.",
         gt=0,
         mode="dynamic",
         passes=("train",),
     )
-    sequence_length_round_in_train: int = honoured(
+    sequence_length_round_in_train: int = setting(
         4,
         help="Dynamic mode: lengths are rounded up to a multiple; itself a multiple of TP x CP.",
         ge=1,
         mode="dynamic",
         passes=("train",),
     )
-    use_dynamic_batching_in_infer: bool = honoured(
+    use_dynamic_batching_in_infer: bool = setting(
         False, help="Dynamic mode for passes without gradient.", passes=("infer",)
     )
-    max_tokens_per_microbatch_in_infer: int | None = honoured(
+    max_tokens_per_microbatch_in_infer: int | None = setting(
         None,
         help="Dynamic mode: most tokens of a micro-batch in passes without gradient. Default: the training cap.",
         gt=0,
         mode="dynamic",
         passes=("infer",),
     )
-    sequence_length_round_in_infer: int = honoured(
+    sequence_length_round_in_infer: int = setting(
         4,
         help="As sequence_length_round_in_train, without gradient.",
         ge=1,
         mode="dynamic",
         passes=("infer",),
     )
-    padded_length: Annotated[int | Literal["longest"] | None, AfterValidator(_at_least_one)] = honoured(
+    padded_length: Annotated[int | Literal["longest"] | None, AfterValidator(_at_least_one)] = setting(
         None,
         help="Padded mode: length of every row. Default: the job's sequence_length; longest: each "
         "micro-batch's longest.",
         mode="padded",
         passes=("train", "infer"),
     )
-    planning_args: PlanningArgs = honoured(
+    planning_args: PlanningArgs = setting(
         default_factory=PlanningArgs, help="Further settings of the planner.", passes=("train", "infer")
     )
 

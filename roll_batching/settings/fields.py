@@ -1,11 +1,6 @@
-"""How a settings field declares what becomes of it.
+"""Fields of settings: their help text, their limits, and where they apply.
 
-Every field of the schema is one of three kinds, and says so beside its type, so that the loader, the notices, the
-reference page and the tests all read one source:
-
-- `honoured`: the value changes what runs, where the field says that it applies;
-- `noticed`: the value is accepted and does nothing here; the loader reports a notice that says why;
-- `refused`: only the listed values are possible, every other one is an error that gives the reason.
+Loader, notices, reference page and tests all read this one declaration beside the field's type.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ Pass = Literal["train", "infer"]
 
 
 MOST_TOKENS = 2**24
-"""Most tokens of a text, a vocabulary or a step's count: more is a slip that an allocator would report late."""
+"""Upper limit of token and sample counts: a typo beyond it would otherwise fail late, in an allocation."""
 
 
 class Settings(BaseModel):
@@ -45,45 +40,25 @@ class Roles:
 
     names: tuple[str, ...]
     otherwise: str
-    """What rules in the other roles, for the notice."""
-
-
-class Use:
-    """What becomes of a key's value."""
-
-    def __call__(self, schema: dict[str, Any]) -> None:
-        """Adds nothing to the key's JSON schema, in which pydantic lets a field's extra speak."""
+    """Why the other roles do not read it, for the notice."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Honoured(Use):
-    """The value changes what runs. What is None applies everywhere."""
+class Scope:
+    """Where a key applies. None stands for everywhere."""
 
     roles: Roles | None = None
     """The roles that read the key."""
     passes: tuple[Pass, ...] | None = None
-    """The passes that read the key, in whatever role makes them (`PASSES_OF_ROLES`)."""
+    """The passes that read the key, in every role that makes them (`PASSES_OF_ROLES`)."""
     mode: Mode | None = None
     """The batching mode in which those passes read the key."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Noticed(Use):
-    """The value is accepted and does nothing."""
-
-    notice: str
-    """What happens instead."""
+    def __call__(self, schema: dict[str, Any]) -> None:
+        """Adds nothing to the JSON schema of the field, which pydantic asks a field's extra for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refused(Use):
-    """Values other than `allowed` are errors."""
-
-    reason: str
-    allowed: tuple[Any, ...]
-
-
-def honoured(
+def setting(
     default: Any = ...,
     *,
     help: str,
@@ -92,28 +67,17 @@ def honoured(
     mode: Mode | None = None,
     **limits: Any,
 ) -> Any:
-    """A field whose value changes what runs, where `Honoured` says. `limits` are pydantic's own (`gt`, `ge`, ...)."""
-    use = Honoured(roles=roles, passes=passes, mode=mode)
+    """A field of settings with its `Scope`. `limits` are pydantic's own (`gt`, `ge`, `default_factory`, ...)."""
+    scope = Scope(roles=roles, passes=passes, mode=mode)
     if "default_factory" in limits:
-        return Field(description=help, json_schema_extra=use, **limits)
-    return Field(default, description=help, json_schema_extra=use, **limits)
+        return Field(description=help, json_schema_extra=scope, **limits)
+    return Field(default, description=help, json_schema_extra=scope, **limits)
 
 
-def noticed(default: Any, *, help: str, notice: str) -> Any:
-    """A field that other systems read and this one does not. `notice` says what happens instead."""
-    return Field(default, description=help, json_schema_extra=Noticed(notice=notice))
-
-
-def refused(default: Any, *, help: str, reason: str, allowed: tuple[Any, ...] = ()) -> Any:
-    """A field with one possible meaning here. Values other than `default` and `allowed` are errors."""
-    use = Refused(reason=reason, allowed=(default, *allowed))
-    return Field(default, description=help, json_schema_extra=use)
-
-
-def use_of(field: FieldInfo) -> Use:
-    """What becomes of the value of `field`."""
-    if not isinstance(field.json_schema_extra, Use):
-        raise TypeError(f"the settings field described as {field.description!r} declares no use")
+def scope_of(field: FieldInfo) -> Scope:
+    """Where the key of `field` applies."""
+    if not isinstance(field.json_schema_extra, Scope):
+        raise TypeError(f"the settings field described as {field.description!r} is not made by setting()")
     return field.json_schema_extra
 
 
@@ -124,7 +88,7 @@ def ordered_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
 
 
 def nested_settings(field: FieldInfo) -> type[Settings] | None:
-    """The settings class that `field` holds, alone or as one side of an optional; None for plain values."""
+    """The settings class of the section that `field` is, optional or not; None for plain values."""
     if typing.get_origin(field.annotation) is dict:
         return None
     for candidate in (field.annotation, *getattr(field.annotation, "__args__", ())):
@@ -134,7 +98,7 @@ def nested_settings(field: FieldInfo) -> type[Settings] | None:
 
 
 def named_settings(field: FieldInfo) -> type[Settings] | None:
-    """The settings class that `field` holds any number of, by names of the user's; None for everything else."""
+    """The settings class of the values of `field`, a map whose names the user chooses; None for other fields."""
     if typing.get_origin(field.annotation) is dict:
         inside = typing.get_args(field.annotation)[1]
         if isinstance(inside, type) and issubclass(inside, Settings):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from roll_batching.errors import ConfigError
-from roll_batching.settings.fields import MOST_TOKENS, Settings, honoured
-from roll_batching.settings.roll_keys import RollArchitecture, RollModelArgs
+from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
 
 if TYPE_CHECKING:
     from roll_batching.huggingface.config_json import Translation
@@ -23,30 +22,30 @@ _WIDEST = 2**20
 class RopeScaling(Settings):
     """Scaling of rotary frequencies for long contexts, in Hugging Face's names."""
 
-    type: Literal["linear", "llama3"] = honoured(help="Kind of scaling. YaRN is refused for now.")
-    factor: float = honoured(1.0, help="How many times longer than in pre-training.", ge=1)
-    low_freq_factor: float = honoured(1.0, help="llama3: wavelengths above the original length over this scale.", gt=0)
-    high_freq_factor: float = honoured(4.0, help="llama3: wavelengths below it over this stay as they are.", gt=0)
-    original_max_position_embeddings: int = honoured(8192, help="llama3: context length of pre-training.", gt=0)
+    type: Literal["linear", "llama3"] = setting(help="Kind of scaling. YaRN is refused for now.")
+    factor: float = setting(1.0, help="How many times longer than in pre-training.", ge=1)
+    low_freq_factor: float = setting(1.0, help="llama3: wavelengths above the original length over this scale.", gt=0)
+    high_freq_factor: float = setting(4.0, help="llama3: wavelengths below it over this stay as they are.", gt=0)
+    original_max_position_embeddings: int = setting(8192, help="llama3: context length of pre-training.", gt=0)
 
 
 class MoEConfig(Settings):
     """Mixture-of-experts layers. Absent: every layer is dense."""
 
-    num_experts: int = honoured(help="Experts per layer.", ge=2, le=_MOST_PARTS)
-    router_topk: int = honoured(2, help="Experts that each token visits.", ge=1)
-    ffn_hidden_size: int | None = honoured(
+    num_experts: int = setting(help="Experts per layer.", ge=2, le=_MOST_PARTS)
+    router_topk: int = setting(2, help="Experts that each token visits.", ge=1)
+    ffn_hidden_size: int | None = setting(
         None, help="Width of an expert; default: the dense layers' width.", gt=0, le=_WIDEST
     )
-    shared_expert_ffn_hidden_size: int | None = honoured(
+    shared_expert_ffn_hidden_size: int | None = setting(
         None, help="Width of the shared expert; default: none.", gt=0, le=_WIDEST
     )
-    aux_loss_coeff: float = honoured(0.0, help="Weight of the load-balancing loss.", ge=0)
-    z_loss_coeff: float = honoured(0.0, help="Weight of the router's z-loss.", ge=0)
-    layer_freq: Annotated[int, Field(ge=1)] | tuple[Literal[0, 1], ...] = honoured(
+    aux_loss_coeff: float = setting(0.0, help="Weight of the load-balancing loss.", ge=0)
+    z_loss_coeff: float = setting(0.0, help="Weight of the router's z-loss.", ge=0)
+    layer_freq: Annotated[int, Field(ge=1)] | tuple[Literal[0, 1], ...] = setting(
         1, help="Every how many layers one is a mixture; or a list, 1 for each layer that is one and 0 for the others."
     )
-    router_pre_softmax: bool = honoured(
+    router_pre_softmax: bool = setting(
         False,
         help="true: an expert's weight is its probability among all. false: among those that the token visits, so "
         "that they sum to one.",
@@ -58,39 +57,39 @@ class MoEConfig(Settings):
         return layer % every == 0 if isinstance(every, int) else bool(every[layer])
 
 
-class ArchitectureConfig(RollArchitecture):
+class ArchitectureConfig(Settings):
     """A dense or mixture decoder in the shape of Qwen and Llama."""
 
-    vocab_size: int = honoured(
+    vocab_size: int = setting(
         help="Tokens of the vocabulary; padded up inside where tensor parallelism needs it.", gt=0, le=MOST_TOKENS
     )
-    hidden_size: int = honoured(help="Width of the residual stream.", gt=0, le=_WIDEST)
-    num_layers: int = honoured(help="Decoder layers.", gt=0, le=_MOST_PARTS)
-    num_attention_heads: int = honoured(help="Query heads.", gt=0, le=_MOST_PARTS)
-    num_query_groups: int | None = honoured(None, help="Key and value heads; default: as many as query heads.", gt=0)
-    kv_channels: int | None = honoured(
+    hidden_size: int = setting(help="Width of the residual stream.", gt=0, le=_WIDEST)
+    num_layers: int = setting(help="Decoder layers.", gt=0, le=_MOST_PARTS)
+    num_attention_heads: int = setting(help="Query heads.", gt=0, le=_MOST_PARTS)
+    num_query_groups: int | None = setting(None, help="Key and value heads; default: as many as query heads.", gt=0)
+    kv_channels: int | None = setting(
         None, help="Width of one head; default: hidden_size / num_attention_heads.", gt=0, le=_MOST_PARTS
     )
-    ffn_hidden_size: int | None = honoured(
+    ffn_hidden_size: int | None = setting(
         None, help="Width of the gated feed-forward layer; default: 4 x hidden_size.", gt=0, le=_WIDEST
     )
-    max_position_embeddings: int = honoured(4096, help="Longest sequence the model is meant for.", gt=0)
-    rotary_base: float = honoured(10000.0, help="Base of the rotary frequencies.", gt=0)
-    rotary_percent: float = honoured(1.0, help="Share of each head's channels that is rotated.", gt=0, le=1)
-    rope_scaling: RopeScaling | None = honoured(None, help="Scaling of the rotary frequencies; default: none.")
-    norm_epsilon: float = honoured(1e-6, help="Epsilon of RMSNorm.", gt=0)
-    tie_word_embeddings: bool = honoured(False, help="Whether the output head shares the embedding's weight.")
-    qk_layernorm: bool = honoured(False, help="Normalise queries and keys per head, as Qwen3 does.")
-    add_qkv_bias: bool = honoured(False, help="Bias on the query, key and value projections, as Qwen2 has.")
-    init_std: float = honoured(0.02, help="Standard deviation of the random initial weights.", gt=0)
-    sliding_window: int | None = honoured(
+    max_position_embeddings: int = setting(4096, help="Longest sequence the model is meant for.", gt=0)
+    rotary_base: float = setting(10000.0, help="Base of the rotary frequencies.", gt=0)
+    rotary_percent: float = setting(1.0, help="Share of each head's channels that is rotated.", gt=0, le=1)
+    rope_scaling: RopeScaling | None = setting(None, help="Scaling of the rotary frequencies; default: none.")
+    norm_epsilon: float = setting(1e-6, help="Epsilon of RMSNorm.", gt=0)
+    tie_word_embeddings: bool = setting(False, help="Whether the output head shares the embedding's weight.")
+    qk_layernorm: bool = setting(False, help="Normalise queries and keys per head, as Qwen3 does.")
+    add_qkv_bias: bool = setting(False, help="Bias on the query, key and value projections, as Qwen2 has.")
+    init_std: float = setting(0.02, help="Standard deviation of the random initial weights.", gt=0)
+    sliding_window: int | None = setting(
         None,
         help="Tokens that a token attends to at most. Longer sequences are refused: attention is always full here, "
         "which is the same up to this length. Default: no window.",
         gt=0,
     )
-    hidden_dropout: float = honoured(0.0, help="Dropout after attention and feed-forward layers.", ge=0, lt=1)
-    moe: MoEConfig | None = honoured(None, help="Mixture-of-experts layers; default: dense.")
+    hidden_dropout: float = setting(0.0, help="Dropout after attention and feed-forward layers.", ge=0, lt=1)
+    moe: MoEConfig | None = setting(None, help="Mixture-of-experts layers; default: dense.")
 
     @property
     def kv_heads(self) -> int:
@@ -108,25 +107,25 @@ class ArchitectureConfig(RollArchitecture):
         return self.ffn_hidden_size or 4 * self.hidden_size
 
 
-class ModelArgs(RollModelArgs):
+class ModelArgs(Settings):
     """`model_args`: which model, in which precision."""
 
-    model_name_or_path: str | None = honoured(
+    model_name_or_path: str | None = setting(
         None,
         help="Directory of a Hugging Face model (`config.json`, safetensors), or its name where Hugging Face's cache "
         "holds it: architecture, weights and tokenizer come from there. Default: `pretrain`.",
     )
-    family: str | None = honoured(
+    family: str | None = setting(
         None,
         help="Your own model family as `package.module:NAME`, for a directory whose `model_type` is not supported "
         "([architecture.md](architecture.md)). Default: the family of `model_type`.",
     )
-    architecture: ArchitectureConfig | None = honoured(
+    architecture: ArchitectureConfig | None = setting(
         None,
         help="The model's shape, for weights that start at random; beside model_name_or_path what is given must agree. "
         "Roles without one take actor_train's.",
     )
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = honoured(
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = setting(
         "auto", help="Precision of weights and activations. auto: fp32 on CPU, bf16 on CUDA. fp32 and fp64: CPU only."
     )
 

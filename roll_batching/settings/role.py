@@ -7,7 +7,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from roll_batching.settings.batching import BatchingConfig, LogprobPlan, RoleBatching
-from roll_batching.settings.fields import Roles, Settings, honoured
+from roll_batching.settings.fields import Roles, Settings, setting
 from roll_batching.settings.model import ModelArgs
 from roll_batching.settings.strategy import StrategyArgs
 from roll_batching.settings.training import TrainingArgs
@@ -19,13 +19,11 @@ MEETING = Roles(names=("actor_train",), otherwise="actor_train's is used")
 class RoleSettings(RoleBatching):
     """What `MegatronTrainStrategy` and `MegatronInferStrategy` build a model of, and how they cut its passes."""
 
-    model_args: ModelArgs = honoured(default_factory=ModelArgs, help="The model.")
-    training_args: TrainingArgs = honoured(
-        default_factory=TrainingArgs, help="Optimizer and mini-batch.", roles=TRAINED
-    )
-    strategy_args: StrategyArgs = honoured(default_factory=StrategyArgs, help="The strategy.")
+    model_args: ModelArgs = setting(default_factory=ModelArgs, help="The model.")
+    training_args: TrainingArgs = setting(default_factory=TrainingArgs, help="Optimizer and mini-batch.", roles=TRAINED)
+    strategy_args: StrategyArgs = setting(default_factory=StrategyArgs, help="The strategy.")
 
-    logprob_plan: LogprobPlan = honoured(
+    logprob_plan: LogprobPlan = setting(
         "train",
         roles=TRAINED,
         help="Old log-probs: on training's plans, so that the first ratio is exactly 1 (train); with the caps for "
@@ -33,14 +31,14 @@ class RoleSettings(RoleBatching):
         "rollouts were drawn with (rollout, the default under async_generation_ratio without "
         "loss_args.engine_ratio_cap); or none, for one optimizer step per rollout.",
     )
-    apply_loss_scale: bool = honoured(
+    apply_loss_scale: bool = setting(
         True,
         roles=TRAINED,
         help="true: a loss enters the gradient as its value says. false: it enters as Megatron scales "
         "it, divided by "
         "micro-batches x data-parallel ranks.",
     )
-    backend_timeout: float = honoured(
+    backend_timeout: float = setting(
         30,
         roles=MEETING,
         help="Minutes that a collective may wait for another rank before the job ends; 0.5 is half a minute.",
@@ -53,7 +51,7 @@ class RoleSettings(RoleBatching):
         # An empty section (`training_args: ~`) is a section of defaults.
         if not isinstance(data, dict):
             return data
-        sections = {name for name in cls.model_fields if name.endswith("_args") or name == "router_replay"}
+        sections = {name for name in cls.model_fields if name.endswith("_args")}
         return {key: {} if value is None and key in sections else value for key, value in data.items()}
 
     def with_training(self, **changes: Any) -> Self:

@@ -9,9 +9,8 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from roll_batching.planning import ParallelDims
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS
-from roll_batching.settings.fields import Settings, honoured
+from roll_batching.settings.fields import Settings, setting
 from roll_batching.settings.registered import RegisteredName
-from roll_batching.settings.roll_keys import RollMegatronConfig
 
 MEGATRON_STRATEGIES = ("megatron_train", "megatron_infer")
 ENGINE_STRATEGIES = ("vllm", "sglang", "hf_infer")
@@ -23,81 +22,81 @@ _DTYPES = frozenset(OPTIMIZER_DTYPES)
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
 
 
-class MegatronConfig(RollMegatronConfig):
+class MegatronConfig(Settings):
     """`strategy_config` of the Megatron strategies. Keys left out are taken from actor_train's."""
 
-    tensor_model_parallel_size: int = honoured(1, help="Tensor-parallel size (TP).", ge=1)
-    pipeline_model_parallel_size: int = honoured(1, help="Pipeline-parallel size (PP).", ge=1)
-    virtual_pipeline_model_parallel_size: int | None = honoured(
+    tensor_model_parallel_size: int = setting(1, help="Tensor-parallel size (TP).", ge=1)
+    pipeline_model_parallel_size: int = setting(1, help="Pipeline-parallel size (PP).", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = setting(
         None, help="Model chunks per pipeline stage (VPP); needs PP > 1.", ge=1
     )
-    context_parallel_size: int = honoured(1, help="Context-parallel size (CP).", ge=1)
-    expert_model_parallel_size: int = honoured(
+    context_parallel_size: int = setting(1, help="Context-parallel size (CP).", ge=1)
+    expert_model_parallel_size: int = setting(
         1, help="Expert-parallel size (EP); above 1 it needs a mixture of experts.", ge=1
     )
-    sequence_parallel: bool = honoured(
+    sequence_parallel: bool = setting(
         False, help="Split activations between tensor-parallel regions over TP; needs TP > 1."
     )
-    use_distributed_optimizer: bool = honoured(
+    use_distributed_optimizer: bool = setting(
         False,
         help="Shard the optimizer's state over data-parallel ranks. Checkpoints hold whole parameters, for any layout.",
     )
-    overlap_grad_reduce: bool = honoured(False, help="Reduce gradients while the backward still runs.")
-    overlap_param_gather: bool = honoured(
+    overlap_grad_reduce: bool = setting(False, help="Reduce gradients while the backward still runs.")
+    overlap_param_gather: bool = setting(
         False,
         help="Gather parameters while the forward runs; needs use_distributed_optimizer and overlap_grad_reduce.",
     )
-    grad_reduce_in_fp32: bool | None = honoured(
+    grad_reduce_in_fp32: bool | None = setting(
         None,
         help="Sum the gradients of a bf16 model in fp32, over micro-batches and data-parallel ranks; false: in bf16. "
         "Default: true, false where main_grads_dtype is bf16.",
     )
-    use_precision_aware_optimizer: bool = honoured(
+    use_precision_aware_optimizer: bool = setting(
         False,
         help="TransformerEngine's Adam, whose state has the precisions below (CUDA). Needs use_distributed_optimizer; "
         "its state is not saved.",
     )
-    main_grads_dtype: Literal["fp32", "bf16"] = honoured(
+    main_grads_dtype: Literal["fp32", "bf16"] = setting(
         "fp32", help="Gradients that the precision-aware optimizer reads; bf16 needs grad_reduce_in_fp32: false."
     )
-    main_params_dtype: Literal["fp32", "fp16"] = honoured(
+    main_params_dtype: Literal["fp32", "fp16"] = setting(
         "fp32", help="The precision-aware optimizer's copy of the parameters."
     )
-    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = honoured(
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = setting(
         "fp32", help="The precision-aware optimizer's first moments."
     )
-    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = honoured(
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = setting(
         "fp32", help="The precision-aware optimizer's second moments."
     )
-    recompute_granularity: Literal["full", "selective"] | None = honoured(
+    recompute_granularity: Literal["full", "selective"] | None = setting(
         None, help="Recompute activations in backward: whole layers, or parts of them."
     )
-    recompute_method: Literal["uniform", "block"] | None = honoured(
+    recompute_method: Literal["uniform", "block"] | None = setting(
         None, help="full: which layers are recomputed. Default: uniform."
     )
-    recompute_num_layers: int | None = honoured(
+    recompute_num_layers: int | None = setting(
         None, help="full: layers per recomputed unit, or recomputed layers.", ge=1
     )
-    recompute_modules: list[str] | None = honoured(None, help="selective: parts of a layer. Default: core_attn.")
-    transformer_impl: Literal["auto", "transformer_engine", "local"] = honoured(
+    recompute_modules: list[str] | None = setting(None, help="selective: parts of a layer. Default: core_attn.")
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = setting(
         "auto",
         help="Whose layers are built: Megatron's local ones, or TransformerEngine's (CUDA). auto: local.",
     )
-    attention_backend: Annotated[str, RegisteredName(ATTENTION_BACKENDS)] = honoured(
+    attention_backend: Annotated[str, RegisteredName(ATTENTION_BACKENDS)] = setting(
         "auto",
         help="What attends to packs. (Megatron's key of this name chooses among TransformerEngine's kernels: "
         "NVTE_FLASH_ATTN and the like in system_envs do.)",
     )
-    calculate_per_token_loss: bool = honoured(
+    calculate_per_token_loss: bool = setting(
         True, help="Which of Megatron's two loss scalings is used underneath. Results do not depend on it."
     )
-    microbatch_group_size_per_vp_stage: int | Literal["auto"] | None = honoured(
+    microbatch_group_size_per_vp_stage: int | Literal["auto"] | None = setting(
         None,
         help="Micro-batches per group of the interleaved schedule (VPP > 1). Default: PP. auto: the "
         "smallest that Megatron "
         "accepts for the number of micro-batches at hand.",
     )
-    pipeline_shapes: Literal["planned", "exchanged", "shared"] = honoured(
+    pipeline_shapes: Literal["planned", "exchanged", "shared"] = setting(
         "planned",
         help="How pipeline stages learn the shape of a micro-batch: from the plan, from messages "
         "between stages, "
@@ -152,13 +151,13 @@ class MegatronConfig(RollMegatronConfig):
 class StrategyArgs(Settings):
     """`strategy_args`: the strategy's name and its settings."""
 
-    strategy_name: Literal["megatron_train", "megatron_infer", "vllm", "sglang", "hf_infer"] = honoured(
+    strategy_name: Literal["megatron_train", "megatron_infer", "vllm", "sglang", "hf_infer"] = setting(
         "megatron_train",
         help="megatron_train, megatron_infer, or for actor_infer an engine that samples rollouts: sglang or vllm "
         "(servers at engine_args.urls, or that the job starts), hf_infer. Engines read model directories: without "
         "`pretrain` rollouts run on the Megatron model itself, with a notice.",
     )
-    strategy_config: MegatronConfig = honoured(
+    strategy_config: MegatronConfig = setting(
         default_factory=MegatronConfig,
         help="Settings of the Megatron strategies; under sglang and vllm the options of servers that the job starts, "
         "in the names of their command lines with underscores (gpu_memory_utilization: 0.8).",

@@ -4,38 +4,37 @@ from __future__ import annotations
 
 from typing import Literal
 
-from roll_batching.settings.fields import MOST_TOKENS, honoured
-from roll_batching.settings.roll_keys import RollTrainingArgs
+from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
 
 
-class TrainingArgs(RollTrainingArgs):
+class TrainingArgs(Settings):
     """`training_args`: optimizer, schedule and mini-batch."""
 
-    learning_rate: float = honoured(1e-6, help="Peak learning rate of AdamW.", gt=0, le=1e37)
-    min_lr: float = honoured(0.0, help="Learning rate at the end of the schedule.", ge=0)
-    weight_decay: float = honoured(0.0, help="Decoupled weight decay; biases and norms are exempt.", ge=0)
-    adam_beta1: float = honoured(0.9, help="Decay of the first moment.", ge=0, lt=1)
-    adam_beta2: float = honoured(0.999, help="Decay of the second moment.", ge=0, lt=1)
-    adam_epsilon: float = honoured(1e-8, help="Epsilon of AdamW.", gt=0)
-    max_grad_norm: float = honoured(1.0, help="Gradients are clipped to this global norm; 0: no clipping.", ge=0)
-    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = honoured(
+    learning_rate: float = setting(1e-6, help="Peak learning rate of AdamW.", gt=0, le=1e37)
+    min_lr: float = setting(0.0, help="Learning rate at the end of the schedule.", ge=0)
+    weight_decay: float = setting(0.0, help="Decoupled weight decay; biases and norms are exempt.", ge=0)
+    adam_beta1: float = setting(0.9, help="Decay of the first moment.", ge=0, lt=1)
+    adam_beta2: float = setting(0.999, help="Decay of the second moment.", ge=0, lt=1)
+    adam_epsilon: float = setting(1e-8, help="Epsilon of AdamW.", gt=0)
+    max_grad_norm: float = setting(1.0, help="Gradients are clipped to this global norm; 0: no clipping.", ge=0)
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = setting(
         "constant",
         help="Shape of the learning rate after warm-up. constant_with_warmup is the same as constant.",
     )
-    warmup_steps: int = honoured(0, help="Optimizer steps of linear warm-up.", ge=0)
-    warmup_ratio: float = honoured(
+    warmup_steps: int = setting(0, help="Optimizer steps of linear warm-up.", ge=0)
+    warmup_ratio: float = setting(
         0.0, help="Warm-up as a share of all optimizer steps, when warmup_steps is 0.", ge=0, le=1
     )
-    per_device_train_batch_size: int = honoured(
+    per_device_train_batch_size: int = setting(
         1, help="Sequences per data-parallel rank and, in padded mode, per micro-batch.", ge=1, le=MOST_TOKENS
     )
-    gradient_accumulation_steps: int = honoured(
+    gradient_accumulation_steps: int = setting(
         1,
         help="A mini-batch (one optimizer step) is per_device_train_batch_size x this x data-parallel "
         "ranks sequences, in "
         "every batching mode.",
         ge=1,
     )
-    max_steps: int = honoured(
+    max_steps: int = setting(
         -1, help="Optimizer steps that the schedule spans; -1: as many as the job will make.", ge=-1
     )

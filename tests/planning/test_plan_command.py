@@ -342,7 +342,7 @@ def test_convert_config(tmp_path):
     source.write_text(yaml.safe_dump({"policy": sections}))
     result = CliRunner().invoke(app_of(convert_config), [str(source)])
     assert result.exit_code == 0, result.output
-    assert "#   policy.sequence_packing.sequence_length_round: not carried over" in result.output
+    assert "#   policy.sequence_packing.sequence_length_round: NeMo-RL never reads it" in result.output
     worker = yaml.safe_load(result.output)["actor_train"]
     assert worker["sequence_packing_args"]["max_packed_sequence_length_train"] == 2048
     source.write_text("model: 7b\n")

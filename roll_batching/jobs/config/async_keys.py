@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import math
 
-from roll_batching.settings.fields import Settings, honoured
+from roll_batching.settings.fields import Settings, setting
 
 
 class AsyncKeys(Settings):
     """The keys of asynchronous rollouts."""
 
-    async_generation_ratio: float = honoured(
+    async_generation_ratio: float = setting(
         0,
         help="Rollouts ahead of training, in parts of rollout_batch_size: a process of its own, the sampler, draws and "
         "scores them while the model trains. 0: one after the other, on the model in training.",
         ge=0,
     )
-    max_staleness: int | None = honoured(
+    max_staleness: int | None = setting(
         None,
         help="async_generation_ratio: RL steps that the weights which drew a sample may be behind; an older sample is "
         "dropped, counted and drawn again. Default: async_generation_ratio, rounded up, which never drops any.",
         ge=0,
     )
-    sampler_restarts: int = honoured(
+    sampler_restarts: int = setting(
         2,
         help="How often the processes of a role of its own (the sampler of async_generation_ratio, roles on devices of "
         "their own) are started again when one was killed or stalls, with what they were asked for; after that, and "
         "with 0 at once, the job ends.",
         ge=0,
     )
-    rollout_timeout: float = honoured(
+    rollout_timeout: float = setting(
         1800.0,
         help="Seconds that training waits for such processes without hearing of them before it takes them for stalled.",
         gt=0,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
-from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.diagnostics import Notice, Problem, no_effect
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.settings.batching import LogprobPlan
 
@@ -51,9 +51,9 @@ def _old_log_probs(job: JobKeys) -> Iterator[Problem]:
         yield Problem(where, text)
 
 
-def idle_async_keys(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+def async_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
     """Paths of the `given` keys that this job does not read."""
     apart = job.has_sampler or job.own_devices("reference") is not None
     for key in ("max_staleness", "sampler_restarts", "rollout_timeout"):
         if key in given and not (job.asynchronous if key == "max_staleness" else apart):
-            yield (key,), "has no effect: async_generation_ratio is 0"
+            yield no_effect((key,), "async_generation_ratio is 0")

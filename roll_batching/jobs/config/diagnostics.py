@@ -1,20 +1,21 @@
-"""What the loader reports: problems (errors), notices, and the places they speak of."""
+"""Problems and notices of a configuration, with key, file and line."""
 
 from __future__ import annotations
 
 import difflib
+import enum
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roll_batching.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
-"""Where a value stands: the keys and list positions that lead to it."""
+"""Path of a value: keys and list positions from the top level."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value was written: a file and its line, or an override of the command line."""
+    """A file and line, or an override of the command line."""
 
     name: str
     line: int | None = None
@@ -25,11 +26,11 @@ class Place:
 
 LONGEST_MESSAGE = 600
 MOST_SHOWN = 50
-"""Problems that one message prints; the rest are counted."""
+"""Problems that one message prints. It counts the others."""
 
 
 def shortened(text: str, limit: int = 100) -> str:
-    """`text`, cut where it is long; unprintable characters are escaped."""
+    """`text` cut to `limit` characters, unprintable ones escaped."""
     text = text if len(text) <= limit else f"{text[: limit - 3]}..."
     return text if text.isprintable() else repr(text)[1:-1]
 
@@ -41,15 +42,17 @@ def dotted(path: Sequence[str | int]) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the key's path, what is wrong with it and what to do, and its place."""
+    """One error of a configuration: the key, what is wrong and what to set instead, and the place."""
 
-    path: tuple[str | int, ...]
+    path: KeyPath
     message: str
     place: Place | None = None
+    unknown_key: bool = False
+    """The schema has no such key."""
 
-    def placed(self, place: Callable[[tuple[str | int, ...]], Place]) -> Problem:
-        """The same problem with the place that `place` gives for its path."""
-        return Problem(self.path, self.message, place(self.path))
+    def placed(self, place_of: Callable[[KeyPath], Place]) -> Problem:
+        """The same problem with the place of its key."""
+        return replace(self, place=place_of(self.path))
 
     def __str__(self) -> str:
         where = "" if self.place is None else f"{self.place}: "
@@ -57,17 +60,30 @@ class Problem:
         return f"{where}{key}{shortened(self.message, LONGEST_MESSAGE)}"
 
 
-NO_EFFECT = "has no effect: "
-"""How the notice of a key begins that does nothing."""
+class NoticeKind(enum.Enum):
+    """What a notice says of its key."""
+
+    NO_EFFECT = "no effect"
+    """The job does not read the key. As an override on the command line it is an error."""
+    NOT_BUILT = "not built"
+    """Nothing reads the role that the key describes."""
+    OTHER_EFFECT = "other effect"
+    """The job reads the key, with a consequence worth knowing."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A key that is accepted but does something else here than its reader may expect."""
+    """A message on a key that is accepted but has no effect, or another effect than in other frameworks."""
 
-    path: str
+    key: KeyPath
     text: str
     place: Place | None = None
+    kind: NoticeKind = NoticeKind.OTHER_EFFECT
+
+    @property
+    def path(self) -> str:
+        """The key, dotted."""
+        return dotted(self.key)
 
     @property
     def line(self) -> int | None:
@@ -79,8 +95,13 @@ class Notice:
         return f"{self.path}{where}: {self.text}"
 
 
+def no_effect(key: KeyPath, reason: str) -> Notice:
+    """The notice of a key that the job does not read."""
+    return Notice(key, f"has no effect: {reason}", kind=NoticeKind.NO_EFFECT)
+
+
 class ConfigFileError(ConfigError):
-    """All problems of one configuration, in the order of their lines; `more` were counted and not looked at."""
+    """All problems of one configuration, in the order of their lines, and the number of further ones."""
 
     def __init__(self, problems: Iterable[Problem], more: int = 0) -> None:
         self.more = more
@@ -93,12 +114,12 @@ class ConfigFileError(ConfigError):
         super().__init__("\n  ".join([f"{head}:", *shown]))
 
 
-def nearest(word: str, choices: Iterable[str], alike: float = 0.6) -> str | None:
-    """The choice most like `word`, or None when nothing is close: `alike` is difflib's ratio."""
-    known = list(choices)
-    exact = [choice for choice in known if choice.lower() == word.lower()]
-    found = exact or difflib.get_close_matches(word, known, n=1, cutoff=alike)
-    if not found:
-        # A shortened name ("tp" apart) shares its beginning rather than most of its letters.
-        found = [choice for choice in known if len(word) > 3 and (choice.startswith(word) or word in choice)]
-    return found[0] if found else None
+def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice most similar to `word`; None below `cutoff`, difflib's ratio."""
+    choices = list(choices)
+    exact = [choice for choice in choices if choice.lower() == word.lower()]
+    matches = exact or difflib.get_close_matches(word, choices, n=1, cutoff=cutoff)
+    if not matches:
+        # An abbreviation has a low ratio with the full name, which contains it.
+        matches = [choice for choice in choices if len(word) > 3 and word in choice]
+    return matches[0] if matches else None

@@ -64,7 +64,7 @@ def engine_sleeps(job: JobKeys) -> bool:
     return uses_engine(job) and job.is_offload_states and not job.asynchronous and here
 
 
-def idle_option(name: str, value: Any) -> str | None:
+def ignored_option(name: str, value: Any) -> str | None:
     """Why an option of ROLL's is not handed on to a server that the job starts; None where it is."""
     if name == "sleep_level":
         return "a sleeping server forgets its weights (level 2): it wakes up to new ones"
@@ -79,7 +79,7 @@ def server_options(job: JobKeys) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if args.strategy_name == "vllm" and wrong_log_probs(job, PROCESSED) and not wrong_log_probs(job, RAW):
         own = {"logprobs_mode": RAW}
-    return own | {name: value for name, value in args.engine_options.items() if idle_option(name, value) is None}
+    return own | {name: value for name, value in args.engine_options.items() if ignored_option(name, value) is None}
 
 
 def reads_engine_log_probs(job: JobKeys) -> bool:

@@ -13,11 +13,10 @@ from roll_batching.jobs.config.async_keys import AsyncKeys
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, shortened
 from roll_batching.jobs.config.objective import ObjectiveKeys
 from roll_batching.jobs.config.rewards import RewardKeys
-from roll_batching.jobs.config.roll_keys import RollJobKeys
 from roll_batching.jobs.config.stream import TrainSection
 from roll_batching.jobs.config.worker import Environment, ValidationConfig, WorkerConfig
 from roll_batching.settings.batching import refuse_without_old_log_probs
-from roll_batching.settings.fields import MOST_TOKENS, Settings, honoured
+from roll_batching.settings.fields import MOST_TOKENS, Settings, setting
 from roll_batching.settings.training import TrainingArgs
 
 TRACKERS = ("wandb", "swanlab")
@@ -42,35 +41,35 @@ def _with_model(data: dict[str, Any], name: Any) -> dict[str, Any]:
 class TokenizerConfig(Settings):
     """`tokenizer`: how text becomes tokens."""
 
-    type: Literal["char", "hf"] = honoured(
+    type: Literal["char", "hf"] = setting(
         "char",
         help="char: one token per character. hf: Hugging Face's tokenizers. Default with a model directory and no "
         "vocabulary: hf.",
     )
-    vocabulary: str | None = honoured(None, help="char: the characters, in the order of their ids.")
-    vocabulary_file: str | None = honoured(None, help="char: text file that holds the characters instead.")
-    name_or_path: str | None = honoured(
+    vocabulary: str | None = setting(None, help="char: the characters, in the order of their ids.")
+    vocabulary_file: str | None = setting(None, help="char: text file that holds the characters instead.")
+    name_or_path: str | None = setting(
         None, help="hf: folder of the tokenizer, or its name. Default: the model directory."
     )
-    eos_token: str | None = honoured(None, help="Token that ends a response; char: one of the characters.")
-    pad_token: str | None = honoured(None, help="Token that fills; default: the end token.")
+    eos_token: str | None = setting(None, help="Token that ends a response; char: one of the characters.")
+    pad_token: str | None = setting(None, help="Token that fills; default: the end token.")
 
 
 class WarmupConfig(Settings):
     """`warmup`: supervised training on a corpus before RL, with the same model and strategy."""
 
-    file_name: str | list[str] = honoured(help="JSONL file or files of the corpus, one document per line.")
-    messages: str | None = honoured(
+    file_name: str | list[str] = setting(help="JSONL file or files of the corpus, one document per line.")
+    messages: str | None = setting(
         None,
         help="Key of a chat's messages, which go through the tokenizer's chat template: the assistant's turns are "
         "learnt. `prompt` and `response` are then not read.",
     )
-    prompt: str = honoured("prompt", help="Key of a document's beginning, which bears no loss.")
-    response: str = honoured("response", help="Key of the rest, which is learnt.")
-    training_args: TrainingArgs = honoured(
+    prompt: str = setting("prompt", help="Key of a document's beginning, which bears no loss.")
+    response: str = setting("response", help="Key of the rest, which is learnt.")
+    training_args: TrainingArgs = setting(
         default_factory=TrainingArgs, help="Optimizer, schedule, mini-batch and max_steps of the warm-up."
     )
-    num_train_epochs: float | None = honoured(
+    num_train_epochs: float | None = setting(
         None, help="Passes over the corpus, in place of training_args.max_steps.", gt=0
     )
 
@@ -93,135 +92,133 @@ class WarmupConfig(Settings):
         return self.training_args.model_copy(update={"max_steps": steps})
 
 
-class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys, RollJobKeys):
+class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys):
     """What a file says of a job."""
 
-    task: Task = honoured(
+    task: Task = setting(
         "grpo",
         help="What the job does: reinforcement learning, after a supervised warm-up where there is one (grpo); "
         "supervised fine-tuning (sft); learning from pairs of a better and a worse answer (dpo). `roll-batching sft` "
         "and `roll-batching dpo` say it where the file does not.",
     )
-    exp_name: str = honoured("roll-batching", help="Name of the run: its folder under output_dir.", min_length=1)
-    seed: int = honoured(42, help="Seed of everything that draws at random.", ge=0)
-    output_dir: str = honoured("runs", help="Folder that receives the run's folder.")
-    resume_from_checkpoint: bool | str = honoured(
+    exp_name: str = setting("roll-batching", help="Name of the run: its folder under output_dir.", min_length=1)
+    seed: int = setting(42, help="Seed of everything that draws at random.", ge=0)
+    output_dir: str = setting("runs", help="Folder that receives the run's folder.")
+    resume_from_checkpoint: bool | str = setting(
         False,
         help="true: go on from the run's last checkpoint, from the beginning where there is none. Or the path of a "
         "checkpoint or of a run's folder.",
     )
-    pretrain: str | None = honoured(None, help="Short form of actor_train.model_args.model_name_or_path.")
-    system_envs: Environment = honoured(
+    pretrain: str | None = setting(None, help="Short form of actor_train.model_args.model_name_or_path.")
+    system_envs: Environment = setting(
         default_factory=dict,
         help="Environment variables for all roles, set before the workers import anything.",
     )
 
-    max_steps: int = honoured(
+    max_steps: int = setting(
         500, help="RL steps; 0: only the warm-up. Under sft and dpo: optimizer steps, at least 1.", ge=0
     )
-    num_train_epochs: float | None = honoured(
+    num_train_epochs: float | None = setting(
         None, help="sft and dpo: passes over the data, in place of max_steps.", gt=0
     )
-    save_steps: int = honoured(
+    save_steps: int = setting(
         0, help="Write a checkpoint every so many steps and after the last one of each phase; 0: none.", ge=0
     )
-    save_total_limit: int | None = honoured(
+    save_total_limit: int | None = setting(
         None, help="Keep only so many checkpoints of the run, the latest. Default: all.", ge=1
     )
-    async_save: bool = honoured(
+    async_save: bool = setting(
         False,
         help="Write checkpoints while training goes on, from a copy in host memory. The next one, and the last of a "
         "phase, wait for it.",
     )
-    verify_checkpoint: bool = honoured(
+    verify_checkpoint: bool = setting(
         True,
         help="Read the files of a checkpoint once before it is loaded, and compare them with the digests that were "
         "kept when it was written; false: compare sizes alone.",
     )
-    export_model: bool = honoured(
+    export_model: bool = setting(
         True,
         help="At the end of a run that started from a model directory: write the trained model as one, into the folder "
         "`model` of the run. `roll-batching export` does it later, from a checkpoint.",
     )
-    rollout_samples: int = honoured(
+    rollout_samples: int = setting(
         8,
         help="Responses of each step, and of each evaluation, that go into rollouts.jsonl of the run's folder, spread "
         "evenly over its prompts; -1: all; 0: none.",
         ge=-1,
     )
-    logging_steps: int = honoured(1, help="Show progress every so many steps; metrics are written at each.", ge=1)
-    eval_steps: int = honoured(
+    logging_steps: int = setting(1, help="Show progress every so many steps; metrics are written at each.", ge=1)
+    eval_steps: int = setting(
         10,
         help="Evaluate on held-out prompts (sft and dpo: measure the loss on held-out texts) every so many steps, "
         "beside first and last.",
         ge=0,
     )
-    eval_samples: int = honoured(
+    eval_samples: int = setting(
         512,
         help="Sampled answers per evaluation (sft and dpo: held-out texts or pairs, the first so many); 0: no "
         "evaluation.",
         ge=0,
     )
-    track_with: str | None = honoured(
+    track_with: str | None = setting(
         None,
         help="wandb or swanlab: send the metrics to Weights & Biases or to SwanLab as well. They always go to "
         "metrics.jsonl and TensorBoard.",
     )
-    tracker_kwargs: dict[str, Any] = honoured(
+    tracker_kwargs: dict[str, Any] = setting(
         default_factory=dict,
         help="wandb or swanlab: keyword arguments of its `init` (project, name, tags, mode, ...).",
     )
 
-    rollout_batch_size: int = honoured(128, help="Prompts per RL step.", ge=1, le=MOST_TOKENS)
-    num_return_sequences_in_group: int | None = honoured(
+    rollout_batch_size: int = setting(128, help="Prompts per RL step.", ge=1, le=MOST_TOKENS)
+    num_return_sequences_in_group: int | None = setting(
         None,
         help="Responses per prompt: the group. Default: generating_args.num_return_sequences, else 1.",
         ge=1,
         le=MOST_TOKENS,
     )
-    batch_balance: bool = honoured(
+    batch_balance: bool = setting(
         False,
         help="ROLL's order: the samples of a whole RL step are placed on data-parallel ranks (Karmarkar-Karp, equal "
         "counts), each rank draws its share of a mini-batch among its own, and micro-batches are balanced inside the "
         "rank. Default: mini-batches are drawn over all ranks, and each plan places its samples.",
     )
-    is_offload_states: bool = honoured(
+    is_offload_states: bool = setting(
         False,
         help="States wait on the host while they are not used: gradients and optimizer of the policy while it samples, "
         "the reference's weights except for its log-probs. A sampler in a layout of its own has weights only while it "
         "samples. A rollout engine on the same devices sleeps while the model trains.",
     )
-    prompt_length: int = honoured(
+    prompt_length: int = setting(
         1024, help="Longest prompt in tokens; a longer one is an error that names its line.", ge=1, le=MOST_TOKENS
     )
-    response_length: int | None = honoured(
+    response_length: int | None = setting(
         None, help="Longest response in tokens. Default: sequence_length - prompt_length.", ge=1, le=MOST_TOKENS
     )
-    sequence_length: int | None = honoured(
+    sequence_length: int | None = setting(
         None,
         help="Longest prompt and response together. Default: prompt_length + response_length.",
         ge=2,
         le=MOST_TOKENS,
     )
-    tokenizer: TokenizerConfig = honoured(default_factory=TokenizerConfig, help="How text becomes tokens.")
-    warmup: WarmupConfig | None = honoured(None, help="Supervised phase before RL. Default: none.")
+    tokenizer: TokenizerConfig = setting(default_factory=TokenizerConfig, help="How text becomes tokens.")
+    warmup: WarmupConfig | None = setting(None, help="Supervised phase before RL. Default: none.")
 
-    train: TrainSection | None = honoured(
+    train: TrainSection | None = setting(
         None, help="task: sft or dpo: batching over a stream, in cosmos-rl's keys. Default: planned mini-batches."
     )
 
-    max_grad_norm: float | None = honoured(None, help="Short form of actor_train.training_args.max_grad_norm.", ge=0)
+    max_grad_norm: float | None = setting(None, help="Short form of actor_train.training_args.max_grad_norm.", ge=0)
 
-    actor_train: WorkerConfig = honoured(default_factory=WorkerConfig, help="The policy in training.")
-    actor_infer: WorkerConfig = honoured(
+    actor_train: WorkerConfig = setting(default_factory=WorkerConfig, help="The policy in training.")
+    actor_infer: WorkerConfig = setting(
         default_factory=WorkerConfig,
         help="Rollouts: actor_train's model samples them with these generating_args, in a parallel layout of its own "
         "where strategy_config gives other sizes (docs/roles-and-placement.md).",
     )
-    validation: ValidationConfig = honoured(
-        default_factory=ValidationConfig, help="The evaluation of held-out prompts."
-    )
-    reference: WorkerConfig | None = honoured(
+    validation: ValidationConfig = setting(default_factory=ValidationConfig, help="The evaluation of held-out prompts.")
+    reference: WorkerConfig | None = setting(
         None, help="The frozen starting policy, for use_kl_loss and for losses of your own. Default: none."
     )
 

@@ -1,4 +1,4 @@
-"""Paths of keys: of all that the schema has, and of those that a file gives."""
+"""Paths of the keys of the schema, and of those that a file gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roll_batching.jobs.config.job_keys import ROLES, JobKeys
 from roll_batching.settings.fields import Settings, named_settings, nested_settings, ordered_fields
 
 ANY_NAME = "NAME"
-"""In a path of the schema: a name that the user chooses."""
+"""Stands in schema paths for a name that the user chooses."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SchemaKey:
 
 
 def schema_keys(root: type[Settings] = JobKeys, prefix: tuple[str, ...] = ()) -> Iterator[SchemaKey]:
-    """Every key of the schema, parents before children, a class's own before those of its bases."""
+    """Every key of the schema, parents before children, own fields before inherited ones."""
     for name, field in ordered_fields(root).items():
         key = SchemaKey((*prefix, name), field, root)
         yield key
@@ -50,18 +50,18 @@ def all_keys() -> tuple[SchemaKey, ...]:
 
 
 def settings_at(path: KeyPath) -> type[Settings] | None:
-    """The settings class at `path`; None when a plain value (or nothing) is there."""
-    here: type[Settings] | None = JobKeys
+    """The settings class of the section at `path`; None for plain values and unknown paths."""
+    section: type[Settings] | None = JobKeys
     named: type[Settings] | None = None
     for part in path:
         if named is not None:
-            here, named = named, None
+            section, named = named, None
             continue
-        if here is None or part not in here.model_fields:
+        if section is None or part not in section.model_fields:
             return None
-        field = here.model_fields[str(part)]
-        here, named = nested_settings(field), named_settings(field)
-    return here
+        field = section.model_fields[str(part)]
+        section, named = nested_settings(field), named_settings(field)
+    return section
 
 
 def heading_of(path: KeyPath) -> str:
@@ -81,18 +81,17 @@ def field_at(path: KeyPath) -> FieldInfo | None:
 def given_keys(
     data: Any, prefix: KeyPath = (), settings: type[Settings] | None = JobKeys
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """The keys that `data` gives, down to plain values and to the entries of free-form maps."""
+    """Paths and values of the keys in `data`: plain values, entries of free-form maps, unknown keys."""
     if not isinstance(data, dict):
         return
     for name, value in data.items():
         path = (*prefix, name)
         field = settings.model_fields.get(name) if settings is not None else None
-        below = nested_settings(field) if field is not None else None
         named = named_settings(field) if field is not None else None
         if named is not None and isinstance(value, dict):
             for chosen, section in value.items():
                 yield from given_keys(section, (*path, chosen), named)
-        elif isinstance(value, dict) and value and (below is not None or settings is not None):
-            yield from given_keys(value, path, below)
+        elif field is not None and isinstance(value, dict) and value:
+            yield from given_keys(value, path, nested_settings(field))
         else:
             yield path, value

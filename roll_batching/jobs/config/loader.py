@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_batching.jobs.config.diagnostics import NO_EFFECT, ConfigFileError, Problem, shortened
-from roll_batching.jobs.config.foreign import framework_of, with_hint
+from roll_batching.jobs.config.diagnostics import ConfigFileError, NoticeKind, Problem, shortened
+from roll_batching.jobs.config.frameworks import framework_of, with_hint
 from roll_batching.jobs.config.job import JobConfig
 from roll_batching.jobs.config.job_keys import Task
 from roll_batching.jobs.config.plain_data import plain_copy
@@ -17,12 +17,12 @@ from roll_batching.jobs.config.yaml_source import Source, apply_overrides, read_
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task | None = None) -> JobConfig:
-    """The job that the file at `path` describes, YAML or (`.toml`) TOML, after overrides such as `max_steps=3`.
+    """The job of a YAML or TOML file, after overrides such as `max_steps=3`.
 
-    `task` is what the job does where the file does not say it; it must say no other.
+    `task` is the task of a file that names none; a file that names another one is an error.
 
-    Raises ConfigFileError (a ConfigError) that names every problem with its key, file and line, and cure; of a file
-    that was written for another framework, how to convert it first.
+    Raises ConfigFileError (a ConfigError) with every problem: key, file, line, and what to set instead. For a file of
+    another framework it begins with the command that converts it.
     """
     toml = Path(path).suffix.lower() == ".toml"
     source = parse_toml(text_of(path), str(path)) if toml else read_yaml(path)
@@ -30,7 +30,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task |
     apply_overrides(source, overrides)
     if task is not None and source.data.setdefault("task", task) != task:
         text = f"is {shortened(repr(source.data['task']))}, and the command is `roll-batching {task}`"
-        raise ConfigFileError([Problem(("task",), f"{text}; `roll-batching train` does what the file says")])
+        raise ConfigFileError([Problem(("task",), f"{text}; `roll-batching train` runs the task of the file")])
     try:
         resolve_references(source)
         job = check_source(source)
@@ -43,14 +43,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task |
 
 
 def _check_overrides(job: JobConfig, source: Source) -> None:
-    """Raises ConfigFileError for overrides without effect: who types one means something by it."""
-    idle = [one for one in job.notices if one.text.startswith(NO_EFFECT) and one.place in source.overrides]
-    if idle:
-        raise ConfigFileError(
-            Problem(tuple(one.path.split(".")), f"{one.text}; leave it out", one.place) for one in idle
-        )
+    """Raises ConfigFileError for overrides without effect: they are typed for this one run, to change it."""
+    unread = [notice for notice in job.notices if notice.kind is NoticeKind.NO_EFFECT]
+    typed = [notice for notice in unread if notice.place in source.overrides]
+    if typed:
+        raise ConfigFileError(Problem(notice.key, f"{notice.text}; leave it out", notice.place) for notice in typed)
 
 
 def config_from_dict(data: Mapping[str, Any]) -> JobConfig:
-    """As `load_config`, for settings that are at hand as plain data."""
+    """As `load_config`, for settings in memory."""
     return check_source(Source("settings", plain_copy(data)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from roll_batching.registry import Entry, Registry
-from roll_batching.settings.fields import Settings, honoured
+from roll_batching.settings.fields import Settings, setting
 
 ROLLOUT_FIELDS: Mapping[str, str] = {
     "response_mask": "the sampled tokens",
@@ -23,26 +23,26 @@ ROLLOUT_FIELDS: Mapping[str, str] = {
 class PolicySettings(Settings):
     """`loss_args` of the policy gradients: what has no key of its own."""
 
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = honoured(
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = setting(
         "k3", help="Estimator of the divergence from the reference."
     )
-    kl_gradient: Literal["value", "straight_through", "score_function", "importance"] = honoured(
+    kl_gradient: Literal["value", "straight_through", "score_function", "importance"] = setting(
         "value",
         help="The estimate's own gradient; k2's, which is the divergence's (verl: k1+, k3+); the estimate's and the "
         "score function's (NeMo-RL); or that of the estimate weighted by the ratio to the old policy (DeepSeek-V3.2).",
     )
-    engine_correction: Literal["truncate", "mask", "mask_sequences"] = honoured(
+    engine_correction: Literal["truncate", "mask", "mask_sequences"] = setting(
         "truncate",
         help="With engine_ratio_cap: weights w = p_trainer / p_rollout clamped to the range (TIS); w, and 0 outside "
         "(IcePop); or w, and 0 for sequences whose geometric mean lies outside (seq-mask-TIS).",
     )
-    engine_ratio_min: float = honoured(0.0, help="Lower end of that range.", ge=0)
-    engine_ratio_cap: float | None = honoured(
+    engine_ratio_min: float = setting(0.0, help="Lower end of that range.", ge=0)
+    engine_ratio_cap: float | None = setting(
         None,
         help="Upper end: corrects for an engine's other numbers by weights p_trainer / p_rollout. Default: no weights.",
         gt=0,
     )
-    sample_weights: Literal["rewards"] | None = honoured(
+    sample_weights: Literal["rewards"] | None = setting(
         None, help="Weights the samples by their rewards, which must not be negative, scaled to a mean of 1."
     )
 
@@ -50,36 +50,36 @@ class PolicySettings(Settings):
 class SAPOSettings(PolicySettings):
     """`loss_args` of `sapo`."""
 
-    temperature_positive: float = honoured(1.0, help="Of the gate, where the advantage is positive.", gt=0)
-    temperature_negative: float = honoured(1.05, help="Elsewhere.", gt=0)
+    temperature_positive: float = setting(1.0, help="Of the gate, where the advantage is positive.", gt=0)
+    temperature_negative: float = setting(1.05, help="Elsewhere.", gt=0)
 
 
 class TOPRSettings(PolicySettings):
     """`loss_args` of `topr`."""
 
-    positive_weight: float = honoured(1.0, help="Of responses with a reward above 0.", ge=0)
-    negative_weight: float = honoured(1.0, help="Of the others.", ge=0)
+    positive_weight: float = setting(1.0, help="Of responses with a reward above 0.", ge=0)
+    negative_weight: float = setting(1.0, help="Of the others.", ge=0)
 
 
 class ClipCovSettings(PolicySettings):
     """`loss_args` of `clip_cov`."""
 
-    share: float = honoured(0.0002, help="Share of the step's tokens that is left out, at least one.", gt=0, le=1)
-    lowest: float = honoured(1.0, help="They are drawn from those whose covariance is above this.")
-    highest: float = honoured(5.0, help="And below this.")
+    share: float = setting(0.0002, help="Share of the step's tokens that is left out, at least one.", gt=0, le=1)
+    lowest: float = setting(1.0, help="They are drawn from those whose covariance is above this.")
+    highest: float = setting(5.0, help="And below this.")
 
 
 class KlCovSettings(PolicySettings):
     """`loss_args` of `kl_cov`."""
 
-    share: float = honoured(0.0002, help="Share of the step's tokens, of the largest covariances.", gt=0, le=1)
-    penalty: float = honoured(1.0, help="Weight of the distance from the old policy for these.", ge=0)
+    share: float = setting(0.0002, help="Share of the step's tokens, of the largest covariances.", gt=0, le=1)
+    penalty: float = setting(1.0, help="Weight of the distance from the old policy for these.", ge=0)
 
 
 class SFTSettings(Settings):
     """`loss_args` of `sft`."""
 
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = honoured(
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = setting(
         "token_mean", help="How tokens are averaged, over the whole mini-batch on all ranks."
     )
 
@@ -87,24 +87,24 @@ class SFTSettings(Settings):
 class PreferenceSettings(Settings):
     """`loss_args` of losses over pairs."""
 
-    beta: float = honoured(0.1, help="How strongly the policy is held to the reference.", gt=0)
-    average_log_probs: bool = honoured(False, help="Means over tokens instead of sums.")
-    sft_coef: float = honoured(0.0, help="Weight of the chosen responses' negative log-likelihood.", ge=0)
-    sft_average_log_probs: bool = honoured(False, help="That one by its mean over tokens instead of the sum.")
+    beta: float = setting(0.1, help="How strongly the policy is held to the reference.", gt=0)
+    average_log_probs: bool = setting(False, help="Means over tokens instead of sums.")
+    sft_coef: float = setting(0.0, help="Weight of the chosen responses' negative log-likelihood.", ge=0)
+    sft_average_log_probs: bool = setting(False, help="That one by its mean over tokens instead of the sum.")
 
 
 class DPOSettings(PreferenceSettings):
     """`loss_args` of `dpo`."""
 
-    label_smoothing: float = honoured(0.0, help="Share of pairs whose label is taken to be wrong.", ge=0, lt=0.5)
+    label_smoothing: float = setting(0.0, help="Share of pairs whose label is taken to be wrong.", ge=0, lt=0.5)
 
 
 class KTOSettings(Settings):
     """`loss_args` of `kto`."""
 
-    beta: float = honoured(0.1, help="How strongly the policy is held to the reference.", gt=0)
-    desirable_weight: float = honoured(1.0, help="Weight of desirable responses.", ge=0)
-    undesirable_weight: float = honoured(1.0, help="Weight of the others.", ge=0)
+    beta: float = setting(0.1, help="How strongly the policy is held to the reference.", gt=0)
+    desirable_weight: float = setting(1.0, help="Weight of desirable responses.", ge=0)
+    undesirable_weight: float = setting(1.0, help="Weight of the others.", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ from typing import Any
 
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS, ADVANTAGE_KEYS
 from roll_batching.jobs.config.arguments import Arguments
-from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.diagnostics import Notice, NoticeKind, Problem, no_effect
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.losses import LOSSES, Loss
 from roll_batching.jobs.config.supervised import FIELDS, supervised
 
-KEYS_OF_SETTINGS: Mapping[str, tuple[str, ...]] = {
+KEYS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
     "clip_low": ("pg_clip", "use_pg_clip_range", "pg_clip_low"),
     "clip_high": ("pg_clip", "use_pg_clip_range", "pg_clip_high"),
     "ratio": ("importance_sampling",),
@@ -23,7 +23,7 @@ KEYS_OF_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "aggregation": ("loss_agg_mode", "loss_agg_length"),
 }
 """Settings of registered losses that are keys of the job."""
-LOSS_KEYS = tuple(dict.fromkeys(key for keys in KEYS_OF_SETTINGS.values() for key in keys))
+LOSS_KEYS = tuple(dict.fromkeys(key for keys in KEYS_OF_FIELDS.values() for key in keys))
 _RATIO = {"token": "token", "seq": "sequence", "seq-token": "sequence_token"}
 _AGGREGATION = {
     "token-mean": "token_mean",
@@ -96,10 +96,10 @@ def whitens(job: JobKeys) -> bool:
 
 def wants_reference(job: JobKeys) -> bool:
     """Whether the job has a reference and something reads it: rewards, or the loss; anybody's own loss always does."""
-    return job.reference is not None and _idle_reference(job) is None
+    return job.reference is not None and _unread_reference(job) is None
 
 
-def _idle_reference(job: JobKeys) -> str | None:
+def _unread_reference(job: JobKeys) -> str | None:
     """Why nothing reads the reference; None where something does."""
     if job.add_token_level_kl:
         return None
@@ -141,62 +141,59 @@ def objective_problems(job: JobKeys) -> Iterator[Problem]:
     yield from _arguments(loss).read(own, ("loss_args",))[1]
 
 
-def idle_objective_keys(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Paths of the `given` keys that this loss and this advantage estimator do not read, with what rules instead."""
+def objective_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
+    """Notices on `given` keys that the loss or the advantage estimator does not read."""
     name = job.loss_function
     loss = LOSSES.get(name)
-    read = {key for setting in (loss.keys if loss else ()) for key in KEYS_OF_SETTINGS[setting]}
+    read = {key for field in (loss.keys if loss else ()) for key in KEYS_OF_FIELDS[field]}
     for key in LOSS_KEYS:
         if key in given and key not in read:
-            yield (key,), f"has no effect: {name} does not read it; settings of its own stand in loss_args"
-    yield from _idle_loss_args(job, read)
+            yield no_effect((key,), f"{name} does not read it; its own settings go into loss_args")
+    yield from _unread_loss_args(job, read)
+    unread_reference = _unread_reference(job)
+    if job.reference is not None and unread_reference is not None:
+        yield Notice(("reference",), f"is not built: {unread_reference}", kind=NoticeKind.NOT_BUILT)
     if supervised(job):
-        idle_reference = _idle_reference(job)
-        if job.reference is not None and idle_reference is not None:
-            yield ("reference",), f"is not built: {idle_reference}"
         return
     for key in ("kl_penalty", "init_kl_coef", "target_kl", "kl_horizon"):
         if key in given and not job.add_token_level_kl:
-            yield (key,), "has no effect: add_token_level_kl is false"
+            yield no_effect((key,), "add_token_level_kl is false")
     if "kl_horizon" in given and job.add_token_level_kl and job.target_kl is None:
-        yield ("kl_horizon",), "has no effect: without target_kl the weight is fixed"
-    idle_reference = _idle_reference(job)
-    if job.reference is not None and idle_reference is not None:
-        yield ("reference",), f"is not built: {idle_reference}"
+        yield no_effect(("kl_horizon",), "without target_kl the weight is fixed")
     if loss is not None and "advantages" not in loss.reads:
-        yield ("loss_function",), f"{name} reads no advantages: rewards are measured and change nothing"
-    yield from _idle_norms(job, given)
+        yield Notice(("loss_function",), f"{name} reads no advantages: rewards are measured and change nothing")
+    yield from _unread_norms(job, given)
     estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
     for key in ADVANTAGE_KEYS:
         if key in given and estimator is None:
-            yield (key,), f"has no effect: {job.adv_estimator} alone makes the advantages"
+            yield no_effect((key,), f"{job.adv_estimator} alone computes the advantages")
         elif key in given and estimator is not None and key not in {*estimator.keys, *estimator.implied}:
-            yield (key,), f"has no effect: the advantages of {job.adv_estimator} do not depend on it"
+            yield no_effect((key,), f"the advantages of {job.adv_estimator} do not depend on it")
 
 
-def _idle_norms(job: JobKeys, given: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _unread_norms(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
     """Which of reward_norm, reward_shift and reward_scale say nothing."""
     if given.get("reward_norm") is not None and not reward_norm_of(job):
-        yield ("reward_norm",), f"has no effect: {job.adv_estimator} shapes rewards in its own way"
+        yield no_effect(("reward_norm",), f"{job.adv_estimator} shapes rewards in its own way")
     for key in ("reward_shift", "reward_scale"):
         if given.get(key) and not reward_norm_of(job):
-            yield (key,), "has no effect: there is no reward_norm that it could change"
+            yield no_effect((key,), "there is no reward_norm that it could change")
     if given.get("reward_scale") and job.reward_shift and reward_norm_of(job):
-        yield ("reward_scale",), "has no effect: reward_shift goes before it"
+        yield no_effect(("reward_scale",), "reward_shift goes before it")
 
 
-def _idle_loss_args(job: JobKeys, read: set[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _unread_loss_args(job: JobKeys, read: set[str]) -> Iterator[Notice]:
     """Settings of a registered loss's own that another one puts out of effect."""
     if "kl_loss_coef" not in read:
         return
     for name in ("kl_estimator", "kl_gradient"):
         if name in job.loss_args and not job.kl_coef:
-            yield ("loss_args", name), "has no effect: use_kl_loss is false or kl_loss_coef is 0"
+            yield no_effect(("loss_args", name), "use_kl_loss is false or kl_loss_coef is 0")
     for name in ("engine_correction", "engine_ratio_min"):
         if name in job.loss_args and job.loss_args.get("engine_ratio_cap") is None:
-            yield ("loss_args", name), "has no effect: engine_ratio_cap is not given"
+            yield no_effect(("loss_args", name), "engine_ratio_cap is not given")
     if job.loss_args.get("engine_ratio_cap") is not None and job.actor_train.logprob_plan == "rollout":
-        yield ("loss_args", "engine_ratio_cap"), "has no effect: logprob_plan rollout has no other numbers to correct"
+        yield no_effect(("loss_args", "engine_ratio_cap"), "logprob_plan rollout has no other numbers to correct")
 
 
 def _arguments(loss: Loss) -> Arguments:

@@ -1,4 +1,4 @@
-"""The reference page of all settings, made from the schema.
+"""Generates the reference page of all settings from the schema.
 
 python -m roll_batching.jobs.config.reference docs/configuration.md
 """
@@ -15,21 +15,14 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from roll_batching.jobs.config.diagnostics import KeyPath
+from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, FRAMEWORK_OF, ForeignKey, Verdict
 from roll_batching.jobs.config.job_keys import ROLES, JobKeys
-from roll_batching.jobs.config.key_paths import ANY_NAME, schema_keys
+from roll_batching.jobs.config.key_paths import ANY_NAME, heading_of, schema_keys
 from roll_batching.jobs.config.losses import LOSSES, ROLLOUT_FIELDS
 from roll_batching.jobs.config.notices import unread_in
 from roll_batching.jobs.config.worker import WorkerConfig
-from roll_batching.settings.fields import (
-    Honoured,
-    Noticed,
-    Refused,
-    Settings,
-    named_settings,
-    nested_settings,
-    ordered_fields,
-    use_of,
-)
+from roll_batching.settings.fields import Settings, named_settings, nested_settings, ordered_fields
 from roll_batching.settings.registered import registered_name
 from roll_batching.settings.training import TrainingArgs
 
@@ -44,27 +37,32 @@ A job is one YAML file, in ROLL's shape and, where ROLL has a name, under ROLL's
 
 - `path.to.key=value` on the command line changes a key; the value is read as YAML.
 - `${path.to.key}` in a value stands for another key's value.
-- A key that is unknown, a value that is impossible and keys that contradict each other are errors. They are
-  reported together, each with its line, its path and the nearest valid name or value.
-- A file has at most 256 KiB, and stands for at most 20,000 values once aliases, merges and references are expanded.
-- A key that other systems read and that does nothing here is accepted with a notice, printed when the job
-  starts. Nothing is ignored silently.
-
-Each section lists the keys that are read. Below them stand ROLL's and Megatron's keys that do nothing here: *no
-effect* marks those that are accepted with a notice, *refused* those that have one possible value.
+- Unknown keys, impossible values and keys that contradict each other are errors. They are reported together, each with
+  its line, its path and the nearest valid name or value.
+- A file has at most 256 KiB, and at most 20,000 values after aliases, merges and references are expanded.
+- Keys of other frameworks that have no effect here get a notice when the job starts, or an error
+  ([list](#keys-of-other-frameworks)). Nothing is ignored silently.
 """
 
 ROLES_NOTE = """The roles are `actor_train`, `actor_infer` and `reference`. Model and parallel layout are given
-in `actor_train`; the other roles take over what they leave out. Their model is the same; `actor_infer` and
-`reference` may have parallel sizes of their own ([roles and placement](roles-and-placement.md)). Some keys have no
+in `actor_train`; the other roles inherit what they leave out. All roles have the same model; `actor_infer` and
+`reference` may have other parallel sizes ([roles and placement](roles-and-placement.md)). Some keys have no
 effect in some roles, and then get a notice:
 
 """
 
 
-LOSSES_NOTE = """The fields of a class of your own, or the keywords of its `__init__`, are the names of its `loss_args`
-(docs/custom-losses.md). What `policy` has keys for, above, cannot be given in `loss_args` as well. A loss that reads
-what rollouts do not have, such as `dpo`, serves the task that has it (`task: dpo`) and your own training loop.
+LOSSES_NOTE = """The `loss_args` of your own loss are the fields of its class, or the keywords of its `__init__`
+(docs/custom-losses.md). Settings that have a key of the job, such as `pg_clip`, cannot be given in `loss_args` as well.
+A loss that reads fields which rollouts do not have, such as `dpo`, works in the task that has them (`task: dpo`) and in
+your own training loop.
+"""
+
+FOREIGN_NOTE = """These keys of ROLL, Megatron-Core and cosmos-rl do nothing in a job; files that have them load.
+*No effect*: any value is accepted, with a notice. *Refused*: values other than null and those named are errors.
+
+| section | key | of | here |
+|---|---|---|---|
 """
 
 
@@ -82,6 +80,7 @@ def reference_page() -> str:
     parts += ["## Roles\n", ROLES_NOTE + _unread_table(), _table(WorkerConfig)]
     for name, settings in _sections(WorkerConfig, ()):
         parts += [f"### `{name}`\n", _summary(settings), _table(settings)]
+    parts += ["## Keys of other frameworks\n", FOREIGN_NOTE + _foreign_keys()]
     return "\n".join(parts)
 
 
@@ -95,18 +94,18 @@ def _losses() -> str:
 
 
 def _sections(root: type[Settings], prefix: tuple[str, ...]) -> list[tuple[str, type[Settings]]]:
-    found = []
+    sections = []
     for name, field in ordered_fields(root).items():
         named = named_settings(field)
         if named is not None:
-            found.append((".".join((*prefix, name, ANY_NAME)), named))
+            sections.append((".".join((*prefix, name, ANY_NAME)), named))
         below = nested_settings(field)
         if below is None:
             continue
-        found.append((".".join((*prefix, name)), below))
+        sections.append((".".join((*prefix, name)), below))
         if below is not WorkerConfig:
-            found += _sections(below, (*prefix, name))
-    return found
+            sections += _sections(below, (*prefix, name))
+    return sections
 
 
 def _summary(settings: type[Settings]) -> str:
@@ -129,24 +128,37 @@ def _unread_table() -> str:
 
 
 def _table(settings: type[Settings]) -> str:
-    """The keys that are read, and those without effect in a table of their own."""
+    """The keys of a section, then the names that they can have as values."""
     fields = ordered_fields(settings)
-    read = {name: field for name, field in fields.items() if isinstance(use_of(field), Honoured)}
-    idle = {name: field for name, field in fields.items() if name not in read}
-    blocks = [_rows("key", "what it does", read), *_registered(read), _rows("without effect here", "why", idle)]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    lines = ["| key | value | default | what it does |", "|---|---|---|---|"]
+    for name, field in fields.items():
+        help = (field.description or "").replace("|", "\\|")
+        lines.append(f"| `{name}` | {_values(field)} | {_default(field)} | {help} |")
+    return "\n\n".join(["\n".join(lines), *_registered(fields)]) + "\n"
 
 
-def _rows(key: str, effect: str, fields: dict[str, FieldInfo]) -> str:
-    lines = [f"| {key} | value | default | {effect} |", "|---|---|---|---|"]
-    lines += [
-        f"| `{name}` | {_values(field)} | {_default(field)} | {_effect(field)} |" for name, field in fields.items()
+def _foreign_keys() -> str:
+    """One row per foreign key, by the section of the schema that would hold it."""
+    keys = [*schema_keys(), *schema_keys(WorkerConfig, ("actor_train",))]  # a role's section over others of its class
+    paths: dict[type[Settings], KeyPath] = {JobKeys: ()}
+    paths |= {key.section: key.path for key in keys if key.section is not None}
+    lines = [
+        f"| {heading_of(paths[section])} | `{key.name}` | {FRAMEWORK_OF[section]} | {_verdict(key)} |"
+        for section, foreign in FOREIGN_KEYS.items()
+        for key in foreign.values()
     ]
-    return "\n".join(lines) if fields else ""
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(key: ForeignKey) -> str:
+    if key.verdict is Verdict.NO_EFFECT:
+        return f"*No effect*: {key.reason}."
+    allowed = " or ".join(f"`{_plain(value)}`" for value in key.allowed)
+    return f"*Refused*{f' unless {allowed}' if allowed else ''}: {key.reason}."
 
 
 def _registered(fields: dict[str, FieldInfo]) -> list[str]:
-    """What may be named in those of `fields` that name something registered."""
+    """Tables of the registered names that values of `fields` can have."""
     blocks = []
     for name, field in fields.items():
         names = registered_name(field)
@@ -156,24 +168,13 @@ def _registered(fields: dict[str, FieldInfo]) -> list[str]:
     return blocks
 
 
-def _effect(field: FieldInfo) -> str:
-    use = use_of(field)
-    text = (field.description or "").replace("|", "\\|")
-    if isinstance(use, Noticed):
-        return f"{text} *No effect*: {use.notice}."
-    if isinstance(use, Refused):
-        allowed = " or ".join(f"`{_plain(value)}`" for value in use.allowed)
-        return f"{text} *Refused* unless {allowed}: {use.reason}."
-    return text
-
-
 def _values(field: FieldInfo) -> str:
-    words = "a name, below" if registered_name(field) is not None else _annotation(field.annotation)
+    values = "a name, below" if registered_name(field) is not None else _annotation(field.annotation)
     bounds = {Gt: "above {}", Ge: "at least {}", Lt: "below {}", Le: "at most {}"}
     for limit in field.metadata:
         if type(limit) in bounds:
-            words += ", " + bounds[type(limit)].format(getattr(limit, type(limit).__name__.lower()))
-    return words
+            values += ", " + bounds[type(limit)].format(getattr(limit, type(limit).__name__.lower()))
+    return values
 
 
 def _annotation(annotation: Any) -> str:

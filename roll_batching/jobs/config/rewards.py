@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.registry import Entry, Registry
-from roll_batching.settings.fields import Settings, honoured
+from roll_batching.settings.fields import Settings, setting
 from roll_batching.settings.registered import RegisteredName
 
 REWARDS: Registry[Entry] = Registry(
@@ -46,11 +46,11 @@ _SHARES_SUM_TO = 1e-3
 class RewardConfig(Settings):
     """`rewards.NAME`: the reward of one domain of prompts."""
 
-    reward_function: Annotated[str, RegisteredName(REWARDS)] = honoured(
+    reward_function: Annotated[str, RegisteredName(REWARDS)] = setting(
         help="The function that scores the responses to the domain's prompts."
     )
-    reward_args: dict[str, Any] = honoured(default_factory=dict, help="Its keyword arguments.")
-    tag_included: list[str] | None = honoured(
+    reward_args: dict[str, Any] = setting(default_factory=dict, help="Its keyword arguments.")
+    tag_included: list[str] | None = setting(
         None,
         help="Tags of the domain's prompts (actor_train.data_args.tag names their key; a prompt whose key `domain` "
         "names one of `rewards` belongs there, whatever its tag). Default: whatever no other domain names.",
@@ -60,30 +60,30 @@ class RewardConfig(Settings):
 class RewardKeys(Settings):
     """The keys of rewards."""
 
-    reward_function: Annotated[str | None, RegisteredName(REWARDS)] = honoured(
+    reward_function: Annotated[str | None, RegisteredName(REWARDS)] = setting(
         None,
         help="The function that scores responses; your own takes a roll_batching.jobs.rewards.Completion. It, or "
         "`rewards`, is needed when max_steps > 0.",
     )
-    reward_args: dict[str, Any] = honoured(default_factory=dict, help="Keyword arguments for the reward function.")
-    rewards: dict[str, RewardConfig] = honoured(
+    reward_args: dict[str, Any] = setting(default_factory=dict, help="Keyword arguments for the reward function.")
+    rewards: dict[str, RewardConfig] = setting(
         default_factory=dict,
         help="In place of reward_function: rewards of several domains, by name; each is a metric, `reward/NAME`.",
     )
-    reward_workers: int = honoured(
+    reward_workers: int = setting(
         1, help="Processes per reward function and data-parallel rank, which score side by side.", ge=1
     )
-    reward_timeout: float = honoured(
+    reward_timeout: float = setting(
         300.0,
         help="Seconds that one call of a reward function may take, and the import of its module (60 at least).",
         gt=0,
     )
-    reward_memory: int | None = honoured(
+    reward_memory: int | None = setting(
         None,
         help="MiB that one call may take beyond what its process has once the function is imported. Default: no limit.",
         ge=1,
     )
-    reward_failure: Literal["error", "zero", "drop"] = honoured(
+    reward_failure: Literal["error", "zero", "drop"] = setting(
         "error",
         help="A response whose reward raises, takes too long, ends its process or is no number: the job ends with an "
         "error that names it (error); its reward is 0 (zero); or it is left out of training, and its group's "

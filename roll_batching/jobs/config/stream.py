@@ -4,48 +4,47 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from roll_batching.settings.fields import Settings, honoured, noticed, refused
+from roll_batching.settings.fields import Settings, setting
 
 
 class TrainPolicy(Settings):
     """`train.train_policy`: how a stream of samples is batched."""
 
-    type: str = refused("sft", help="cosmos-rl's kind of training.", reason="RL is batched as actor_train says")
-    enable_dp_load_balancing: bool = honoured(
+    enable_dp_load_balancing: bool = setting(
         False,
         help="task: sft or dpo: each data-parallel rank forms micro-batches from a pool of its own samples, by "
         "lengths, up to a token cap. These keys then say how training is batched, and not actor_train's.",
     )
-    load_balanced_pool_size: int = honoured(32, help="Samples (dpo: pairs) that each rank chooses from.", ge=1)
-    load_balanced_max_tokens_for_batch: int = honoured(
+    load_balanced_pool_size: int = setting(32, help="Samples (dpo: pairs) that each rank chooses from.", ge=1)
+    load_balanced_max_tokens_for_batch: int = setting(
         32768, help="Most tokens of a micro-batch, a hard cap: rows x longest, or packed the sum.", ge=1
     )
-    load_balanced_batching_strategy: Literal["prefer_closest", "prefer_first"] = honoured(
+    load_balanced_batching_strategy: Literal["prefer_closest", "prefer_first"] = setting(
         "prefer_closest",
         help="Which sample joins, of those that make the rectangle grow least: the one nearest in length "
         "(prefer_closest), or the oldest.",
     )
-    load_balanced_batches_per_optimizer_step: int = honoured(
+    load_balanced_batches_per_optimizer_step: int = setting(
         1, help="Micro-batches of an optimizer step that each rank forms.", ge=1
     )
-    load_balanced_accumulate_steps: int | None = honoured(
+    load_balanced_accumulate_steps: int | None = setting(
         None, help="Another name for load_balanced_batches_per_optimizer_step.", ge=1
     )
-    load_balanced_across_ranks: bool = honoured(
+    load_balanced_across_ranks: bool = setting(
         False,
         help="What the ranks draw for a step is planned over all of them (by actor_train's algorithm), in "
         "place of what each formed: equal cost on all ranks.",
     )
-    dataloader_seed: int = honoured(0, help="Seed of the order of the data.", ge=0)
-    dataloader_num_workers: int = honoured(
+    dataloader_seed: int = setting(0, help="Seed of the order of the data.", ge=0)
+    dataloader_num_workers: int = setting(
         0, help="Processes per rank that tokenise ahead. The stream does not depend on it.", ge=0
     )
-    infinite_loop: bool = honoured(
+    infinite_loop: bool = setting(
         True,
         help="Begin the next epoch when the data ends. false: the job ends with the data, if it comes to that; ranks "
         "that have no more compute fillers until all have ended.",
     )
-    repartition: bool = honoured(
+    repartition: bool = setting(
         False,
         help="On resuming with another number of data-parallel ranks: deal what was not read yet to those that there "
         "are. false: that is an error.",
@@ -55,16 +54,13 @@ class TrainPolicy(Settings):
 class TrainSection(Settings):
     """`train`: the length of such a run, and its form."""
 
-    max_num_steps: int | None = honoured(
+    max_num_steps: int | None = setting(
         None, help="Optimizer steps. Required with train_policy.enable_dp_load_balancing.", ge=1
     )
-    sequence_packing: bool = honoured(
+    sequence_packing: bool = setting(
         False, help="Pack samples end to end, in place of rectangles. Needs train_policy.enable_dp_load_balancing."
     )
-    epoch: int | None = noticed(
-        None, help="Passes over the data.", notice="the job's length is max_num_steps; epochs only order the data"
-    )
-    train_policy: TrainPolicy = honoured(default_factory=TrainPolicy, help="How the stream is batched.")
+    train_policy: TrainPolicy = setting(default_factory=TrainPolicy, help="How the stream is batched.")
 
     @property
     def batches_per_step(self) -> int:

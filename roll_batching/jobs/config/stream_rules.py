@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.diagnostics import Notice, Problem, no_effect
 from roll_batching.jobs.config.job_keys import JobKeys
+from roll_batching.jobs.config.stream import TrainPolicy
 from roll_batching.jobs.config.supervised import supervised
 
 _POLICY = ("train", "train_policy")
@@ -46,30 +47,30 @@ def stream_problems(job: JobKeys) -> Iterator[Problem]:
         yield Problem((*_POLICY, "load_balanced_accumulate_steps"), text)
 
 
-def idle_stream_keys(job: JobKeys, given: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+def stream_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
     """Paths of the `given` keys that such a job does not read."""
     train, section = job.train, given.get("train") or {}
     if train is None:
         return
     policy = section.get("train_policy") or {}
     if not train.train_policy.enable_dp_load_balancing:
-        off = "has no effect: train.train_policy.enable_dp_load_balancing is false"
+        off = "train.train_policy.enable_dp_load_balancing is false"
         if section.get("max_num_steps") is not None:
-            yield ("train", "max_num_steps"), off
+            yield no_effect(("train", "max_num_steps"), off)
         for key in policy:
-            if key not in ("enable_dp_load_balancing", "type"):
-                yield (*_POLICY, key), off
+            if key in TrainPolicy.model_fields and key != "enable_dp_load_balancing":
+                yield no_effect((*_POLICY, key), off)
         return
     if train.sequence_packing and "load_balanced_batching_strategy" in policy:
-        yield (*_POLICY, "load_balanced_batching_strategy"), "has no effect: sequence_packing takes whatever fits"
+        yield no_effect((*_POLICY, "load_balanced_batching_strategy"), "sequence_packing takes whatever fits")
     for key, instead in (("max_steps", "train.max_num_steps is"), ("num_train_epochs", "train.max_num_steps is")):
         if given.get(key) is not None and not (key == "max_steps" and job.max_steps == given[key]):
-            yield (key,), f"has no effect: {instead} the job's length"
+            yield no_effect((key,), f"{instead} the job's length")
     role = given.get("actor_train") or {}
     for key in _REPLACED:
         if role.get(key) is not None and getattr(job.actor_train, key) != role[key]:
-            yield ("actor_train", key), "has no effect: train.train_policy says how training is batched"
+            yield no_effect(("actor_train", key), "train.train_policy says how training is batched")
     for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if (role.get("training_args") or {}).get(key) is not None:
-            text = "has no effect: an optimizer step is load_balanced_batches_per_optimizer_step micro-batches per rank"
-            yield ("actor_train", "training_args", key), text
+            text = "an optimizer step is load_balanced_batches_per_optimizer_step micro-batches per rank"
+            yield no_effect(("actor_train", "training_args", key), text)

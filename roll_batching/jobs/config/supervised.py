@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from roll_batching.jobs.config.diagnostics import Problem
+from roll_batching.jobs.config.diagnostics import Notice, Problem, no_effect
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.losses import ROLLOUT_FIELDS
 from roll_batching.jobs.config.objective import ObjectiveKeys
@@ -78,29 +78,29 @@ def missing_for_supervised(job: JobKeys) -> Iterator[Problem]:
         yield Problem(("max_steps",), "is 0: nothing to do; give optimizer steps, or num_train_epochs in its place")
 
 
-def idle_supervised_keys(job: JobKeys, given: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+def supervised_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
     """Paths of the `given` keys that such a job does not read; of an RL job those that only such jobs read."""
     train = given.get("actor_train") or {}
     data = train.get("data_args") or {}
     if not supervised(job):
         for key in ("chosen", "rejected"):
             if key in data:
-                yield ("actor_train", "data_args", key), "has no effect: task is grpo"
+                yield no_effect(("actor_train", "data_args", key), "task is grpo")
         return
     for key in _OF_ROLLOUTS:
         if given.get(key) is None or (key in ("prompt_length", "response_length") and "sequence_length" not in given):
             continue  # their sum is the sequence_length where that is not given
-        yield (key,), f"has no effect: task is {job.task}, which makes no rollouts"
+        yield no_effect((key,), f"task is {job.task}, which makes no rollouts")
     for key in ("logprob_plan", "logprob_temperature"):
         if train.get(key) is not None:
-            yield ("actor_train", key), f"has no effect: task is {job.task}, which samples nothing"
+            yield no_effect(("actor_train", key), f"task is {job.task}, which samples nothing")
     for key in _OF_PROMPTS:
         if data.get(key) is not None:
-            yield ("actor_train", "data_args", key), f"has no effect: task is {job.task}, which has no prompts"
+            yield no_effect(("actor_train", "data_args", key), f"task is {job.task}, which has no prompts")
     for key in ("prompt", "response", "messages", "chosen", "rejected"):
         if data.get(key) is not None and (key not in _DATA_KEYS[job.task] or (key != "messages" and _chat(job, key))):
             other = "messages is given" if key in _DATA_KEYS[job.task] else f"task is {job.task}"
-            yield ("actor_train", "data_args", key), f"has no effect: {other}"
+            yield no_effect(("actor_train", "data_args", key), other)
 
 
 def _chat(job: JobKeys, key: str) -> bool:

@@ -1,61 +1,65 @@
-"""From plain data to a checked `JobConfig`, or to one error that names all problems."""
+"""Plain data to a checked `JobConfig`, or to one error with all problems."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from roll_batching.jobs.config.advantages import REFUSED_ESTIMATORS
-from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Problem, dotted, nearest, shortened
+from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Problem, dotted, nearest
+from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, foreign_paths, given_foreign_keys, shown
 from roll_batching.jobs.config.job import JobConfig
-from roll_batching.jobs.config.key_paths import SchemaKey, all_keys, field_at, given_keys, heading_of, settings_at
+from roll_batching.jobs.config.key_paths import all_keys, field_at, given_keys, heading_of, settings_at
 from roll_batching.jobs.config.notices import collect_notices
 from roll_batching.jobs.config.rules import broken_rules
 from roll_batching.jobs.config.yaml_source import Source
 from roll_batching.secret_names import is_secret, withhold
-from roll_batching.settings.fields import Refused, use_of
 from roll_batching.settings.registered import registered_name
 from roll_batching.settings.strategy import FSDP_STRATEGIES
 
 MOST_EXPLAINED = 50
-"""Faulty keys that are looked at closely (the nearest valid names); the rest are counted."""
+"""Faulty keys that get an explanation, which searches for similar names; further ones are only counted."""
 
-_ALIKE = 0.75
-"""How alike an unknown key and a known one must be to be taken for a slip of the pen (`custom_envs` is no
-`system_envs`, whose ratio is 0.73)."""
+_SIMILAR = 0.75
+"""Least similarity (difflib's ratio) of an unknown key and a suggestion: `custom_envs`, system_envs have 0.73."""
+_ROUNDS = 8
+"""Validations of the rest after faulty keys are taken out, so that one run reports all problems."""
 
 
 def check_source(source: Source) -> JobConfig:
-    """Validates `source`. Raises ConfigFileError."""
+    """Validates `source`. Raises ConfigFileError with all problems."""
     data = _without(source.data, [problem.path for problem in source.faults])
-    problems = [*source.faults, *_plain_faults(data)]
+    foreign = list(given_foreign_keys(data))
+    problems = [
+        *source.faults,
+        *(Problem(path, key.refusal(value)) for path, value, key in foreign if key.refuses(value)),
+    ]
+    data = _without(data, [given.path for given in foreign])
+    problems += _booleans_for_numbers(data)
     data = _without(data, [problem.path for problem in problems])
     job: JobConfig | None = None
-    # A faulty key is set aside and the rest is read again, so that one run reports all problems.
-    for _ in range(8):
+    for _ in range(_ROUNDS):
         try:
             job = JobConfig.model_validate(data)
             break
         except ValidationError as error:
             errors = error.errors()
-            found = [(_translate(item, data), item["type"] == "missing") for item in errors[:MOST_EXPLAINED]]
-            known = {problem.path for problem in problems}
-            # What is missing because it was set aside has been reported; its section goes with it.
-            problems += [problem for problem, missing in found if not (missing and problem.path in known)]
+            translated = [(_translate(item, data), item["type"] == "missing") for item in errors[:MOST_EXPLAINED]]
+            reported = {problem.path for problem in problems}
+            # A key that is missing because it was taken out has been reported. Its section is taken out, too.
+            problems += [problem for problem, missing in translated if not (missing and problem.path in reported)]
             if len(errors) > MOST_EXPLAINED:
                 raise ConfigFileError(_placed(problems, source), more=len(errors) - MOST_EXPLAINED) from None
-            data = _without(data, [problem.path[:-1] if missing else problem.path for problem, missing in found])
-    faulty = {problem.path for problem in problems}
+            data = _without(data, [problem.path[:-1] if missing else problem.path for problem, missing in translated])
     if job is not None:
-        for problem in broken_rules(job):
-            if not any(
-                path[: len(problem.path)] == problem.path or problem.path[: len(path)] == path for path in faulty
-            ):
-                problems.append(problem)
+        faulty = [problem.path for problem in problems]
+        problems += [
+            problem for problem in broken_rules(job) if not any(_nested(problem.path, path) for path in faulty)
+        ]
     if problems or job is None:
         unique = {problem.path + (problem.message,): problem for problem in problems}
         raise ConfigFileError(_placed(unique.values(), source))
@@ -64,38 +68,22 @@ def check_source(source: Source) -> JobConfig:
     return job
 
 
+def _nested(one: KeyPath, other: KeyPath) -> bool:
+    """Whether one path is the other or lies below it."""
+    shorter = min(len(one), len(other))
+    return one[:shorter] == other[:shorter]
+
+
 def _placed(problems: Iterable[Problem], source: Source) -> list[Problem]:
     return [problem.placed(source.place) if source.places else problem for problem in problems]
 
 
-def _plain_faults(data: Any) -> list[Problem]:
-    """Values refused by name, and true or false where a number belongs."""
-    problems = []
-    for path, value in _given_at_any_depth(data):
-        field = field_at(path)
-        if field is None:
-            continue
-        use = use_of(field)
-        if isinstance(use, Refused) and not any(
-            value == choice and _same_kind(value, choice) for choice in use.allowed
-        ):
-            problems.append(Problem(path, f"{_show(value)} is refused: {use.reason}"))
-        elif isinstance(value, bool) and not _takes(field.annotation, bool):
-            problems.append(Problem(path, f"expected {_kind(field.annotation)}, got {str(value).lower()}"))
-    return problems
-
-
-def _given_at_any_depth(data: Any) -> list[tuple[KeyPath, Any]]:
-    found: dict[KeyPath, Any] = {}
+def _booleans_for_numbers(data: Any) -> Iterator[Problem]:
+    """True and false where a number belongs, which pydantic takes for 1 and 0."""
     for path, value in given_keys(data):
-        for end in range(1, len(path)):
-            found.setdefault(path[:end], _at(data, path[:end]))
-        found[path] = value
-    return list(found.items())
-
-
-def _same_kind(value: Any, choice: Any) -> bool:
-    return isinstance(value, bool) == isinstance(choice, bool)
+        field = field_at(path)
+        if field is not None and isinstance(value, bool) and not _takes(field.annotation, bool):
+            yield Problem(path, f"expected {_kind(field.annotation)}, got {str(value).lower()}")
 
 
 def _takes(annotation: Any, kind: type) -> bool:
@@ -108,41 +96,30 @@ def _kind(annotation: Any) -> str:
     return "a number" if _takes(annotation, float) else "another kind of value"
 
 
-def _show(value: Any) -> str:
-    if isinstance(value, dict):
-        return "this section"
-    return str(value).lower() if isinstance(value, bool) else shortened(repr(value))
-
-
-def _at(data: Any, path: KeyPath) -> Any:
-    for part in path:
-        data = data[part]
-    return data
-
-
 def _without(data: Any, paths: Sequence[KeyPath]) -> Any:
-    """`data` less the keys at `paths` (a list item is left out with its whole list)."""
+    """A copy of `data` without the keys at `paths`. The path of a list item takes out the whole list."""
     data = copy.deepcopy(data)
     for path in paths:
-        here = data
+        section = data
         for number, part in enumerate(path):
-            if not isinstance(here, dict) or part not in here:
+            if not isinstance(section, dict) or part not in section:
                 break
             last = number == len(path) - 1
-            if last or not isinstance(here[part], dict):
-                del here[part]
+            if last or not isinstance(section[part], dict):
+                del section[part]
                 break
-            here = here[part]
+            section = section[part]
     return data
 
 
 def _translate(error: ErrorDetails, data: Any) -> Problem:
+    """Pydantic's error as a problem: value, key, and the valid values."""
     path = _path_in(error["loc"], data, missing=error["type"] == "missing")
     kind = error["type"]
     given = withhold(error["input"], secret=any(map(is_secret, path)) and field_at(path) is None)
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
-        return Problem(path, _unknown_key(path))
+        return Problem(path, _unknown_key(path), unknown_key=True)
     if kind == "missing":
         return Problem(path, "is missing")
     field = field_at(path)
@@ -161,8 +138,8 @@ def _translate(error: ErrorDetails, data: Any) -> Problem:
         limit = {name: f"{value:.12g}" for name, value in context.items() if isinstance(value, int | float)}
         return Problem(path, f"is {given}; it must be {bounds[kind].format(**limit)}")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return Problem(path, f"expected keys and values, got {_show(given)}")
-    words = {
+        return Problem(path, f"expected keys and values, got {shown(given)}")
+    kinds = {
         "int": "a whole number",
         "float": "a number",
         "bool": "true or false",
@@ -171,14 +148,14 @@ def _translate(error: ErrorDetails, data: Any) -> Problem:
         "tuple": "a list",
         "list": "a list",
     }
-    expected = words.get(kind.split("_")[0])
+    expected = kinds.get(kind.split("_")[0])
     if expected:
-        return Problem(path, f"expected {expected}, got {_show(given)}")
-    return Problem(path, f"{error['msg'][0].lower()}{error['msg'][1:]}, got {_show(given)}")
+        return Problem(path, f"expected {expected}, got {shown(given)}")
+    return Problem(path, f"{error['msg'][0].lower()}{error['msg'][1:]}, got {shown(given)}")
 
 
 def _path_in(location: Sequence[str | int], data: Any, *, missing: bool) -> KeyPath:
-    """The part of pydantic's location that is a path of keys; union branches add words of their own."""
+    """The keys of a pydantic location, which also names the branches of unions."""
     path: KeyPath = ()
     for part in location:
         if isinstance(data, dict) and part in data:
@@ -192,28 +169,31 @@ def _path_in(location: Sequence[str | int], data: Any, *, missing: bool) -> KeyP
 
 
 def _unknown_key(path: KeyPath) -> str:
+    """The error for an unknown key: the section it belongs to, a similar name, or the list of keys."""
     name, settings = str(path[-1]), settings_at(path[:-1])
-    known = list(settings.model_fields) if settings is not None else []
-    elsewhere = [dotted(key.path) for key in _keys_for(path) if key.path[-1] == name]
-    guess = nearest(name, known, _ALIKE)
-    if guess and not elsewhere:
+    siblings = [*settings.model_fields, *FOREIGN_KEYS.get(settings, ())] if settings is not None else []
+    candidates = _candidates(path)
+    sections = [dotted(key) for key in candidates if key[-1] == name]
+    guess = nearest(name, siblings, _SIMILAR)
+    if guess and not sections:
         return f"unknown key; did you mean {guess!r}?"
-    if elsewhere:
-        same_role = [key for key in elsewhere if key.split(".")[0] == path[0]]
-        return f"unknown key here; it belongs at {(same_role or elsewhere)[0]}"
-    anywhere = nearest(name, {key.path[-1] for key in _keys_for(path)}, _ALIKE)
-    if anywhere:
-        places = [dotted(key.path) for key in _keys_for(path) if key.path[-1] == anywhere]
-        same_role = [key for key in places if key.split(".")[0] == path[0]]
-        return f"unknown key; did you mean {(same_role or places)[0]!r}?"
-    return f"unknown key; the keys that there are: docs/configuration.md, {heading_of(path[:-1])!r}"
+    if sections:
+        return f"unknown key here; it belongs at {_in_role(sections, path)}"
+    guess = nearest(name, {str(key[-1]) for key in candidates}, _SIMILAR)
+    if guess:
+        return f"unknown key; did you mean {_in_role([dotted(key) for key in candidates if key[-1] == guess], path)!r}?"
+    return f"unknown key; all keys of this section: docs/configuration.md, {heading_of(path[:-1])!r}"
 
 
-def _keys_for(path: KeyPath) -> list[SchemaKey]:
-    """The keys that an unknown key at `path` may be meant for: inside a section, that section's and the job's own."""
-    if len(path) == 1:
-        return list(all_keys())
-    return [key for key in all_keys() if key.path[0] == path[0] or len(key.path) == 1]
+def _in_role(keys: list[str], path: KeyPath) -> str:
+    """The first of `keys` in the role or section of `path`, else the first."""
+    return next((key for key in keys if key.split(".")[0] == path[0]), keys[0])
+
+
+def _candidates(path: KeyPath) -> list[KeyPath]:
+    """Keys that an unknown key at `path` may stand for: within a section, those of the section and of the job."""
+    keys = [*(key.path for key in all_keys()), *foreign_paths()]
+    return keys if len(path) == 1 else [key for key in keys if key[0] == path[0] or len(key) == 1]
 
 
 def _literals(annotation: Any) -> list[str]:
@@ -223,7 +203,7 @@ def _literals(annotation: Any) -> list[str]:
 
 
 def _bad_choice(given: Any, choices: Sequence[str], other: str | None = None) -> str:
-    """`choices` are the values that may be written, `other` says in words what else may be."""
+    """The error for a value that is none of `choices`; `other` describes further valid values."""
     if given in FSDP_STRATEGIES:
         return f"{given!r} does not exist here: training runs on Megatron-Core; use megatron_train or megatron_infer"
     if given == "yarn":
@@ -232,7 +212,7 @@ def _bad_choice(given: Any, choices: Sequence[str], other: str | None = None) ->
         return f"{given!r} is refused: {REFUSED_ESTIMATORS[given]}"
     guess = nearest(str(given), choices)
     hint = f"did you mean {guess!r}? " if guess else ""
-    return f"{_show(given)} is not possible; {hint}choose {_one_of([*choices, other] if other else choices)}"
+    return f"{shown(given)} is not possible; {hint}choose {_one_of([*choices, other] if other else choices)}"
 
 
 def _one_of(choices: Sequence[str]) -> str:

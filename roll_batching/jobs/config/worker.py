@@ -8,8 +8,7 @@ from pydantic import BeforeValidator, field_validator
 
 from roll_batching.jobs.config.devices import parse_devices
 from roll_batching.jobs.config.engines import EngineArgs
-from roll_batching.jobs.config.roll_keys import RollDataArgs, RollGeneratingArgs, RollWorkerKeys
-from roll_batching.settings.fields import MOST_TOKENS, Roles, Settings, honoured
+from roll_batching.settings.fields import MOST_TOKENS, Roles, Settings, setting
 from roll_batching.settings.role import TRAINED, RoleSettings
 
 
@@ -26,68 +25,68 @@ PROMPTED = Roles(names=("actor_train",), otherwise="prompts are described by act
 SAMPLED = Roles(names=("actor_infer",), otherwise="rollouts are sampled as actor_infer.generating_args says")
 
 
-class DataArgs(RollDataArgs):
+class DataArgs(Settings):
     """`data_args`: where prompts come from. Read from actor_train."""
 
-    file_name: str | list[str] | None = honoured(
+    file_name: str | list[str] | None = setting(
         None,
         help="File or files of prompts (sft: of texts, dpo: of pairs), relative to the working directory: JSONL, one "
         "object per line; Parquet; or a folder that `datasets` saved.",
     )
-    eval_file_name: str | list[str] | None = honoured(None, help="Files of the held-out ones, of the same kinds.")
-    prompt: str = honoured("prompt", help="Key of the prompt's text in a line.")
-    messages: str | None = honoured(
+    eval_file_name: str | list[str] | None = setting(None, help="Files of the held-out ones, of the same kinds.")
+    prompt: str = setting("prompt", help="Key of the prompt's text in a line.")
+    messages: str | None = setting(
         None,
         help="Key of a chat's messages, which become the prompt through the tokenizer's chat template. `prompt` is "
         "then not read.",
     )
-    chat: bool = honoured(
+    chat: bool = setting(
         False,
         help="The prompt is what a user says, and `response` (task: sft), `chosen` and `rejected` (task: dpo) what the "
         "assistant says: they go through the tokenizer's chat template. false: texts are used as they are.",
     )
-    query: str | None = honoured(
+    query: str | None = setting(
         None, help="chat: key of what the user says after the prompt, on a line of its own; it may be empty."
     )
-    system: str | None = honoured(
+    system: str | None = setting(
         None, help="chat: key of what the system says first; empty, and by default, whatever the template says itself."
     )
-    tag: str = honoured("tag", help="Key of a prompt's tag, by which `rewards` divide the prompts.")
-    domain_interleave_probs: dict[str, float] | None = honoured(
+    tag: str = setting("tag", help="Key of a prompt's tag, by which `rewards` divide the prompts.")
+    domain_interleave_probs: dict[str, float] | None = setting(
         None,
         help="The part of every step's prompts that each domain of `rewards` has, by name: rounded down to whole "
         "prompts, the last named has the rest. Default: prompts are drawn regardless of their domain.",
     )
-    long_prompts: Literal["error", "drop"] = honoured(
+    long_prompts: Literal["error", "drop"] = setting(
         "error",
         help="A prompt with more than prompt_length tokens: an error that names its line, or left out, with a notice "
         "that counts them.",
     )
-    response: str = honoured(
+    response: str = setting(
         "answer", help="Key of what the reward function compares with; under task: sft of the text that is learnt."
     )
-    chosen: str = honoured("chosen", help="task: dpo: key of the better answer.")
-    rejected: str = honoured("rejected", help="task: dpo: key of the worse answer.")
+    chosen: str = setting("chosen", help="task: dpo: key of the better answer.")
+    rejected: str = setting("rejected", help="task: dpo: key of the worse answer.")
 
 
-class GeneratingArgs(RollGeneratingArgs):
+class GeneratingArgs(Settings):
     """`generating_args`: how rollouts are sampled. Read from actor_infer."""
 
-    max_new_tokens: int | None = honoured(
+    max_new_tokens: int | None = setting(
         None, help="Longest response. Default: the job's response_length.", gt=0, le=MOST_TOKENS
     )
-    temperature: float = honoured(1.0, help="Sampling temperature.", gt=0)
-    top_p: float = honoured(
+    temperature: float = setting(1.0, help="Sampling temperature.", gt=0)
+    top_p: float = setting(
         1.0, help="Sample among the likeliest tokens that together reach this probability.", gt=0, le=1
     )
-    top_k: Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)] = honoured(
+    top_k: Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)] = setting(
         0, help="Sample among this many likeliest tokens; 0, or -1 as engines write it: all.", ge=0
     )
-    do_sample: bool = honoured(True, help="false: greedy decoding.")
-    num_return_sequences: int | None = honoured(
+    do_sample: bool = setting(True, help="false: greedy decoding.")
+    num_return_sequences: int | None = setting(
         None, help="Responses per prompt when num_return_sequences_in_group is not given.", ge=1
     )
-    max_tokens_in_cache: int | None = honoured(
+    max_tokens_in_cache: int | None = setting(
         None,
         help="Positions that a rank's cache of keys and values may hold: rows sampled together times their longest "
         "prompt + max_new_tokens. More rows wait for their turn, and sample the same. A position takes 2 x layers x "
@@ -100,30 +99,30 @@ class GeneratingArgs(RollGeneratingArgs):
 class ValidationConfig(Settings):
     """`validation`: how held-out prompts are answered. Their file is actor_train.data_args.eval_file_name."""
 
-    generating_args: GeneratingArgs = honoured(
+    generating_args: GeneratingArgs = setting(
         default_factory=GeneratingArgs,
         help="As actor_infer's, which hold where a key is not given; num_return_sequences: 1 where it is not.",
     )
 
 
-class WorkerConfig(RoleSettings, RollWorkerKeys):
+class WorkerConfig(RoleSettings):
     """One role of the job."""
 
-    data_args: DataArgs = honoured(default_factory=DataArgs, help="The data.", roles=PROMPTED)
-    generating_args: GeneratingArgs = honoured(default_factory=GeneratingArgs, help="Sampling.", roles=SAMPLED)
-    engine_args: EngineArgs = honoured(default_factory=EngineArgs, help="Engine of the rollouts.", roles=SAMPLED)
-    device_mapping: tuple[int, ...] | None = honoured(
+    data_args: DataArgs = setting(default_factory=DataArgs, help="The data.", roles=PROMPTED)
+    generating_args: GeneratingArgs = setting(default_factory=GeneratingArgs, help="Sampling.", roles=SAMPLED)
+    engine_args: EngineArgs = setting(default_factory=EngineArgs, help="Engine of the rollouts.", roles=SAMPLED)
+    device_mapping: tuple[int, ...] | None = setting(
         None,
         help="Devices of the role: as many processes start as it names. A list, `list(range(0,8))` or `0-7`. On a "
         "machine without GPUs it only counts processes. actor_infer and reference share all devices of actor_train "
         "(the default), or have others, and then processes and a layout of their own; under async_generation_ratio "
         "the sampler is one process on the device of rank 0 unless actor_infer has devices of its own.",
     )
-    system_envs: Environment = honoured(
+    system_envs: Environment = setting(
         default_factory=dict, help="Environment variables, set before the workers import anything."
     )
 
-    logprob_temperature: float | None = honoured(
+    logprob_temperature: float | None = setting(
         None,
         roles=TRAINED,
         help="RL: logits are divided by it where the loss reads log-probs: the policy's, old ones and the reference's. "

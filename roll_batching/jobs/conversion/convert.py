@@ -9,13 +9,13 @@ from typing import Any
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.diagnostics import dotted
-from roll_batching.jobs.config.foreign import NAMES, framework_of
+from roll_batching.jobs.config.frameworks import NAMES, framework_of
 from roll_batching.jobs.config.yaml_source import read_yaml
 from roll_batching.jobs.conversion.composing import Composed, compose_hydra, compose_inheriting
+from roll_batching.jobs.conversion.draft import Draft, check_draft
 from roll_batching.jobs.conversion.nemo_rl import draft_of_nemo_rl
 from roll_batching.jobs.conversion.report import Conversion
 from roll_batching.jobs.conversion.roll import draft_of_roll
-from roll_batching.jobs.conversion.settle import Draft, settled
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def convert_file(path: Path, origin: Origin) -> Conversion:
         raise ConfigError(f"{path} is empty: there is nothing to convert")
     framework = framework_of(composed.data)
     if framework not in (None, origin.name):
-        raise ConfigError(f"{path} is a file of {NAMES[framework]}'s: convert it with --from {framework}")
+        raise ConfigError(f"{path} was written for {NAMES[framework]}: convert it with --from {framework}")
     draft = origin.translate(str(path), composed.data)
     for key, why in composed.failed.items():
         if not any(dotted(key[:end]) in draft.left_out for end in range(1, len(key))):
@@ -49,7 +49,7 @@ def convert_file(path: Path, origin: Origin) -> Conversion:
     for key, written in composed.outside.items():
         place = moved.get(dotted(key), key)
         draft.meanings.setdefault(place, f"{written} as it was when this was converted")
-    return settled(draft)
+    return check_draft(draft)
 
 
 def origin_of(path: Path) -> Origin:

@@ -6,41 +6,23 @@ What is read is taken out of the file's settings (`nemo_rl_given`); what remains
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
-from roll_batching.errors import ConfigError, PlanError
+from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.key_paths import field_at
+from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
+from roll_batching.jobs.conversion.nemo_rl_batching import batching
 from roll_batching.jobs.conversion.nemo_rl_data import data as texts
 from roll_batching.jobs.conversion.nemo_rl_defaults import defaults_of
 from roll_batching.jobs.conversion.nemo_rl_generation import devices, generation
 from roll_batching.jobs.conversion.nemo_rl_given import Given
 from roll_batching.jobs.conversion.nemo_rl_grpo import algorithm, check_forced_ratio, loss
 from roll_batching.jobs.conversion.nemo_rl_kinds import check_kinds
-from roll_batching.jobs.conversion.nemo_rl_names import convert_policy
 from roll_batching.jobs.conversion.nemo_rl_supervised import supervised, task_of
-from roll_batching.jobs.conversion.settle import Draft
 
 _TRAIN = ("actor_train", "training_args")
 _LAYOUT = ("actor_train", "strategy_args", "strategy_config")
-
-_PACKING, _DYNAMIC = "sequence_packing", "dynamic_batching"
-_BATCHING: Mapping[tuple[str, ...], str] = {
-    ("use_sequence_packing",): f"{_PACKING}.enabled",
-    ("sequence_packing_args", "algorithm"): f"{_PACKING}.algorithm",
-    ("sequence_packing_args", "max_packed_sequence_length_train"): f"{_PACKING}.train_mb_tokens",
-    ("sequence_packing_args", "max_packed_sequence_length_forward"): f"{_PACKING}.logprob_mb_tokens",
-    ("use_dynamic_batching_in_train",): f"{_DYNAMIC}.enabled",
-    ("use_dynamic_batching_in_infer",): f"{_DYNAMIC}.enabled",
-    ("max_tokens_per_microbatch_in_train",): f"{_DYNAMIC}.train_mb_tokens",
-    ("max_tokens_per_microbatch_in_infer",): f"{_DYNAMIC}.logprob_mb_tokens",
-    ("sequence_length_round_in_train",): f"{_DYNAMIC}.sequence_length_round",
-    ("sequence_length_round_in_infer",): f"{_DYNAMIC}.sequence_length_round",
-    ("planning_args", "dynamic_algorithm"): f"{_DYNAMIC}.enabled",
-    ("planning_args", "shared_shapes"): f"{_DYNAMIC}.enabled",
-}
-"""What `convert_policy` makes of the two sections: by key of the role, the key it comes from."""
 
 
 def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
@@ -55,7 +37,7 @@ def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     _model(given)
     _layout(given)
     devices(given, task)
-    _batching(given, source, task)
+    batching(given, source, task)
     _optimizer(given, task)
     _lengths(given, task)
     if task == "grpo":
@@ -117,57 +99,6 @@ def _layout(given: Given) -> None:
             strategy = given.draft.values.get("actor_train", {}).get("strategy_args", {}).get("strategy_config", {})
             if strategy.pop(name, None) is not None:
                 given.draft.leave_out(f"{section}.{name}", "idle", "activation_checkpointing is off")
-
-
-def _batching(given: Given, source: str, task: str) -> None:
-    policy = given.peek("policy")
-    try:
-        worker, notices = convert_policy({key: _whole(value) for key, value in policy.items()})
-    except PlanError as error:
-        raise ConfigError(f"{source}: policy.{error}") from None
-    layout = given.draft.values["actor_train"].get("strategy_args", {}).get("strategy_config", {})
-    for key, value in worker.items():
-        given.draft.put(("actor_train", key), value)
-    key = f"policy.{_PACKING}.microbatch_order"
-    if given.peek(key) == "largest_first" and layout.get("pipeline_model_parallel_size", 1) != 1:
-        text = "micro-batches of a pipeline run in the order of the smallest predicted step time"
-        given.draft.leave_out(key, "refused", text)
-    for ours, name in _BATCHING.items():
-        given.draft.origins[("actor_train", *ours)] = f"policy.{name}"
-    for notice in notices:
-        name, _, why = notice.partition(": ")
-        given.draft.leave_out(f"policy.{name}", "idle", why)
-    for name in ("sequence_packing", "dynamic_batching", "make_sequence_length_divisible_by"):
-        given.take(f"policy.{name}")
-    model = [layout.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context")]
-    devices = int(given.draft.values["actor_train"]["device_mapping"].rpartition(",")[2].rstrip(")"))
-    ranks = max(1, devices // (model[0] * model[1] * model[2]))
-    size, rows = given.take("policy.train_global_batch_size"), given.take("policy.train_micro_batch_size", 1)
-    text = ""
-    if task == "dpo" and isinstance(size, int) and isinstance(rows, int):
-        size, rows, text = 2 * size, 2 * rows, "counts sequences, two of each pair; there, it counts pairs"
-    given.draft.put((*_TRAIN, "per_device_train_batch_size"), rows, "policy.train_micro_batch_size", text)
-    if isinstance(size, int) and isinstance(rows, int):
-        steps, rest = divmod(size, rows * ranks)
-        text = f"{size} sequences per optimizer step are {rows} x this x {ranks} data-parallel ranks"
-        if rest or not steps:
-            text = (
-                f"{size} sequences per optimizer step do not divide by {rows} x {ranks} ranks: {max(1, steps)} is near"
-            )
-        key = "policy.train_global_batch_size"
-        given.draft.put((*_TRAIN, "gradient_accumulation_steps"), max(1, steps), key, text)
-    given.move("policy.logprob_batch_size", ("actor_train", "infer_batch_size"))
-    for name in ("generation_batch_size", "logprob_chunk_size", "offload_optimizer_for_logprob"):
-        value = given.take(f"policy.{name}")
-        if value is not None:
-            given.draft.leave_out(f"policy.{name}", "idle", "roles share one model, in passes of our own size")
-
-
-def _whole(value: Any) -> Any:
-    """Numbers that a division made, as what they are."""
-    if isinstance(value, dict):
-        return {key: _whole(below) for key, below in value.items()}
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _optimizer(given: Given, task: str) -> None:

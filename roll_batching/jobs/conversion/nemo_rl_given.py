@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll_batching.jobs.conversion.settle import Draft
+from roll_batching.jobs.conversion.draft import Draft
 
 REWARDS = "no such reward exists here: write a function, and name it in reward_function or rewards"
 ENGINE = "speaks to NeMo-RL's own workers; actor_infer says how engines are started and asked here"

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import dotted
+from roll_batching.jobs.config.foreign_keys import DISTILLATION, FOREIGN_KEYS, VLM
+from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.key_paths import field_at
-from roll_batching.jobs.config.roll_keys import DISTILLATION
+from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import section_at
 from roll_batching.jobs.conversion.roll_defaults import apply_defaults, pipeline_of
 from roll_batching.jobs.conversion.roll_rewards import REWARD_WORKERS, divide_prompts, translate_rewards
-from roll_batching.jobs.conversion.settle import Draft
-from roll_batching.settings.roll_keys import VLM
 
 AGENTIC = "agentic rollouts (environments, several turns) do not exist here"
 
@@ -65,8 +65,8 @@ def draft_of_roll(source: str, data: dict[str, Any]) -> Draft:
     pairs = {key: data.pop(key) for key in _OF_PAIRS if key in data}
     validation = data.pop("validation", None)
     translate_rewards(draft, data)
-    if pipeline == "agentic":  # whatever else there is speaks to them, under names that the environments choose
-        for key in [key for key in data if field_at((key,)) is None]:
+    if pipeline == "agentic":  # unknown keys are settings of environments, which choose their names
+        for key in [key for key in data if field_at((key,)) is None and key not in FOREIGN_KEYS[JobKeys]]:
             del data[key]
             draft.leave_out(key, "refused", AGENTIC)
     _images(draft, data)

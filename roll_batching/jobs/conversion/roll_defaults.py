@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from roll_batching.jobs.config.diagnostics import dotted
+from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults, section_at
-from roll_batching.jobs.conversion.settle import Draft
 
 Pipeline = Literal["rlvr", "agentic", "sft", "dpo", "distillation"]
 

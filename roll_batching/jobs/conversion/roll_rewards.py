@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import dotted
+from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import section_at
-from roll_batching.jobs.conversion.settle import Draft
 
 REWARD_WORKERS = "no such reward exists here: write a function, and name it in reward_function or rewards"
 _RUN = (

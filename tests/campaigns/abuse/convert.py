@@ -58,7 +58,7 @@ CONVERSIONS = [
     _refused("an empty file", "", "is empty: there is nothing to convert"),
     _refused("a binary file", BINARY, "is not UTF-8 text"),
     _refused("a list for a file", "- exp_name\n- seed\n", "must hold keys and values"),
-    _refused("a file of NeMo-RL's", OF_NEMO_RL, "is a file of NeMo-RL's", "--from nemo_rl"),
+    _refused("a file of NeMo-RL's", OF_NEMO_RL, "was written for NeMo-RL", "--from nemo_rl"),
     _converted("a device as data file", TWO_REWARDS + "actor_train: {data_args: {file_name: [/dev/zero]}}\n"),
     _converted("a variant that is a list", "actor_train: {pg_variant: [topr]}\n", "1 left out that matter"),
     _converted("no room for a response", "sequence_length: 8\nprompt_length: 32\nactor_train: {}\n"),
@@ -75,7 +75,7 @@ CONVERSIONS = [
     ),
     _refused("an empty file", "", "is empty: there is nothing to convert", framework="nemo_rl"),
     _refused("a binary file", BINARY, "is not UTF-8 text", framework="nemo_rl"),
-    _refused("a file of ROLL's", OF_ROLL, "is a file of ROLL's", "--from roll", framework="nemo_rl"),
+    _refused("a file of ROLL's", OF_ROLL, "was written for ROLL", "--from roll", framework="nemo_rl"),
     _refused("a list for the policy", "policy: [1, 2]\ngrpo: {}\n", "policy: is [1, 2]", framework="nemo_rl"),
     _refused(
         "NaN for a size",

@@ -218,7 +218,7 @@ def test_an_unknown_key_without_a_near_one_names_the_place_that_lists_them(tmp_p
     for part in reversed(path):
         settings = {part: settings}
     message = complaint(write(tmp_path / "job.yaml", yaml.safe_dump(settings)))
-    assert f"unknown key; the keys that there are: docs/configuration.md, {heading_of(path)!r}" in message
+    assert f"unknown key; all keys of this section: docs/configuration.md, {heading_of(path)!r}" in message
     assert message.count("docs/configuration.md") == 1 and len(message) < 500
 
 

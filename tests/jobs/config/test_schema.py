@@ -1,4 +1,4 @@
-"""The schema is true: every honoured key is read, the reference page is current, nothing needs torch."""
+"""The schema is true: every key is read, the reference page is current, nothing needs torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ import pytest
 
 import roll_batching
 from roll_batching.jobs.config import ConfigFileError, JobConfig, load_config
+from roll_batching.jobs.config.foreign_keys import (
+    FOREIGN_KEYS,
+    FRAMEWORK_OF,
+    Verdict,
+    foreign_paths,
+    given_foreign_keys,
+)
 from roll_batching.jobs.config.key_paths import schema_keys
 from roll_batching.jobs.config.reference import reference_page
-from roll_batching.settings.fields import Honoured, Noticed, Refused, Settings, honoured, use_of
+from roll_batching.settings.fields import Settings, scope_of, setting
 from tests.huggingface.published import PUBLISHED
 from tests.jobs.config.typed_reads import Package
 
@@ -60,14 +67,35 @@ def settings_keys():
     return {(key.owner, key.path[-1]): key for key in schema_keys()}.values()
 
 
-def test_every_key_declares_its_use():
+def test_every_key_has_a_help_text_and_a_scope():
     for key in settings_keys():
-        use = use_of(key.field)
-        assert key.field.description, key.path
-        if isinstance(use, Noticed):
-            assert len(use.notice) > 10, key.path
-        if isinstance(use, Refused):
-            assert len(use.reason) > 8 and key.field.default in use.allowed, key.path
+        assert key.field.description and scope_of(key.field), key.path
+
+
+FOREIGN = [(section, key) for section, keys in FOREIGN_KEYS.items() for key in keys.values()]
+
+
+@pytest.mark.parametrize(("section", "key"), FOREIGN, ids=lambda one: getattr(one, "name", None) or one.__name__)
+def test_a_foreign_key_has_a_reason_and_is_not_in_the_schema(section, key):
+    assert len(key.reason) > 8 and key.name not in section.model_fields
+    assert not key.allowed or key.verdict is Verdict.REFUSED
+    assert not key.refuses(None) and not any(map(key.refuses, key.allowed))
+    instead = tuple(key.instead.partition(":")[0].split(".")) if key.instead else ()
+    assert any(path.path[-len(instead) :] == instead for path in schema_keys()) or not instead, key.instead
+
+
+def test_foreign_keys_are_one_table_beside_the_schema(report):
+    assert len(FOREIGN) == sum(map(len, FOREIGN_KEYS.values())) and FOREIGN_KEYS.keys() == FRAMEWORK_OF.keys()
+    report(f"{len(list(schema_keys()))} paths in the schema, {len(foreign_paths())} of {len(FOREIGN)} foreign keys")
+
+
+def test_options_of_an_engine_are_not_foreign_keys():
+    """Their names are those of the engine's command line, whatever Megatron calls so."""
+    engine = {"strategy_args": {"strategy_name": "vllm", "strategy_config": {"moe_grouped_gemm": True, "fp8": "x"}}}
+    assert not list(given_foreign_keys({"actor_infer": engine}))
+    assert len(list(given_foreign_keys({"actor_train": engine["strategy_args"]}))) == 0
+    megatron = {"strategy_args": {"strategy_config": {"moe_grouped_gemm": True, "fp8": "x"}}}
+    assert [given.key.name for given in given_foreign_keys({"actor_train": megatron})] == ["moe_grouped_gemm", "fp8"]
 
 
 def declaring(settings, name):
@@ -76,26 +104,25 @@ def declaring(settings, name):
 
 
 def unread(keys, read):
-    honoured = [key for key in keys if isinstance(use_of(key.field), Honoured) and not only_refuses(key)]
-    return {(declaring(key.owner, key.path[-1]), key.path[-1]) for key in honoured} - read
+    return {(declaring(key.owner, key.path[-1]), key.path[-1]) for key in keys} - read
 
 
-def test_every_honoured_key_is_read(report):
+def test_every_key_is_read(report):
     keys = settings_keys()
     assert len({settings.__name__ for settings in {key.owner for key in keys}}) == len({key.owner for key in keys})
     assert unread(keys, reads_of(Package(PACKAGE)) | DECIDED_BY_RULES | SHORT_FORMS) == set(), (
         "nothing reads these; or what reads them does so through a variable of unclear type: annotate it"
     )
-    report(f"{len(keys)} keys: each that is honoured is read from its own section")
+    report(f"{len(keys)} keys: each is read from its own section")
 
 
 def test_an_attribute_of_the_same_name_elsewhere_does_not_read_a_key(tmp_path):
     """The pilot's speed, and a setting called speed that a property takes up and nobody asks for."""
 
     class Engine(Settings):
-        speed: int = honoured(1, help="Read by nobody.")
-        power: int = honoured(1, help="Read through a property.")
-        fuel: int = honoured(1, help="Read from a copy of the section, in a loop.")
+        speed: int = setting(1, help="Read by nobody.")
+        power: int = setting(1, help="Read through a property.")
+        fuel: int = setting(1, help="Read from a copy of the section, in a loop.")
 
     (tmp_path / "settings").mkdir()
     (tmp_path / "settings" / "engine.py").write_text(
@@ -113,13 +140,6 @@ def test_an_attribute_of_the_same_name_elsewhere_does_not_read_a_key(tmp_path):
     assert unread(list(schema_keys(Engine)), reads_of(Package(tmp_path))) == {("Engine", "speed")}
 
 
-def only_refuses(key):
-    """A section whose every key is refused holds nothing to read."""
-    return key.section is not None and all(
-        isinstance(use_of(field), Refused) for field in key.section.model_fields.values()
-    )
-
-
 def test_the_reference_page_is_current():
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     command = "python -m roll_batching.jobs.config.reference docs/configuration.md"
@@ -128,8 +148,8 @@ def test_the_reference_page_is_current():
 
 def test_every_key_is_on_the_reference_page():
     page = reference_page()
-    for key in settings_keys():
-        assert f"| `{key.path[-1]}` |" in page
+    for name in [*(key.path[-1] for key in settings_keys()), *(key.name for _, key in FOREIGN)]:
+        assert f"| `{name}` |" in page
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)

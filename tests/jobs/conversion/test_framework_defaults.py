@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from roll_batching.jobs.conversion.draft import Draft, check_draft
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
-from roll_batching.jobs.conversion.settle import Draft, settled
 
 DEFAULTS = {"seed": 42, "top.temperature": 0.95, "top.top_p": 0.7, "off.deep.value": 1, "gone": None}
 
@@ -40,7 +40,7 @@ def test_defaults_that_differ_are_written_out_and_marked():
     draft.values = data
     draft.leave_out("norm_reward", "refused", "there is no such thing")
     del data["norm_reward"]
-    done = settled(draft)
+    done = check_draft(draft)
     assert done.settings == {"actor_train": {"training_args": {"learning_rate": 1e-6, "weight_decay": 0.01}}}
     assert [one.key for one in done.defaults] == [f"{learning}.weight_decay"]
     assert [one.key for one in done.kept] == [f"{learning}.learning_rate"]

@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from roll_batching.errors import ConfigError, PlanError
+from roll_batching.integrations.nemo_rl_names import get_packer, shard_by_batch_size
 from roll_batching.jobs.config import load_config
 from roll_batching.jobs.conversion import ORIGINS, convert_file
-from roll_batching.jobs.conversion.nemo_rl_names import convert_policy, get_packer, shard_by_batch_size
+from roll_batching.jobs.conversion.nemo_rl_batching import convert_policy
 from roll_batching.samples import SampleBatch
 from tests.jobs.conversion.test_nemo_rl_defaults import converted, file_of, job_of
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from roll_batching.errors import PlanError
-from roll_batching.jobs.conversion.nemo_rl_names import convert_policy
+from roll_batching.jobs.conversion.nemo_rl_batching import convert_policy
 from roll_batching.planning import LinearQuadraticCost, PlanConstraints, plan_step
 from tests.jobs.conversion.test_nemo_rl_defaults import converted, file_of, job_of
 
@@ -35,8 +35,8 @@ ORDER = "policy.sequence_packing.microbatch_order"
 def test_micro_batches_run_largest_first_as_asked(tmp_path, algorithm):
     packing = {**PACKED, "algorithm": algorithm, "microbatch_order": "largest_first"}
     assert "falling cost" in reasons(tmp_path, with_policy(sequence_packing=packing), "idle")[ORDER]
-    worker, notices = convert_policy({"sequence_packing": packing})
-    assert [one for one in notices if "no counterpart" in one] == []
+    worker, without_effect = convert_policy({"sequence_packing": packing})
+    assert "has no counterpart" not in without_effect.values()
     args = worker["sequence_packing_args"]
     cap, algorithm = args["max_packed_sequence_length_train"], args["algorithm"]
     lengths = np.random.default_rng(0).integers(16, 900, 64)
@@ -133,3 +133,41 @@ def test_torchs_schedules_have_torchs_defaults(tmp_path, name):
     assert job.actor_train.training_args.warmup_steps == (warmup or 0)
     refused = [key for key in reasons(tmp_path, file, "refused") if key.startswith("policy.scheduler")]
     assert bool(refused) == (warmup is None)
+
+
+@pytest.mark.planning
+def test_yaml_sections_of_the_document_convert():
+    packing = {
+        "sequence_packing": {
+            "enabled": True,
+            "train_mb_tokens": 2048,
+            "logprob_mb_tokens": 2048,
+            "algorithm": "modified_first_fit_decreasing",
+            "sequence_length_round": 64,
+        },
+        "dynamic_batching": {"enabled": False},
+    }
+    ours, without_effect = convert_policy(packing)
+    assert ours == {
+        "use_sequence_packing": True,
+        "sequence_packing_args": {
+            "algorithm": "modified_first_fit_decreasing",
+            "max_packed_sequence_length_train": 2048,
+            "max_packed_sequence_length_forward": 2048,
+        },
+    }
+    assert list(without_effect) == ["sequence_packing.sequence_length_round"]
+    batching = {
+        "dynamic_batching": {
+            "enabled": True,
+            "train_mb_tokens": 4096,
+            "logprob_mb_tokens": 8192,
+            "sequence_length_round": 64,
+        }
+    }
+    ours, without_effect = convert_policy(batching)
+    assert not without_effect
+    assert ours["max_tokens_per_microbatch_in_infer"] == 8192
+    assert ours["sequence_length_round_in_train"] == 64
+    with pytest.raises(PlanError, match="both enabled"):
+        convert_policy({"sequence_packing": {"enabled": True}, "dynamic_batching": {"enabled": True}})

@@ -299,7 +299,7 @@ def test_training_on_a_file_of_rolls_says_first_what_to_do(rlvr):
     with pytest.raises(ConfigError) as caught:
         load_config(rlvr)
     head, first, *own = str(caught.value).splitlines()
-    assert "is a file of ROLL's; convert it: roll-batching convert-config --from roll" in first
+    assert "was written for ROLL; convert it: roll-batching convert-config --from roll" in first
     assert "defaults: unknown key" in own[0] and len(own) <= 11, "its own problems follow, the first of them"
 
 

@@ -118,9 +118,9 @@ def test_a_data_file_whose_lines_name_no_domain_is_kept(tmp_path, text):
     [
         ("roll", "defaults: [file]\nexp_name: a\n", "file.yaml: defaults: inherit from each other"),
         ("roll", "", "is empty: there is nothing to convert"),
-        ("roll", "policy: {model_name: a}\ngrpo: {}\n", "is a file of NeMo-RL's: convert it with --from nemo_rl"),
+        ("roll", "policy: {model_name: a}\ngrpo: {}\n", "was written for NeMo-RL: convert it with --from nemo_rl"),
         ("nemo_rl", "", "is empty: there is nothing to convert"),
-        ("nemo_rl", FILES["rlvr"], "is a file of ROLL's: convert it with --from roll"),
+        ("nemo_rl", FILES["rlvr"], "was written for ROLL: convert it with --from roll"),
         ("nemo_rl", "defaults: gone.yaml\n", "file.yaml: defaults: names gone.yaml, and there is no file"),
     ],
 )

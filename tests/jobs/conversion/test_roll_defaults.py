@@ -11,12 +11,13 @@ import pytest
 import yaml
 
 from roll_batching.jobs.config import JobConfig, load_config
+from roll_batching.jobs.config.foreign_keys import FOREIGN_KEYS, Verdict
 from roll_batching.jobs.config.job_keys import ROLES, JobKeys
-from roll_batching.jobs.config.key_paths import field_at
+from roll_batching.jobs.config.key_paths import field_at, settings_at
 from roll_batching.jobs.config.notices import unread_in
 from roll_batching.jobs.conversion import ORIGINS, Conversion, convert_file
 from roll_batching.jobs.conversion.framework_defaults import section_at
-from roll_batching.settings.fields import Honoured, Noticed, Refused, nested_settings, use_of
+from roll_batching.settings.fields import nested_settings
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "data" / "roll_defaults.json").read_text())
@@ -138,6 +139,8 @@ def fields_of(pipeline: str) -> Iterator[tuple[str, str, Any, tuple[str, ...]]]:
                 continue  # a reward's devices and model: rewards run on the CPU here
             if (field is not None and nested_settings(field)) or name in SECTIONS or name in section_at(file, *section):
                 continue
+            if isinstance(default, dict) and "section" in default:
+                continue
             if path[0] in JobKeys.model_fields and path[0] in ROLES and unread_in(path[0], path[1:]):
                 continue
             doubled = pipeline == "dpo" and name in ("per_device_train_batch_size", "infer_batch_size")  # of pairs
@@ -159,18 +162,16 @@ def test_every_field_that_a_file_leaves_out_means_what_it_meant(pipeline, tmp_pa
     wrong = []
     for cls, name, default, path in fields_of(pipeline):
         field = field_at(path)
-        use = use_of(field) if field is not None else None
-        if name in EXPLAINED or isinstance(use, Noticed):
+        foreign = FOREIGN_KEYS.get(settings_at(path[:-1]), {}).get(name)
+        if name in EXPLAINED or (foreign is not None and foreign.verdict is Verdict.NO_EFFECT):
             continue
-        if isinstance(use, Honoured):
+        if field is not None:
             found = value_at(job, path)
             right = (list(found) if isinstance(found, tuple) else found) == default
-        elif isinstance(use, Refused):
-            right = default in (None, *use.allowed, field.default) or name in WITHOUT_KEY
         else:
-            right = name in WITHOUT_KEY
+            right = name in WITHOUT_KEY or (foreign is not None and not foreign.refuses(default))
         if not right and "ROLL's default" not in refused.get(".".join(path), ""):
-            shown = repr(value_at(job, path)) if isinstance(use, Honoured) else "not here"
+            shown = repr(value_at(job, path)) if field is not None else "not here"
             wrong.append(f"{cls}.{name}: {default!r} there, {shown} here ({'.'.join(path)})")
     assert not wrong, "\n".join(wrong)
 

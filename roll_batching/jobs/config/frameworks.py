@@ -1,4 +1,4 @@
-"""Files that were written for another framework: told by their sections, so that an error can say what to do."""
+"""Recognises files that were written for another framework, and tells how to convert them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any, Literal
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem
 
 Framework = Literal["roll", "nemo_rl"]
+"""Frameworks whose files `convert-config --from` reads."""
 NAMES: Mapping[Framework, str] = {"roll": "ROLL", "nemo_rl": "NeMo-RL"}
 _ALGORITHMS = {"grpo", "sft", "dpo", "rm", "ppo", "distillation", "loss_fn"}
 _ROLL = {"hydra", "defaults", "sft_train", "student_train", "student", "custom_envs"}
-MOST_BESIDE = 10
-"""Problems that are shown below the hint: those of a whole file of another framework's are many."""
+MOST_BELOW_HINT = 10
+"""Problems shown below the hint: a whole file of another framework has many."""
 
 
 def framework_of(data: Mapping[str, Any]) -> Framework | None:
-    """The framework whose file `data` is, by keys that only its files give a value; None: none that is known.
+    """The framework that a file was written for, by keys that only its files have; None: not known.
 
-    A run's own config.yaml names all keys, with null for sections that are not there (`hydra: null`).
+    Keys without a value do not count: config.yaml of runs before version 0.2 names all keys (`hydra: null`).
     """
     keys = {key for key, value in data.items() if value is not None}
     parents = data.get("defaults")
@@ -34,9 +35,9 @@ def framework_of(data: Mapping[str, Any]) -> Framework | None:
 
 
 def with_hint(error: ConfigFileError, framework: Framework, path: str) -> ConfigFileError:
-    """`error` with what to do about such a file before its own problems."""
-    output = "converted.yaml" if PurePath(path).name == "job.yaml" else "job.yaml"  # not over itself
+    """`error`, below a first problem that says how to convert the file at `path`."""
+    output = "converted.yaml" if PurePath(path).name == "job.yaml" else "job.yaml"  # never the file itself
     command = f"roll-batching convert-config --from {framework} {path} --output {output}"
-    first = Problem((), f"{path} is a file of {NAMES[framework]}'s; convert it: {command}")
-    own = error.problems[:MOST_BESIDE]
+    first = Problem((), f"{path} was written for {NAMES[framework]}; convert it: {command}")
+    own = error.problems[:MOST_BELOW_HINT]
     return ConfigFileError([first, *own], more=len(error.problems) - len(own) + error.more)

@@ -1,6 +1,6 @@
-"""From keys in our names to settings that load: what the schema knows, what its rules allow, what would do nothing.
+"""Settings translated from another framework's file, reduced to those that load without an error or notice.
 
-The loader itself judges: what it refuses is left out with its message, and what it would only give a notice for, too.
+The loader decides: keys that it refuses are left out with its message, and so are keys that have no effect.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Problem, dotted
+from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, NoticeKind, Problem, dotted
+from roll_batching.jobs.config.foreign_keys import given_foreign_keys
 from roll_batching.jobs.config.job import JobConfig
 from roll_batching.jobs.config.key_paths import field_at, given_keys
 from roll_batching.jobs.config.validation import check_source
@@ -18,26 +19,26 @@ from roll_batching.jobs.config.withheld import is_free
 from roll_batching.jobs.config.yaml_source import Source
 from roll_batching.jobs.conversion.report import Conversion, Kind, LeftOut, Moved
 from roll_batching.secret_names import is_secret, withhold
-from roll_batching.settings.fields import Noticed, Refused, use_of
 
-_STAND_INS: Mapping[KeyPath, Any] = {("warmup", "file_name"): "?"}
-"""Values that only whoever converts can give, in whose place these let the rest be judged."""
+_PLACEHOLDERS: Mapping[KeyPath, Any] = {("warmup", "file_name"): "?"}
+"""Values of required keys that the user fills in later; with them the loader checks the rest of their section."""
 _SECRET = "looks like a secret, which no file should hold: set it where the job starts"
 _ROUNDS = 20
-"""Times that the loader is asked again; each time finds what others hid."""
+"""Most calls of the loader. Each one can find problems that an earlier one hid."""
 
 
 @dataclass
 class Draft:
-    """Settings in our names, before anything has judged them."""
+    """Settings under our keys, not yet checked, with the origin of each."""
 
     source: str
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
-    """The key of the file that a value came from, where its name was another."""
+    """By our key, the key of the file, where the two differ."""
     meanings: dict[KeyPath, str] = field(default_factory=dict)
-    """What a key means here, where that is not what it meant there."""
+    """By our key, how its meaning differs from that in the framework."""
     left_out: dict[str, tuple[Kind, str]] = field(default_factory=dict)
+    """By key of the file, why it is not converted."""
     missing: list[str] = field(default_factory=list)
     """What a run needs beyond what the loader asks for, as `key: what`."""
     framework: str = ""
@@ -50,31 +51,31 @@ class Draft:
         return self.origins.get(path) or dotted(path)
 
     def put(self, path: KeyPath, value: Any, origin: str | None = None, meaning: str = "") -> None:
-        """Sets the value at `path`."""
-        here = self.values
+        """Sets the value at `path`, making sections as needed."""
+        section = self.values
         for part in path[:-1]:
-            below = here.get(str(part))
+            below = section.get(str(part))
             if not isinstance(below, dict):
-                below = here[str(part)] = {}
-            here = below
-        here[str(path[-1])] = value
+                below = section[str(part)] = {}
+            section = below
+        section[str(path[-1])] = value
         if origin is not None:
             self.origins[path] = origin
         if meaning:
             self.meanings[path] = meaning
 
     def leave_out(self, key: str, kind: Kind, why: str) -> None:
-        """Notes that `key` of the file is not carried over; the first reason stays."""
+        """Records that `key` of the file is not converted. The first reason of a key stays."""
         self.left_out.setdefault(key, (kind, why))
 
 
-def settled(draft: Draft) -> Conversion:
-    """`draft` as a conversion whose settings the loader accepts without a notice."""
-    data: dict[str, Any] = _of_the_schema(draft)
-    absent = [path for path in _STAND_INS if path[0] in data and _at(data, path) is _NOTHING]
+def check_draft(draft: Draft) -> Conversion:
+    """`draft` as a conversion whose settings load without a notice."""
+    data = _known_values(draft)
+    absent = [path for path in _PLACEHOLDERS if path[0] in data and _value_at(data, path) is _ABSENT]
     for path in absent:
-        data[str(path[0])][path[1]] = _STAND_INS[path]
-    job = _accepted(data, draft)
+        data[str(path[0])][path[1]] = _PLACEHOLDERS[path]
+    job = _load_without_problems(data, draft)
     for path in absent:
         del data[str(path[0])][path[1]]
     missing = [*draft.missing, *(f"{dotted(path)}: is missing" for path in absent)]
@@ -97,26 +98,23 @@ def settled(draft: Draft) -> Conversion:
 
 
 def _meaning(draft: Draft, path: KeyPath) -> str:
+    """The other meaning of the key at `path`, or of the innermost section that has one."""
     return next((draft.meanings[path[:end]] for end in range(len(path), 0, -1) if path[:end] in draft.meanings), "")
 
 
-def _of_the_schema(draft: Draft) -> dict[str, Any]:
-    """The values whose keys the schema has, and that it neither refuses nor only notices."""
+def _known_values(draft: Draft) -> dict[str, Any]:
+    """The draft's values without secrets, foreign keys and defaults that are ours, too."""
     data: dict[str, Any] = copy.deepcopy(draft.values)
+    for path, value, key in list(given_foreign_keys(data)):
+        _drop(data, draft, path, "refused" if key.refuses(value) else "idle", key.reason)
     for path, value in list(_pairs(data)):
         if is_free(path) and not isinstance(value, dict) and withhold(value, secret=any(map(is_secret, path))) != value:
             draft.leave_out(draft.origin(path), "refused", _SECRET)
             _remove(data, path)
             continue
-        field_here = field_at(path)
-        use = use_of(field_here) if field_here is not None else None
-        if isinstance(use, Noticed):
-            _drop(data, draft, path, "idle", use.notice)
-        elif isinstance(use, Refused):
-            nothing = value is None or value in use.allowed
-            _drop(data, draft, path, "idle" if nothing else "refused", use.reason)
-        elif field_here is not None and draft.origin(path) in draft.defaults and not isinstance(value, dict):
-            ours = field_here.get_default(call_default_factory=True)
+        schema_field = field_at(path)
+        if schema_field is not None and draft.origin(path) in draft.defaults and not isinstance(value, dict):
+            ours = schema_field.get_default(call_default_factory=True)
             if value == ours and isinstance(value, bool) == isinstance(ours, bool):
                 _remove(data, path)
     return data
@@ -124,84 +122,70 @@ def _of_the_schema(draft: Draft) -> dict[str, Any]:
 
 def _remove(data: dict[str, Any], path: KeyPath) -> None:
     """Takes the value at `path` out of `data`, and the sections that become empty."""
-    above = _at(data, path[:-1])
-    del above[path[-1]]
-    if not above and path[:-1]:
+    section = _value_at(data, path[:-1])
+    del section[path[-1]]
+    if not section and path[:-1]:
         _remove(data, path[:-1])
 
 
-def _pairs(data: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+def _pairs(data: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Path and value of every key, sections before their keys."""
     for key, value in data.items():
         yield (*prefix, key), value
         if isinstance(value, dict):
             yield from _pairs(value, (*prefix, key))
 
 
-def _accepted(data: dict[str, Any], draft: Draft) -> JobConfig | None:
-    """The job that `data` describes once all that the loader objects to is taken out of it."""
+def _load_without_problems(data: dict[str, Any], draft: Draft) -> JobConfig | None:
+    """The job of `data`, which loses every key that the loader refuses or does not read; None where none loads."""
     for _ in range(_ROUNDS):
         try:
             job = check_source(Source(draft.source, copy.deepcopy(data)))
         except ConfigFileError as error:
-            if not sum(_refused(data, draft, problem) for problem in error.problems):
+            if not sum(_drop_problem(data, draft, problem) for problem in error.problems):
                 draft.leave_out("(the whole file)", "refused", str(error))
                 return None
             continue
-        idle = [notice for notice in job.notices if _is_idle(notice.text)]
-        for notice in idle:
-            path = _path_of(data, notice.path)
-            if path is None:
-                continue
-            _drop(data, draft, path, "idle", notice.text.removeprefix("has no effect: "))
+        unread = [notice for notice in job.notices if notice.kind is not NoticeKind.OTHER_EFFECT]
+        for notice in unread:
+            _drop(data, draft, notice.key, "idle", notice.text.removeprefix("has no effect: "))
         for notice in job.notices:
-            path = _path_of(data, notice.path)
-            if path is not None and not _is_idle(notice.text):
-                draft.meanings.setdefault(path, notice.text)
-        if not idle:
+            if notice.kind is NoticeKind.OTHER_EFFECT and _value_at(data, notice.key) is not _ABSENT:
+                draft.meanings.setdefault(notice.key, notice.text)
+        if not unread:
             return job
     return None
 
 
-def _is_idle(text: str) -> bool:
-    return text.startswith(("has no effect", "is not built"))
-
-
-def _refused(data: dict[str, Any], draft: Draft, problem: Problem) -> bool:
-    """Takes out what `problem` is about. False where nothing of it is given."""
+def _drop_problem(data: dict[str, Any], draft: Draft, problem: Problem) -> bool:
+    """Takes out the key that `problem` is about. False where `data` has neither the key nor a section to drop."""
     path = problem.path
-    while path and _at(data, path) is _NOTHING:
+    while path and _value_at(data, path) is _ABSENT:
         path = path[:-1]
-    if not path or (path != problem.path and isinstance(_at(data, path), Mapping) and len(path) < 2):
+    if not path or (path != problem.path and isinstance(_value_at(data, path), Mapping) and len(path) < 2):
         return False
-    unknown = problem.message.startswith("unknown key")
-    why = "there is no such setting here" if unknown else problem.message
-    _drop(data, draft, path, "unknown" if unknown else "refused", why)
+    why = "there is no such setting here" if problem.unknown_key else problem.message
+    _drop(data, draft, path, "unknown" if problem.unknown_key else "refused", why)
     return True
 
 
-_NOTHING = object()
+_ABSENT = object()
 
 
-def _at(data: Any, path: KeyPath) -> Any:
+def _value_at(data: Any, path: KeyPath) -> Any:
     for part in path:
         if isinstance(data, Mapping) and part in data:
             data = data[part]
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
             data = data[part]
         else:
-            return _NOTHING
+            return _ABSENT
     return data
 
 
-def _path_of(data: Any, name: str) -> KeyPath | None:
-    return next((path for path, _ in _pairs(data) if dotted(path) == name), None)
-
-
 def _drop(data: dict[str, Any], draft: Draft, path: KeyPath, kind: Kind, why: str) -> None:
-    if _at(data, path) is _NOTHING:
+    """Takes the value at `path` out of `data` and records why; nothing where it is absent."""
+    if _value_at(data, path) is _ABSENT:
         return
     draft.leave_out(draft.origin(path), kind, why)
-    here: Any = data
-    for part in path[:-1]:
-        here = here[part]
-    del here[path[-1]]
+    del _value_at(data, path[:-1])[path[-1]]

@@ -1,4 +1,4 @@
-"""NeMo-RL's names: packers, sharding, iterators, YAML sections."""
+"""NeMo-RL's names: packers, sharding, iterators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from roll_batching.errors import PlanError
-from roll_batching.jobs.conversion import nemo_rl_names as nemo_rl
+from roll_batching.integrations import nemo_rl_names as nemo_rl
 
 pytestmark = pytest.mark.planning
 
@@ -98,40 +98,3 @@ def test_sizes_must_divide_unless_uneven_shards_are_allowed(batch):
     shards, rows = nemo_rl.shard_by_batch_size(batch, 5, allow_uneven_shards=True)
     assert [len(shard.batch) for shard in shards] == [3, 3, 2, 2, 2]
     assert rows.tolist() == list(range(12))
-
-
-def test_yaml_sections_of_the_document_convert():
-    packing = {
-        "sequence_packing": {
-            "enabled": True,
-            "train_mb_tokens": 2048,
-            "logprob_mb_tokens": 2048,
-            "algorithm": "modified_first_fit_decreasing",
-            "sequence_length_round": 64,
-        },
-        "dynamic_batching": {"enabled": False},
-    }
-    ours, notices = nemo_rl.convert_policy(packing)
-    assert ours == {
-        "use_sequence_packing": True,
-        "sequence_packing_args": {
-            "algorithm": "modified_first_fit_decreasing",
-            "max_packed_sequence_length_train": 2048,
-            "max_packed_sequence_length_forward": 2048,
-        },
-    }
-    assert len(notices) == 1 and "sequence_length_round" in notices[0]
-    batching = {
-        "dynamic_batching": {
-            "enabled": True,
-            "train_mb_tokens": 4096,
-            "logprob_mb_tokens": 8192,
-            "sequence_length_round": 64,
-        }
-    }
-    ours, notices = nemo_rl.convert_policy(batching)
-    assert not notices
-    assert ours["max_tokens_per_microbatch_in_infer"] == 8192
-    assert ours["sequence_length_round_in_train"] == 64
-    with pytest.raises(PlanError, match="both enabled"):
-        nemo_rl.convert_policy({"sequence_packing": {"enabled": True}, "dynamic_batching": {"enabled": True}})

@@ -1,7 +1,7 @@
-"""NeMo-RL's names over our planner: packers, sharding of a batch, micro-batch iterators, YAML sections.
+"""NeMo-RL's API for packing and dynamic batching over our planner: packers, sharding, micro-batch iterators.
 
-Thin: bins become plans through `Plan.from_bins` or `plan_step`, and so obey the plan's invariants. Needs no
-torch; the batch that is sharded is duck-typed (`SampleBatch`).
+Bins become plans through `Plan.from_bins` or `plan_step`, which check the invariants of a plan. Imports no torch: a
+batch is anything with the methods of `SampleBatch` that are used here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from roll_batching.planning import Plan, PlanConstraints, pack_bins, packing_met
 
 
 class PackingAlgorithm(enum.Enum):
-    """The four packers."""
+    """NeMo-RL's four packing algorithms."""
 
     CONCATENATIVE = "concatenative"
     FIRST_FIT_DECREASING = "first_fit_decreasing"
@@ -47,10 +47,10 @@ class DynamicBatchingArgs(TypedDict):
 
 
 class SequencePacker:
-    """Packs lists of lengths into bins of `bin_capacity`; made by `get_packer`.
+    """Packs lists of lengths into bins of `bin_capacity` tokens; `get_packer` makes it.
 
-    `min_bin_count` and `bin_count_multiple` ask for more bins: the fullest ones then hand out single
-    sequences. `seed` serves first_fit_shuffle and grows by one with every call. Raises `ValueError`
+    `min_bin_count` and `bin_count_multiple` raise the number of bins: single sequences move from the bins with most
+    sequences into new ones. `seed` is that of first_fit_shuffle and grows by one with every call. Raises `ValueError`
     (`PlanError` is one) for impossible arguments, a sequence above the capacity, too few sequences.
     """
 
@@ -78,7 +78,7 @@ class SequencePacker:
         self._collected: list[dict[str, float]] = []
 
     def pack(self, sequence_lengths: Sequence[int]) -> list[list[int]]:
-        """Bins of indices into `sequence_lengths`; none for no sequences."""
+        """Bins of indices into `sequence_lengths`; an empty list without sequences."""
         if not len(sequence_lengths):
             return []
         bins = pack_bins(sequence_lengths, self.bin_capacity, self.algorithm.value, seed=self.seed)
@@ -90,17 +90,17 @@ class SequencePacker:
         return bins
 
     def compute_metrics(self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]]) -> dict[str, float]:
-        """`packing_metrics` of these bins."""
+        """Fill, waste and number of these bins (`packing_metrics`)."""
         return packing_metrics(sequence_lengths, bins, self.bin_capacity)
 
     def get_aggregated_metrics(self) -> dict[str, float]:
-        """The mean of every metric over the calls since the last reset; empty when none was collected."""
+        """Mean of every metric over the calls since the last reset; empty without `collect_metrics`."""
         if not self._collected:
             return {}
         return {name: float(np.mean([one[name] for one in self._collected])) for name in self._collected[0]}
 
     def reset_metrics(self) -> None:
-        """Forget the collected metrics."""
+        """Drops the collected metrics."""
         self._collected.clear()
 
     def _raise_count(self, bins: list[list[int]], sequences: int) -> list[list[int]]:
@@ -114,8 +114,8 @@ class SequencePacker:
             )
         bins = [list(members) for members in bins]
         while len(bins) < target:
-            fullest = max(range(len(bins)), key=lambda i: (len(bins[i]), -i))
-            bins.append([bins[fullest].pop()])
+            largest = max(range(len(bins)), key=lambda i: (len(bins[i]), -i))
+            bins.append([bins[largest].pop()])
         return bins
 
 
@@ -128,7 +128,7 @@ def get_packer(
     *,
     seed: int = 0,
 ) -> SequencePacker:
-    """A packer by enum member or by its name in any case; `ValueError` for an unknown one."""
+    """The packer of an enum member or of its name, in any case. Raises `ValueError` for an unknown one."""
     if isinstance(algorithm, str):
         known = {member.name: member for member in PackingAlgorithm}
         if algorithm.upper() not in known:
@@ -137,22 +137,22 @@ def get_packer(
             )
         algorithm = known[algorithm.upper()]
     if not isinstance(algorithm, PackingAlgorithm):
-        raise PlanError(f"algorithm={algorithm!r} is no PackingAlgorithm and no name of one")
+        raise PlanError(f"algorithm={algorithm!r} is neither a PackingAlgorithm nor the name of one")
     return SequencePacker(algorithm, bin_capacity, collect_metrics, min_bin_count, bin_count_multiple, seed)
 
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """One shard (data-parallel rank) of a batch: its rows in plan order, and the plans of all chunks."""
+    """The samples of one data-parallel rank in plan order, and the plans of all chunks."""
 
     batch: Any
-    """A `SampleBatch` with this shard's samples, chunk by chunk, micro-batch by micro-batch."""
+    """A `SampleBatch` of this rank's samples, by chunk and micro-batch."""
     plans: tuple[Plan, ...]
     """One plan per chunk (optimizer step), the same on all shards; empty without packing and batching."""
     rank: int
 
     def chunk_rows(self, chunk: int) -> range:
-        """Rows of `batch` that belong to one chunk."""
+        """The rows of one chunk in `batch`."""
         sizes = [len(plan.rank_samples(self.rank)) for plan in self.plans]
         return range(sum(sizes[:chunk]), sum(sizes[: chunk + 1]))
 
@@ -165,12 +165,13 @@ def shard_by_batch_size(
     dynamic_batching_args: Mapping[str, Any] | None = None,
     sequence_packing_args: Mapping[str, Any] | None = None,
 ) -> tuple[list[ShardedBatch], NDArray[np.int64]]:
-    """Shards of `batch`, and the row of `batch` behind every row of the shards, shard after shard.
+    """Shards of `batch`, and for every row of the shards, one shard after the other, its row in `batch`.
 
-    The batch is cut into chunks of `batch_size` samples (None: one chunk), each an optimizer step. Without
-    either argument a chunk is cut in order. `allow_uneven_shards` admits a last chunk, and shards, of
-    other sizes (fillers keep the counts equal); otherwise sizes must divide. To undo the order, sort the
-    rows by the returned indices. Raises `PlanError` for sizes that do not divide, or both arguments at once.
+    The batch is cut into chunks of `batch_size` samples (None: one chunk), one per optimizer step. Without packing and
+    dynamic batching, a chunk is cut in the order of its samples. Sizes must divide; with `allow_uneven_shards` the last
+    chunk and the shards may differ in size, and fillers keep the numbers of micro-batches equal. Sorting by the
+    returned indices restores the order of `batch`. Raises `PlanError` for sizes that do not divide, and for
+    both arguments.
     """
     if dynamic_batching_args is not None and sequence_packing_args is not None:
         raise PlanError("dynamic_batching_args and sequence_packing_args exclude each other; give one")
@@ -189,13 +190,13 @@ def shard_by_batch_size(
             "divide, or allow_uneven_shards=True"
         )
     lengths = np.asarray(batch.lengths, dtype=np.int64)
-    rows: list[list[NDArray[np.int64]]] = [[] for _ in range(shards)]
+    rows_of_ranks: list[list[NDArray[np.int64]]] = [[] for _ in range(shards)]
     plans: list[Plan] = []
     for first in range(0, total, size):
         chunk = np.arange(first, min(first + size, total))
         if dynamic_batching_args is None and sequence_packing_args is None:
             for rank, part in enumerate(np.array_split(chunk, shards)):
-                rows[rank].append(part)
+                rows_of_ranks[rank].append(part)
             continue
         if sequence_packing_args is not None:
             plan = _pack_chunk(lengths[chunk], shards, sequence_packing_args, allow_uneven_shards)
@@ -204,14 +205,14 @@ def shard_by_batch_size(
             plan = _batch_chunk(lengths[chunk], shards, dynamic_batching_args)
         plans.append(plan)
         for rank in range(shards):
-            rows[rank].append(chunk[plan.rank_samples(rank)])
-    order = [np.concatenate(parts) for parts in rows]
-    made = [ShardedBatch(batch.select(part), tuple(plans), rank) for rank, part in enumerate(order)]
-    return made, np.concatenate(order)
+            rows_of_ranks[rank].append(chunk[plan.rank_samples(rank)])
+    rows = [np.concatenate(parts) for parts in rows_of_ranks]
+    sharded = [ShardedBatch(batch.select(part), tuple(plans), rank) for rank, part in enumerate(rows)]
+    return sharded, np.concatenate(rows)
 
 
 def _pack_chunk(lengths: NDArray[np.int64], shards: int, args: Mapping[str, Any], allow_uneven: bool) -> Plan:
-    """NeMo-RL's own placement: its packer's bins, dealt round-robin."""
+    """NeMo-RL's placement: the bins of its packer, dealt to ranks in turn."""
     multiple = int(args.get("sequence_length_pad_multiple", 1))
     cap = int(args["max_tokens_per_microbatch"])
     aligned = -(-lengths // multiple) * multiple
@@ -228,13 +229,13 @@ def _pack_chunk(lengths: NDArray[np.int64], shards: int, args: Mapping[str, Any]
         dp_size=shards, max_tokens=cap, algorithm=packer.algorithm.value, sequence_multiple=multiple
     )
     ranks = [bins[rank::shards] for rank in range(shards)]
-    if _order(args.get("microbatch_order")) == "largest_first":
+    if microbatch_order(args.get("microbatch_order")) == "largest_first":
         ranks = [sorted(dealt, key=lambda members: -int(aligned[members].sum()) if members else 0) for dealt in ranks]
     return Plan.from_bins(ranks, lengths, constraints)
 
 
-def _order(order: Any) -> str:
-    """`microbatch_order`, by default the packer's."""
+def microbatch_order(order: Any) -> str:
+    """A valid `microbatch_order`, "packer" for None. Raises `PlanError` for an unknown one."""
     if order not in (None, "packer", "largest_first"):
         raise PlanError(f"microbatch_order={order!r} is unknown; choose packer or largest_first")
     return order or "packer"
@@ -253,101 +254,27 @@ def _batch_chunk(lengths: NDArray[np.int64], shards: int, args: Mapping[str, Any
 
 
 def make_microbatch_iterator_for_packable_sequences(shard: ShardedBatch, chunk: int = 0) -> Iterator[Any]:
-    """The samples of each micro-batch of one chunk, to be packed together; a filler is an empty batch."""
-    return (piece for piece, _ in _pieces(shard, chunk))
+    """The samples of each micro-batch of one chunk, for one pack each; a filler is an empty batch."""
+    return (samples for samples, _ in _micro_batches(shard, chunk))
 
 
 def make_microbatch_iterator_with_dynamic_shapes(shard: ShardedBatch, chunk: int = 0) -> Iterator[dict[str, Any]]:
-    """Each micro-batch of one chunk as padded tensors by field name, as wide as its own plan says.
+    """Each micro-batch of one chunk as tensors by field name, padded to the length in its plan.
 
-    Token fields become `[rows, length, ...]`; other fields stay as they are.
+    Token fields become `[rows, length, ...]`; other fields are unchanged.
     """
-    for piece, length in _pieces(shard, chunk):
+    for samples, length in _micro_batches(shard, chunk):
         yield {
-            name: piece.to_padded(name, length) if spec.kind in ("token", "next_token") else piece[name]
-            for name, spec in piece.schema.items()
+            name: samples.to_padded(name, length) if spec.kind in ("token", "next_token") else samples[name]
+            for name, spec in samples.schema.items()
         }
 
 
-def _pieces(shard: ShardedBatch, chunk: int) -> Iterator[tuple[Any, int]]:
-    """Micro-batches of one chunk as sub-batches, with their padded lengths."""
+def _micro_batches(shard: ShardedBatch, chunk: int) -> Iterator[tuple[Any, int]]:
+    """Samples and padded length of each micro-batch of one chunk."""
     if not shard.plans:
         raise PlanError("this batch was sharded without packing or dynamic batching: it has no micro-batches")
     first = shard.chunk_rows(chunk).start
     for mb in shard.plans[chunk].micro_batches[shard.rank]:
         yield shard.batch.select(np.arange(first, first + len(mb))), mb.padded_length
         first += len(mb)
-
-
-def convert_policy(policy: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Our worker keys for NeMo-RL's `policy` section, and a notice for every key that means something else.
-
-    Reads `sequence_packing`, `dynamic_batching` and `make_sequence_length_divisible_by`. Raises `PlanError`
-    when both are enabled, or a budget is missing or no number (such as an unresolved `${mul:...}`).
-    """
-    packing, batching = _section(policy, "sequence_packing"), _section(policy, "dynamic_batching")
-    use_packing = bool(packing.pop("enabled", False))
-    use_batching = bool(batching.pop("enabled", False))
-    if use_packing and use_batching:
-        raise PlanError("sequence_packing and dynamic_batching are both enabled; NeMo-RL and we allow one")
-    notices = []
-    result: dict[str, Any] = {"use_sequence_packing": use_packing}
-    if use_packing:
-        train, forward = _budgets("sequence_packing", packing)
-        result["sequence_packing_args"] = {
-            "algorithm": packing.pop("algorithm", "modified_first_fit_decreasing"),
-            "max_packed_sequence_length_train": train,
-            "max_packed_sequence_length_forward": forward,
-        }
-        if packing.pop("sequence_length_round", None) is not None:
-            notices.append(
-                "sequence_packing.sequence_length_round: not carried over; NeMo-RL never reads it, and here packs "
-                "are aligned as the layout needs"
-            )
-        if _order(packing.pop("microbatch_order", None)) == "largest_first":
-            notices.append(
-                "sequence_packing.microbatch_order: a rank's micro-batches run by falling cost, which is largest first"
-            )
-        notices += [f"sequence_packing.{key}: has no counterpart" for key in sorted(packing)]
-    if use_batching:
-        train, forward = _budgets("dynamic_batching", batching)
-        result |= {
-            "use_dynamic_batching_in_train": True,
-            "max_tokens_per_microbatch_in_train": train,
-            "use_dynamic_batching_in_infer": True,
-            "max_tokens_per_microbatch_in_infer": forward,
-            "planning_args": {"dynamic_algorithm": "nemo_rl", "shared_shapes": True},
-        }
-        rounding = batching.pop("sequence_length_round", None)
-        if rounding is not None:
-            result["sequence_length_round_in_train"] = result["sequence_length_round_in_infer"] = _whole(
-                "dynamic_batching.sequence_length_round", rounding
-            )
-        notices += [f"dynamic_batching.{key}: has no counterpart" for key in sorted(batching)]
-    if policy.get("make_sequence_length_divisible_by") is not None:
-        notices.append(
-            "make_sequence_length_divisible_by: not carried over; alignment follows from tp, cp, sequence "
-            "parallelism and precision"
-        )
-    return result, notices
-
-
-def _budgets(section: str, values: dict[str, Any]) -> tuple[int, int]:
-    if values.get("train_mb_tokens") is None:
-        raise PlanError(f"{section}.train_mb_tokens is missing; it is the cap of a micro-batch in tokens")
-    train = _whole(f"{section}.train_mb_tokens", values.pop("train_mb_tokens"))
-    forward = values.pop("logprob_mb_tokens", None)
-    return train, train if forward is None else _whole(f"{section}.logprob_mb_tokens", forward)
-
-
-def _section(policy: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = policy.get(name) or {}
-    if not isinstance(section, Mapping):
-        raise PlanError(f"{name} is {section!r}; it is a section of keys and values")
-    return dict(section)
-
-
-def _whole(key: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"{key} is {value!r}; write the whole number of tokens that it stands for")
-    return value

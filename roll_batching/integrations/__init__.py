@@ -1,0 +1,1 @@
+"""Adapters for other frameworks: their functions and classes over the plugin, one module per framework."""
