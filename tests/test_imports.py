@@ -33,7 +33,7 @@ PLUGIN: tuple[tuple[str, ...], ...] = (
 JOBS: tuple[tuple[str, ...], ...] = (
     ("jobs.observe", "jobs.seeds", "jobs.processes"),
     ("jobs.config", "jobs.texts"),
-    ("jobs.run_folder", "jobs.streams", "jobs.conversion", "jobs.rewards"),
+    ("jobs.streams", "jobs.conversion", "jobs.rewards"),
     ("jobs.inputs", "jobs.engines"),
     ("jobs.objectives",),
     ("jobs.steps",),

@@ -83,8 +83,8 @@ class _Measured:
 def _measure(table: Table, name: str, batcher: Iterable[list[list[int]]]) -> _Measured:
     began = time.process_time()
     one = _Measured(list(islice(batcher, MICRO_BATCHES)), time.process_time() - began)
-    figures = getattr(batcher, "figures", None)
-    held = "" if figures is None else f"{figures.to_row()['held_micro_batches']:.2f}"
+    metrics = getattr(batcher, "metrics", None)
+    held = "" if metrics is None else f"{metrics.to_dict()['held_micro_batches']:.2f}"
     table.add(
         name,
         f"{fmean(one.imbalances):.4f}",

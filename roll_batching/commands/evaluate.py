@@ -39,12 +39,12 @@ def evaluate(
     dataset = PromptDataset(read_prompts(model.config, tokenizer, prompts))
     count = samples or (len(dataset) if prompts else model.config.eval_samples or len(dataset))
     settings = model.sampling(tokenizer, held_out=True, greedy=greedy or None, seed=model.config.seed)
-    evaluation = model.evaluation(dataset, tokenizer, settings, samples=count, shown=0 if output is None else -1)
+    metrics, sample_log = model.evaluate(dataset, tokenizer, settings, samples=count, shown=0 if output is None else -1)
     if output is not None:
-        write_lines(output, ({"version": model.point.step, **line} for line in evaluation.said))
+        write_lines(output, ({"version": model.point.step, **line} for line in sample_log))
     if as_json:
-        typer.echo(json.dumps({"checkpoint": str(model.point.path), **evaluation.figures}))
+        typer.echo(json.dumps({"checkpoint": str(model.point.path), **metrics}))
         return
     typer.echo(f"{model.point.path} (phase {model.point.phase}, step {model.point.step})")
-    for name, value in evaluation.figures.items():
+    for name, value in metrics.items():
         typer.echo(f"{name:40} {fixed(value, 4) if isinstance(value, float) else f'{value:,}'}")

@@ -22,7 +22,7 @@ def export(
     """
     require_torch("exporting")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
-    from roll_batching.jobs.run.export import export_run
+    from roll_batching.jobs.run.saved_model import export_checkpoint
 
-    point = export_run(run, to, pretrain)
+    point = export_checkpoint(run, to, pretrain)
     typer.echo(f"wrote the model of {point.path} (phase {point.phase}, step {point.step}) into {to}")

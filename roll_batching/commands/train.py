@@ -135,14 +135,13 @@ def run_command(
 def _run_here(job: JobConfig, arguments: Sequence[str], nproc: int | None) -> None:
     from roll_batching.jobs.launch.devices import oversubscription_warning, process_count
     from roll_batching.jobs.launch.local import launch
-    from roll_batching.jobs.run_folder import folder_of
 
     count = process_count(job, nproc)
     visible = _devices_here(job, count, nproc)
     if not visible and (text := oversubscription_warning(count, os.cpu_count() or 1)):
         typer.echo(f"notice: {text}", err=True)
     with _prepared(job) as variables:
-        failure = launch("roll_batching.cli", arguments, count, {**variables, **visible}, folder_of(job))
+        failure = launch("roll_batching.cli", arguments, count, {**variables, **visible}, job.run_folder)
     if failure is not None:
         raise RollBatchingError(failure)
 
@@ -201,12 +200,12 @@ def _prepared(job: JobConfig) -> Iterator[Mapping[str, str]]:
     _require_torch()
     from roll_batching.jobs.inputs import check_inputs
     from roll_batching.jobs.observe.trackers import tracker_of
-    from roll_batching.jobs.run_folder import folder_of, held
+    from roll_batching.jobs.run.folder import lock_folder
 
     tracker_of(job.track_with)
     _show_notices(job.notices)
     _try_reward(job)
-    with held(folder_of(job)) as hold:
+    with lock_folder(job.run_folder) as hold:
         yield {**job.environment(), **hold, **check_inputs(job)}
 
 

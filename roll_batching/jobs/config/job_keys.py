@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
@@ -311,6 +312,11 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys):
         size = self.mini_batch_size(dp_size)
         text = refuse_without_old_log_probs(self.samples_per_rollout, size, self.ppo_epochs)
         return None if text is None else Problem(("actor_train", "logprob_plan"), text)
+
+    @property
+    def run_folder(self) -> Path:
+        """Folder of the run's files: `output_dir/exp_name`."""
+        return Path(self.output_dir) / self.exp_name
 
     @property
     def samples_per_rollout(self) -> int:

@@ -15,7 +15,7 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.engines.asking import EngineClient, joined
 from roll_batching.jobs.engines.weights import engine_weights
-from roll_batching.jobs.observe.metrics_file import Row
+from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy
 from roll_batching.strategy.offload import Moved
@@ -55,15 +55,15 @@ class EngineSampler(EngineClient):
         self._version = version
         self._transfer_seconds += time.perf_counter() - started
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """The model is about to train: an engine that shares its devices sleeps."""
         if self._sleeps and not self.asleep:
             started = time.perf_counter()
             self.sleep()
             self._sleep_seconds += time.perf_counter() - started
 
-    def columns(self, home: SampleBatch) -> Row:
-        """Of the rollouts `home`, and of what led to them.
+    def metrics(self, local_batch: SampleBatch) -> Metrics:
+        """Metrics of the rollouts `local_batch`, and of weight updates since the last call.
 
         Where old log-probs are the trainer's own (`logprob_plan` train or own), `engine_gap_mean` and `engine_gap_max`
         are of |engine - trainer| log-prob per response token, `engine_kl` the mean of engine - trainer, which is the
@@ -72,8 +72,8 @@ class EngineSampler(EngineClient):
         if self.strategy.batching.logprob_plan not in ("train", "own"):
             gap = torch.zeros(0)  # the trainer's own are not known
         else:
-            ours, theirs = home["old_log_probs"].double(), home["rollout_log_probs"].double()
-            mask = home["response_mask"].bool()
+            ours, theirs = local_batch["old_log_probs"].double(), local_batch["rollout_log_probs"].double()
+            mask = local_batch["response_mask"].bool()
             rows = torch.cat([mask[1:], mask.new_zeros(min(1, len(mask)))])  # a prompt follows a sample's last row
             gap = (theirs - ours)[rows & (ours != 0)].cpu()  # samples that no plan held read 0
         mine = (len(gap), float(gap.sum()), float(gap.abs().sum()), float(gap.abs().max()) if len(gap) else 0.0)
@@ -84,7 +84,7 @@ class EngineSampler(EngineClient):
             lambda: (mine, own, self.layout.is_replica_leader, self._bytes),
         )
         sent, parts = sum(part[3] for part in told), [part[:2] for part in told if part[2]]
-        row: Row = {"weights_seconds": self._transfer_seconds, "weights_bytes": sent}
+        row: Metrics = {"weights_seconds": self._transfer_seconds, "weights_bytes": sent}
         if self._sleeps:
             row["engine_sleep_seconds"] = self._sleep_seconds
         self._transfer_seconds = self._sleep_seconds = 0.0

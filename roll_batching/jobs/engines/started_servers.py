@@ -25,7 +25,6 @@ from roll_batching.jobs.config.engine_rules import (
 from roll_batching.jobs.config.engines import ENGINES
 from roll_batching.jobs.engines.servers import KINDS, Program, Servers, command_of, free_ports
 from roll_batching.jobs.processes.rank_variables import ROLE_DEVICES
-from roll_batching.jobs.run_folder import folder_of
 
 LOGS = "engine_logs"
 """Folder, in the run's, of what the servers say: appended to, so that nothing of an earlier run is lost."""
@@ -96,7 +95,7 @@ def _servers(config: JobConfig) -> Servers:
                 ),
                 environment={**kind.variables, **shown},
                 url=f"http://{host}:{port}",
-                log=folder_of(config) / LOGS / f"{name}-{number}.log",
+                log=config.run_folder / LOGS / f"{name}-{number}.log",
             )
         )
     count = "a server" if len(programs) == 1 else f"{len(programs)} servers"

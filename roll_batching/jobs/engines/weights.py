@@ -22,7 +22,6 @@ from roll_batching.jobs.engines.asking import EngineClient
 from roll_batching.jobs.engines.make import weight_broadcast
 from roll_batching.jobs.engines.protocol import ServerProcess
 from roll_batching.jobs.engines.weight_broadcast import WeightBroadcast
-from roll_batching.jobs.run_folder import folder_of
 from roll_batching.strategy import MegatronInferStrategy
 from roll_batching.strategy.tensor_stream import TensorStream
 
@@ -36,8 +35,8 @@ def weights_folder(config: JobConfig) -> Path:
     """Where the model directories of the job's engine lie."""
     folder = config.actor_infer.engine_args.weights_folder
     if folder is None:
-        return folder_of(config) / WEIGHTS
-    run = os.path.abspath(folder_of(config))  # jobs of other folders may have the same name
+        return config.run_folder / WEIGHTS
+    run = os.path.abspath(config.run_folder)  # jobs of other folders may have the same name
     return Path(folder) / f"{config.exp_name}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
 
 

@@ -14,7 +14,6 @@ from roll_batching.jobs.launch.environment import RankInfo, rank_info
 from roll_batching.jobs.launch.failures import describe_failure, record_completion, record_failure
 from roll_batching.jobs.launch.logs import keep_log, log_notice, write_to_log
 from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_local_workers
-from roll_batching.jobs.run_folder import folder_of
 from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.lifetime import end_with_parent, forks_die_with_us
 
@@ -58,7 +57,7 @@ def run_rank(
         signal.signal(number, signal.SIG_DFL)
     forks_die_with_us()
     if job is None:
-        keep_log(folder_of(config), info, resumes=bool(config.resume_from_checkpoint))
+        keep_log(config.run_folder, info, resumes=bool(config.resume_from_checkpoint))
         job, _store = partial(_default_job(), start_workers=start_workers), _join_rendezvous(config, info)
     job(config)
     _leave_process_group()
@@ -88,7 +87,7 @@ def _exit(rank: int, error: BaseException, config: JobConfig) -> NoReturn:
     failure = describe_failure(rank, error)
     # Under torchrun every rank prints its own failure, and rank 0 prints one that all ranks share.
     if not record_failure(failure) and (not failure.agreed or rank == 0):
-        print(failure.frames + log_notice(folder_of(config), rank) + failure.line, file=sys.stderr)
+        print(failure.frames + log_notice(config.run_folder, rank) + failure.line, file=sys.stderr)
     else:
         write_to_log(failure.frames + failure.line)
     sys.stdout.flush()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.objectives.running import RunningMoments
+from roll_batching.jobs.objectives.stateful import RunningMoments
 
 AdvantageFunction = Callable[..., np.ndarray]
 """`(rewards, group_size, *, response_tokens) -> advantages`: float64[n], int, int64[n] -> float64[n]. Groups are
@@ -35,13 +35,13 @@ class AdvantageRule:
     """
 
     mean: Scope | None = "group"
-    """Whose mean reward is subtracted: that of the same prompt's responses, of all `rewards` (the domain's in this
-    step), of all steps so far (`running`), or none."""
+    """Mean to subtract: over the same prompt's responses, over all `rewards` (the domain's in this step), over all
+    steps so far (`running`), or none."""
     std: Scope | None = "group"
-    """Whose standard deviation divides: the sample's (over n - 1), plus 1e-6. Equal rewards are not divided, and a
-    single one neither."""
+    """Standard deviation to divide by: the sample's (over n - 1), plus 1e-6. Equal rewards, or a single one, are not
+    divided."""
     running: RunningMoments | None = None
-    """Those of all rewards so far, the step's own among them; for the scope "running"."""
+    """Moments of all rewards so far, this step's included; for the scope "running"."""
     reward_clip: float | None = None
     """Rewards are clipped to [-x, x] once they are normalised (as ROLL does)."""
     advantage_clip: float | None = None
@@ -78,17 +78,19 @@ def reinforce(
     return compute_advantages(rewards, group_size, rule, response_tokens=response_tokens)
 
 
-def checked(advantages: Any, rewards: np.ndarray, who: str) -> np.ndarray:
-    """`advantages` as float64. Raises DataError, naming `who` made them, unless there is a finite one per reward."""
+def check_advantages(advantages: Any, rewards: np.ndarray, source: str) -> np.ndarray:
+    """`advantages` as float64. Raises DataError, naming `source`, unless there is a finite one per reward."""
     try:
-        found = np.asarray(advantages, dtype=np.float64)
+        values = np.asarray(advantages, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise DataError(f"the advantages of {who} are no numbers ({error}): return float64[{len(rewards)}]") from error
-    if found.shape != rewards.shape:
-        raise DataError(f"the advantages of {who} have shape {found.shape}: return one per reward, {rewards.shape}")
-    if (bad := np.flatnonzero(~np.isfinite(found))).size:
-        raise DataError(f"the advantages of {who} at positions {bad[:5].tolist()} are not finite")
-    return found
+        raise DataError(
+            f"the advantages of {source} are not numbers ({error}): return float64[{len(rewards)}]"
+        ) from error
+    if values.shape != rewards.shape:
+        raise DataError(f"the advantages of {source} have shape {values.shape}: return one per reward, {rewards.shape}")
+    if (bad := np.flatnonzero(~np.isfinite(values))).size:
+        raise DataError(f"the advantages of {source} at positions {bad[:5].tolist()} are not finite")
+    return values
 
 
 def compute_advantages(
@@ -100,13 +102,13 @@ def compute_advantages(
     `mean="group"`, unless they are whitened. Raises DataError when the rewards do not make whole groups, are
     not finite, or are compared within groups of one, whose mean is their reward (peers give NaN, or the bare reward).
     """
-    rewards = grouped(rewards, group_size, compares="group" in (rule.mean, rule.std)).reshape(-1)
+    rewards = group_rewards(rewards, group_size, compares="group" in (rule.mean, rule.std)).reshape(-1)
     if not len(rewards):
         return rewards
-    return limited(_normalised(rewards, group_size, rule), rule, response_tokens)
+    return clip_and_whiten(_normalise(rewards, group_size, rule), rule, response_tokens)
 
 
-def grouped(rewards: np.ndarray, group_size: int, *, compares: bool = True) -> np.ndarray:
+def group_rewards(rewards: np.ndarray, group_size: int, *, compares: bool = True) -> np.ndarray:
     """A copy of `rewards` as float64[prompts, group_size]. `compares`: a group of one is an error.
 
     Raises DataError when they do not make whole groups or are not finite.
@@ -120,13 +122,13 @@ def grouped(rewards: np.ndarray, group_size: int, *, compares: bool = True) -> n
         raise DataError(f"rewards at positions {bad[:5].tolist()} are not finite")
     if group_size == 1 and compares and len(rewards):
         raise DataError(
-            "a group of one response has nothing to be compared with: sample at least two responses per prompt, or "
+            "a group of one response has no other to compare with: sample at least two responses per prompt, or "
             "normalise over the batch"
         )
     return rewards.reshape(-1, group_size)
 
 
-def centred(view: np.ndarray, baseline: np.ndarray | None = None) -> np.ndarray:
+def subtract_baseline(view: np.ndarray, baseline: np.ndarray | None = None) -> np.ndarray:
     """`view`, [groups, n], less a baseline per group, by default its mean; groups of equal numbers are exact zeros.
 
     The mean of equal numbers can differ from them in the last bit, and would push the policy at random.
@@ -136,42 +138,42 @@ def centred(view: np.ndarray, baseline: np.ndarray | None = None) -> np.ndarray:
     return result
 
 
-def limited(result: np.ndarray, rule: AdvantageRule, response_tokens: np.ndarray | None) -> np.ndarray:
-    """What `rule` asks for once rewards are normalised: clip, whiten, clip."""
+def clip_and_whiten(result: np.ndarray, rule: AdvantageRule, response_tokens: np.ndarray | None) -> np.ndarray:
+    """Normalised rewards clipped, whitened and clipped again, as `rule` says."""
     if rule.reward_clip is not None:
         result = result.clip(-rule.reward_clip, rule.reward_clip)
     if rule.whiten:
-        result = _whitened(result, response_tokens)
+        result = _whiten(result, response_tokens)
     if rule.advantage_clip is not None:
         result = result.clip(-rule.advantage_clip, rule.advantage_clip)
     return result
 
 
-def _normalised(rewards: np.ndarray, group_size: int, rule: AdvantageRule) -> np.ndarray:
+def _normalise(rewards: np.ndarray, group_size: int, rule: AdvantageRule) -> np.ndarray:
     if "running" in (rule.mean, rule.std) and rule.running is None:
-        raise DataError("rewards normalised by running moments need them: pass running=RunningMoments()")
+        raise DataError("mean or std 'running' needs the moments so far: pass running=RunningMoments()")
     views = {"group": rewards.reshape(-1, group_size), "batch": rewards.reshape(1, -1)}
     result = rewards.copy()
     if rule.mean == "running":
         assert rule.running is not None
         result = result - rule.running.mean
     elif rule.mean is not None:
-        result = centred(views[rule.mean]).reshape(-1)
+        result = subtract_baseline(views[rule.mean]).reshape(-1)
     if rule.std == "running":
         assert rule.running is not None
         result = result / (rule.running.deviation + EPSILON if rule.running.count > 1 else 1.0)
     elif rule.std is not None:
         view = views[rule.std]
         deviation = view.std(axis=1, ddof=min(1, view.shape[1] - 1), keepdims=True) + EPSILON
-        # Over the epsilon alone, rewards that do not vary would count a million times.
+        # Rewards without variance would be divided by the epsilon alone, and grow a millionfold.
         deviation[view.max(axis=1) == view.min(axis=1)] = 1.0
         result = (result.reshape(view.shape) / deviation).reshape(-1)
     return result
 
 
-def _whitened(advantages: np.ndarray, response_tokens: np.ndarray | None) -> np.ndarray:
+def _whiten(advantages: np.ndarray, response_tokens: np.ndarray | None) -> np.ndarray:
     if response_tokens is None or len(response_tokens) != len(advantages):
-        raise DataError("whitening counts each response's tokens: pass response_tokens, one per reward")
+        raise DataError("whitening weights each response by its tokens: pass response_tokens, one per reward")
     tokens = np.asarray(response_tokens, dtype=np.float64)
     count = tokens.sum()
     if count < 2:

@@ -1,4 +1,4 @@
-"""Advantage estimators that differ from `AdvantageRule` in what they subtract: one function per paper.
+"""Advantage estimators with a baseline other than those of `AdvantageRule`: one function per paper.
 
 Each is a function of the rewards of a step, group by group, as `AdvantageFunction` says; `limits` are the fields
 `reward_clip`, `advantage_clip` and `whiten` of `AdvantageRule`. With r the rewards of a group of n.
@@ -13,10 +13,10 @@ import numpy as np
 from roll_batching.jobs.objectives.advantages import (
     EPSILON,
     AdvantageRule,
-    centred,
+    clip_and_whiten,
     compute_advantages,
-    grouped,
-    limited,
+    group_rewards,
+    subtract_baseline,
 )
 
 
@@ -27,8 +27,8 @@ def rloo(
 
     REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740).
     """
-    found = centred(grouped(rewards, group_size)) * (group_size / max(group_size - 1, 1))
-    return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)
+    advantages = subtract_baseline(group_rewards(rewards, group_size)) * (group_size / max(group_size - 1, 1))
+    return clip_and_whiten(advantages.reshape(-1), AdvantageRule(**limits), response_tokens)
 
 
 def reinforce_plus_plus(
@@ -63,11 +63,11 @@ def opo(rewards: np.ndarray, group_size: int, *, response_tokens: np.ndarray, **
     On-policy RL with optimal baseline (Hao et al. 2025, arXiv 2505.23585). A group whose tokens are all masked takes
     its mean: nothing reads its advantages.
     """
-    view = grouped(rewards, group_size)
+    view = group_rewards(rewards, group_size)
     tokens = np.asarray(response_tokens, dtype=np.float64).reshape(view.shape)
     tokens[tokens.sum(axis=1) == 0] = 1.0
-    found = centred(view, (tokens * view).sum(axis=1) / tokens.sum(axis=1))
-    return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)
+    advantages = subtract_baseline(view, (tokens * view).sum(axis=1) / tokens.sum(axis=1))
+    return clip_and_whiten(advantages.reshape(-1), AdvantageRule(**limits), response_tokens)
 
 
 def gpg(
@@ -77,9 +77,9 @@ def gpg(
 
     Group policy gradient (Chu et al. 2025, arXiv 2504.02546), as verl has it; goes with the loss `gpg`.
     """
-    view = grouped(rewards, group_size)
-    found = centred(view) * (view.size / max(int(np.count_nonzero(view)), 1))
-    return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)
+    view = group_rewards(rewards, group_size)
+    advantages = subtract_baseline(view) * (view.size / max(int(np.count_nonzero(view)), 1))
+    return clip_and_whiten(advantages.reshape(-1), AdvantageRule(**limits), response_tokens)
 
 
 def pass_at_k(
@@ -90,14 +90,14 @@ def pass_at_k(
     The gradient of the best of n (Walder and Karkhanis 2025, Tang et al. 2025, arXiv 2503.19595), n being the group.
     `std` False: not divided.
     """
-    view = grouped(rewards, group_size)
+    view = group_rewards(rewards, group_size)
     order = np.sort(view, axis=1)
     lead = order[:, -1] - order[:, -2]
     if std:
         lead = lead / (view.std(axis=1, ddof=1) + EPSILON)
-    found = np.zeros_like(view)
-    found[np.arange(len(view)), view.argmax(axis=1)] = lead
-    return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)
+    advantages = np.zeros_like(view)
+    advantages[np.arange(len(view)), view.argmax(axis=1)] = lead
+    return clip_and_whiten(advantages.reshape(-1), AdvantageRule(**limits), response_tokens)
 
 
 def remax(
@@ -112,5 +112,5 @@ def remax(
 
     ReMax (Li et al. 2023, arXiv 2310.10505).
     """
-    found = grouped(rewards, group_size, compares=False) - np.asarray(baselines, dtype=np.float64)[:, None]
-    return limited(found.reshape(-1), AdvantageRule(**limits), response_tokens)
+    advantages = group_rewards(rewards, group_size, compares=False) - np.asarray(baselines, dtype=np.float64)[:, None]
+    return clip_and_whiten(advantages.reshape(-1), AdvantageRule(**limits), response_tokens)

@@ -1,4 +1,4 @@
-"""From a configuration to what runs: the loss, the advantage estimator, the schedule, the sampling."""
+"""Loss, advantage estimator, schedule and sampling settings of a job's configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.losses import LOSSES
 from roll_batching.jobs.config.objective_rules import advantage_arguments, loss_arguments, whitens
 from roll_batching.jobs.config.supervised import supervised
-from roll_batching.jobs.objectives.advantages import AdvantageFunction, checked
-from roll_batching.jobs.objectives.running import DomainMoments, KlCoefficient, Resumable
+from roll_batching.jobs.objectives.advantages import AdvantageFunction, check_advantages
+from roll_batching.jobs.objectives.stateful import DomainMoments, KlCoefficient, Stateful
 from roll_batching.jobs.objectives.token_rewards import TokenRewards
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.losses import constant_mean, loss_spec
@@ -27,22 +27,22 @@ from roll_batching.settings import TrainingArgs
 from roll_batching.strategy import GenerationSettings
 
 _ESTIMATORS = {"kl": "k1", "mse": "k2"}
-"""ROLL's names."""
+"""ROLL's names of KL estimators."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """What makes the advantages of a step: the estimator, called once per reward domain."""
+    """The advantage estimator of a job, called once per reward domain of a step."""
 
     name: str
-    """The estimator's, in errors."""
+    """Name of the estimator, for errors."""
     estimate: AdvantageFunction
     moments: DomainMoments | None = None
-    """Of all rewards so far, where the estimator normalises by them."""
+    """Moments of all rewards so far, where the estimator normalises by them."""
     greedy: bool = False
-    """It takes `baselines`, float64[prompts]: rewards of greedy answers."""
+    """Whether it takes `baselines`, float64[prompts]: rewards of greedy responses."""
     of_tokens: TokenRewards | None = None
-    """What makes advantages of tokens from those of samples."""
+    """Turns advantages of samples into advantages of tokens; None: the loss takes those of samples."""
 
     def __call__(
         self,
@@ -61,60 +61,62 @@ class Advantages:
         domains = np.full(len(rewards), "") if domains is None else domains
         result = np.empty(len(rewards))
         for domain in np.unique(domains).tolist():
-            here = domains == domain
-            given: dict[str, Any] = {} if baselines is None else {"baselines": baselines[here[::group_size]]}
+            members = domains == domain
+            options: dict[str, Any] = {} if baselines is None else {"baselines": baselines[members[::group_size]]}
             if self.moments is not None:
-                given["running"] = self.moments.update(domain, rewards[here])
-            # Copies, as every selection is: a function of anybody's own may work in place, and rewards are logged too.
-            found = self.estimate(rewards[here], group_size, response_tokens=response_tokens[here], **given)
+                options["running"] = self.moments.update(domain, rewards[members])
+            # A boolean index copies: a user's function may work in place, and the rewards are logged later.
+            advantages = self.estimate(
+                rewards[members], group_size, response_tokens=response_tokens[members], **options
+            )
             source = f"{self.name} for {domain}" if domain else self.name
-            result[here] = checked(found, rewards[here], source)
+            result[members] = check_advantages(advantages, rewards[members], source)
         return result
 
-    def carried(self) -> dict[str, Resumable]:
-        """What goes on from step to step, by name."""
+    def stateful_parts(self) -> dict[str, Stateful]:
+        """State between steps, by name."""
         kl = None if self.of_tokens is None else self.of_tokens.kl
-        parts: dict[str, Resumable | None] = {"reward_moments": self.moments, "reward_kl": kl}
+        parts: dict[str, Stateful | None] = {"reward_moments": self.moments, "reward_kl": kl}
         return {name: part for name, part in parts.items() if part is not None}
 
 
 def loss_of(config: JobConfig) -> Any:
-    """The loss object of the RL phase. Raises ConfigFileError with the places of `loss_function` and `loss_args`."""
-    name, at, below = config.loss_function, ("loss_function",), ("loss_args",)
+    """The loss object of `loss_function`. Raises ConfigFileError with the line of that key or of `loss_args`."""
+    name, name_path, args_path = config.loss_function, ("loss_function",), ("loss_args",)
     try:
         make = LOSSES.load(name)
     except ConfigError as error:
-        raise config.error(Problem(at, str(error))) from error
+        raise config.error(Problem(name_path, str(error))) from error
     registered = LOSSES.get(name)
     if registered is not None:
-        given = loss_arguments(config, registered)
-        if given.get("aggregation") == "constant_mean":
-            given["aggregation"] = constant_mean(config.loss_agg_length or config.response_length or 1)
+        arguments = loss_arguments(config, registered)
+        if arguments.get("aggregation") == "constant_mean":
+            arguments["aggregation"] = constant_mean(config.loss_agg_length or config.response_length or 1)
         try:
-            return make(**given)
-        except LossError as error:  # what its settings allow one by one and not together
-            raise config.error(Problem(at, str(error))) from error
+            return make(**arguments)
+        except LossError as error:  # settings that are valid one by one and not together
+            raise config.error(Problem(name_path, str(error))) from error
     if not callable(make):
-        raise config.error(Problem(at, f"{name!r} is a {type(make).__name__}: name a class of losses"))
+        raise config.error(Problem(name_path, f"{name!r} is a {type(make).__name__}: name a class of losses"))
     try:
-        given, problems = Arguments.of(f"the loss {name!r}", make).read(config.loss_args, below)
+        arguments, problems = Arguments.of(f"the loss {name!r}", make).read(config.loss_args, args_path)
     except ConfigError as error:
-        raise config.error(Problem(at, str(error))) from error
+        raise config.error(Problem(name_path, str(error))) from error
     if problems:
         raise config.error(*problems)
     try:
-        loss = make(**given)
-    except (Exception, SystemExit) as error:  # its constructor may raise anything, and call sys.exit
-        raise config.error(Problem(below, f"{name!r} refuses its settings: {describe_error(error)}")) from error
+        loss = make(**arguments)
+    except (Exception, SystemExit) as error:  # a user's constructor may raise anything, and call sys.exit
+        raise config.error(Problem(args_path, f"{name!r} refuses its settings: {describe_error(error)}")) from error
     try:
         loss_spec(loss)
     except LossError as error:
-        raise config.error(Problem(at, str(error))) from error
+        raise config.error(Problem(name_path, str(error))) from error
     return loss
 
 
 def advantages_of(config: JobConfig) -> Advantages:
-    """What makes advantages. Raises ConfigFileError with the place of `adv_estimator`."""
+    """The advantages of `adv_estimator`. Raises ConfigFileError with the line of that key."""
     name = config.adv_estimator
     try:
         function = ADVANTAGE_ESTIMATORS.load(name)
@@ -148,7 +150,7 @@ def _token_rewards(config: JobConfig) -> TokenRewards:
 
 
 def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:
-    """The RL phase's training arguments, `max_steps` being the optimizer steps that it will make."""
+    """Training arguments of the RL phase; `max_steps` counts optimizer steps."""
     args = config.actor_train.training_args
     if args.max_steps > 0 or not config.max_steps:
         return args
@@ -157,7 +159,7 @@ def schedule_of(config: JobConfig, dp_size: int) -> TrainingArgs:
 
 
 def supervised_schedule_of(config: JobConfig, texts: int, texts_per_step: int) -> TrainingArgs:
-    """Training arguments of a job whose task is sft or dpo, `max_steps` being the optimizer steps that it will make."""
+    """Training arguments of a job of task sft or dpo; `max_steps` counts optimizer steps."""
     steps = config.max_steps
     if config.num_train_epochs is not None and config.stream is None:
         steps = max(1, math.ceil(config.num_train_epochs * texts / texts_per_step))
@@ -165,7 +167,7 @@ def supervised_schedule_of(config: JobConfig, texts: int, texts_per_step: int) -
 
 
 def steps_key(config: JobConfig, phase: str) -> str:
-    """The key that sets how many steps `phase` has."""
+    """The configuration key that sets the number of steps of `phase`."""
     if phase == "warmup" and config.warmup is not None:
         return "warmup.training_args.max_steps" if config.warmup.num_train_epochs is None else "warmup.num_train_epochs"
     if supervised(config) and config.stream is not None:
@@ -174,7 +176,7 @@ def steps_key(config: JobConfig, phase: str) -> str:
 
 
 def sampling_of(config: JobConfig, tokenizer: Tokenizer | None, *, held_out: bool = False) -> GenerationSettings:
-    """How rollouts are sampled, or answers to held-out prompts; without a tokenizer by token 0 as the one that ends."""
+    """Sampling settings of rollouts, or of `held_out` evaluation. Without a tokenizer, token 0 ends a response."""
     args = (config.validation if held_out else config.actor_infer).generating_args
     model = config.actor_train.model_args.architecture
     return GenerationSettings(

@@ -1,8 +1,8 @@
-"""Advantages of tokens: discounted returns, with the divergence from the reference in the reward.
+"""Advantages of tokens: discounted returns, with the KL divergence from the reference in the reward.
 
 The reward of a response, as the estimator made it, is that of its last token; each token costs the coefficient times an
-estimate of its divergence. Its advantage is the discounted sum of what follows (ROLL's reinforce, slime's and verl's
-REINFORCE++), whitened and clipped where the job says so.
+estimate of its divergence. The advantage of a token is the discounted sum of the rewards after it (ROLL's reinforce,
+slime's and verl's REINFORCE++), whitened and clipped where the job says so.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from roll_batching.distributed import exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
 from roll_batching.jobs.objectives.advantages import VARIANCE_EPSILON
-from roll_batching.jobs.objectives.running import KlCoefficient
-from roll_batching.jobs.observe.metrics_file import Row
+from roll_batching.jobs.objectives.stateful import KlCoefficient
+from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.losses.estimators import ESTIMATORS, KL_BOUND, KlEstimator, k3
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.samples.positions import counted_positions, sample_of
@@ -26,93 +26,104 @@ from roll_batching.samples.positions import counted_positions, sample_of
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRewards:
-    """How a response's reward becomes advantages of its tokens."""
+    """Turns the reward of a response into advantages of its tokens."""
 
     gamma: float = 1.0
     """Discount per token of the sequence."""
     kl: KlCoefficient | None = None
-    """Weight of the divergence in the reward; reads `old_log_probs` and `ref_log_probs`. None: not in it."""
+    """Coefficient of the KL term in the reward, which reads `old_log_probs` and `ref_log_probs`. None: no KL term."""
     estimator: KlEstimator = "k1"
     whiten: bool = False
     """Mean 0 and deviation 1 over the tokens of each reward domain, as `AdvantageRule.whiten`."""
     clip: float | None = None
     """Advantages are clipped to [-x, x] last."""
 
-    def __call__(self, home: SampleBatch, layout: ParallelLayout, domains: np.ndarray) -> tuple[SampleBatch, Row]:
-        """`home`, this rank's samples of a step, with `advantages` of tokens (next_token), and columns. Collective.
+    def __call__(
+        self, local_batch: SampleBatch, layout: ParallelLayout, domains: np.ndarray
+    ) -> tuple[SampleBatch, Metrics]:
+        """This rank's samples of a step with `advantages` of tokens (next_token), and metrics. Collective.
 
         `domains`, text [n], are the reward domains of all samples of the step, by id.
         """
-        counted = counted_positions(home)
-        spent, row = None, Row()
+        counted = counted_positions(local_batch)
+        kl_cost, metrics = None, Metrics()
         if self.kl is not None:
-            divergence = torch.where(counted, self._divergence(home), 0.0)
-            spent = self.kl.value * divergence
-            row = self._followed(home, divergence, counted, layout)
-        found = returns(home, counted, self.gamma, spent)
+            divergence = torch.where(counted, self._divergence(local_batch), 0.0)
+            kl_cost = self.kl.value * divergence
+            metrics = self._update_coefficient(local_batch, divergence, counted, layout)
+        advantages = returns(local_batch, counted, self.gamma, kl_cost)
         if self.whiten:
-            found = _whitened(home, found, counted, layout, domains)
+            advantages = _whiten(local_batch, advantages, counted, layout, domains)
         if self.clip is not None:
-            found = found.clamp(-self.clip, self.clip)
-        values = torch.where(counted, found, 0.0).float()
-        return home.with_fields({"advantages": values}, {"advantages": FieldSpec("next_token")}), row
+            advantages = advantages.clamp(-self.clip, self.clip)
+        advantages = torch.where(counted, advantages, 0.0).float()
+        return local_batch.with_fields({"advantages": advantages}, {"advantages": FieldSpec("next_token")}), metrics
 
-    def _divergence(self, home: SampleBatch) -> torch.Tensor:
-        other, sampled = home["ref_log_probs"].cpu().double(), home["old_log_probs"].cpu().double()
-        return k3(other, sampled, KL_BOUND) if self.estimator == "k3" else ESTIMATORS[self.estimator](other, sampled)
+    def _divergence(self, batch: SampleBatch) -> torch.Tensor:
+        reference, old = batch["ref_log_probs"].cpu().double(), batch["old_log_probs"].cpu().double()
+        if self.estimator == "k3":
+            return k3(reference, old, KL_BOUND)
+        return ESTIMATORS[self.estimator](reference, old)
 
-    def _followed(
-        self, home: SampleBatch, divergence: torch.Tensor, counted: torch.Tensor, layout: ParallelLayout
-    ) -> Row:
-        """The step's divergence, which moves the coefficient: mean over samples of the mean over tokens."""
+    def _update_coefficient(
+        self, batch: SampleBatch, divergence: torch.Tensor, counted: torch.Tensor, layout: ParallelLayout
+    ) -> Metrics:
+        """Adapt the coefficient to the step's divergence: mean over samples of the mean over tokens. Collective."""
         assert self.kl is not None
-        sample = sample_of(home)
-        tokens = torch.zeros(len(home), dtype=torch.float64).index_add_(0, sample, counted.double())
-        sums = torch.zeros(len(home), dtype=torch.float64).index_add_(0, sample, divergence)
-        mean = sums / tokens.clamp(min=1)
-        total, samples = _summed(layout, "the divergence in the reward", float(mean.sum()), float((tokens > 0).sum()))
-        current, used = total / max(samples, 1.0), self.kl.value
-        if not math.isfinite(current):
+        sample = sample_of(batch)
+        tokens = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, sample, counted.double())
+        sums = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, sample, divergence)
+        means = sums / tokens.clamp(min=1)
+        total, samples = _sum_over_ranks(
+            layout, "the divergence in the reward", float(means.sum()), float((tokens > 0).sum())
+        )
+        mean, coefficient = total / max(samples, 1.0), self.kl.value
+        if not math.isfinite(mean):
             raise DataError("the divergence in the reward is not finite: log-probs of policy and reference overflow")
-        self.kl.update(current, int(samples))
-        return {"reward_kl": current, "reward_kl_coef": used}
+        self.kl.update(mean, int(samples))
+        return {"reward_kl": mean, "reward_kl_coef": coefficient}
 
 
-def returns(batch: SampleBatch, counted: torch.Tensor, gamma: float, spent: torch.Tensor | None = None) -> torch.Tensor:
-    """[tokens] float64, next_token: what follows of `advantages` (sample field), less what each token `spent`."""
+def returns(
+    batch: SampleBatch, counted: torch.Tensor, gamma: float, kl_cost: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Discounted returns of tokens: [tokens] float64, next_token.
+
+    `advantages` (sample field) is the reward of the last counted token; `kl_cost`, [tokens], is subtracted from each.
+    """
     count, ends = len(batch), batch.offsets[1:]
-    found = torch.zeros(batch.num_tokens, dtype=torch.float64) if spent is None else -spent.double()
+    result = torch.zeros(batch.num_tokens, dtype=torch.float64) if kl_cost is None else -kl_cost.double()
     place = torch.where(counted, torch.arange(batch.num_tokens), -1)
     last = torch.full((count,), -1).scatter_reduce_(0, sample_of(batch), place, "amax")
-    answered = last >= 0
-    found[last[answered]] += batch["advantages"].double().cpu()[answered]
+    has_response = last >= 0
+    result[last[has_response]] += batch["advantages"].double().cpu()[has_response]
     following = torch.zeros(count, dtype=torch.float64)
     longest = int(batch.lengths.max()) if count else 0
-    for back in range(longest):
-        here = torch.nonzero(batch.lengths > back)[:, 0]
-        at = ends[here] - 1 - back
-        following[here] = found[at] + gamma * following[here]
-        found[at] = following[here]
-    return found
+    for back in range(longest):  # from the samples' ends, one token of every sample at a time
+        long_enough = torch.nonzero(batch.lengths > back)[:, 0]
+        at = ends[long_enough] - 1 - back
+        following[long_enough] = result[at] + gamma * following[long_enough]
+        result[at] = following[long_enough]
+    return result
 
 
-def _whitened(
-    home: SampleBatch, values: torch.Tensor, counted: torch.Tensor, layout: ParallelLayout, domains: np.ndarray
+def _whiten(
+    batch: SampleBatch, values: torch.Tensor, counted: torch.Tensor, layout: ParallelLayout, domains: np.ndarray
 ) -> torch.Tensor:
     names, numbers = np.unique(domains, return_inverse=True)
-    domain = torch.from_numpy(numbers)[home.ids][sample_of(home)]
+    domain = torch.from_numpy(numbers)[batch.ids][sample_of(batch)]
 
-    def sums(of: torch.Tensor) -> torch.Tensor:
+    def sum_by_domain(of: torch.Tensor) -> torch.Tensor:
         parts = torch.zeros(len(names), dtype=torch.float64).index_add_(0, domain[counted], of[counted])
-        return torch.tensor(_summed(layout, "whitening", *parts.tolist()), dtype=torch.float64)
+        return torch.tensor(_sum_over_ranks(layout, "whitening", *parts.tolist()), dtype=torch.float64)
 
-    count = sums(torch.ones_like(values))
-    mean = (sums(values) / count.clamp(min=1))[domain]
-    variance = sums((values - mean) ** 2) / (count - 1).clamp(min=1)
+    count = sum_by_domain(torch.ones_like(values))
+    mean = (sum_by_domain(values) / count.clamp(min=1))[domain]
+    variance = sum_by_domain((values - mean) ** 2) / (count - 1).clamp(min=1)
     return torch.where((count < 2)[domain], values, (values - mean) * torch.rsqrt(variance + VARIANCE_EPSILON)[domain])
 
 
-def _summed(layout: ParallelLayout, what: str, *numbers: float) -> list[float]:
+def _sum_over_ranks(layout: ParallelLayout, action: str, *numbers: float) -> list[float]:
     """Sums over the data-parallel ranks, the same on every rank."""
-    parts = exchange(layout.host_group, what, lambda: numbers if layout.is_replica_leader else None)
+    parts = exchange(layout.host_group, action, lambda: numbers if layout.is_replica_leader else None)
     return [math.fsum(column) for column in zip(*(part for part in parts if part is not None), strict=True)]

@@ -11,14 +11,14 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from roll_batching.files import whole_file
-from roll_batching.jobs.observe.metrics_file import Row
+from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.observe.numbers import fixed
 
 INK, SOFT, GRID = "#1f2933", "#8793a1", "#e4e8ec"
 BLUE, ORANGE, GREEN, GREY = "#2563a8", "#d9622b", "#2e8b6f", "#aab4be"
 
 
-def plot_learning_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
+def plot_learning_curve(rows: Sequence[Metrics], path: Path, *, title: str) -> None:
     """Draw the rows of phase `rl` into `path` (PNG): reward, response length, marks, padding by mode.
 
     Columns that no row has are left out of the picture. Without any `rl` row, the loss of training and, where it was
@@ -41,7 +41,7 @@ def plot_learning_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
         figure.savefig(partial)
 
 
-def _reward_panel(axes: Axes, rows: Sequence[Row]) -> None:
+def _reward_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
     _dress(axes, "Reward", percent=False)
     _line(axes, rows, "reward", GREY, "training prompts, each step", width=1.2)
     _smooth(axes, rows, "reward", BLUE, "its mean over 5 steps")
@@ -64,7 +64,7 @@ def _reward_panel(axes: Axes, rows: Sequence[Row]) -> None:
     _legend(axes)
 
 
-def _length_panel(axes: Axes, rows: Sequence[Row]) -> None:
+def _length_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
     _dress(axes, "Response length, tokens", percent=False)
     _line(axes, rows, "response_length_max", GREY, "longest of the step", width=1.2)
     _line(axes, rows, "response_length_mean", BLUE, "mean")
@@ -72,7 +72,7 @@ def _length_panel(axes: Axes, rows: Sequence[Row]) -> None:
     _legend(axes)
 
 
-def _marks_panel(axes: Axes, rows: Sequence[Row]) -> None:
+def _marks_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
     names = sorted({key for row in rows for key in row if key.startswith("mark/")})
     _dress(axes, "Share of answers" if names else "Clipped share of tokens", percent=True)
     for name, color in zip(names or ["clip_fraction"], (GREEN, ORANGE, BLUE, GREY), strict=False):
@@ -81,7 +81,7 @@ def _marks_panel(axes: Axes, rows: Sequence[Row]) -> None:
     _legend(axes)
 
 
-def _padding_panel(axes: Axes, rows: Sequence[Row]) -> None:
+def _padding_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
     _dress(axes, "Computed tokens that are padding", percent=True)
     for mode, color in (("padded", GREY), ("dynamic", ORANGE), ("packed", BLUE)):
         pairs = [
@@ -93,7 +93,7 @@ def _padding_panel(axes: Axes, rows: Sequence[Row]) -> None:
     _legend(axes)
 
 
-def _loss_panel(axes: Axes, rows: Sequence[Row]) -> None:
+def _loss_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
     _dress(axes, "Loss", percent=False)
     _line(axes, rows, "loss", BLUE, "training, each step")
     measured = [(r["eval_updates"], r["eval_loss"]) for r in rows if r.get("eval_loss") is not None]
@@ -121,25 +121,25 @@ def _legend(axes: Axes) -> None:
         axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="best")
 
 
-def _line(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str, width: float = 1.8) -> None:
+def _line(axes: Axes, rows: Sequence[Metrics], key: str, color: str, label: str, width: float = 1.8) -> None:
     steps, values = _column(rows, key)
     if steps:
         axes.plot(steps, values, color=color, linewidth=width, label=label)
 
 
-def _smooth(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str) -> None:
+def _smooth(axes: Axes, rows: Sequence[Metrics], key: str, color: str, label: str) -> None:
     steps, values = _column(rows, key)
     if len(steps) >= 5:
         means = [sum(values[i - 4 : i + 1]) / 5 for i in range(4, len(values))]
         axes.plot(steps[4:], means, color=color, linewidth=2, label=label)
 
 
-def _column(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
+def _column(rows: Sequence[Metrics], key: str) -> tuple[list[int], list[float]]:
     kept = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
     return [s for s, _ in kept], [v for _, v in kept]
 
 
-def _held_out(rows: Sequence[Row]) -> tuple[list[int], list[float]]:
+def _held_out(rows: Sequence[Metrics]) -> tuple[list[int], list[float]]:
     """Held-out rewards by the number of updates that had been made."""
     kept = [(r["eval_updates"], r["eval_reward"]) for r in rows if r.get("eval_reward") is not None]
     return [s for s, _ in kept], [v for _, v in kept]

@@ -18,14 +18,14 @@ from roll_batching.files import cause, whole_file
 METRICS = "metrics.jsonl"
 EVENTS = "tensorboard"
 
-Row = dict[str, Any]
+Metrics = dict[str, Any]
 """Column -> number, text, or None. Every row has `step` (from 1 in each phase) and `phase`."""
 
 
 class Tracker(Protocol):
     """Takes rows as well, somewhere else."""
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Metrics) -> None:
         """One more row."""
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class MetricsWriter:
     ) -> None:
         self._tracker = tracker
         self.path = folder / METRICS
-        self.rows: list[Row] = []
+        self.rows: list[Metrics] = []
         self._file: TextIO | None = None
         self._events: Any = None
         if not enabled:
@@ -107,7 +107,7 @@ class MetricsWriter:
         if self._tracker is not None:
             self._tracker.add(kept)
 
-    def _add_events(self, row: Row) -> None:
+    def _add_events(self, row: Metrics) -> None:
         assert self._events is not None
         for key, value in row.items():
             if key != "step" and isinstance(value, (int, float)):
@@ -139,12 +139,12 @@ def _leave_errors_of_events_to_flush() -> None:
     threading.excepthook = hook
 
 
-def read_metrics(path: Path) -> list[Row]:
+def read_metrics(path: Path) -> list[Metrics]:
     """The rows of a metrics.jsonl. A last line that a killed run did not finish is left out.
 
     Raises RollBatchingError, naming the line, when another line is no row.
     """
-    rows: list[Row] = []
+    rows: list[Metrics] = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -161,7 +161,7 @@ def read_metrics(path: Path) -> list[Row]:
     return rows
 
 
-def rows_until(rows: list[Row], phase: str, step: int) -> list[Row]:
+def rows_until(rows: list[Metrics], phase: str, step: int) -> list[Metrics]:
     """The rows up to the last one of this phase that is not later than `step`."""
     last = max((i for i, r in enumerate(rows) if r["phase"] == phase and r["step"] <= step), default=-1)
     if last < 0:  # nothing of the phase yet: keep the phases before it
@@ -169,7 +169,7 @@ def rows_until(rows: list[Row], phase: str, step: int) -> list[Row]:
     return rows[: last + 1]
 
 
-def _as_line(row: Row) -> str:
+def _as_line(row: Metrics) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 

@@ -43,11 +43,11 @@ class ProgressReporter:
         self._started = self._shown = 0.0
         self._first = 0
 
-    def start(self, phase: str, total: int, done: int = 0) -> None:
-        """Begin a phase of `total` steps, `done` of which lie behind (a resumed run)."""
+    def start_phase(self, phase: str, total: int, completed_steps: int = 0) -> None:
+        """Show a phase of `total` steps, of which a resumed run has completed some."""
         if not self.enabled:
             return
-        self._phase, self._total, self._first = phase, total, done
+        self._phase, self._total, self._first = phase, total, completed_steps
         self._started, self._shown = time.monotonic(), -SECONDS_BETWEEN_LINES
         if self.console.is_terminal:
             if self._bars is None:
@@ -62,7 +62,7 @@ class ProgressReporter:
                     console=self.console,
                 )
                 self._bars.start()
-            self._task = self._bars.add_task(phase, total=total, completed=done, values="")
+            self._task = self._bars.add_task(phase, total=total, completed=completed_steps, values="")
 
     def advance(self, step: int, values: Mapping[str, float | None]) -> None:
         """Step number `step` is over; `values` are shown beside it (None is left out)."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from roll_batching.jobs.observe.metrics_file import Row
+from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.observe.numbers import fixed
 
 MODES = (
@@ -21,7 +21,7 @@ MODES = (
 _NOT_SHOWN = ("eval_updates", "eval_samples")
 
 
-def summarize(rows: Sequence[Row]) -> dict[str, float]:
+def summarize(rows: Sequence[Metrics]) -> dict[str, float]:
     """Figures of a run's `rl` rows (or, without any, of its other rows).
 
     Of what was held out, before and after: `reward_before` and `reward_after`, the same for every mark's share and for

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import ConfigError, RollBatchingError
-from roll_batching.jobs.observe.metrics_file import Row
+from roll_batching.jobs.observe.metrics_file import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class TrackedRun:
                 "track_with out"
             ) from None
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Metrics) -> None:
         """Logs the numbers of `row` under the names that TensorBoard has, `phase/column`.
 
         Raises RollBatchingError when the tracker does not take them.

@@ -1,9 +1,10 @@
-"""Rollouts ahead of training: what each step trains on was asked for some steps before, and drawn meanwhile.
+"""Asynchronous rollouts: requests for later steps are sampled in other processes while earlier steps train.
 
 Requests are numbered in the order of the prompts, and a step takes those of its own prompts: every prompt is trained on
-once, in the order of a synchronous run, and the data's position is that of the steps done. After s steps the requests
-of at most 1 + s + `async_generation_ratio` steps have been made; so a sample is at most `async_generation_ratio` steps
-old (rounded up), and a sampler that is faster than training waits. With a ratio of 0 the two take turns.
+once, in the order of a synchronous run, and the data's position is that of the completed steps. After s steps the
+requests of at most 1 + s + `async_generation_ratio` steps have been sent; so a sample is at most
+`async_generation_ratio` steps old (rounded up), and a sampler that is faster than training waits. With a ratio of 0 the
+two take turns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,187 +26,168 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.engines.asking import joined
 from roll_batching.jobs.engines.weights import weights_folder
-from roll_batching.jobs.observe.metrics_file import Row
+from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.roles.client import SAMPLER, RoleClient
 from roll_batching.jobs.roles.messages import Weights, answer_timeout
 from roll_batching.jobs.roles.sampler import Answer, Request
 from roll_batching.jobs.rollouts.prompts import Prompts, prompt_stream
 from roll_batching.jobs.rollouts.rollout import StepScores
-from roll_batching.jobs.run.run import Run
-from roll_batching.jobs.run_folder import folder_of
+from roll_batching.jobs.run.context import JobContext
 from roll_batching.jobs.seeds import step_seed
-from roll_batching.jobs.streams.rollout_queue import QueueFigures
+from roll_batching.jobs.streams.rollout_queue import QueueMetrics
 from roll_batching.jobs.texts.texts import Prompt
 from roll_batching.samples import FieldSpec, SampleBatch, rank_slice
 
 WEIGHTS = "weights"
-"""Folder, in the run's, of weights on their way to the sampler."""
-_KINDS = {"input_ids": FieldSpec("token"), "response_mask": FieldSpec("token"), "log_probs": FieldSpec("next_token")}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """What a step trains on."""
-
-    batch: SampleBatch
-    """This data-parallel rank's responses, as `rollout.Rollouts` has them."""
-    scores: StepScores
-    columns: Row
+"""Folder of the weights that the sampler loads, in the run's folder (or the engine's weights folder)."""
+_SCHEMA = {"input_ids": FieldSpec("token"), "response_mask": FieldSpec("token"), "log_probs": FieldSpec("next_token")}
 
 
 class AsyncRollouts:
-    """The rollouts of a sampler that does not train. Building it, and every method but `close`, is collective.
+    """The rollouts of a sampler in its own processes. Building it, and every method but `close`, is collective.
 
-    `served` is the job with the URLs of its engine's servers, as the sampler needs it.
+    `sampler_config` is the job's settings with the URLs of its engine's servers.
 
     Raises RankError, the same on all ranks, when the sampler fails or may not be started again.
     """
 
-    def __init__(self, run: Run, stream: Prompts, served: JobConfig) -> None:
-        self.config, self.strategy, self.stream = run.config, run.strategy, stream
-        self.engine = uses_engine(run.config)
-        self.parts = parts_of(self.config.async_generation_ratio, self.config.rollout_batch_size)
-        self.sampler = RoleClient(served, SAMPLER, run.start_workers) if dist.get_rank() == 0 else None
-        self.folder = (weights_folder(self.config) if self.engine else folder_of(self.config)) / WEIGHTS
-        self._made = 0
+    def __init__(self, context: JobContext, stream: Prompts, sampler_config: JobConfig) -> None:
+        self.config, self.strategy, self.stream = context.config, context.strategy, stream
+        self.uses_engine = uses_engine(self.config)
+        self.parts = parts_per_step(self.config.async_generation_ratio, self.config.rollout_batch_size)
+        self.client = RoleClient(sampler_config, SAMPLER, context.start_workers) if dist.get_rank() == 0 else None
+        parent = weights_folder(self.config) if self.uses_engine else self.config.run_folder
+        self.folder = parent / WEIGHTS
+        self._num_requests = 0
+        """Sent so far, those of completed steps included."""
         self._prompts: list[Prompt] = []
-        """Of the step whose request was made last."""
-        self._requests: dict[int, Request] = {}
-        """Made and not trained on."""
+        """Of the step of the last request."""
+        self._pending: dict[int, Request] = {}
+        """Requests by number whose step is not completed."""
         self._version = 0
-        self._ahead = prompt_stream(self.config, run.inputs)
-        with self._agreed("starting the sampler"):
-            if self.sampler is not None:
-                self.sampler.start()
+        self._request_stream = prompt_stream(self.config, context.inputs)
+        """The prompts again, as far as requests have come; `stream` is at the step that trains."""
+        with self._consensus("starting the sampler"):
+            if self.client is not None:
+                self.client.start()
 
-    def begin(self, done: int) -> None:
-        """The first of the remaining steps is about to run, after `done` of them; weights and stream are in place."""
-        with self._agreed("starting the sampler"):
+    def start_after(self, completed_steps: int) -> None:
+        """Send the current weights and the first requests. Called with weights and stream restored."""
+        with self._consensus("starting the sampler"):
             if dist.get_rank() == 0:
-                shutil.rmtree(self.folder, ignore_errors=True)  # what an earlier run was killed over
-        self._ahead.load_state_dict(self.stream.state_dict())
-        self._made = done * self.parts
-        self.trained(done)
+                shutil.rmtree(self.folder, ignore_errors=True)  # a killed run may have left some
+        self._request_stream.load_state_dict(self.stream.state_dict())
+        self._num_requests = completed_steps * self.parts
+        self.publish_weights(completed_steps)
 
-    def trained(self, step: int) -> Row:
-        """The weights after `step` are done: the sampler gets them, and is asked for what they allow."""
-        began = time.perf_counter()
+    def publish_weights(self, step: int) -> Metrics:
+        """Send the weights after `step`, and the requests that they allow; metrics of the transfer."""
+        started = time.perf_counter()
         if step == self.config.max_steps:
             return {}
         path = self.folder / f"version-{step:06d}"
-        if self.engine:
+        if self.uses_engine:
             self.strategy.export(path, replaces=lambda path: True)
         else:
             self.strategy.save(path, optimizer=False, manifest=False)
         self._version = step
-        with self._agreed("asking for rollouts"):
-            if self.sampler is not None:
-                self.sampler.publish(Weights(version=step, path=path.resolve()))
-                most = math.floor((step + 1 + self.config.async_generation_ratio) * self.parts)
-                while self._made < min(most, self.config.max_steps * self.parts):
-                    self._ask(self.sampler)
-        return {"weights_seconds": time.perf_counter() - began}
+        with self._consensus("asking for rollouts"):
+            if self.client is not None:
+                self.client.publish(Weights(version=step, path=path.resolve()))
+                allowed = math.floor((step + 1 + self.config.async_generation_ratio) * self.parts)
+                while self._num_requests < min(allowed, self.config.max_steps * self.parts):
+                    self._send_request(self.client)
+        return {"weights_seconds": time.perf_counter() - started}
 
-    def take(self, step: int) -> Drawn:
-        """The rollouts of `step`, waited for; drawn again where their weights are older than `max_staleness`."""
-        next(self.stream)  # the position of this step; its prompts were drawn from `_ahead`
-        answers = self.parts if self.config.max_staleness is None else 2 * self.parts  # those that are dropped, again
-        found: list[Any] = [None]
+    def take(self, step: int) -> tuple[SampleBatch, StepScores, Metrics]:
+        """This rank's responses of `step` (as `Rollouts.batch`), the scores of all ranks, metrics. Waits for them.
+
+        Responses of weights older than `max_staleness` are dropped and sampled again.
+        """
+        next(self.stream)  # advances the saved position; the prompts came from `_request_stream`
+        answers = self.parts if self.config.max_staleness is None else 2 * self.parts  # dropped ones are sampled again
+        step_rollouts: list[Any] = [None]
         patience = answer_timeout(self.config, answers)
         with consensus(self.strategy.layout.host_group, "rollouts", patience=patience):
-            if self.sampler is not None:
-                found = [self._taken(self.sampler, step)]
+            if self.client is not None:
+                step_rollouts = [self._collect(self.client, step)]
         if dist.get_world_size() > 1:
-            dist.broadcast_object_list(found, src=0, group=self.strategy.layout.host_group)
-        batch, scores, columns = found[0]
+            dist.broadcast_object_list(step_rollouts, src=0, group=self.strategy.layout.host_group)
+        batch, scores, metrics = step_rollouts[0]
         layout = self.strategy.layout
-        mine = np.arange(len(batch))[rank_slice(len(batch), layout.dp_rank, layout.dp_size)]
-        return Drawn(batch=batch.select(mine), scores=scores, columns=columns)
+        share = np.arange(len(batch))[rank_slice(len(batch), layout.dp_rank, layout.dp_size)]
+        return batch.select(share), scores, metrics
 
     def close(self) -> None:
-        """Ends the sampler."""
-        if self.sampler is not None:
-            self.sampler.close()
+        """End the sampler's processes and remove its weights."""
+        if self.client is not None:
+            self.client.close()
             shutil.rmtree(self.folder, ignore_errors=True)
-            if self.engine:
-                with contextlib.suppress(OSError):  # something else lies there
+            if self.uses_engine:
+                with contextlib.suppress(OSError):  # not empty
                     self.folder.parent.rmdir()
 
-    def _agreed(self, what: str) -> contextlib.AbstractContextManager[Any]:
-        return consensus(self.strategy.layout.host_group, what)
+    def _consensus(self, action: str) -> contextlib.AbstractContextManager[Any]:
+        return consensus(self.strategy.layout.host_group, action)
 
-    def _ask(self, sampler: RoleClient) -> None:
-        """The next request."""
-        step, part = divmod(self._made, self.parts)
+    def _send_request(self, client: RoleClient) -> None:
+        """Send the next request: one part of a step's prompts."""
+        step, part = divmod(self._num_requests, self.parts)
         if part == 0:
-            self._prompts = next(self._ahead)
+            self._prompts = next(self._request_stream)
         prompts = self._prompts[rank_slice(len(self._prompts), part, self.parts)]
-        seed = step_seed(self.config.seed, step + 1, part)  # in one part: that of a synchronous run
+        seed = step_seed(self.config.seed, step + 1, part)  # with one part per step: that of a synchronous run
         shown = self.config.rollout_samples  # of the whole step; -1: all
         shown = -(-shown // self.parts) if shown > 0 else shown
-        request = Request(number=self._made, prompts=prompts, seed=seed, shown=shown)
-        self._requests[request.number] = request
-        sampler.ask(request)
-        self._made += 1
+        request = Request(number=self._num_requests, prompts=prompts, seed=seed, shown=shown)
+        self._pending[request.number] = request
+        client.ask(request)
+        self._num_requests += 1
 
-    def _taken(self, sampler: RoleClient, step: int) -> tuple[SampleBatch, StepScores, Row]:
-        """The rollouts of `step` as one batch, ids by place, and how they came. On rank 0."""
-        began, figures = time.monotonic(), QueueFigures()
-        wanted = range((step - 1) * self.parts, step * self.parts)
+    def _collect(self, client: RoleClient, step: int) -> tuple[SampleBatch, StepScores, Metrics]:
+        """The rollouts of `step` on all ranks as one batch, with ids by place, and metrics. On rank 0."""
+        started, queue = time.monotonic(), QueueMetrics()
+        numbers = range((step - 1) * self.parts, step * self.parts)
         answers: dict[int, Answer] = {}
-        while missing := [number for number in wanted if number not in answers]:
-            for answer in sampler.take(missing):
-                age, count = self._version - answer.version, len(answer.lengths)
-                if age > self.config.staleness_bound:
-                    figures.dropped += count
-                    sampler.ask(self._requests[answer.number])
+        while missing := [number for number in numbers if number not in answers]:
+            for answer in client.take(missing):
+                staleness, count = self._version - answer.version, len(answer.lengths)
+                if staleness > self.config.staleness_bound:
+                    queue.dropped += count
+                    client.ask(self._pending[answer.number])
                     continue
                 answers[answer.number] = answer
-                figures.taken += count
-                figures.staleness += age * count
-                figures.most = max(figures.most, age)
-        for number in wanted:
-            del self._requests[number]
-        figures.waited = time.monotonic() - began
-        columns = figures.to_row(sampler.ready) | {
+                queue.add(staleness, count)
+        for number in numbers:
+            del self._pending[number]
+        queue.wait_seconds = time.monotonic() - started
+        metrics = queue.to_dict(client.ready) | {
             "sampler_seconds": sum(answer.seconds for answer in answers.values()),
-            "sampler_restarts": sampler.restarts,
+            "sampler_restarts": client.restarts,
         }
-        ordered = [answers[number] for number in wanted]
-        columns |= joined([answer.figures for answer in ordered])
-        return _batch_of(ordered), _scores_of(ordered), columns
+        ordered = [answers[number] for number in numbers]
+        metrics |= joined([answer.figures for answer in ordered])
+        return _concat_batches(ordered), _concat_scores(ordered), metrics
 
 
-def parts_of(ratio: float, prompts: int) -> int:
-    """Requests of a step: one where whole steps are ahead, else as many as tell the part of one that is."""
-    beyond = ratio - math.floor(ratio)
-    return min(math.ceil(1 / beyond), prompts) if beyond else 1
+def parts_per_step(ratio: float, prompts: int) -> int:
+    """Requests of a step: 1 for a whole `ratio`; else as many as can express its fraction, at most `prompts`."""
+    fraction = ratio - math.floor(ratio)
+    return min(math.ceil(1 / fraction), prompts) if fraction else 1
 
 
-def _batch_of(answers: Sequence[Answer]) -> SampleBatch:
+def _concat_batches(answers: Sequence[Answer]) -> SampleBatch:
     lengths = torch.from_numpy(np.concatenate([answer.lengths for answer in answers]))
-    columns = {name: torch.from_numpy(np.concatenate([answer.fields[name] for answer in answers])) for name in _KINDS}
-    return SampleBatch(torch.arange(len(lengths)), lengths, columns, _KINDS)
+    columns = {name: torch.from_numpy(np.concatenate([answer.fields[name] for answer in answers])) for name in _SCHEMA}
+    return SampleBatch(torch.arange(len(lengths)), lengths, columns, _SCHEMA)
 
 
-def _scores_of(answers: Sequence[Answer]) -> StepScores:
-    """The scores of answers one after the other, as of one; ids count on."""
-    parts: list[StepScores] = [answer.scores for answer in answers]
-    firsts = np.cumsum([0, *(len(part.ids) for part in parts)])
-    names = sorted({name for part in parts for name in part.marks})
-
-    def mark(part: StepScores, name: str) -> np.ndarray:
-        return part.marks.get(name, np.zeros(len(part.ids), dtype=bool))
-
-    values: dict[str, Any] = {
-        "ids": np.arange(firsts[-1]),
-        "marks": {name: np.concatenate([mark(part, name) for part in parts]) for name in names},
-        "said": [
-            {**line, "id": int(first) + line["id"], "version": answer.version}
-            for answer, first in zip(answers, firsts, strict=False)
-            for line in answer.scores.said
-        ],
-    }
-    for name in (field.name for field in fields(StepScores) if field.name not in values):
-        values[name] = np.concatenate([getattr(part, name) for part in parts])
-    return StepScores(**values)
+def _concat_scores(answers: Sequence[Answer]) -> StepScores:
+    """The scores of all answers, ids counted on from answer to answer; log lines get the version of their weights."""
+    first_ids = np.cumsum([0, *(len(answer.lengths) for answer in answers)])
+    parts = []
+    for answer, first in zip(answers, first_ids.tolist(), strict=False):
+        scores: StepScores = answer.scores
+        lines = [{**line, "id": first + line["id"], "version": answer.version} for line in scores.sample_log]
+        parts.append(replace(scores, ids=first + scores.ids, sample_log=lines))
+    return StepScores.concat(parts)

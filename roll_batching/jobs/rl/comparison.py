@@ -1,4 +1,4 @@
-"""What the same samples would cost in the other batching modes: planned, not run."""
+"""Computed tokens of the same samples in the other batching modes: planned, not run."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from roll_batching.planning import ParallelDims, PlanConstraints, plan_step
 
 
 class ModeComparison:
-    """Computed tokens of a mini-batch in each mode, under the settings that `worker` has for that mode.
+    """Computed tokens of a mini-batch in each mode, under the settings that `role` has for that mode.
 
     A mode without a cap of its own takes the cap of the mode that runs.
     """
 
-    def __init__(self, worker: WorkerConfig, dims: ParallelDims, *, sequence_length: int) -> None:
+    def __init__(self, role: WorkerConfig, dims: ParallelDims, *, sequence_length: int) -> None:
         cap = (
-            worker.batching().train.max_tokens
-            or worker.sequence_packing_args.max_packed_sequence_length_train
-            or worker.max_tokens_per_microbatch_in_train
-            or worker.training_args.per_device_train_batch_size * sequence_length
+            role.batching().train.max_tokens
+            or role.sequence_packing_args.max_packed_sequence_length_train
+            or role.max_tokens_per_microbatch_in_train
+            or role.training_args.per_device_train_batch_size * sequence_length
         )
-        packing = worker.sequence_packing_args
+        packing = role.sequence_packing_args
         packed_cap = packing.max_packed_sequence_length_train or cap
         self._full = sequence_length
-        planning = worker.planning_args
-        if planning.oversize == "error":  # it fits in the mode that runs, whose cap may be another
+        planning = role.planning_args
+        if planning.oversize == "error":  # samples fit the running mode's cap, which may be larger
             planning = planning.model_copy(update={"oversize": "alone"})
         off: dict[str, Any] = {
             "planning_args": planning,
@@ -39,7 +39,7 @@ class ModeComparison:
             "dynamic": off
             | {
                 "use_dynamic_batching_in_train": True,
-                "max_tokens_per_microbatch_in_train": worker.max_tokens_per_microbatch_in_train or cap,
+                "max_tokens_per_microbatch_in_train": role.max_tokens_per_microbatch_in_train or cap,
             },
             "packed": off
             | {
@@ -48,13 +48,14 @@ class ModeComparison:
             },
         }
         self._constraints = {
-            mode: PlanConstraints.of(dims, worker.model_copy(update=changes).batching().train)
+            mode: PlanConstraints.of(dims, role.model_copy(update=changes).batching().train)
             for mode, changes in variants.items()
         }
 
     def tokens(self, lengths: np.ndarray) -> dict[str, int]:
-        """Computed tokens, all ranks: `full` (all rows of the sequence length), `padded` (of the longest sample),
-        `dynamic`, `packed`. `lengths` is int64 `[n]`, one mini-batch.
+        """Computed tokens of all ranks by mode, for one mini-batch with `lengths`, int64 `[n]`.
+
+        Modes: `full` (all rows padded to the sequence length), `padded` (to the longest sample), `dynamic`, `packed`.
         """
         planned = {
             mode: plan_step(lengths, constraints).report.computed_tokens

@@ -11,7 +11,7 @@ from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.jobs.config import JobConfig, WorkerConfig
 from roll_batching.jobs.config.layout_rules import samples_apart
-from roll_batching.jobs.observe.metrics_file import Row
+from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.planning import batch_balance
 from roll_batching.samples import FieldSpec, LengthTable, SampleBatch, gather_lengths
 from roll_batching.samples.layout_exchange import LayoutExchange
@@ -33,7 +33,7 @@ class LayoutSampler:
     Args:
         worker: settings of the second model.
         strategy: the model in training.
-        rests: the second model's weights are on the device from `update` to `rest` only.
+        rests: the second model's weights are on the device from `update` to `release_memory` only.
     """
 
     def __init__(self, worker: WorkerConfig, strategy: MegatronInferStrategy, *, rests: bool) -> None:
@@ -44,9 +44,9 @@ class LayoutSampler:
         self._version: int | None = None
         """Of its weights."""
         self._transfer = Transfer()
-        """Since the last call of `columns`."""
+        """Since the last call of `metrics`."""
         self._seconds = 0.0
-        self.rest()
+        self.release_memory()
 
     @property
     def layout(self) -> ParallelLayout:
@@ -72,7 +72,7 @@ class LayoutSampler:
         self._version = version
         self._seconds += time.perf_counter() - started
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Frees the weights before training, if `rests`; the next `update` copies them again."""
         if self._rests:
             self.model.offload_states("parameters", keep=False)
@@ -98,10 +98,10 @@ class LayoutSampler:
         responses = to_trainer.distribute(generated, plan, response_table)
         return responses.select_ids(_response_ids(prompts.ids, group)).with_ids(torch.arange(len(responses)))
 
-    def columns(self, home: SampleBatch) -> Row:
+    def metrics(self, local_batch: SampleBatch) -> Metrics:
         """Metrics since the last call: seconds of weight transfer on this rank, bytes sent between all ranks."""
         received = exchange(self.layout.host_group, "figures of the sampler", lambda: self._transfer.bytes)
-        row: Row = {"weights_seconds": self._seconds, "weights_bytes": sum(received)}
+        row: Metrics = {"weights_seconds": self._seconds, "weights_bytes": sum(received)}
         self._transfer, self._seconds = Transfer(), 0.0
         return row
 

@@ -70,7 +70,7 @@ class _Reference:
         """Log-probs of the samples, planned for the role's layout. Its first replica holds all samples at first."""
         import torch.distributed as dist
 
-        from roll_batching.jobs.steps.agreed_plans import agreed
+        from roll_batching.jobs.steps.plan_consensus import agree_on_plan
         from roll_batching.jobs.steps.update import REFERENCE, with_log_probs
         from roll_batching.samples import gather_lengths
 
@@ -78,7 +78,7 @@ class _Reference:
         local_batch = samples if layout.dp_rank == 0 else samples.select(np.arange(0))
         table = gather_lengths(local_batch)
         table = table.select(np.argsort(table.ids))
-        plan = agreed(self.strategy, lambda: self.strategy.plan(table, forward=True))
+        plan = agree_on_plan(self.strategy, lambda: self.strategy.plan(table, forward=True))
         scored = with_log_probs(self.strategy, local_batch, [plan], REFERENCE, request.masks)
         if dist.get_rank() != 0:
             return None

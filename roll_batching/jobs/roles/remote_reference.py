@@ -15,12 +15,11 @@ from roll_batching.distributed import consensus
 from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
 from roll_batching.jobs.config import JobConfig
-from roll_batching.jobs.observe.metrics_file import Row
+from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_local_workers
 from roll_batching.jobs.roles.client import RoleClient, RoleKind
 from roll_batching.jobs.roles.messages import Weights, answer_timeout
 from roll_batching.jobs.roles.reference import Request
-from roll_batching.jobs.run_folder import folder_of
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.strategy import MegatronInferStrategy
 
@@ -49,7 +48,7 @@ class RemoteReference:
         start_workers: StartRoleWorkers = start_local_workers,
     ) -> None:
         self.config, self.strategy = config, strategy
-        self.folder = folder_of(config) / WEIGHTS
+        self.folder = config.run_folder / WEIGHTS
         self._group, self._is_replica_leader = strategy.layout.host_group, strategy.layout.is_replica_leader
         self._client = RoleClient(config, REFERENCE, start_workers) if dist.get_rank() == 0 else None
         self._source: Path | None = None
@@ -111,9 +110,9 @@ class RemoteReference:
         self._wait_seconds += time.perf_counter() - started
         return local[0]  # type: ignore[no-any-return]
 
-    def columns(self) -> Row:
+    def metrics(self) -> Metrics:
         """Metrics of rank 0: seconds waited since the last call, restarts so far."""
-        row: Row = {"reference_wait_seconds": self._wait_seconds}
+        row: Metrics = {"reference_wait_seconds": self._wait_seconds}
         self._wait_seconds = 0.0
         return row | ({} if self._client is None else {"reference_restarts": self._client.restarts})
 

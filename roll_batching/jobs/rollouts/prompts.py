@@ -1,4 +1,4 @@
-"""The prompts of an RL job, step by step: all of them alike, or so many of each domain."""
+"""The prompts of every RL step: from one dataset, or a fixed number from each reward domain."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from roll_batching.jobs.texts.texts import Prompt, PromptDataset
 Prompts = PromptStream | MixedStream[Prompt]
 
 
-def prompt_stream(job: JobConfig, inputs: JobInputs) -> Prompts:
-    """The prompts of the first step, then of every other; the same on all ranks."""
+def prompt_stream(config: JobConfig, inputs: JobInputs) -> Prompts:
+    """Iterator over the prompts of each step, the same on all ranks."""
     assert inputs.prompts is not None and inputs.reward is not None
-    members = prompts_by_domain(job, inputs.prompts, inputs.reward)
-    if members is None:
-        return PromptStream(inputs.prompts, job.rollout_batch_size, seed=job.seed)
-    counts = prompts_of_domains(job.actor_train.data_args.domain_interleave_probs or {}, job.rollout_batch_size)
-    return MixedStream({name: PromptDataset(own) for name, own in members.items()}, counts, seed=job.seed)
+    domains = prompts_by_domain(config, inputs.prompts, inputs.reward)
+    if domains is None:
+        return PromptStream(inputs.prompts, config.rollout_batch_size, seed=config.seed)
+    counts = prompts_of_domains(config.actor_train.data_args.domain_interleave_probs or {}, config.rollout_batch_size)
+    datasets = {name: PromptDataset(prompts) for name, prompts in domains.items()}
+    return MixedStream(datasets, counts, seed=config.seed)
 
 
-def prompts_by_domain(job: JobConfig, prompts: Iterable[Prompt], reward: RewardPool) -> dict[str, list[Prompt]] | None:
-    """The prompts of each domain that has a part of every step; None where domains have none.
+def prompts_by_domain(
+    config: JobConfig, prompts: Iterable[Prompt], reward: RewardPool
+) -> dict[str, list[Prompt]] | None:
+    """The prompts of each domain in `domain_interleave_probs`; None where the job does not set it.
 
     Raises DataError when one of them has no prompts.
     """
-    shares = job.actor_train.data_args.domain_interleave_probs
+    shares = config.actor_train.data_args.domain_interleave_probs
     if shares is None:
         return None
-    members: dict[str, list[Prompt]] = {name: [] for name in shares}
+    domains: dict[str, list[Prompt]] = {name: [] for name in shares}
     for prompt in prompts:
-        home = reward.domain_of(prompt.extra)
-        assert home is not None, "a prompt that no reward judges is found with the texts"
-        members[reward.domains[home].name].append(prompt)
-    if empty := [name for name, own in members.items() if not own]:
+        domain = reward.domain_of(prompt.extra)
+        assert domain is not None, "load_inputs refuses prompts without a reward"
+        domains[reward.domains[domain].name].append(prompt)
+    if empty := [name for name, members in domains.items() if not members]:
         raise DataError(
-            f"domain_interleave_probs draws from {', '.join(empty)}, and no prompt of the files belongs there: add "
-            "some, or remove the domain"
+            f"domain_interleave_probs draws from {', '.join(empty)}, and no prompt of the data files belongs to it: "
+            "add some, or remove the domain"
         )
-    return members
+    return domains

@@ -1,11 +1,11 @@
-"""Rollouts: prompts are spread over the data-parallel ranks, answered by the model in training, and scored."""
+"""Rollouts: prompts are spread over the data-parallel ranks, answered by the policy or a sampler, and scored."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from roll_batching.distributed import consensus, exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import DataError
-from roll_batching.jobs.observe.metrics_file import Row
+from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.rewards import Completion, Scored
 from roll_batching.jobs.rewards.pool import RewardPool
 from roll_batching.jobs.texts.encode import encode_prompts
@@ -29,60 +29,63 @@ from roll_batching.strategy.offload import Moved
 logger = logging.getLogger(__name__)
 
 _MARGIN = 60.0
-"""Seconds that ranks may be apart beside what the reward takes."""
+"""Seconds that ranks wait for each other beyond the reward's own limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """This data-parallel rank's responses, group by group."""
+    """Responses of this data-parallel rank, group by group.
+
+    The id of response j to prompt p of the step is p * group_size + j; `completions[i]` is the text of sample i of
+    `batch`.
+    """
 
     batch: SampleBatch
-    """`input_ids` and `response_mask` (token), `log_probs` of the sampled tokens (next_token). The id of response
-    j to prompt p of the step is p * group + j."""
+    """`input_ids` and `response_mask` (token), `log_probs` of the sampled tokens (next_token)."""
     completions: list[Completion]
-    """The same responses as text, in the order of the batch."""
+    """The responses as text, in the order of the batch."""
     seed: int
-    """The step's own."""
-    most: int
-    """Responses of the data-parallel rank that has the most."""
-    total: int
-    """Responses of the step, on all ranks."""
-    group: int
+    """Seed of the step."""
+    group_size: int
     """Responses per prompt."""
+    max_responses: int
+    """Responses of the data-parallel rank that has the most."""
+    total_responses: int
+    """Responses of the step, on all ranks."""
     seconds: float
-    """What sampling them took here."""
+    """Seconds of sampling on this rank."""
 
 
-class Source(Protocol):
-    """What answers prompts: a model in training, or an engine."""
+class Sampler(Protocol):
+    """Samples responses to prompts: the model in training, a copy of it, or an engine."""
 
     @property
     def layout(self) -> ParallelLayout:
-        """The ranks that ask."""
+        """Parallel layout of the ranks that call `generate`."""
 
     def generate(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
-        """Responses to this data-parallel rank's prompts, as the strategy gives them. Collective."""
+        """Responses to this data-parallel rank's prompts, as of `MegatronInferStrategy.generate`. Collective."""
 
 
-class CopySource(Source, Protocol):
-    """A source whose weights are a copy of those in training. Every method is collective."""
+class SeparateSampler(Sampler, Protocol):
+    """A sampler with a copy of the weights in training. Every method is collective."""
 
     @property
     def moved(self) -> Moved:
-        """What making room for its weights on devices that it shares, and taking it again, took so far."""
+        """Bytes and seconds of moving its weights between devices and host so far."""
 
     def update(self, version: int) -> None:
-        """From now on it answers with the weights in training, which are those of `version`."""
+        """Copy the weights in training, which are those after `version` RL steps."""
 
-    def rest(self) -> None:
-        """The model is about to train, and takes the memory of devices that both have."""
+    def release_memory(self) -> None:
+        """Free the memory of devices that the sampler shares with training, until the next `update`."""
 
-    def columns(self, home: SampleBatch) -> Row:
-        """A row's figures of the rollouts `home`, and of what led to them."""
+    def metrics(self, local_batch: SampleBatch) -> Metrics:
+        """Metrics of the rollouts `local_batch`, and of weight updates since the last call."""
 
 
 def generate_rollouts(
-    source: Source,
+    sampler: Sampler,
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer,
     settings: GenerationSettings,
@@ -92,25 +95,25 @@ def generate_rollouts(
     """Sample `settings.num_return_sequences` responses to each prompt. Collective.
 
     `prompts` are all prompts of the step, the same on every rank; Karmarkar-Karp gives each data-parallel rank
-    as many of them, of about the same cost. `settings.seed` is the step's own.
+    the same number of them, of about the same cost. `settings.seed` is the seed of the step.
     """
-    layout = source.layout
+    layout = sampler.layout
     encoded = encode_prompts(prompts, tokenizer, max_length=prompt_length)
-    homes = batch_balance(encoded.lengths.numpy(), layout.dp_size)
-    mine = np.flatnonzero(homes == layout.dp_rank)
-    group = settings.num_return_sequences
-    numbers = (torch.from_numpy(mine)[:, None] * group + torch.arange(group)).flatten()
-    began = time.perf_counter()
-    batch = source.generate(encoded.select(mine), settings).with_ids(numbers)
-    seconds = time.perf_counter() - began
-    records = [prompts[i] for i in np.repeat(mine, group).tolist()]
+    home_rank = batch_balance(encoded.lengths.numpy(), layout.dp_size)
+    local_prompts = np.flatnonzero(home_rank == layout.dp_rank)
+    group_size = settings.num_return_sequences
+    ids = (torch.from_numpy(local_prompts)[:, None] * group_size + torch.arange(group_size)).flatten()
+    started = time.perf_counter()
+    batch = sampler.generate(encoded.select(local_prompts), settings).with_ids(ids)
+    seconds = time.perf_counter() - started
+    prompt_of_response = [prompts[i] for i in np.repeat(local_prompts, group_size).tolist()]
     return Rollouts(
         batch=batch,
-        completions=completions_of(batch, records, tokenizer),
+        completions=completions_of(batch, prompt_of_response, tokenizer),
         seed=settings.seed,
-        most=group * int(np.bincount(homes).max()),
-        total=group * len(prompts),
-        group=group,
+        group_size=group_size,
+        max_responses=group_size * int(np.bincount(home_rank).max()),
+        total_responses=group_size * len(prompts),
         seconds=seconds,
     )
 
@@ -118,11 +121,11 @@ def generate_rollouts(
 def completions_of(batch: SampleBatch, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Completion]:
     """The responses of `batch` as text; `prompts` holds the prompt of each."""
     samples = zip(batch.to_lists("input_ids"), batch.to_lists("response_mask"), prompts, strict=True)
-    result = []
+    completions = []
     for ids, mask, prompt in samples:
         tokens = ids[mask.bool()].tolist()
         finished = bool(tokens) and tokens[-1] in tokenizer.stop_token_ids
-        result.append(
+        completions.append(
             Completion(
                 prompt=prompt.prompt,
                 response=tokenizer.decode(tokens[:-1] if finished else tokens),
@@ -131,12 +134,12 @@ def completions_of(batch: SampleBatch, prompts: Sequence[Prompt], tokenizer: Tok
                 record={"prompt": prompt.prompt, "answer": prompt.answer, **prompt.extra},
             )
         )
-    return result
+    return completions
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
-    """Rewards and lengths of all responses of a step, on every rank, in the order of the ids."""
+    """Rewards and lengths of responses, ascending by id; from `score_rollouts` those of all ranks, on every rank."""
 
     ids: np.ndarray
     """int64 `[n]`, ascending."""
@@ -145,114 +148,134 @@ class StepScores:
     marks: dict[str, np.ndarray]
     """bool `[n]` by name."""
     failed: np.ndarray
-    """bool `[n]`: the reward function failed on the response; its reward is what the policy gives it."""
+    """bool `[n]`: the reward function failed on the response; its reward follows `reward_failure`."""
     domains: np.ndarray
-    """Text `[n]`: whose reward it is; empty for a job's only one."""
+    """Text `[n]`: reward domain; empty where the job has one reward."""
     finished: np.ndarray
     """bool `[n]`: the model ended the response itself."""
     response_tokens: np.ndarray
     """int64 `[n]`."""
     lengths: np.ndarray
-    """int64 `[n]`: prompt and response."""
+    """int64 `[n]`: tokens of prompt and response."""
     generate_seconds: np.ndarray
-    """float64 `[n]`: what its replica took to sample all that it did."""
+    """float64 `[n]`: seconds in which its replica sampled all of its responses."""
     reward_seconds: np.ndarray
-    """float64 `[n]`: what its replica took to score all of that."""
-    said: list[dict[str, Any]]
-    """Lines of rollouts.jsonl, of the responses that were asked for."""
+    """float64 `[n]`: seconds in which its replica scored all of its responses."""
+    sample_log: list[dict[str, Any]]
+    """Lines of rollouts.jsonl, for the responses selected by `rollout_samples`."""
 
-    def after(self, others: StepScores) -> StepScores:
-        """These scores, with what `others`, which the step had drawn and scored before, took as well in the mean."""
+    @classmethod
+    def concat(cls, parts: Sequence[StepScores]) -> StepScores:
+        """The responses of all parts, ascending by id; a mark that a part lacks is False there."""
+        order = np.argsort(np.concatenate([part.ids for part in parts]))
+        names = sorted({name for part in parts for name in part.marks})
+
+        def mark(part: StepScores, name: str) -> np.ndarray:
+            return part.marks.get(name, np.zeros(len(part.ids), dtype=bool))
+
+        columns: dict[str, Any] = {
+            "marks": {name: np.concatenate([mark(part, name) for part in parts])[order] for name in names},
+            "sample_log": sorted((line for part in parts for line in part.sample_log), key=lambda line: line["id"]),
+        }
+        for name in (field.name for field in fields(cls) if field.name not in columns):
+            columns[name] = np.concatenate([getattr(part, name) for part in parts])[order]
+        return cls(**columns)
+
+    def add_mean_seconds(self, other: StepScores) -> StepScores:
+        """These scores, with the mean seconds of `other` added: the step sampled and scored both."""
         return replace(
             self,
-            generate_seconds=self.generate_seconds + others.generate_seconds.mean(),
-            reward_seconds=self.reward_seconds + others.reward_seconds.mean(),
+            generate_seconds=self.generate_seconds + other.generate_seconds.mean(),
+            reward_seconds=self.reward_seconds + other.reward_seconds.mean(),
         )
 
-    def failing_with(self, baselines: StepScores) -> StepScores:
-        """These scores, failed as well where `baselines`, one per group in the order of the groups, failed."""
+    def fail_with(self, baselines: StepScores) -> StepScores:
+        """These scores, also failed in every group whose baseline failed; `baselines` has one response per group."""
         groups = baselines.failed.repeat(len(self.ids) // len(baselines.ids))
         return replace(self, failed=self.failed | groups)
 
 
 def start_reward(layout: ParallelLayout, reward: RewardPool) -> None:
-    """Starts `reward` on the ranks that score. Collective; raises RankError, the same on all ranks, when one cannot."""
+    """Start `reward` on the ranks that score. Collective; raises RankError, the same on all ranks, when one cannot."""
     with consensus(layout.host_group, "starting the reward", patience=reward.limits.start + _MARGIN):
         if layout.is_replica_leader:
             reward.start()
 
 
-def score_rollouts(source: Source, rollouts: Rollouts, reward: RewardPool, *, shown: int = 0) -> StepScores:
-    """Score every response once, on one rank of its replica, and tell all ranks. Collective.
+def score_rollouts(sampler: Sampler, rollouts: Rollouts, reward: RewardPool, *, shown: int = 0) -> StepScores:
+    """Score every response once, on the leader of its replica; the scores of all on every rank. Collective.
 
-    Of `shown` responses (-1: of all), spread evenly over the step, the texts are told as well.
+    `sample_log` holds `shown` responses (-1: all), spread evenly over the step.
 
-    Raises RankError, the same on all ranks, when the reward function fails, takes too long or returns a number that
-    is not finite and the policy is `error`; it names the samples. DataError where it fails on all samples. Ranks that
-    are done wait as long as the reward's own limit allows the others.
+    Raises RankError, the same on all ranks, when the reward function fails, exceeds its time limit or returns a number
+    that is not finite and `reward_failure` is `error`; it names the samples. DataError where it fails on all samples.
+    Ranks that are done wait as long as the reward's own limit allows the others.
     """
-    layout = source.layout
-    parts = exchange(
+    layout = sampler.layout
+    exchanged = exchange(
         layout.host_group,
         "scoring",
-        lambda: _scored_here(rollouts, reward, shown) if layout.is_replica_leader else None,
-        patience=reward.most_seconds(rollouts.most) + _MARGIN,
+        lambda: _score_local(rollouts, reward, shown) if layout.is_replica_leader else None,
+        patience=reward.most_seconds(rollouts.max_responses) + _MARGIN,
     )
-    given = [part for part in parts if part is not None]
-    scores = _merged(given)
+    parts = [part for part in exchanged if part is not None]
+    scores = StepScores.concat([local_scores for local_scores, _ in parts])
     if not scores.failed.any():
         return scores
-    first = next(text for part in given for text in part["failures"])
+    first = next(failure for _, failures in parts for failure in failures)
     if scores.failed.all():
-        raise DataError(f"none of the {len(scores.ids)} responses has a reward, whatever reward_failure says: {first}")
+        raise DataError(
+            f"the reward function failed on all {len(scores.ids)} responses of a step, which no reward_failure can "
+            f"replace: {first}"
+        )
     if dist.get_rank() == 0:
-        logger.warning("%d of %d responses have no reward: %s", scores.failed.sum(), len(scores.ids), first)
+        failed, total = scores.failed.sum(), len(scores.ids)
+        logger.warning("the reward function failed on %d of %d responses: %s", failed, total, first)
     if reward.failure == "drop":
-        return replace(scores, rewards=_means_of_others(scores, rollouts.group))
+        return replace(scores, rewards=_impute_failed(scores, rollouts.group_size))
     return scores
 
 
-def _means_of_others(scores: StepScores, group: int) -> np.ndarray:
-    """The rewards, with those that failed replaced by the mean of their group's others, or else of their domain's."""
+def _impute_failed(scores: StepScores, group_size: int) -> np.ndarray:
+    """Rewards, float64 `[n]`; a failed one is the mean of its group's others, or else of its domain's."""
     rewards, failed = scores.rewards, scores.failed
-    counted = np.where(failed, 0.0, rewards).reshape(-1, group)
-    others = (~failed).reshape(-1, group).sum(1)
-    means = (counted.sum(1) / np.maximum(others, 1)).repeat(group)
+    succeeded = np.where(failed, 0.0, rewards).reshape(-1, group_size)
+    others = (~failed).reshape(-1, group_size).sum(1)
+    means = (succeeded.sum(1) / np.maximum(others, 1)).repeat(group_size)
     for domain in np.unique(scores.domains):
-        here = scores.domains == domain
-        known = rewards[here & ~failed]
-        means[here & (others == 0).repeat(group)] = known.mean() if known.size else 0.0
+        in_domain = scores.domains == domain
+        known = rewards[in_domain & ~failed]
+        means[in_domain & (others == 0).repeat(group_size)] = known.mean() if known.size else 0.0
     return np.where(failed, means, rewards)
 
 
-def _scored_here(rollouts: Rollouts, reward: RewardPool, shown: int) -> dict[str, Any]:
-    """This replica's columns."""
-    began = time.perf_counter()
+def _score_local(rollouts: Rollouts, reward: RewardPool, shown: int) -> tuple[StepScores, list[str]]:
+    """Scores of this replica's responses, and the first failure, if any."""
+    started = time.perf_counter()
     scored: Scored = reward.score(rollouts.completions, rollouts.batch.ids.tolist(), seed=rollouts.seed)
-    count = len(rollouts.completions)
-    return {
-        "ids": rollouts.batch.ids.numpy(),
-        "lengths": rollouts.batch.lengths.numpy(),
-        "rewards": scored.rewards,
-        "failed": scored.failed,
-        "failures": scored.failures[:1],
-        "domains": np.array(scored.domains, dtype=str),
-        "marks": scored.marks,
-        "finished": np.array([c.finished for c in rollouts.completions], dtype=bool),
-        "response_tokens": np.array([c.tokens for c in rollouts.completions], dtype=np.int64),
-        "generate_seconds": np.full(count, rollouts.seconds),
-        "reward_seconds": np.full(count, time.perf_counter() - began),
-        "said": _said(rollouts, scored, shown),
-    }
+    scores = StepScores(
+        ids=rollouts.batch.ids.numpy(),
+        rewards=scored.rewards,
+        marks=scored.marks,
+        failed=scored.failed,
+        domains=np.array(scored.domains, dtype=str),
+        finished=np.array([c.finished for c in rollouts.completions], dtype=bool),
+        response_tokens=np.array([c.tokens for c in rollouts.completions], dtype=np.int64),
+        lengths=rollouts.batch.lengths.numpy(),
+        generate_seconds=np.full(len(rollouts.completions), rollouts.seconds),
+        reward_seconds=np.full(len(rollouts.completions), time.perf_counter() - started),
+        sample_log=_sample_log(rollouts, scored, shown),
+    )
+    return scores, scored.failures[:1]
 
 
-def _said(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str, Any]]:
-    """Lines of this replica's responses among `shown` of the step's."""
-    total = rollouts.total
-    chosen = np.arange(total) if shown < 0 else np.arange(min(shown, total)) * total // max(1, min(shown, total))
+def _sample_log(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str, Any]]:
+    """Lines of rollouts.jsonl for this replica's responses among `shown` of the step's."""
+    total = rollouts.total_responses
+    selected = np.arange(total) if shown < 0 else np.arange(min(shown, total)) * total // max(1, min(shown, total))
     ids, lengths = rollouts.batch.ids.tolist(), rollouts.batch.lengths.tolist()
     lines = []
-    for i in np.flatnonzero(np.isin(ids, chosen)).tolist():
+    for i in np.flatnonzero(np.isin(ids, selected)).tolist():
         completion = rollouts.completions[i]
         lines.append(
             {
@@ -270,33 +293,3 @@ def _said(rollouts: Rollouts, scored: Scored, shown: int) -> list[dict[str, Any]
             }
         )
     return lines
-
-
-_COLUMNS = (
-    "ids",
-    "rewards",
-    "failed",
-    "domains",
-    "finished",
-    "response_tokens",
-    "lengths",
-    "generate_seconds",
-    "reward_seconds",
-)
-
-
-def _merged(parts: Sequence[dict[str, Any]]) -> StepScores:
-    order = np.argsort(np.concatenate([part["ids"] for part in parts]))
-    names = sorted({name for part in parts for name in part["marks"]})
-
-    def column(values: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate(values)[order]
-
-    def mark(part: dict[str, Any], name: str) -> np.ndarray:
-        return part["marks"].get(name, np.zeros(len(part["ids"]), dtype=bool))
-
-    return StepScores(
-        said=sorted((line for part in parts for line in part["said"]), key=lambda line: line["id"]),
-        marks={name: column([mark(part, name) for part in parts]) for name in names},
-        **{key: column([part[key] for part in parts]) for key in _COLUMNS},
-    )

@@ -1,1 +1,1 @@
-"""A run: what its phases share, its checkpoints, its saved models, its figures."""
+"""What a run leaves in its folder: lock, checkpoints, metrics, saved models; and `JobContext`, shared by its phases."""

@@ -26,10 +26,10 @@ from roll_batching.errors import CheckpointError, RollBatchingError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.inputs import JobInputs
 from roll_batching.jobs.objectives.from_config import steps_key
-from roll_batching.jobs.objectives.running import Resumable
+from roll_batching.jobs.objectives.stateful import Stateful
 from roll_batching.jobs.roles.remote_reference import RemoteReference
-from roll_batching.jobs.run.saved_job import Digests, changes, check_tokenizer, digests_of
-from roll_batching.jobs.run_folder import EarlierRun
+from roll_batching.jobs.run.folder import PreviousRun
+from roll_batching.jobs.run.job_digests import Digests, changes, check_tokenizer, digests_of
 from roll_batching.planning import ParallelDims
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.checkpoint import check_saving, write_state
@@ -78,9 +78,9 @@ class JobCheckpoints:
     is to save and cannot, or when the checkpoint that `resume_from_checkpoint` names is not there.
     """
 
-    def __init__(self, config: JobConfig, folder: Path, strategy: MegatronTrainStrategy, inputs: JobInputs) -> None:
+    def __init__(self, config: JobConfig, strategy: MegatronTrainStrategy, inputs: JobInputs) -> None:
         self.config = config
-        self.folder = folder / FOLDER
+        self.folder = config.run_folder / FOLDER
         self.strategy = strategy
         self.verify = config.verify_checkpoint
         self._job: Digests | None = None
@@ -111,31 +111,31 @@ class JobCheckpoints:
             check_saving(self.strategy.state)
 
     @property
-    def kept_rows(self) -> tuple[str, int] | None:
-        """Phase and step up to which the run's rows are kept; None where it goes on from another run or from none."""
-        point = self._own()
+    def resume_after(self) -> tuple[str, int] | None:
+        """Phase and step of the last row to keep; None where the run starts new or from another run's checkpoint."""
+        point = self._resumed_in_folder()
         return None if point is None else (point.phase, point.step)
 
-    def _own(self) -> SavedPoint | None:
-        """The point that is resumed, where it is of this run."""
+    def _resumed_in_folder(self) -> SavedPoint | None:
+        """The resumed checkpoint, if it lies in this run's folder."""
         point = self.resumed
         return point if point is not None and point.path.resolve().parent == self.folder.resolve() else None
 
-    def make_way(self, earlier: EarlierRun) -> None:
-        """What is left of an interrupted write goes; `earlier` takes what a later resume must not take. On one rank."""
-        kept = self._own()
+    def move_later_checkpoints(self, previous: PreviousRun) -> None:
+        """Move checkpoints after the resumed one to `previous`, and remove partial writes. On one rank."""
+        resumed = self._resumed_in_folder()
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else ():
             place = _place(path)
             if path.suffix == PARTIAL:
                 shutil.rmtree(path)
-            elif place is not None and (kept is None or place > kept.order):
-                earlier.take(path)
+            elif place is not None and (resumed is None or place > resumed.order):
+                previous.move(path)
 
     def is_past(self, phase: str) -> bool:
         """Whether the resumed point belongs to a later phase, so that `phase` is not run."""
         return self.resumed is not None and PHASES.index(self.resumed.phase) > PHASES.index(phase)
 
-    def restore(self, phase: str, last: int, stream: Resumable, reference: Frozen | None = None) -> int:
+    def restore(self, phase: str, last: int, stream: Stateful, reference: Frozen | None = None) -> int:
         """Puts model, optimizer, data and random numbers where they were; returns the steps done in `phase`.
 
         Raises CheckpointError when these are more than `last`, those that the phase has.
@@ -179,7 +179,7 @@ class JobCheckpoints:
         phase: str,
         step: int,
         last: int,
-        stream: Resumable,
+        stream: Stateful,
         reference: Frozen | None = None,
     ) -> None:
         """Writes a checkpoint after every `save_steps`-th and the `last` step of a phase. Collective.
@@ -234,7 +234,7 @@ class JobCheckpoints:
                 if old.exists():
                     logger.warning("%s could not be removed: it stays, and takes room", old)
 
-    def _write_own(self, folder: Path, phase: str, step: int, stream: Resumable) -> None:
+    def _write_own(self, folder: Path, phase: str, step: int, stream: Stateful) -> None:
         """What the job adds to the strategy's files: random numbers of every rank, and where it is."""
         file = folder / _random_file()
         try:

@@ -1,4 +1,4 @@
-"""Where a run's figures go: its folder, the progress display, the picture and the closing table."""
+"""Writes a run's files: settings, metrics, sample log, learning curve; shows progress and the closing table."""
 
 from __future__ import annotations
 
@@ -12,99 +12,105 @@ from roll_batching.files import whole_file
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.withheld import without_secrets
 from roll_batching.jobs.observe.curves import plot_learning_curve
-from roll_batching.jobs.observe.metrics_file import EVENTS, METRICS, MetricsWriter, Row, read_metrics, rows_until
+from roll_batching.jobs.observe.metrics_file import EVENTS, METRICS, Metrics, MetricsWriter, read_metrics, rows_until
 from roll_batching.jobs.observe.progress import ProgressReporter
 from roll_batching.jobs.observe.rollouts_file import RolloutsFile, cut_after, end_of_step
 from roll_batching.jobs.observe.summary import show_summary, summarize
 from roll_batching.jobs.observe.trackers import TrackedRun, tracker_of
-from roll_batching.jobs.run_folder import CONFIG, MODEL, EarlierRun, folder_of
+from roll_batching.jobs.run.folder import CONFIG, MODEL, PreviousRun
 
 CURVE = "learning_curve.png"
 _TITLES = {"grpo": "GRPO", "sft": "supervised fine-tuning", "dpo": "learning from pairs"}
 
 
 class RunRecorder:
-    """Writes `output_dir/exp_name`: config.yaml, metrics.jsonl, rollouts.jsonl, tensorboard/, learning_curve.png.
+    """Writes into the run's folder: config.yaml, metrics.jsonl, rollouts.jsonl, tensorboard/, learning_curve.png.
 
-    Nothing is written before `open`. Every method does nothing where `enabled` is False: one rank records.
+    Nothing is written before `open`. With `enabled` False every method is a no-op: one rank records.
     """
 
     def __init__(self, config: JobConfig, *, enabled: bool) -> None:
-        self.folder = folder_of(config)
+        self.folder = config.run_folder
         self._config, self._enabled = config, enabled
         self._phase = ""
         self.progress = ProgressReporter(enabled=enabled)
         self.metrics = MetricsWriter(self.folder, enabled=False)
-        self._rollouts = RolloutsFile(self.folder)
+        self._sample_log = RolloutsFile(self.folder)
 
-    def open(self, earlier: EarlierRun, resume_after: tuple[str, int] | None) -> None:
-        """The run begins: `earlier` takes what would be overwritten, and files are opened.
+    def open(self, previous: PreviousRun, resume_after: tuple[str, int] | None) -> None:
+        """Open the files. `previous` takes those of an earlier run that would be overwritten.
 
-        `resume_after`, (phase, step), keeps the rows up to there; of a file that loses rows a copy is kept. Without it
-        the files of an earlier run of this name go. Raises RollBatchingError when a file cannot be read or written.
+        `resume_after`, (phase, step), keeps the rows up to there, and copies a file before it loses rows; without it
+        the files of an earlier run of this name are moved. Raises RollBatchingError when a file cannot be read or
+        written.
         """
         if not self._enabled:
             return
         config, metrics = self.folder / CONFIG, self.folder / METRICS
         text = yaml.safe_dump(without_secrets(self._config.to_dict()), sort_keys=False, allow_unicode=True)
         if resume_after is None:
-            if earlier.place is not None or (metrics.exists() and metrics.stat().st_size):
+            if previous.target is not None or (metrics.exists() and metrics.stat().st_size):
                 for path in (metrics, self.folder / EVENTS, self.folder / CURVE, self.folder / MODEL, config):
-                    earlier.take(path)
-                earlier.take(self._rollouts.path)
+                    previous.move(path)
+                previous.move(self._sample_log.path)
         else:
             rows = read_metrics(metrics) if metrics.exists() else []
             if len(rows_until(rows, *resume_after)) < len(rows):
-                earlier.keep(metrics)
-            self._forget(earlier, resume_after[1] if resume_after[0] == "rl" else 0)
+                previous.copy(metrics)
+            self._truncate_sample_log(previous, resume_after[1] if resume_after[0] == "rl" else 0)
             if config.exists() and _settings(config.read_text(encoding="utf-8", errors="replace")) != _settings(text):
-                earlier.keep(config)
+                previous.copy(config)
         with whole_file(config) as partial:
             partial.write_text(text, encoding="utf-8")
         self.metrics = MetricsWriter(self.folder, resume_after=resume_after, tracker=self._tracker())
-        if told := earlier.told():
-            self.progress.note(told)
+        if notice := previous.notice():
+            self.progress.note(notice)
 
-    def _forget(self, earlier: EarlierRun, step: int) -> None:
-        """Leaves of the rollouts those up to this RL step."""
-        path = self._rollouts.path
+    def _truncate_sample_log(self, previous: PreviousRun, step: int) -> None:
+        """Keep the lines of rollouts.jsonl up to this RL step."""
+        path = self._sample_log.path
         if path.exists() and (end := end_of_step(path, step)) < path.stat().st_size:
-            earlier.keep(path)
+            previous.copy(path)
             cut_after(path, end)
 
     def _tracker(self) -> TrackedRun | None:
-        """Where rows go beside the folder."""
+        """The run of Weights & Biases or SwanLab that `track_with` names."""
         config = self._config
         if config.track_with is None or tracker_of(config.track_with) is None:
             return None
-        shown = without_secrets(config.to_dict())
-        return TrackedRun(config.track_with, self.folder, config.exp_name, shown, config.tracker_kwargs)
+        settings = without_secrets(config.to_dict())
+        return TrackedRun(config.track_with, self.folder, config.exp_name, settings, config.tracker_kwargs)
 
-    def start(self, phase: str, steps: int, done: int = 0) -> None:
-        """A phase of `steps` steps begins, or goes on after `done` of them."""
+    def start_phase(self, phase: str, steps: int, completed_steps: int = 0) -> None:
+        """Show the progress of a phase of `steps` steps, of which `completed_steps` are done."""
         self._phase = phase
-        self.progress.start(phase, steps, done)
+        self.progress.start_phase(phase, steps, completed_steps)
 
     def step(
-        self, step: int, row: Row, *, shown: Mapping[str, float | None], said: Sequence[Mapping[str, Any]] = ()
+        self,
+        step: int,
+        metrics: Metrics,
+        *,
+        shown: Mapping[str, float | None],
+        sample_log: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """A step is over: `row` holds its figures, `shown` those for the progress display, `said` some rollouts."""
+        """Record a finished step: its metrics, values for the progress display, and lines of rollouts.jsonl."""
         if self._enabled:
-            self._rollouts.add({"step": step, **line} for line in said)
-        self.metrics.write({"step": step, "phase": self._phase, **row})
+            self._sample_log.add({"step": step, **line} for line in sample_log)
+        self.metrics.write({"step": step, "phase": self._phase, **metrics})
         if step % self._config.logging_steps == 0:
             self.progress.advance(step, shown)
 
     def close(self) -> None:
-        """Leave files and display in order, also after an error."""
+        """Close the files and the progress display, also after an error."""
         self.progress.close()
         self.metrics.close()
-        self._rollouts.close()
+        self._sample_log.close()
 
     def conclude(self, mode: str, model: Path | None) -> None:
         """Draw the learning curve and print the closing table.
 
-        `mode` is the table's line that this run is; `model` is where the trained model was written, if it was.
+        `mode` is this run's batching mode, a line of the table; `model` is the path of the trained model, if any.
         """
         if not self._enabled:
             return
@@ -122,5 +128,5 @@ class RunRecorder:
 
 
 def _settings(text: str) -> list[str]:
-    """The lines of a config.yaml; whether it goes on from a checkpoint is no setting of a run."""
+    """The lines of a config.yaml without `resume_from_checkpoint`, which changes from start to start of one run."""
     return [line for line in text.splitlines() if not line.startswith("resume_from_checkpoint:")]

@@ -1,4 +1,4 @@
-"""A model out of a checkpoint, on one process: what `generate`, `eval` and `export` work with."""
+"""The model of a checkpoint on one process, for `generate`, `eval` and `export`; the export at the end of a job."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from roll_batching.jobs.config.withheld import withheld_problems
 from roll_batching.jobs.inputs import load_tokenizer
 from roll_batching.jobs.objectives.from_config import sampling_of
 from roll_batching.jobs.rewards.pool import reward_of
-from roll_batching.jobs.rollouts.evaluation import Evaluation, Evaluator
+from roll_batching.jobs.rollouts.evaluation import Evaluator
 from roll_batching.jobs.rollouts.rollout import Rollouts, generate_rollouts
 from roll_batching.jobs.run.checkpoint import SavedPoint, saved_point
-from roll_batching.jobs.run.saved_job import check_tokenizer
-from roll_batching.jobs.run_folder import CONFIG, MODEL
+from roll_batching.jobs.run.folder import CONFIG, MODEL
+from roll_batching.jobs.run.job_digests import check_tokenizer
 from roll_batching.jobs.seeds import answers_seed
 from roll_batching.jobs.texts.texts import Prompt, PromptDataset
 from roll_batching.jobs.texts.tokenizers import Tokenizer
@@ -29,7 +29,7 @@ from roll_batching.strategy.checkpoint import RECORD
 from roll_batching.strategy.checkpoint_files import reading
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
-_AT_ONCE = 32
+_BATCH_SIZE = 32
 """Prompts that are answered together."""
 
 
@@ -42,37 +42,38 @@ class SavedModel:
     strategy: MegatronInferStrategy
 
     def sampling(self, tokenizer: Tokenizer, *, held_out: bool = False, **changes: Any) -> GenerationSettings:
-        """The job's own way to sample, with those `changes` that are not None.
+        """The job's sampling settings with those `changes` that are not None.
 
-        As rollouts, one response per prompt; or as the job answers prompts that are `held_out`.
+        Those of rollouts with one response per prompt, or of `held_out` evaluation.
         """
-        given = {name: value for name, value in changes.items() if value is not None}
-        own = sampling_of(self.config, tokenizer, held_out=held_out)
-        return replace(own if held_out else replace(own, num_return_sequences=1), **given)
+        changes = {name: value for name, value in changes.items() if value is not None}
+        settings = sampling_of(self.config, tokenizer, held_out=held_out)
+        return replace(settings if held_out else replace(settings, num_return_sequences=1), **changes)
 
     def answers(
         self, prompts: Sequence[Prompt], tokenizer: Tokenizer, settings: GenerationSettings
     ) -> Iterator[Rollouts]:
-        """Responses to `prompts`, some prompts at a time, in their order."""
-        for start in range(0, len(prompts), _AT_ONCE):
+        """Responses to `prompts`, in their order, one batch of prompts after the other."""
+        for start in range(0, len(prompts), _BATCH_SIZE):
             seed = answers_seed(settings.seed, start)
-            some = prompts[start : start + _AT_ONCE]
+            batch = prompts[start : start + _BATCH_SIZE]
             yield generate_rollouts(
-                self.strategy, some, tokenizer, replace(settings, seed=seed), prompt_length=self.config.prompt_length
+                self.strategy, batch, tokenizer, replace(settings, seed=seed), prompt_length=self.config.prompt_length
             )
 
-    def evaluation(
+    def evaluate(
         self, prompts: PromptDataset, tokenizer: Tokenizer, settings: GenerationSettings, *, samples: int, shown: int
-    ) -> Evaluation:
-        """What the run's own evaluation after the checkpoint's step finds, on `samples` of `prompts`.
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics and sample log of the evaluation after the checkpoint's step, on `samples` of `prompts`.
 
-        The same draws as the run's where it ran on one data-parallel rank. Raises ConfigError when the job has no
-        reward, and RewardError's kin when it fails.
+        The same responses as in the run, if it had one data-parallel rank. Raises ConfigError when the job has no
+        reward, and the errors of `score_rollouts`.
         """
         reward = reward_of(self.config)
         if reward is None:
-            raise ConfigError("the run's configuration names no reward_function: nothing tells good answers from bad")
-        if missing := [one for one in withheld_problems(self.config.to_dict()) if "reward_args" in one.path]:
+            raise ConfigError("the run's configuration has no reward_function, which an evaluation needs")
+        withheld = withheld_problems(self.config.to_dict())
+        if missing := [problem for problem in withheld if "reward_args" in problem.path]:
             raise self.config.error(*missing)
         evaluator = Evaluator(
             prompts=prompts,
@@ -92,8 +93,9 @@ class SavedModel:
 def open_checkpoint(run: Path, pretrain: str | None = None, *, runs: bool = True) -> SavedModel:
     """The model of a run's last checkpoint, or of the checkpoint `run`, in a layout of one process.
 
-    `pretrain` is the model directory that the run started from, where it lies elsewhere by now. With `runs` False only
-    its weights are wanted. Raises CheckpointError when there is none, and what `MegatronInferStrategy.load` raises.
+    `pretrain` is the model directory that the run started from, if it has moved since. `runs` False: the model is only
+    exported, so a user's own attention backend is not loaded. Raises CheckpointError when there is no checkpoint, and
+    the errors of `MegatronInferStrategy.load`.
     """
     point = saved_point(run)
     if point is None:
@@ -108,7 +110,7 @@ def open_checkpoint(run: Path, pretrain: str | None = None, *, runs: bool = True
 
 def _missing(run: Path) -> str:
     if not run.is_dir():
-        return f"{run} is no folder: name a run's folder, or a checkpoint in it"
+        return f"{run} is not a folder: name a run's folder, or a checkpoint in it"
     if (run / MODEL).is_dir():
         return f"{run} holds no checkpoint, but the trained model, in {run / MODEL}: read that with transformers"
     if not (run / CONFIG).is_file():
@@ -119,20 +121,21 @@ def _missing(run: Path) -> str:
 def tokenizer_of(model: SavedModel, pretrain: str | None = None) -> Tokenizer:
     """The run's tokenizer; that of `pretrain` where the run took its model directory's.
 
-    Raises CheckpointError when its tokens mean other texts than those that the model learnt.
+    Raises CheckpointError when its vocabulary differs from that of the training.
     """
-    wanted = model.config.tokenizer
-    if pretrain is not None and wanted.name_or_path == model.config.actor_train.model_args.model_name_or_path:
-        wanted = wanted.model_copy(update={"name_or_path": pretrain})
-    tokenizer = load_tokenizer(model.config.model_copy(update={"tokenizer": wanted}))
+    settings = model.config.tokenizer
+    if pretrain is not None and settings.name_or_path == model.config.actor_train.model_args.model_name_or_path:
+        settings = settings.model_copy(update={"name_or_path": pretrain})
+    tokenizer = load_tokenizer(model.config.model_copy(update={"tokenizer": settings}))
     check_tokenizer(model.point.job or {}, tokenizer, model.point.path)
     return tokenizer
 
 
 def _on_one_process(role: WorkerConfig, point: SavedPoint, pretrain: str | None, *, runs: bool) -> WorkerConfig:
-    """The role that was trained, in a layout of one process and in the precision of its weights.
+    """Settings of the trained role for one process, in the precision of its weights.
 
-    Attention that comes along computes the same, whichever it is: here `auto` says. Anybody's own may not.
+    The registered attention backends compute the same function, so `auto` picks one here. A user's own may not: it is
+    kept where the model runs.
     """
     file = point.path / RECORD
     with reading(file):
@@ -143,3 +146,26 @@ def _on_one_process(role: WorkerConfig, point: SavedPoint, pretrain: str | None,
     strategy = role.strategy_args.model_copy(update={"strategy_config": MegatronConfig().model_copy(update=kept)})
     model = role.model_args.model_copy(update=changes)
     return role.model_copy(update={"strategy_args": strategy, "model_args": model, "device_mapping": None})
+
+
+def export_checkpoint(run: Path, to: Path, pretrain: str | None = None) -> SavedPoint:
+    """Export the model of a run's last checkpoint, or of the checkpoint `run`, to the folder `to`; on one process.
+
+    `pretrain` is the model directory that the run started from, if it has moved since. Returns the checkpoint. Raises
+    the errors of `open_checkpoint` and `MegatronInferStrategy.export`.
+    """
+    model = open_checkpoint(run, pretrain, runs=False)
+    model.strategy.export(to)
+    return model.point
+
+
+def export_final_model(config: JobConfig, strategy: MegatronInferStrategy) -> Path | None:
+    """Export the trained model into the run's folder, if the run started from a model directory. Collective.
+
+    Returns its path; None where there is nothing to export.
+    """
+    if not config.export_model or config.actor_train.model_args.model_name_or_path is None:
+        return None
+    path = config.run_folder / MODEL
+    strategy.export(path, replaces=lambda path: True)  # a resumed run may have exported there before
+    return path

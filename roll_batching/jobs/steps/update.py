@@ -1,8 +1,8 @@
-"""From scored rollouts to optimizer steps: membership, one plan per mini-batch, old log-probs, training.
+"""From scored rollouts to optimizer steps: mini-batches, one plan each, old log-probs, training.
 
-Which samples share an optimizer step is drawn at random, by id, before anything is balanced; it depends on the
-seed and not on the parallel layout. Then one plan per mini-batch, made while the mini-batch before it trains,
-places the samples on the data-parallel ranks, and `distribute` moves them there.
+The members of a mini-batch are drawn at random, by id, before anything is balanced: they depend on the seed and not on
+the parallel layout. One plan per mini-batch, made while the mini-batch before it trains, places the samples on the
+data-parallel ranks, and `distribute` moves them there.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.steps.agreed_plans import agreed, agreed_one_by_one
+from roll_batching.jobs.steps.plan_consensus import agree_on_each, agree_on_plan
 from roll_batching.losses import loss_spec
 from roll_batching.packing.prefetch import one_ahead
-from roll_batching.planning import Plan, batch_balance
+from roll_batching.planning import Plan
+from roll_batching.planning import batch_balance as place_on_ranks
+from roll_batching.planning.arrays import Ints
 from roll_batching.samples import FieldSpec, LengthTable, SampleBatch, collect, distribute, gather_lengths
 from roll_batching.samples.layout_exchange import LayoutExchange
 from roll_batching.samples.membership import mini_batches, mini_batches_by_rank
@@ -30,204 +32,200 @@ REFERENCE = "ref_log_probs"
 """The field of the reference's log-probs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateSettings:
-    """How the samples of a step are trained on."""
-
-    mini_batch_size: int
-    """Sequences of one optimizer step, over all data-parallel ranks."""
-    epochs: int = 1
-    """Passes over the samples."""
-    batch_balance: bool = False
-    """Place the samples of the whole step on ranks first, and draw each rank's share of a mini-batch among its own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """One optimizer step: its plan and what came out."""
-
-    plan: Plan
-    result: StepResult
-
-
 class RemoteLogProbs(Protocol):
-    """A frozen model elsewhere, which computes while others do. Methods are collective."""
+    """A frozen model in other processes, which computes log-probs in parallel. Methods are collective."""
 
-    def ask(self, home: SampleBatch, masks: Sequence[str]) -> None:
-        """Wants log-probs of the samples of all ranks, `home` being this rank's, where `masks` say so."""
+    def ask(self, local_batch: SampleBatch, masks: Sequence[str], /) -> None:
+        """Request log-probs of the samples of all ranks, on the tokens of `masks`."""
 
-    def log_probs(self, home: SampleBatch) -> torch.Tensor:
-        """next_token `[tokens]` of `home`: what was asked for, waited for."""
+    def log_probs(self, local_batch: SampleBatch, /) -> torch.Tensor:
+        """The requested log-probs of `local_batch`: next_token `[tokens]`. Waits for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MiniBatch:
+class MiniBatch:
+    """The samples of one optimizer step, and the plan of those with a gradient (of one sample, where none has)."""
+
     epoch: int
     members: LengthTable
-    """All samples of the optimizer step, on all ranks."""
+    """All samples of the mini-batch, on all ranks."""
     plan: Plan
-    """Of those that are computed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Samples:
-    """The samples of a step, on all ranks, by id."""
-
-    table: LengthTable
-    working: np.ndarray
-    """bool [n]: which have a gradient."""
-    homes: np.ndarray | None
-    """int64 [n]: the rank that each stays on; None where every plan places its samples itself."""
-
-    def forward_plan(self, strategy: MegatronInferStrategy) -> Plan:
-        """All samples in one pass without gradient."""
-        return strategy.plan(self.table, forward=True, home_rank=self.homes)
+    """Over a subset of `members`."""
 
 
 def train_on_rollouts(
     strategy: MegatronTrainStrategy,
-    home: SampleBatch,
+    local_batch: SampleBatch,
     loss: Any,
-    settings: UpdateSettings,
     *,
+    mini_batch_size: int,
     seed: int,
-    idle: SampleBatch | None = None,
+    epochs: int = 1,
+    batch_balance: bool = False,
+    idle_ids: Ints | None = None,
     reference: MegatronInferStrategy | None = None,
-    apart: RemoteLogProbs | None = None,
-    finish: Callable[[SampleBatch], SampleBatch] | None = None,
-) -> Iterator[Update]:
-    """Train on the samples of all ranks, `home` being this rank's, and yield after each optimizer step. Collective.
+    remote_reference: RemoteLogProbs | None = None,
+    add_fields: Callable[[SampleBatch], SampleBatch] | None = None,
+) -> Iterator[tuple[Plan, StepResult]]:
+    """Train on the samples of all ranks; yields plan and result of each optimizer step. Collective.
 
-    `home` has `input_ids` and what `loss` reads, such as `response_mask` and `advantages`; old and reference log-probs
-    are added here, as the strategy's `logprob_plan` and `reference` ask; `apart` is a reference elsewhere, which works
-    while old log-probs are computed. `seed` is this step's own, for membership.
-    `idle` is the part of `home` that has no gradient: it is not computed, and counts in the loss's denominators as far
-    as its mask says. All ranks pass it (empty, where they have no such sample), or none. `finish` makes of `home`, once
-    it has log-probs, what is trained on; it may be collective.
+    Args:
+        strategy: the policy; its `logprob_plan` says where old log-probs come from.
+        local_batch: this rank's samples: `input_ids` and the fields that `loss` reads, such as `response_mask` and
+            `advantages`. Old and reference log-probs are added here.
+        loss: a loss object.
+        mini_batch_size: sequences of one optimizer step, over all data-parallel ranks.
+        seed: of the mini-batches' members, another one in each RL step.
+        epochs: passes over the samples.
+        batch_balance: place the samples of the whole step on ranks first, as ROLL does, then draw each rank's share
+            of a mini-batch among its own.
+        idle_ids: int64 ids of the samples without a gradient, the same on all ranks: they are not computed, and count
+            in the loss's denominators as far as their mask says.
+        reference: adds `ref_log_probs`.
+        remote_reference: the same in other processes, which compute while old log-probs are computed here.
+        add_fields: adds fields that need the log-probs, such as advantages of tokens; may be collective.
     """
     spec = loss_spec(loss)
     masks = spec.masks
-    table = gather_lengths(home)
-    table = table.select(np.argsort(table.ids))  # membership must not depend on who generated what
+    table = gather_lengths(local_batch)
+    table = table.select(np.argsort(table.ids))  # members must not depend on which rank generated which sample
     if strategy.batching.logprob_plan == "none":
-        problem = refuse_without_old_log_probs(len(table), settings.mini_batch_size, settings.epochs)
+        problem = refuse_without_old_log_probs(len(table), mini_batch_size, epochs)
         if problem is not None:
             raise DataError(f"logprob_plan: {problem}.")
-    working = np.ones(len(table), dtype=bool)
-    if idle is not None:
-        working = ~np.isin(table.ids, gather_lengths(idle).ids)
-    homes = None
-    if settings.batch_balance:
-        homes = batch_balance(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
-    samples = _Samples(table=table, working=working, homes=homes)
-    if apart is not None:
-        apart.ask(home, masks)
-    ahead = one_ahead(_mini_batches(strategy, samples, settings, seed=seed))
-    batches: Iterator[_MiniBatch] = agreed_one_by_one(strategy, ahead)
+    home_rank = None
+    if batch_balance:
+        home_rank = place_on_ranks(table.lengths, strategy.layout.dp_size, cost=strategy.state.cost)
+
+    def plan_forward(model: MegatronInferStrategy) -> Plan:
+        return model.plan(table, forward=True, home_rank=home_rank)
+
+    if remote_reference is not None:
+        remote_reference.ask(local_batch, masks)
+    has_gradient = np.ones(len(table), dtype=bool) if idle_ids is None else ~np.isin(table.ids, idle_ids)
+    planned = one_ahead(
+        _plan_mini_batches(strategy, table, has_gradient, home_rank, mini_batch_size, epochs=epochs, seed=seed)
+    )
+    batches: Iterator[MiniBatch] = agree_on_each(strategy, planned)
     if strategy.batching.logprob_plan == "rollout":
-        drawn_with = home["rollout_log_probs"]
-        home = home.with_fields({"old_log_probs": drawn_with}, {"old_log_probs": FieldSpec("next_token")})
+        rollout_log_probs = local_batch["rollout_log_probs"]
+        local_batch = local_batch.with_fields(
+            {"old_log_probs": rollout_log_probs}, {"old_log_probs": FieldSpec("next_token")}
+        )
     elif strategy.batching.logprob_plan != "none":
         if strategy.batching.logprob_plan == "own":
-            plans = iter([agreed(strategy, lambda: samples.forward_plan(strategy))])
+            plans = iter([agree_on_plan(strategy, lambda: plan_forward(strategy))])
         else:
             batches, again = itertools.tee(batches)
             first_epoch = itertools.takewhile(lambda batch: batch.epoch == 0, again)
-            plans = (batch.plan for batch in first_epoch)  # so that the first ratio is exactly 1
-        home = with_log_probs(strategy, home, plans, "old_log_probs", masks)
+            plans = (batch.plan for batch in first_epoch)  # the plans of training: the first ratio is exactly 1
+        local_batch = with_log_probs(strategy, local_batch, plans, "old_log_probs", masks)
     if reference is not None:
         with reference.loaded("parameters"):
-            home = with_reference(strategy, reference, home, lambda: samples.forward_plan(reference), masks)
-    if apart is not None:
-        home = home.with_fields({REFERENCE: apart.log_probs(home)}, {REFERENCE: FieldSpec("next_token")})
-    if finish is not None:
-        home = finish(home)
+            local_batch = with_reference_log_probs(
+                strategy, reference, local_batch, lambda: plan_forward(reference), masks
+            )
+    if remote_reference is not None:
+        log_probs = remote_reference.log_probs(local_batch)
+        local_batch = local_batch.with_fields({REFERENCE: log_probs}, {REFERENCE: FieldSpec("next_token")})
+    if add_fields is not None:
+        local_batch = add_fields(local_batch)
     if spec.prepare is not None:
-        home = spec.prepare(home, strategy.layout, seed)
+        local_batch = spec.prepare(local_batch, strategy.layout, seed)
     for batch in batches:
         counts = None
-        if idle is not None:
-            held = home.find(batch.members.ids)[1].numpy()
-            counts = strategy.count(home.select_ids(batch.members.ids[held]), loss)
-        local = distribute(home, batch.plan)
-        yield Update(plan=batch.plan, result=strategy.train_step(local, batch.plan, loss, counts=counts))
+        if idle_ids is not None:
+            # The plan leaves idle samples out, and the loss's denominators count their tokens all the same.
+            is_local = local_batch.find(batch.members.ids)[1].numpy()
+            counts = strategy.count(local_batch.select_ids(batch.members.ids[is_local]), loss)
+        placed = distribute(local_batch, batch.plan)
+        yield batch.plan, strategy.train_step(placed, batch.plan, loss, counts=counts)
 
 
-def _mini_batches(
-    strategy: MegatronTrainStrategy, samples: _Samples, settings: UpdateSettings, *, seed: int
-) -> Iterator[_MiniBatch]:
-    """The mini-batches of all passes over the samples, planned. Pure, so that a thread may make them ahead."""
-    table, homes, size = samples.table, samples.homes, settings.mini_batch_size
-    for epoch in range(settings.epochs):
-        if homes is None:
-            drawn = mini_batches(len(table), size, seed=seed, epoch=epoch)
+def _plan_mini_batches(
+    strategy: MegatronTrainStrategy,
+    table: LengthTable,
+    has_gradient: np.ndarray,
+    home_rank: Ints | None,
+    size: int,
+    *,
+    epochs: int,
+    seed: int,
+) -> Iterator[MiniBatch]:
+    """The mini-batches of all epochs, planned; `has_gradient` is bool [n], `home_rank` int64 [n], both as `table`.
+
+    Not collective, so that a thread may run it ahead of training.
+    """
+    for epoch in range(epochs):
+        if home_rank is None:
+            members_of = mini_batches(len(table), size, seed=seed, epoch=epoch)
         else:
-            drawn = mini_batches_by_rank(homes, strategy.layout.dp_size, size, seed=seed, epoch=epoch)
-        for members in drawn:
-            computed = members[samples.working[members]]
+            members_of = mini_batches_by_rank(home_rank, strategy.layout.dp_size, size, seed=seed, epoch=epoch)
+        for members in members_of:
+            computed = members[has_gradient[members]]
             if not computed.size:
-                computed = members[:1]  # an optimizer step needs a backward pass, if only with a gradient of 0
-            plan = strategy.plan(table.select(computed), home_rank=None if homes is None else homes[computed])
-            yield _MiniBatch(epoch=epoch, members=table.select(members), plan=plan)
+                computed = members[:1]  # an optimizer step needs a backward pass, even if its gradient is 0
+            plan = strategy.plan(table.select(computed), home_rank=None if home_rank is None else home_rank[computed])
+            yield MiniBatch(epoch=epoch, members=table.select(members), plan=plan)
 
 
 def layout_exchange_between(strategy: MegatronInferStrategy, other: MegatronInferStrategy) -> LayoutExchange | None:
-    """The way between the layout of `strategy`, where samples lie, and that of `other`; None where they are one.
-
-    Collective.
-    """
+    """The exchange of samples between the two strategies' parallel layouts; None where they are equal. Collective."""
     if strategy.layout.dims == other.layout.dims:
         return None
     return LayoutExchange.of(strategy.layout.dp_rank, other.layout.dp_rank)
 
 
-def with_reference(
+def with_reference_log_probs(
     strategy: MegatronInferStrategy,
     reference: MegatronInferStrategy,
-    home: SampleBatch,
+    local_batch: SampleBatch,
     plan: Callable[[], Plan],
     masks: Sequence[str],
 ) -> SampleBatch:
-    """`home`, which lies in the layout of `strategy`, with the reference's log-probs. Collective.
+    """`local_batch`, in the layout of `strategy`, with `ref_log_probs`. Collective.
 
-    `plan` makes the plan of a reference in the same layout; one in its own plans for itself.
+    `plan` makes the plan of a reference in the same layout; one in another layout plans for itself.
     """
-    crossing = layout_exchange_between(strategy, reference)
-    if crossing is None:
-        return with_log_probs(reference, home, [agreed(strategy, plan)], REFERENCE, masks)
-    return with_log_probs_over(crossing, reference, home, gather_lengths(home), REFERENCE, masks)
+    layout_exchange = layout_exchange_between(strategy, reference)
+    if layout_exchange is None:
+        return with_log_probs(reference, local_batch, [agree_on_plan(strategy, plan)], REFERENCE, masks)
+    table = gather_lengths(local_batch)
+    return with_log_probs_over(layout_exchange, reference, local_batch, table, REFERENCE, masks)
 
 
 def with_log_probs_over(
-    crossing: LayoutExchange,
+    layout_exchange: LayoutExchange,
     strategy: MegatronInferStrategy,
-    home: SampleBatch,
+    local_batch: SampleBatch,
     table: LengthTable,
     name: str,
     masks: Sequence[str] | None,
 ) -> SampleBatch:
-    """`with_log_probs` of a strategy in another layout than that in which `home` lies, as `table` says. Collective."""
-    plan = agreed(strategy, lambda: strategy.plan(crossing.seen(table), forward=True))
-    local = crossing.distribute(home, plan, table)
-    found = crossing.collect(strategy.compute_log_probs(local, plan, masks=masks), plan, table, like=home)
-    return home.with_fields({name: found["log_probs"]}, {name: FieldSpec("next_token")})
+    """As `with_log_probs`, by a strategy in another layout than that of `local_batch` and `table`. Collective."""
+    plan = agree_on_plan(strategy, lambda: strategy.plan(layout_exchange.seen(table), forward=True))
+    placed = layout_exchange.distribute(local_batch, plan, table)
+    results = layout_exchange.collect(
+        strategy.compute_log_probs(placed, plan, masks=masks), plan, table, like=local_batch
+    )
+    return local_batch.with_fields({name: results["log_probs"]}, {name: FieldSpec("next_token")})
 
 
 def with_log_probs(
     strategy: MegatronInferStrategy,
-    home: SampleBatch,
+    local_batch: SampleBatch,
     plans: Iterable[Plan],
     name: str,
     masks: Sequence[str],
 ) -> SampleBatch:
-    """`home` with the model's log-probs under `name`; samples that no plan holds read 0. Collective."""
+    """`local_batch` with the model's log-probs under `name`; 0 for samples outside all `plans`. Collective."""
     parts = []
     for plan in plans:
-        local = distribute(home, plan)
-        parts.append(collect(strategy.compute_log_probs(local, plan, masks=masks), plan, like=home))
+        placed = distribute(local_batch, plan)
+        parts.append(collect(strategy.compute_log_probs(placed, plan, masks=masks), plan, like=local_batch))
     computed = SampleBatch.concat(parts)
-    absent = home.select(torch.nonzero(~computed.find(home.ids)[1])[:, 0])
-    zeros = torch.zeros(absent.num_tokens, dtype=computed["log_probs"].dtype)
-    filled = SampleBatch(absent.ids, absent.lengths, {"log_probs": zeros}, computed.schema)
-    values = SampleBatch.concat([computed, filled]).select_ids(home.ids)["log_probs"]
-    return home.with_fields({name: values}, {name: FieldSpec("next_token")})
+    missing = local_batch.select(torch.nonzero(~computed.find(local_batch.ids)[1])[:, 0])
+    zeros = torch.zeros(missing.num_tokens, dtype=computed["log_probs"].dtype)
+    filled = SampleBatch(missing.ids, missing.lengths, {"log_probs": zeros}, computed.schema)
+    values = SampleBatch.concat([computed, filled]).select_ids(local_batch.ids)["log_probs"]
+    return local_batch.with_fields({name: values}, {name: FieldSpec("next_token")})

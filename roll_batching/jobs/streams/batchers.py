@@ -31,15 +31,15 @@ YIELD = 0.95
 
 
 @dataclass
-class RowFigures:
-    """What a batcher has handed out so far."""
+class BatcherMetrics:
+    """Micro-batches that a batcher has yielded so far."""
 
     micro_batches: int = 0
     samples: int = 0
     tokens: int = 0
     rows: int = 0
-    stale: int = 0
-    """Samples left out because they had grown too old while they waited here."""
+    stale_samples: int = 0
+    """Samples dropped because they became too old while they waited in the batcher."""
     _imbalance: float = 0.0
     _held: int = 0
 
@@ -52,13 +52,13 @@ class RowFigures:
         self._imbalance += imbalance(rows)
         self._held += held
 
-    def to_row(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float]:
         """Columns for metrics: means over micro-batches, rows and samples."""
         return {
             "tokens_per_row": self.tokens / max(self.rows, 1),
             "row_imbalance": self._imbalance / max(self.micro_batches, 1),
             "held_micro_batches": self._held / max(self.samples, 1),
-            "stale_samples": self.stale,
+            "stale_samples": self.stale_samples,
         }
 
 
@@ -82,7 +82,7 @@ class _Batcher(IterableDataset, Generic[S]):  # type: ignore[type-arg]
         self.samples = samples
         self.num_processes = num_processes
         self.length_of = length_of
-        self.figures = RowFigures()
+        self.metrics = BatcherMetrics()
 
     def __iter__(self) -> Iterator[list[list[S]]]:
         if get_worker_info() is not None:
@@ -100,14 +100,14 @@ class _Batcher(IterableDataset, Generic[S]):  # type: ignore[type-arg]
             if length < 1:
                 raise DataError(f"Sample {number} has no tokens (length {length}).")
             self._admit(number, length)
-            yield _Waiting(number, sample, length, self.figures.micro_batches)
+            yield _Waiting(number, sample, length, self.metrics.micro_batches)
 
     def _admit(self, number: int, length: int) -> None:
         """Raises DataError for a sample that must not be there."""
 
     def _handed_out(self, rows: list[list[_Waiting[S]]]) -> list[list[S]]:
-        held = sum(self.figures.micro_batches - one.since for row in rows for one in row)
-        self.figures.add([[one.length for one in row] for row in rows], held)
+        held = sum(self.metrics.micro_batches - one.since for row in rows for one in row)
+        self.metrics.add([[one.length for one in row] for row in rows], held)
         return [[one.sample for one in row] for row in rows]
 
 
@@ -174,7 +174,7 @@ class TokenBudgetBatcher(_Batcher[S]):
     which holds what is left, rows can be empty (a plan made by `Plan.from_bins` puts fillers there).
 
     With `window` > 1 so many micro-batches are formed of what arrives for all of them: fuller and more even, of samples
-    that wait for up to `window` - 1 others. `figures` say how long they did. What has grown too old meanwhile is left
+    that wait for up to `window` - 1 others. `metrics` holds how long. What has grown too old meanwhile is left
     out and counted, so that no bound on the age of samples is broken by waiting.
 
     Args:
@@ -238,7 +238,7 @@ class TokenBudgetBatcher(_Batcher[S]):
         """What is not yet handed out waits again, in the order of its arrival, less what is too old."""
         back = [one for rows in formed for row in rows for one in row]
         fresh = [one for one in back if self._fresh(one)]
-        self.figures.stale += len(back) - len(fresh)
+        self.metrics.stale_samples += len(back) - len(fresh)
         waiting.extendleft(sorted(fresh, key=lambda one: one.number, reverse=True))
 
     def _fresh(self, one: _Waiting[S]) -> bool:

@@ -1,4 +1,4 @@
-"""Scored rollouts out of a queue that others fill: first in, first out, none too old, and none waited for in vain.
+"""FIFO queue of scored rollouts with a staleness limit and a timeout.
 
 The queue is any with `get(timeout=...)` that raises `queue.Empty`: of `queue` for threads, of `multiprocessing` for
 processes. Give it a `maxsize`, so that a producer that is faster than training waits instead of filling memory with
@@ -21,27 +21,27 @@ from roll_batching.errors import DataError
 S = TypeVar("S", bound="Versioned")
 
 END = None
-"""What a producer puts last: nothing more comes. Each producer may; the first ends the iteration."""
+"""Last item of a producer. With several producers, the first such item ends the iteration."""
 
 
 class Versioned(Protocol):
-    """What a queue holds."""
+    """A sample that knows its weight version."""
 
     @property
     def model_version(self) -> int:
-        """Version of the weights that it was drawn with."""
+        """Version of the weights that sampled it."""
         ...
 
 
 class SampleQueue(Protocol):
-    """What `queue.Queue` and `multiprocessing.Queue` have in common, as far as it is needed."""
+    """The common interface of `queue.Queue` and `multiprocessing.Queue`."""
 
     def get(self, block: bool = ..., timeout: float | None = ...) -> Any:
-        """The oldest item; `queue.Empty` after `timeout` seconds without."""
+        """The oldest item. Raises `queue.Empty` after `timeout` seconds without any."""
         ...
 
     def qsize(self) -> int:
-        """About how many items there are."""
+        """Approximate number of items."""
         ...
 
 
@@ -52,51 +52,57 @@ class RolloutSample:
     input_ids: list[int]
     """Prompt and response."""
     completion_mask: list[int]
-    """1 for the tokens that are learnt from, one per token."""
+    """1 for the tokens of the loss, one per token."""
     old_log_probs: list[float]
-    """One per token, of that token under the weights that drew it; what the prompt's are is not read."""
+    """One per token, under the weights that sampled it; values of the prompt are not read."""
     advantage: float
     group_id: int
-    """Of its prompt."""
+    """Number of its prompt."""
     model_version: int
-    """Of the weights that drew it."""
+    """Version of the weights that sampled it."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
-class QueueFigures:
-    """What came out of a queue since the figures were last taken."""
+class QueueMetrics:
+    """Staleness, drops and waiting time of samples taken from a queue."""
 
     taken: int = 0
     dropped: int = 0
-    """Too old when their turn came."""
-    waited: float = 0.0
+    """Samples that were too old when taken."""
+    wait_seconds: float = 0.0
     """Seconds that training waited for the producer."""
-    staleness: int = 0
-    most: int = 0
+    _staleness_sum: int = 0
+    _staleness_max: int = 0
 
-    def to_row(self, depth: int) -> dict[str, float]:
-        """Columns for metrics; `depth` is what waits in the queue now."""
+    def add(self, staleness: int, samples: int = 1) -> None:
+        """Count samples taken, `staleness` weight versions old."""
+        self.taken += samples
+        self._staleness_sum += staleness * samples
+        self._staleness_max = max(self._staleness_max, staleness)
+
+    def to_dict(self, depth: int) -> dict[str, float]:
+        """Columns for metrics; `depth` is the number of samples in the queue."""
         return {
-            "staleness_mean": self.staleness / max(self.taken, 1),
-            "staleness_max": self.most,
+            "staleness_mean": self._staleness_sum / max(self.taken, 1),
+            "staleness_max": self._staleness_max,
             "dropped_samples": self.dropped,
             "queue_depth": depth,
-            "queue_wait_seconds": self.waited,
+            "queue_wait_seconds": self.wait_seconds,
         }
 
 
 class RolloutQueueDataset(IterableDataset, Generic[S]):  # type: ignore[type-arg]
-    """The samples of a queue, as they come, without those that are more than `max_staleness` versions old.
+    """Iterates over the samples of a queue, and drops those more than `max_staleness` weight versions old.
 
     Args:
         rollout_queue: the queue; a bounded one (see above). It holds samples with a `model_version`, and `END`.
         model_version_fn: the version of the weights in training.
-        check_health_fn: called with `stale_after_s` whenever nothing came for `poll_interval_s`; raises when the
+        check_health_fn: called with `stale_after_s` after each `poll_interval_s` without a sample; raises when the
             producer is dead.
-        stale_after_s: seconds without a sample after which the producer is taken for stalled.
-        max_staleness: versions that a sample may be behind; an older one is dropped and counted.
-        poll_interval_s: see `check_health_fn`.
+        stale_after_s: seconds without a sample after which the producer counts as stalled.
+        max_staleness: most versions between a sample and the weights in training; older ones are dropped and counted.
+        poll_interval_s: seconds between health checks.
 
     Raises:
         DataError: for numbers below 0; while iterating, for a producer that stalls, a sample of a version that does
@@ -124,23 +130,23 @@ class RolloutQueueDataset(IterableDataset, Generic[S]):  # type: ignore[type-arg
         self.stale_after_s = stale_after_s
         self.max_staleness = max_staleness
         self.poll_interval_s = poll_interval_s
-        self.figures = QueueFigures()
+        self.metrics = QueueMetrics()
 
     def staleness(self, sample: S) -> int:
-        """Versions that it is behind the weights in training."""
+        """Versions between the sample and the weights in training."""
         return self.model_version_fn() - sample.model_version
 
     def is_fresh(self, sample: S) -> bool:
-        """Whether it may be trained on now. For a batcher that lets samples wait."""
+        """Whether the sample is within `max_staleness` now; for a batcher in which samples wait."""
         return self.staleness(sample) <= self.max_staleness
 
-    def take_row(self) -> dict[str, float]:
-        """The figures since the last call, as columns for metrics."""
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics since the last call."""
         depth = 0
-        with contextlib.suppress(NotImplementedError):  # multiprocessing on macOS cannot tell
+        with contextlib.suppress(NotImplementedError):  # multiprocessing on macOS has no qsize
             depth = self.queue.qsize()
-        row, self.figures = self.figures.to_row(depth), QueueFigures()
-        return row
+        metrics, self.metrics = self.metrics.to_dict(depth), QueueMetrics()
+        return metrics
 
     def __iter__(self) -> Iterator[S]:
         if get_worker_info() is not None:
@@ -156,24 +162,22 @@ class RolloutQueueDataset(IterableDataset, Generic[S]):  # type: ignore[type-arg
                     f"{self.model_version_fn()}: count versions up when the producer is given new weights, not later."
                 )
             if staleness > self.max_staleness:
-                self.figures.dropped += 1
+                self.metrics.dropped += 1
                 continue
-            self.figures.taken += 1
-            self.figures.staleness += staleness
-            self.figures.most = max(self.figures.most, staleness)
+            self.metrics.add(staleness)
             yield sample
 
     def _next(self) -> Any:
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             while True:
                 with contextlib.suppress(queue.Empty):
                     return self.queue.get(timeout=self.poll_interval_s)
                 self.check_health_fn(self.stale_after_s)
-                if time.monotonic() - began > self.stale_after_s:
+                if time.monotonic() - started > self.stale_after_s:
                     raise DataError(
                         f"No rollout has come for stale_after_s={self.stale_after_s:g} seconds, and its producer says "
                         "that it is well: look what it waits for, or raise the limit."
                     )
         finally:
-            self.figures.waited += time.monotonic() - began
+            self.metrics.wait_seconds += time.monotonic() - started

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roll_batching.distributed import consensus
 from roll_batching.jobs.config.objective_rules import wants_reference
-from roll_batching.jobs.observe.metrics_file import Row
-from roll_batching.jobs.rollouts.rows import merged, update_row
-from roll_batching.jobs.run.run import Run
-from roll_batching.jobs.steps.steps import Encoder, PlannedSteps, StepSource
-from roll_batching.jobs.steps.stream_steps import StreamedSteps
-from roll_batching.jobs.steps.update import Update, with_reference
-from roll_batching.jobs.supervised.validation import Validation
+from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.rollouts.step_metrics import merge_metrics, update_metrics
+from roll_batching.jobs.run.context import JobContext
+from roll_batching.jobs.steps.planned_steps import Encoder, PlannedSteps, StepSource, plan_texts
+from roll_batching.jobs.steps.streamed_steps import StreamedSteps
+from roll_batching.jobs.steps.update import with_reference_log_probs
+from roll_batching.jobs.texts.texts import Conversation, Document, Pair
 from roll_batching.losses import SFTLoss, loss_spec
+from roll_batching.planning import Plan
 from roll_batching.samples import distribute
 from roll_batching.settings import TrainingArgs
-from roll_batching.strategy import MegatronInferStrategy
+from roll_batching.strategy import MegatronInferStrategy, StepResult
 
 WARMUP = "warmup"
 """The warm-up's name in rows and checkpoints, and its key in a configuration."""
@@ -25,101 +28,142 @@ WARMUP = "warmup"
 
 @dataclass(frozen=True, kw_only=True)
 class _Phase:
-    """What a supervised phase is made of."""
+    """Settings of a supervised phase."""
 
     name: str
-    """In rows and checkpoints."""
+    """Name in rows and checkpoints."""
     training: TrainingArgs
-    """Its `max_steps` are the phase's."""
+    """`max_steps` is the phase's."""
     loss: Any
     steps: StepSource
 
 
-def warm_up(run: Run) -> None:
-    """The phase that the section `warmup` describes; nothing when a checkpoint lies beyond it. Collective."""
-    warmup, strategy, corpus = run.config.warmup, run.strategy, run.inputs.corpus
+def warm_up(context: JobContext) -> None:
+    """Run the section `warmup`; does nothing when the resumed checkpoint is of a later phase. Collective."""
+    warmup, strategy, corpus = context.config.warmup, context.strategy, context.inputs.corpus
     assert warmup is not None and corpus is not None
-    if run.checkpoints.is_past(WARMUP):
+    if context.checkpoints.is_past(WARMUP):
         return
     args = warmup.training_args
     size = args.per_device_train_batch_size * args.gradient_accumulation_steps * strategy.layout.dp_size
-    steps = PlannedSteps(corpus, _encoder(run), strategy, size=size, seed=run.config.seed)
-    _train(run, _Phase(name=WARMUP, training=warmup.scheduled(len(corpus), size), loss=SFTLoss(), steps=steps))
+    steps = PlannedSteps(corpus, _encoder(context), strategy, size=size, seed=context.config.seed)
+    _train(context, _Phase(name=WARMUP, training=warmup.scheduled(len(corpus), size), loss=SFTLoss(), steps=steps))
 
 
-def train_on_texts(run: Run, loss: Any) -> None:
-    """The phase of a job whose task is `sft` or `dpo`. Collective."""
-    texts = run.inputs.corpus
-    assert texts is not None
-    stream, encoder = run.config.stream, _encoder(run)
+def train_on_texts(context: JobContext, loss: Any) -> None:
+    """Run the phase of a job whose task is `sft` or `dpo`. Collective."""
+    config, inputs, strategy = context.config, context.inputs, context.strategy
+    assert inputs.corpus is not None
+    encoder = _encoder(context)
     steps: StepSource
-    if stream is not None:
-        steps = StreamedSteps(texts, encoder, run.strategy, stream, token_counts=run.inputs.token_counts)
+    if config.stream is not None:
+        steps = StreamedSteps(inputs.corpus, encoder, strategy, config.stream, token_counts=inputs.token_counts)
     else:
-        steps = PlannedSteps(texts, encoder, run.strategy, size=run.texts_per_step, seed=run.config.seed)
-    _train(run, _Phase(name=run.config.task, training=run.schedule, loss=loss, steps=steps))
+        steps = PlannedSteps(inputs.corpus, encoder, strategy, size=context.texts_per_step, seed=config.seed)
+    _train(context, _Phase(name=config.task, training=context.schedule, loss=loss, steps=steps))
 
 
-def _encoder(run: Run) -> Encoder:
-    config = run.config
-    return Encoder(tokenizer=run.inputs.tokenizer, max_length=config.sequence_length or 1, pairs=config.task == "dpo")
+def _encoder(context: JobContext) -> Encoder:
+    config = context.config
+    return Encoder(
+        tokenizer=context.inputs.tokenizer, max_length=config.sequence_length or 1, pairs=config.task == "dpo"
+    )
 
 
-def _train(run: Run, phase: _Phase) -> None:
-    """All steps. Where there are held-out texts, the first row also holds what they say before any update."""
-    strategy, last = run.strategy, phase.training.max_steps
+def _train(context: JobContext, phase: _Phase) -> None:
+    """Run all steps. With held-out texts the first row also holds their loss before any update."""
+    strategy, last = context.strategy, phase.training.max_steps
     strategy.start_phase(phase.training)
-    reference = _reference(run) if phase.name != WARMUP else None
-    behind = run.checkpoints.restore(phase.name, last, phase.steps, reference)
-    validation = _validation(run, phase, reference)
-    run.begin(phase.name, last, behind)
-    for step in range(behind + 1, last + 1):
+    reference = _reference(context) if phase.name != WARMUP else None
+    completed_steps = context.checkpoints.restore(phase.name, last, phase.steps, reference)
+    validation = _validation(context, phase, reference)
+    context.start_phase(phase.name, last, completed_steps)
+    for step in range(completed_steps + 1, last + 1):
         if phase.steps.ended:
-            run.recorder.progress.note(f"the data ended with step {step - 1:,} of {last:,}")
+            context.recorder.progress.note(f"the data ended with step {step - 1:,} of {last:,}")
             return
         started = time.perf_counter()
         evaluated = validation(0) if step == 1 and validation is not None else {}
-        update = _step(run, phase, reference)
-        final = step == last or phase.steps.ended
-        every = run.config.eval_steps
-        if validation is not None and not evaluated and (final or (every and step % every == 0)):
+        update = _step(context, phase, reference)
+        is_last = step == last or phase.steps.ended
+        every = context.config.eval_steps
+        if validation is not None and not evaluated and (is_last or (every and step % every == 0)):
             evaluated = validation(step)
-        row = merged(update_row([update]), {"reward": None, "skipped_steps": strategy.skipped_steps}, evaluated)
-        row["seconds"] = time.perf_counter() - started
-        run.record(step, row, shown=_shown(row))
-        run.checkpoints.save_if_due(phase.name, step, step if final else last, phase.steps, reference)
+        skipped = {"reward": None, "skipped_steps": strategy.skipped_steps}
+        metrics = merge_metrics(update_metrics([update]), skipped, evaluated)
+        metrics["seconds"] = time.perf_counter() - started
+        context.record(step, metrics, shown=_shown(metrics))
+        context.checkpoints.save_if_due(phase.name, step, step if is_last else last, phase.steps, reference)
 
 
-def _step(run: Run, phase: _Phase, reference: MegatronInferStrategy | None) -> Update:
-    home, plan = next(phase.steps)
+def _step(context: JobContext, phase: _Phase, reference: MegatronInferStrategy | None) -> tuple[Plan, StepResult]:
+    local_batch, plan = next(phase.steps)
     if reference is not None:
-        home = with_reference(run.strategy, reference, home, lambda: plan, loss_spec(phase.loss).masks)
-    return Update(plan=plan, result=run.strategy.train_step(distribute(home, plan), plan, phase.loss))
+        masks = loss_spec(phase.loss).masks
+        local_batch = with_reference_log_probs(context.strategy, reference, local_batch, lambda: plan, masks)
+    return plan, context.strategy.train_step(distribute(local_batch, plan), plan, phase.loss)
 
 
-def _shown(row: Row) -> dict[str, float | None]:
+def _shown(metrics: Metrics) -> dict[str, float | None]:
     return {
-        "loss": row["loss"],
-        "held-out": row.get("eval_loss"),
-        "tokens/s": row["tokens_per_second"],
-        "fill": 1 - row["padding_share"],
-        "imbalance": row["imbalance"],
+        "loss": metrics["loss"],
+        "held-out": metrics.get("eval_loss"),
+        "tokens/s": metrics["tokens_per_second"],
+        "fill": 1 - metrics["padding_share"],
+        "imbalance": metrics["imbalance"],
     }
 
 
-def _reference(run: Run) -> MegatronInferStrategy | None:
-    """A frozen copy of the model as the phase begins, when the loss asks for it. Collective."""
-    config = run.config
+def _reference(context: JobContext) -> MegatronInferStrategy | None:
+    """A frozen copy of the model at the start of the phase, if the loss needs one. Collective."""
+    config, strategy = context.config, context.strategy
     if config.reference is None or not wants_reference(config):
         return None
-    reference = MegatronInferStrategy(config.reference, seed=config.seed, temperature=run.strategy.temperature)
+    reference = MegatronInferStrategy(config.reference, seed=config.seed, temperature=strategy.temperature)
     reference.initialize(weights=False)
-    reference.copy_weights_from(run.strategy)
+    reference.copy_weights_from(strategy)
     return reference
 
 
-def _validation(run: Run, phase: _Phase, reference: MegatronInferStrategy | None) -> Validation | None:
-    texts = run.inputs.validation
+def _validation(context: JobContext, phase: _Phase, reference: MegatronInferStrategy | None) -> _Validation | None:
+    texts = context.inputs.validation
     if texts is None or phase.name == WARMUP:
         return None
-    return Validation(texts[: run.config.eval_samples], _encoder(run), run.strategy, reference, phase.loss)
+    first_texts = texts[: context.config.eval_samples]
+    return _Validation(first_texts, _encoder(context), context.strategy, reference, phase.loss)
+
+
+class _Validation:
+    """Held-out samples, planned and distributed once; calling it evaluates the loss. Building it is collective.
+
+    Args:
+        texts: at least one, the same on every rank.
+        encoder: encodes texts as samples.
+        strategy: the model in training.
+        reference: computes `ref_log_probs`, once, where the loss reads them.
+        loss: a loss object.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[Document | Conversation | Pair],
+        encoder: Encoder,
+        strategy: MegatronInferStrategy,
+        reference: MegatronInferStrategy | None,
+        loss: Any,
+    ) -> None:
+        self.strategy, self.loss, self._num_texts = strategy, loss, len(texts)
+        layout = strategy.layout
+        with consensus(layout.host_group, "encoding held-out texts"):
+            local_batch = encoder.encode_share(texts, layout.dp_rank, layout.dp_size)
+        self._plan = plan_texts(local_batch, encoder, strategy, forward=True)
+        if reference is not None:
+            masks = loss_spec(loss).masks
+            local_batch = with_reference_log_probs(strategy, reference, local_batch, lambda: self._plan, masks)
+        self._local = distribute(local_batch, self._plan)
+
+    def __call__(self, updates: int) -> Metrics:
+        """Metrics after `updates` optimizer steps: `eval_loss`, the loss's own, `eval_samples`. Collective."""
+        metrics = self.strategy.evaluate(self._local, self._plan, self.loss)
+        named = {f"eval_{name}": value for name, value in metrics.items()}
+        return {"eval_updates": updates, **named, "eval_samples": self._num_texts}

@@ -144,7 +144,7 @@ RUNS = [
     Abuse(
         name="runs: again without resume",
         code=DONE,
-        words=("what an earlier run of this name left is now in",),
+        words=("files of an earlier run of this name are now in",),
         scene=earlier_run,
     ),
     Abuse(

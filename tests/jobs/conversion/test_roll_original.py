@@ -143,7 +143,7 @@ def ours(job: JobConfig, request: dict[str, Any]) -> dict[str, Any]:
         finished=tokens < RESPONSE,
         failed=np.zeros(count, dtype=bool),
     )
-    masked = Grpo._masked(SimpleNamespace(config=job), scores)  # type: ignore[arg-type]
+    masked = Grpo._masked_samples(SimpleNamespace(config=job), scores)  # type: ignore[arg-type]
     advantages = advantages_of(job)(
         samples["scores"],
         job.group_size,

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.objectives.advantages import AdvantageRule, checked, compute_advantages, shuffled, zero_groups
+from roll_batching.jobs.objectives.advantages import (
+    AdvantageRule,
+    check_advantages,
+    compute_advantages,
+    shuffled,
+    zero_groups,
+)
 
 GRPO = AdvantageRule()
 
@@ -156,11 +162,11 @@ def test_an_estimator_that_works_in_place_leaves_the_rewards_alone(monkeypatch):
 
 @pytest.mark.parametrize(
     ("made", "words"),
-    [([1.0], "shape (1,)"), ([1.0, np.nan], "not finite"), (["a", "b"], "no numbers"), (None, "shape ()")],
+    [([1.0], "shape (1,)"), ([1.0, np.nan], "not finite"), (["a", "b"], "not numbers"), (None, "shape ()")],
 )
 def test_what_an_estimator_returns_is_checked(made, words):
     with pytest.raises(DataError) as caught:
-        checked(made, np.zeros(2), "own:estimate")
+        check_advantages(made, np.zeros(2), "own:estimate")
     assert "own:estimate" in str(caught.value) and words in str(caught.value)
 
 

@@ -18,7 +18,7 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.config import config_from_dict
 from roll_batching.jobs.config.rules import missing_for_a_run
 from roll_batching.jobs.objectives.from_config import advantages_of
-from roll_batching.jobs.objectives.running import DomainMoments, RunningMoments
+from roll_batching.jobs.objectives.stateful import DomainMoments, RunningMoments
 from roll_batching.jobs.objectives.token_rewards import TokenRewards
 from roll_batching.jobs.rewards import Completion
 from roll_batching.samples import SampleBatch
@@ -108,8 +108,8 @@ def test_running_moments_are_of_a_domain_and_go_on_from_a_checkpoint() -> None:
         0.2611164,
     ]
     assert first(rewards, 2, **given).tolist() == pytest.approx(expected, abs=1e-6)
-    saved = json.loads(json.dumps(first.carried()["reward_moments"].state_dict()))
-    again.carried()["reward_moments"].load_state_dict(saved)
+    saved = json.loads(json.dumps(first.stateful_parts()["reward_moments"].state_dict()))
+    again.stateful_parts()["reward_moments"].load_state_dict(saved)
     assert again(rewards + 1, 2, **given).tolist() == first(rewards + 1, 2, **given).tolist()
 
 

@@ -20,7 +20,7 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.config.diagnostics import ConfigFileError
 from roll_batching.jobs.config.loader import config_from_dict
 from roll_batching.jobs.objectives.from_config import advantages_of
-from roll_batching.jobs.objectives.running import CompositeState, KlCoefficient, RunningMoments
+from roll_batching.jobs.objectives.stateful import CompositeState, KlCoefficient, RunningMoments
 from roll_batching.jobs.objectives.token_rewards import TokenRewards, returns
 from roll_batching.jobs.observe.metrics_file import read_metrics
 from roll_batching.samples.positions import counted_positions
@@ -101,9 +101,9 @@ def test_rewards_by_running_moments_are_rolls_and_go_on_from_a_checkpoint() -> N
 
     first = estimator()
     assert step(first, [1.0, 0, 0.25, 0.5]) == pytest.approx([1.317461928, -1.024692611, -0.439153976, 0.146384659])
-    saved = json.loads(json.dumps(CompositeState(RunningMoments(), **first.carried()).state_dict()))
+    saved = json.loads(json.dumps(CompositeState(RunningMoments(), **first.stateful_parts()).state_dict()))
     again = estimator()
-    CompositeState(RunningMoments(), **again.carried()).load_state_dict(saved)
+    CompositeState(RunningMoments(), **again.stateful_parts()).load_state_dict(saved)
     expected = [0.976640783, 1.923686391, -0.917450433, 0.029595175]
     later = step(first, [2.0, 3, 0, 1])
     assert later == pytest.approx(expected, rel=1e-6), "ROLL keeps its moments in fp32"

@@ -110,7 +110,7 @@ def test_a_resumed_phase_tells_the_time_that_its_own_steps_take(monkeypatch):
     monkeypatch.setattr("roll_batching.jobs.observe.progress.time", SimpleNamespace(monotonic=lambda: now))
     out = io.StringIO()
     progress = ProgressReporter(console=Console(file=out, width=100))
-    progress.start("rl", 12, done=4)
+    progress.start_phase("rl", 12, completed_steps=4)
     for now, step in ((130.0, 5), (139.0, 6), (140.0, 7), (141.6, 12)):  # noqa: B007 (the clock reads it)
         progress.advance(step, {"tokens": 1000.0, "rate": 0.00125, "loss": 0.0})
     assert [" ".join(line.split()) for line in out.getvalue().splitlines()] == [
@@ -123,7 +123,7 @@ def test_a_resumed_phase_tells_the_time_that_its_own_steps_take(monkeypatch):
 def test_in_a_log_progress_is_a_few_lines():
     out = io.StringIO()
     progress = ProgressReporter(console=Console(file=out, width=60))
-    progress.start("rl", 500)
+    progress.start_phase("rl", 500)
     for step in range(1, 501):
         progress.advance(step, {"reward": step / 500, "held-out": None})
     progress.close()
@@ -135,7 +135,7 @@ def test_in_a_log_progress_is_a_few_lines():
 def test_on_a_terminal_progress_is_a_bar():
     out = io.StringIO()
     progress = ProgressReporter(console=Console(file=out, width=120, force_terminal=True))
-    progress.start("rl", 5)
+    progress.start_phase("rl", 5)
     progress.advance(5, {"reward": 0.25})
     progress.note("a line above the bar")
     progress.close()

@@ -19,7 +19,7 @@ from roll_batching.jobs.config import ConfigFileError, JobConfig, load_config
 from roll_batching.jobs.launch.devices import role_device_variables
 from roll_batching.jobs.observe.metrics_file import read_metrics
 from roll_batching.jobs.processes.rank_variables import ROLE_DEVICES
-from roll_batching.jobs.rl.async_rollouts import parts_of
+from roll_batching.jobs.rl.async_rollouts import parts_per_step
 from roll_batching.jobs.roles.client import SAMPLER, RoleClient
 from roll_batching.jobs.roles.sampler import Request
 from roll_batching.jobs.texts.texts import Prompt
@@ -242,7 +242,7 @@ def test_nobody_waits_for_a_sampler_that_reads_nothing(folder):
 
 
 def test_requests_of_a_step():
-    assert [parts_of(ratio, 24) for ratio in (1, 2, 0.5, 0.25, 1.5, 0.3, 0.01)] == [1, 1, 2, 4, 2, 4, 24]
+    assert [parts_per_step(ratio, 24) for ratio in (1, 2, 0.5, 0.25, 1.5, 0.3, 0.01)] == [1, 1, 2, 4, 2, 4, 24]
 
 
 def test_ratios_follow_the_policy_that_drew():

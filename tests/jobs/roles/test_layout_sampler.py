@@ -86,13 +86,13 @@ def _compared(policy: Any, expected: Any, samplers: list[Any]) -> dict[str, Any]
                 found = sampler.generate(prompts, asked)
                 differing += [(number, version, *_differences(found, wanted))] if _differences(found, wanted) else []
         for sampler in samplers:
-            sampler.rest()
+            sampler.release_memory()
         with torch.no_grad():
             for chunk in policy.chunks:
                 for parameter in chunk.parameters():
                     parameter.mul_(1.1)
-    row = samplers[-1].columns(prompts)
-    assert row["weights_seconds"] > 0 and samplers[-1].columns(prompts) == {"weights_seconds": 0.0, "weights_bytes": 0}
+    row = samplers[-1].metrics(prompts)
+    assert row["weights_seconds"] > 0 and samplers[-1].metrics(prompts) == {"weights_seconds": 0.0, "weights_bytes": 0}
     return {"differing": differing, "texts": texts, "bytes": row["weights_bytes"]}
 
 

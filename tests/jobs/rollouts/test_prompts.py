@@ -123,7 +123,7 @@ def test_parts_that_cannot_be_are_refused(tmp_path, shares, words):
 def test_a_domain_without_prompts_is_named(tmp_path):
     made = job(tmp_path, {"even": 0.5, "odd": 0.25, "none": 0.25})
     made["rewards"] = {**REWARDS, "none": {"reward_function": "tests.jobs.rl.jobs:length", "tag_included": ["n"]}}
-    with pytest.raises(RanksFailed, match="draws from none, and no prompt of the files belongs there") as caught:
+    with pytest.raises(RanksFailed, match="draws from none, and no prompt of the data files belongs to it") as caught:
         run_ranks(1, "tests.jobs.rl.jobs:run", made)
     assert "in run_job" in str(caught.value) and "Grpo" not in str(caught.value), "before the model is built"
 

@@ -71,7 +71,7 @@ def roll_out(job: dict[str, Any]) -> dict[str, Any]:
         "finished": scores.finished.tolist(),
         "response_tokens": scores.response_tokens.tolist(),
         "lengths": scores.lengths.tolist(),
-        "evaluations": [evaluate(strategy, number=number).figures for number in (0, 0, 1)],
+        "evaluations": [evaluate(strategy, number=number)[0] for number in (0, 0, 1)],
     }
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from roll_batching.errors import RollBatchingError
 from roll_batching.jobs.observe.metrics_file import read_metrics
-from roll_batching.jobs.run_folder import HELD, EarlierRun, held
+from roll_batching.jobs.run.folder import LOCKED_FOLDER, PreviousRun, lock_folder
 from tests.jobs.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -27,7 +27,7 @@ RUN = "tests.jobs.rl.jobs:run"
 
 def hold_for_ever(folder: str) -> None:
     """On its own: takes the folder, forks a child that lives on, and says so."""
-    with held(Path(folder)):
+    with lock_folder(Path(folder)):
         if os.fork() == 0:
             os.execvp("sleep", ["sleep", "30"]) if folder.endswith("exec") else time.sleep(30)
             os._exit(0)
@@ -55,13 +55,13 @@ def held_elsewhere(folder: Path) -> Any:
 @pytest.mark.bad_input
 def test_a_second_run_is_told_who_is_there_and_what_to_do(tmp_path, report):
     with held_elsewhere(tmp_path / "one") as process:
-        with pytest.raises(RollBatchingError) as caught, held(tmp_path / "one"):
+        with pytest.raises(RollBatchingError) as caught, lock_folder(tmp_path / "one"):
             pass
         said = str(caught.value)
         assert f"process {process.pid} on {os.uname().nodename} since 20" in said
         assert "give this run another exp_name or output_dir" in said
         report(said.replace(str(tmp_path), "..."))
-        with held(tmp_path / "two"):
+        with lock_folder(tmp_path / "two"):
             pass
 
 
@@ -70,50 +70,50 @@ def test_a_killed_run_blocks_nobody_though_its_children_live(tmp_path, name):
     with held_elsewhere(tmp_path / name) as process:
         process.kill()
         process.join()
-        with held(tmp_path / name):
+        with lock_folder(tmp_path / name):
             pass
 
 
 def test_launcher_and_rank_0_hold_it_together_and_either_keeps_others_out(tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    launcher = held(folder)
+    launcher = lock_folder(folder)
     variables = launcher.__enter__()
-    monkeypatch.setenv(HELD, variables[HELD])
-    with held(folder):
+    monkeypatch.setenv(LOCKED_FOLDER, variables[LOCKED_FOLDER])
+    with lock_folder(folder):
         launcher.__exit__(None, None, None)  # as if it were killed
-        monkeypatch.delenv(HELD)
-        with pytest.raises(RollBatchingError, match="is in use by another run"), held(folder):
+        monkeypatch.delenv(LOCKED_FOLDER)
+        with pytest.raises(RollBatchingError, match="is in use by another run"), lock_folder(folder):
             pass
-    with held(folder):
+    with lock_folder(folder):
         pass
 
 
 def test_a_temporary_folder_goes_unless_something_is_left_in_it(tmp_path, monkeypatch):
-    with held(tmp_path / "weights", temporary=True):
-        with pytest.raises(RollBatchingError, match="in use"), held(tmp_path / "weights", temporary=True):
+    with lock_folder(tmp_path / "weights", temporary=True):
+        with pytest.raises(RollBatchingError, match="in use"), lock_folder(tmp_path / "weights", temporary=True):
             pass
         assert (tmp_path / "weights" / ".lock").exists(), "who is refused removes nothing"
     assert not (tmp_path / "weights").exists()
-    with held(tmp_path / "weights", temporary=True):
+    with lock_folder(tmp_path / "weights", temporary=True):
         (tmp_path / "weights" / "other").touch()
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["other"]
 
-    def removes(lock: int, folder: Path, *, together: bool) -> None:
+    def removes(lock: int, folder: Path, *, shared: bool) -> None:
         """Who held it before has removed it, after it was opened here."""
         monkeypatch.undo()
         (folder / ".lock").unlink()
 
-    monkeypatch.setattr("roll_batching.jobs.run_folder._take", removes)
-    with held(tmp_path / "weights"):
-        with pytest.raises(RollBatchingError, match="in use"), held(tmp_path / "weights"):
+    monkeypatch.setattr("roll_batching.jobs.run.folder._acquire", removes)
+    with lock_folder(tmp_path / "weights"):
+        with pytest.raises(RollBatchingError, match="in use"), lock_folder(tmp_path / "weights"):
             pass
 
 
 @pytest.mark.bad_input
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, report):
     (tmp_path / "file").touch()
-    with pytest.raises(RollBatchingError, match=r"Not a directory \(ENOTDIR\). Give another output_dir") as caught:
-        held(tmp_path / "file" / "run").__enter__()
+    with pytest.raises(RollBatchingError, match=r"Not a directory \(ENOTDIR\). Set another output_dir") as caught:
+        lock_folder(tmp_path / "file" / "run").__enter__()
     report(str(caught.value).replace(str(tmp_path), "..."))
 
 
@@ -157,7 +157,7 @@ def test_reruns_lose_nothing(tmp_path):
     for seed in (1, 2, 3):
         outcomes = run_ranks(1, RUN, supervised(tmp_path, seed=seed), check=False)
         assert outcomes[0].returncode == 0, outcomes[0].output
-        told = re.findall(r"what an earlier run of this name left is now in (\S+)", outcomes[0].output)
+        told = re.findall(r"files of an earlier run of this name are now in (\S+)", outcomes[0].output)
         assert len(told) == (seed > 1)
         left.append({name: data for name, data in tree(run).items() if not name.startswith("previous/")})
         assert {"config.yaml", "metrics.jsonl", "learning_curve.png"} <= left[-1].keys()
@@ -200,9 +200,9 @@ def test_what_is_taken_away_is_numbered_and_dated(tmp_path):
     (tmp_path / "previous" / "007-20200101-000000").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text("rows")
     os.utime(tmp_path / "metrics.jsonl", (0, 10**9))
-    earlier = EarlierRun(tmp_path)
-    assert earlier.told() is None
-    earlier.take(tmp_path / "tensorboard")
-    earlier.take(tmp_path / "metrics.jsonl")
-    assert earlier.place is not None and re.fullmatch(r"008-2001090[89]-\d{6}", earlier.place.name)
-    assert (earlier.place / "metrics.jsonl").read_text() == "rows" and not (tmp_path / "metrics.jsonl").exists()
+    earlier = PreviousRun(tmp_path)
+    assert earlier.notice() is None
+    earlier.move(tmp_path / "tensorboard")
+    earlier.move(tmp_path / "metrics.jsonl")
+    assert earlier.target is not None and re.fullmatch(r"008-2001090[89]-\d{6}", earlier.target.name)
+    assert (earlier.target / "metrics.jsonl").read_text() == "rows" and not (tmp_path / "metrics.jsonl").exists()

@@ -175,7 +175,7 @@ def test_another_layout_goes_on_with_a_notice(tmp_path):
     outcomes = run_ranks(2, "tests.jobs.rl.jobs:run", other, check=False, timeout=60)
     assert [outcome.returncode for outcome in outcomes] == [0, 0], outcomes[0].output
     assert "goes on from the same weights and data" in outcomes[0].output
-    assert "warmup goes on after step 2 of 3, from " in outcomes[0].output
+    assert "warmup continues after step 2 of 3, from " in outcomes[0].output
     assert [row["step"] for row in rows_of(tmp_path, "wide")] == [1, 2, 3]
 
 

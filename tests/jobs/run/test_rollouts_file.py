@@ -132,7 +132,7 @@ def test_what_cannot_be_answered(run):
     done = subprocess.run([sys.executable, "-c", REFUSED, str(run)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert "nowhere is no folder" in said[0]
+    assert "nowhere is not a folder" in said[0]
     assert "'?'" in said[1] and "41 tokens" in said[2] and "nowhere.jsonl" in said[3]
 
 

@@ -85,7 +85,7 @@ def run_twice(job):
     model = open_checkpoint(Path(job["output_dir"]) / job["exp_name"])
     tokenizer = tokenizer_of(model)
     with pytest.raises(ConfigError) as caught:
-        model.evaluation([], tokenizer, model.sampling(tokenizer), samples=1, shown=0)
+        model.evaluate([], tokenizer, model.sampling(tokenizer), samples=1, shown=0)
     return str(caught.value)
 
 
@@ -145,7 +145,7 @@ def test_an_override_of_a_key_is_refused_without_its_value(tmp_path):
 
 
 def test_what_a_checkpoint_keeps_does_not_depend_on_keys(tmp_path):
-    from roll_batching.jobs.run.saved_job import settings_of
+    from roll_batching.jobs.run.job_digests import settings_of
 
     job = job_of(tmp_path)
     before = settings_of(config_from_dict(job))

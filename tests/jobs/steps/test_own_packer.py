@@ -15,8 +15,8 @@ def said_by_each(payload):
 
     from roll_batching.errors import RankError
     from roll_batching.jobs.config import JobConfig
-    from roll_batching.jobs.steps.steps import Encoder, PlannedSteps
-    from roll_batching.jobs.steps.update import UpdateSettings, train_on_rollouts
+    from roll_batching.jobs.steps.planned_steps import Encoder, PlannedSteps
+    from roll_batching.jobs.steps.update import train_on_rollouts
     from roll_batching.jobs.texts.texts import Document, TextDataset
     from roll_batching.jobs.texts.tokenizers import CharTokenizer
     from roll_batching.losses import SFTLoss
@@ -39,7 +39,7 @@ def said_by_each(payload):
         next(PlannedSteps(texts, encoder, strategy, size=8, seed=1))
 
     def updates():
-        list(train_on_rollouts(strategy, home, SFTLoss(), UpdateSettings(mini_batch_size=4), seed=1))
+        list(train_on_rollouts(strategy, home, SFTLoss(), mini_batch_size=4, seed=1))
 
     said = {}
     acts = {act.__name__: act for act in (planned_texts, updates)}

@@ -37,7 +37,7 @@ def steps(payload):
 
     from roll_batching.errors import RollBatchingError
     from roll_batching.jobs.config import JobConfig
-    from roll_batching.jobs.steps.steps import Encoder, PlannedSteps
+    from roll_batching.jobs.steps.planned_steps import Encoder, PlannedSteps
     from roll_batching.jobs.texts.tokenizers import CharTokenizer
     from roll_batching.strategy import MegatronTrainStrategy
 

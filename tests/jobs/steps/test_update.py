@@ -18,7 +18,7 @@ def train(payload):
     import torch
 
     from roll_batching.jobs.config import JobConfig
-    from roll_batching.jobs.steps.update import UpdateSettings, train_on_rollouts
+    from roll_batching.jobs.steps.update import train_on_rollouts
     from roll_batching.losses import PolicyLoss, mask_overlong
     from roll_batching.samples import SampleBatch
     from roll_batching.strategy import MegatronTrainStrategy
@@ -40,9 +40,9 @@ def train(payload):
     if "drawn_with" in payload:
         drawn_with = torch.full((home.num_tokens,), payload["drawn_with"])
         home = home.with_fields({"rollout_log_probs": drawn_with}, {"rollout_log_probs": "next_token"})
-    left_out = np.isin(home.ids.numpy(), payload["overlong"])
-    home = mask_overlong(home, torch.from_numpy(left_out))
-    left_out |= home["advantages"].numpy() == 0
+    left_out = np.isin(np.arange(SAMPLES), payload["overlong"])
+    home = mask_overlong(home, torch.from_numpy(left_out[home.ids.numpy()]))
+    left_out |= advantages == 0
 
     def weights():
         parameters = [p.detach().flatten() for chunk in strategy.chunks for p in chunk.parameters()]
@@ -64,25 +64,23 @@ def train(payload):
             strategy,
             home,
             PolicyLoss(),
-            UpdateSettings(
-                mini_batch_size=payload.get("size", 8),
-                epochs=payload.get("epochs", 1),
-                batch_balance=payload.get("balance", False),
-            ),
+            mini_batch_size=payload.get("size", 8),
+            epochs=payload.get("epochs", 1),
+            batch_balance=payload.get("balance", False),
             seed=5,
-            idle=home.select(np.flatnonzero(left_out)) if payload["skip"] else None,
+            idle_ids=np.flatnonzero(left_out) if payload["skip"] else None,
         )
     )
     return {
         "forwards": forwards,
         "ranks": [
-            [sorted(int(u.plan.ids[i]) for pack in packs for i in pack.samples) for packs in u.plan.micro_batches]
-            for u in updates
+            [sorted(int(plan.ids[i]) for pack in packs for i in pack.samples) for packs in plan.micro_batches]
+            for plan, _ in updates
         ],
-        "members": [sorted(u.plan.ids.tolist()) for u in updates],
-        "loss": [u.result.loss for u in updates],
-        "grad_norm": [u.result.grad_norm for u in updates],
-        "ratio_max": [u.result.metrics["ratio_max"] for u in updates],
+        "members": [sorted(plan.ids.tolist()) for plan, _ in updates],
+        "loss": [result.loss for _, result in updates],
+        "grad_norm": [result.grad_norm for _, result in updates],
+        "ratio_max": [result.metrics["ratio_max"] for _, result in updates],
         "moved": weights() - before,
     }
 
@@ -113,8 +111,8 @@ def every_kind(payload):
     import torch
 
     from roll_batching.jobs.config import JobConfig
-    from roll_batching.jobs.rollouts.rows import update_row
-    from roll_batching.jobs.steps.update import UpdateSettings, train_on_rollouts
+    from roll_batching.jobs.rollouts.step_metrics import update_metrics
+    from roll_batching.jobs.steps.update import train_on_rollouts
     from roll_batching.losses import LossOutput, Max, Mean, Min, Sum
     from roll_batching.samples import SampleBatch
     from roll_batching.strategy import MegatronTrainStrategy
@@ -141,11 +139,10 @@ def every_kind(payload):
         {"input_ids": "token", "response_mask": "token", "value": "token"},
     )
     home = batch.select(np.arange(strategy.layout.dp_rank, SAMPLES, strategy.layout.dp_size))
-    settings = UpdateSettings(mini_batch_size=8)
-    updates = list(train_on_rollouts(strategy, home, EveryKind(), settings, seed=5))
-    row = update_row(updates)
+    updates = list(train_on_rollouts(strategy, home, EveryKind(), mini_batch_size=8, seed=5))
+    row = update_metrics(updates)
     row = {name: row[name] for name in ("total_max", "mean_min", "largest", "smallest", "seen")}
-    return [u.plan.report.num_micro_batches for u in updates], row
+    return [plan.report.num_micro_batches for plan, _ in updates], row
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -118,7 +118,7 @@ def test_rows_are_even_and_full(window, imbalanced, fill):
     steps = list(islice(batcher, 40))
     assert np.mean([imbalance(rows) for rows in steps]) <= imbalanced
     assert np.mean([sum(map(sum, rows)) for rows in steps]) >= fill * 8 * 16384
-    row = batcher.figures.to_row()
+    row = batcher.metrics.to_dict()
     assert row["tokens_per_row"] == pytest.approx(np.mean([sum(r) for rows in steps for r in rows]))
     assert row["row_imbalance"] == pytest.approx(np.mean([imbalance(rows) for rows in steps]))
     assert row["held_micro_batches"] <= (0.1 if window == 1 else 2.0), "what the window costs in freshness"
@@ -151,7 +151,7 @@ def test_what_grows_stale_while_it_waits_is_left_out_and_counted():
         assert all(is_fresh(sample) for row in rows for sample in row) and all(rows[:1])
         seen += [number for row in rows for number, _ in row]
         handed_out += 1
-    assert len(set(seen)) == len(seen) and 0 < batcher.figures.stale == 3000 - len(seen)
+    assert len(set(seen)) == len(seen) and 0 < batcher.metrics.stale_samples == 3000 - len(seen)
 
 
 def test_a_budget_of_zero_means_a_fixed_count():

@@ -60,10 +60,10 @@ def test_samples_come_in_order_and_stale_ones_are_dropped_and_counted():
     items = filled(*[sample(i, version=v) for i, v in enumerate((0, 3, 1, 5, 2))], END)
     dataset = RolloutQueueDataset(items, lambda: 5, max_staleness=3)
     assert [one.group_id for one in dataset] == [1, 3, 4]
-    row = dataset.take_row()
+    row = dataset.take_metrics()
     assert (row["dropped_samples"], row["staleness_max"]) == (2, 3)
     assert row["staleness_mean"] == pytest.approx((2 + 0 + 3) / 3)
-    assert dataset.take_row()["dropped_samples"] == 0, "of each step its own"
+    assert dataset.take_metrics()["dropped_samples"] == 0, "of each step its own"
 
 
 def test_the_depth_of_the_queue_and_the_wait_for_it_are_told():
@@ -80,11 +80,11 @@ def test_the_depth_of_the_queue_and_the_wait_for_it_are_told():
     reading = iter(dataset)
     next(reading)
     time.sleep(0.2)
-    row = dataset.take_row()
+    row = dataset.take_metrics()
     assert row["queue_depth"] == 4 and producer.is_alive(), "backpressure"
     assert 0.2 < row["queue_wait_seconds"] < 5
     next(reading)
-    assert dataset.take_row()["queue_wait_seconds"] < 0.1
+    assert dataset.take_metrics()["queue_wait_seconds"] < 0.1
 
 
 def die_after_two(items, ready):

@@ -149,8 +149,8 @@ def into_a_model_for_rows(packed):
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.errors import RankError
     from roll_batching.jobs.config.stream import TrainSection
-    from roll_batching.jobs.steps.steps import Encoder
-    from roll_batching.jobs.steps.stream_steps import StreamedSteps
+    from roll_batching.jobs.steps.planned_steps import Encoder
+    from roll_batching.jobs.steps.streamed_steps import StreamedSteps
     from roll_batching.jobs.texts.texts import Document, TextDataset
     from roll_batching.jobs.texts.tokenizers import CharTokenizer
     from roll_batching.planning import BatchingSpec, ParallelDims
@@ -187,8 +187,8 @@ def asked_again(payload):
 
     from roll_batching.errors import DataError, RankError
     from roll_batching.jobs.config import JobConfig
-    from roll_batching.jobs.steps.steps import Encoder
-    from roll_batching.jobs.steps.stream_steps import StreamedSteps
+    from roll_batching.jobs.steps.planned_steps import Encoder
+    from roll_batching.jobs.steps.streamed_steps import StreamedSteps
     from roll_batching.jobs.texts.texts import Document, TextDataset
     from roll_batching.jobs.texts.tokenizers import CharTokenizer
     from roll_batching.strategy import MegatronTrainStrategy

@@ -15,7 +15,7 @@ from roll_batching.jobs.launch.on_ray.cluster import reserve_devices
 from roll_batching.jobs.launch.on_ray.rank import RankProcess
 from roll_batching.jobs.launch.on_ray.role_workers import StartRayWorkers
 from roll_batching.jobs.processes.rank_variables import RESTARTS
-from roll_batching.jobs.run_folder import folder_of, mark_of
+from roll_batching.jobs.run.folder import read_lock
 from roll_batching.known_warnings import hide_known_warnings
 
 
@@ -26,8 +26,8 @@ def run_on_ray(job: JobConfig, count: int, variables: Mapping[str, str], *, max_
     checkpoint of this run. An error that a rank reports would recur, and ends the job. The caller holds the lock of the
     run's folder.
     """
-    folder, restarts = folder_of(job), 0
-    shared = mark_of(folder) if max_restarts else None
+    folder, restarts = job.run_folder, 0
+    shared = read_lock(folder) if max_restarts else None
     earlier = _latest_checkpoint(folder) if max_restarts else None
     with caught_signals() as caught:
         while True:

@@ -1,4 +1,4 @@
-"""What an objective carries from step to step: moments of rewards, and the weight of the divergence in the reward.
+"""State of an objective between steps: moments of rewards, and the KL coefficient of the reward.
 
 Both are the same on every rank, and are saved in checkpoints beside the data's position.
 """
@@ -14,33 +14,33 @@ import numpy as np
 from roll_batching.errors import DataError
 
 
-class Resumable(Protocol):
-    """What can be saved as plain data and put back."""
+class Stateful(Protocol):
+    """Saves its state as plain data, and restores it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there. Raises DataError where it does not fit."""
+        """Restore a saved state. Raises DataError where it does not fit."""
 
 
 class RunningMoments:
-    """Mean and deviation of all numbers seen so far, without keeping them (Chan et al. 1983; ROLL's RunningMoments)."""
+    """Running mean and standard deviation, updated in batches (Chan et al. 1983; ROLL's RunningMoments)."""
 
     def __init__(self) -> None:
         self.count, self.mean, self._squares = 0, 0.0, 0.0
 
     def update(self, values: np.ndarray) -> None:
-        """Adds `values`, float[n]."""
+        """Add `values`, float[n]."""
         count, mean = len(values), float(values.mean())
-        total, apart = self.count + count, mean - self.mean
-        self._squares += float(((values - mean) ** 2).sum()) + apart**2 * self.count * count / total
-        self.mean += apart * count / total
+        total, delta = self.count + count, mean - self.mean
+        self._squares += float(((values - mean) ** 2).sum()) + delta**2 * self.count * count / total
+        self.mean += delta * count / total
         self.count = total
 
     @property
     def deviation(self) -> float:
-        """The sample's; 0 for fewer than two numbers."""
+        """Sample standard deviation (over n - 1); 0 for fewer than two numbers."""
         return math.sqrt(self._squares / max(self.count - 1, 1))
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class RunningMoments:
         return {"count": self.count, "mean": self.mean, "squares": self._squares}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Restore a saved state."""
         self.count, self.mean, self._squares = int(state["count"]), float(state["mean"]), float(state["squares"])
 
 
@@ -69,7 +69,7 @@ class DomainMoments:
         return {domain: moments.state_dict() for domain, moments in self._moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there. Raises DataError for moments that were saved for all domains together."""
+        """Restore a saved state. Raises DataError for an earlier version's moments of all domains together."""
         if not all(isinstance(saved, Mapping) for saved in state.values()):
             raise DataError("the checkpoint has one mean reward for all domains: it was saved by an earlier version")
         self._moments = {domain: RunningMoments() for domain in state}
@@ -78,7 +78,7 @@ class DomainMoments:
 
 
 class KlCoefficient:
-    """A weight that is fixed, or moves so that the divergence comes near `target` (Ziegler et al. 2019, 1909.08593).
+    """A KL coefficient, fixed or adapted so that the KL divergence approaches `target` (Ziegler et al., 1909.08593).
 
     value *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon.
     """
@@ -87,7 +87,7 @@ class KlCoefficient:
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, divergence: float, samples: int) -> None:
-        """After a step of `samples` whose mean divergence per token was this."""
+        """Adapt to a step of `samples` samples with this mean divergence per token."""
         if self.target is not None:
             self.value *= 1 + min(max(divergence / self.target - 1, -0.2), 0.2) * samples / self.horizon
 
@@ -96,15 +96,15 @@ class KlCoefficient:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there; a fixed weight stays what it is."""
+        """Restore a saved state; a fixed coefficient keeps its configured value."""
         if self.target is not None:
             self.value = float(state["value"])
 
 
 class CompositeState:
-    """Several that are saved as one: the first as it is, the others below their names."""
+    """Several states saved as one: the first at the top level, the others under their names."""
 
-    def __init__(self, first: Resumable, **others: Resumable) -> None:
+    def __init__(self, first: Stateful, **others: Stateful) -> None:
         self.first, self.others = first, others
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class CompositeState:
         return self.first.state_dict() | {name: part.state_dict() for name, part in self.others.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there. Raises DataError when one of them was not saved."""
+        """Restore a saved state. Raises DataError when a part was not saved."""
         self.first.load_state_dict(state)
         for name, part in self.others.items():
             if name not in state:

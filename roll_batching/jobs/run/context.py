@@ -1,4 +1,4 @@
-"""What the phases of a job share: its inputs, its model, and what it leaves behind."""
+"""State that the phases of a job share: inputs, model, checkpoints and recorder."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.engines.weights import shares_weights_folder, weights_folder
 from roll_batching.jobs.inputs import JobInputs
 from roll_batching.jobs.objectives.from_config import sampling_of, schedule_of, steps_key, supervised_schedule_of
-from roll_batching.jobs.observe.metrics_file import Row
+from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.processes.role_workers import StartRoleWorkers, start_local_workers
 from roll_batching.jobs.rollouts.rollout import start_reward
 from roll_batching.jobs.run.checkpoint import JobCheckpoints
+from roll_batching.jobs.run.folder import PreviousRun, lock_folder
 from roll_batching.jobs.run.recorder import RunRecorder
-from roll_batching.jobs.run_folder import EarlierRun, folder_of, held
 from roll_batching.strategy import MegatronTrainStrategy
 
 
-class Run:
-    """A job on its way: the strategy is built, the folder is held, the reward answers.
+class JobContext:
+    """A job's inputs, initialized strategy, locked folder, started reward, checkpoints and recorder.
 
-    Building it is collective. What it takes is given back when `until_the_end` closes.
+    Building it is collective. Closing `exit_stack` releases the folder and ends the reward.
     """
 
     def __init__(
         self,
         config: JobConfig,
         inputs: JobInputs,
-        until_the_end: contextlib.ExitStack,
+        exit_stack: contextlib.ExitStack,
         start_workers: StartRoleWorkers = start_local_workers,
     ) -> None:
         self.config, self.inputs, self.start_workers = config, inputs, start_workers
@@ -47,47 +47,48 @@ class Run:
         else:
             self.schedule = schedule_of(config, dp_size)
         """Training arguments of the job's main phase."""
-        worker = config.actor_train.model_copy(update={"training_args": self.schedule})
-        self.strategy = MegatronTrainStrategy(worker, seed=config.seed, temperature=config.logprob_temperature)
+        role = config.actor_train.model_copy(update={"training_args": self.schedule})
+        self.strategy = MegatronTrainStrategy(role, seed=config.seed, temperature=config.logprob_temperature)
         self.strategy.initialize()
         layout = self.strategy.layout
         with consensus(layout.host_group, "the job's inputs") as facts:
             facts.equal("the data files", inputs.fingerprint, "Give all machines the same files")
             if dist.get_rank() == 0:
-                until_the_end.enter_context(held(folder_of(config)))
+                exit_stack.enter_context(lock_folder(config.run_folder))
                 if shares_weights_folder(config):
-                    until_the_end.enter_context(held(weights_folder(config), temporary=True))
+                    exit_stack.enter_context(lock_folder(weights_folder(config), temporary=True))
         if inputs.reward is not None:
-            until_the_end.callback(inputs.reward.close)
+            exit_stack.callback(inputs.reward.close)
             start_reward(layout, inputs.reward)
-        self.checkpoints = JobCheckpoints(config, folder_of(config), self.strategy, inputs)
+        self.checkpoints = JobCheckpoints(config, self.strategy, inputs)
         self.recorder = RunRecorder(config, enabled=dist.get_rank() == 0)
-        self._open = False
+        self._folder_is_open = False
 
-    def begin(self, phase: str, steps: int, done: int) -> None:
-        """A phase of `steps` steps begins after `done` of them, everything being built and loaded. Collective.
+    def start_phase(self, phase: str, steps: int, completed_steps: int) -> None:
+        """Open the run's folder for the first phase, and show the progress of `phase`. Collective.
 
-        With the first one the folder becomes this run's: what an earlier run left makes way.
+        Called when everything is built and loaded: only then files of an earlier run are moved away, so that a job
+        which fails before changes nothing.
         """
-        if not self._open:
+        if not self._folder_is_open:
             with consensus(self.strategy.layout.host_group, "opening the run's folder"):
                 if dist.get_rank() == 0:
-                    earlier = EarlierRun(self.recorder.folder)
-                    self.checkpoints.make_way(earlier)
-                    self.recorder.open(earlier, self.checkpoints.kept_rows)
-            self._open = True
-        self.recorder.start(phase, steps, done)
-        if done == steps:
+                    previous = PreviousRun(self.recorder.folder)
+                    self.checkpoints.move_later_checkpoints(previous)
+                    self.recorder.open(previous, self.checkpoints.resume_after)
+            self._folder_is_open = True
+        self.recorder.start_phase(phase, steps, completed_steps)
+        if completed_steps == steps:
             self.recorder.progress.note(
-                f"{phase} is complete: all of its {steps:,} steps were done before. {self._after(phase)}"
+                f"{phase} is complete: all of its {steps:,} steps were done before. {self._next_action(phase)}"
             )
-        elif done:
+        elif completed_steps:
             self.recorder.progress.note(
-                f"{phase} goes on after step {done:,} of {steps:,}, from {self.checkpoints.latest}"
+                f"{phase} continues after step {completed_steps:,} of {steps:,}, from {self.checkpoints.latest}"
             )
 
-    def _after(self, phase: str) -> str:
-        """What follows a phase that is complete, or what to set to train on."""
+    def _next_action(self, phase: str) -> str:
+        """Sentence after "complete": the phase that follows, or the key to raise to train on."""
         if phase != "warmup":
             return f"To train on, raise {steps_key(self.config, phase)}"
         if self.config.max_steps:
@@ -95,11 +96,16 @@ class Run:
         return f"To train on, raise {steps_key(self.config, phase)}, or max_steps for the phase rl"
 
     def record(
-        self, step: int, row: Row, *, shown: Mapping[str, float | None], said: Sequence[Mapping[str, Any]] = ()
+        self,
+        step: int,
+        metrics: Metrics,
+        *,
+        shown: Mapping[str, float | None],
+        sample_log: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """A step is over: as `RunRecorder.step`. Collective.
+        """Record a finished step, as `RunRecorder.step`. Collective.
 
-        Raises RankError, the same on all ranks, when the one that records cannot.
+        Raises RankError, the same on all ranks, when the recording rank cannot write.
         """
         with consensus(self.strategy.layout.host_group, "recording the step"):
-            self.recorder.step(step, row, shown=shown, said=said)
+            self.recorder.step(step, metrics, shown=shown, sample_log=sample_log)

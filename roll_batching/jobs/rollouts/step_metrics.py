@@ -1,0 +1,127 @@
+"""Metrics of optimizer steps, joined by their kind, and of rollouts: the columns of metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from roll_batching.errors import LossError
+from roll_batching.jobs.observe.metrics_file import Metrics
+from roll_batching.jobs.rollouts.rollout import StepScores
+from roll_batching.losses.metric_kinds import HostMetric, as_numbers, join_parts
+from roll_batching.planning import Plan
+from roll_batching.strategy import StepResult
+from roll_batching.strategy.offload import Moved
+
+_RESERVED = ("step", "phase")
+"""Columns that identify a row."""
+
+
+def update_metrics(updates: Sequence[tuple[Plan, StepResult]]) -> Metrics:
+    """Metrics of one or several optimizer steps, each joined over the steps by its kind.
+
+    The loss's own metrics among them: a `Mean` is one over all steps' tokens, a `Max` the largest of all.
+    """
+    step_metrics = join_parts(_step_metrics(plan, result) for plan, result in updates)
+    loss_metrics = join_parts(result.joined_metrics for _, result in updates)
+    _, last = updates[-1]
+    return merge_metrics(as_numbers(step_metrics), {"lr": last.lr}, as_numbers(loss_metrics))
+
+
+def _step_metrics(plan: Plan, result: StepResult) -> dict[str, HostMetric]:
+    report = plan.report
+    padding = report.computed_tokens - report.real_tokens
+    metrics = {
+        "loss": HostMetric("mean", (result.loss, 1)),
+        "grad_norm": HostMetric("mean", (result.grad_norm, 1)),
+        "tokens": HostMetric("sum", (report.real_tokens,)),
+        "computed_tokens": HostMetric("sum", (report.computed_tokens,)),
+        "train_seconds": HostMetric("sum", (result.seconds,)),
+        "tokens_per_second": HostMetric("mean", (report.real_tokens, result.seconds)),
+        "padding_share": HostMetric("mean", (padding, report.computed_tokens)),
+        "imbalance": HostMetric("mean", (report.imbalance, 1)),
+        "row_imbalance": HostMetric("mean", (_row_imbalance(plan), 1)),
+        "tokens_per_row": HostMetric("mean", (report.computed_tokens, len(plan.tokens))),
+        "micro_batches": HostMetric("sum", (report.num_micro_batches,)),
+        "fillers": HostMetric("sum", (report.fillers,)),
+        **{f"{phase}_seconds": HostMetric("sum", (seconds,)) for phase, seconds in result.phases.items()},
+    }
+    if result.flops is not None:
+        metrics["flops_per_second"] = HostMetric("mean", (result.flops, result.seconds * result.ranks))
+        if result.device_rate is not None:
+            metrics["mfu"] = HostMetric("mean", (result.flops, result.seconds * result.ranks * result.device_rate))
+    return metrics
+
+
+def _row_imbalance(plan: Plan) -> float:
+    """(largest - smallest) / mean cost among the ranks at an index, on average over the micro-batches."""
+    costs = plan.costs.reshape(plan.constraints.dp_size, plan.num_micro_batches)
+    return float(np.mean((costs.max(axis=0) - costs.min(axis=0)) / np.maximum(costs.mean(axis=0), 1)))
+
+
+def comparison_metrics(tokens: Iterable[Mapping[str, int]]) -> Metrics:
+    """Tokens that each batching mode would compute, summed over optimizer steps; `tokens` is by mode for each step."""
+    parts = ({f"tokens_{mode}": HostMetric("sum", (count,)) for mode, count in step.items()} for step in tokens)
+    return dict(as_numbers(join_parts(parts)))
+
+
+def score_metrics(scores: StepScores) -> Metrics:
+    """Metrics of the step's rollouts."""
+    return {
+        "reward": float(scores.rewards.mean()),
+        "reward_std": float(scores.rewards.std()),
+        **{f"reward/{name}": mean for name, mean in mean_reward_by_domain(scores).items()},
+        "reward_failures": int(scores.failed.sum()),
+        "generate_seconds": float(scores.generate_seconds.mean()),
+        "reward_seconds": float(scores.reward_seconds.mean()),
+        "response_length_mean": float(scores.response_tokens.mean()),
+        "response_length_max": int(scores.response_tokens.max()),
+        "length_max_over_mean": float(scores.lengths.max() / scores.lengths.mean()),
+        "finished_share": float(scores.finished.mean()),
+        **{f"mark/{name}": float(mark.mean()) for name, mark in scores.marks.items()},
+    }
+
+
+def time_share_metrics(metrics: Metrics, *, asynchronous: bool) -> Metrics:
+    """Shares of the step's `seconds`: rollout, reward, transfer of weights, training, and waiting.
+
+    Transfer includes an engine's time to sleep and wake up where it shares devices with training. Waiting is the time
+    of rank 0's rollouts beyond the replicas' mean; in an `asynchronous` job all of the rollouts' time is. The rest, up
+    to 1, is evaluation and work between the phases.
+    """
+    seconds, rollouts = metrics["seconds"], metrics["rollout_seconds"]
+    transfer = metrics.get("weights_seconds", 0.0) + metrics.get("engine_sleep_seconds", 0.0)
+    if asynchronous:
+        # Weights are sent after the optimizer steps, inside update_seconds.
+        parts = {"train": metrics["update_seconds"] - transfer, "wait": rollouts}
+    else:
+        generate, reward = metrics["generate_seconds"], metrics["reward_seconds"]
+        wait = max(0.0, rollouts - transfer - generate - reward)
+        parts = {"rollout": generate, "reward": reward, "train": metrics["update_seconds"], "wait": wait}
+    return {f"share/{name}": part / seconds for name, part in {**parts, "transfer": transfer}.items()}
+
+
+def mean_reward_by_domain(scores: StepScores) -> dict[str, float]:
+    """Mean rewards by domain; empty where the job has one reward."""
+    return {
+        str(name): float(scores.rewards[scores.domains == name].mean()) for name in np.unique(scores.domains) if name
+    }
+
+
+def merge_metrics(*parts: Metrics) -> Metrics:
+    """One row of all columns. Raises LossError when two parts share a name: only a loss chooses its own."""
+    merged: Metrics = {}
+    for part in parts:
+        duplicates = [name for name in part if name in merged or name in _RESERVED]
+        if duplicates:
+            raise LossError(
+                f"the loss reports a metric named {duplicates[0]!r}, which the run records itself: give it another name"
+            )
+        merged |= part
+    return merged
+
+
+def offload_metrics(before: Moved, after: Moved) -> Metrics:
+    """Bytes and seconds of moving states to the host and back between two readings, on the rank that records."""
+    return {"offload_bytes": after.bytes - before.bytes, "offload_seconds": after.seconds - before.seconds}

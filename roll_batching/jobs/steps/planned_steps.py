@@ -1,0 +1,141 @@
+"""Optimizer steps of supervised phases: mini-batches of texts, each planned over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from roll_batching.distributed import consensus
+from roll_batching.jobs.objectives.stateful import Stateful
+from roll_batching.jobs.steps.plan_consensus import agree_on_plan
+from roll_batching.jobs.texts.encode import encode_documents, encode_pairs
+from roll_batching.jobs.texts.epochs import EpochStream
+from roll_batching.jobs.texts.fit import token_counts
+from roll_batching.jobs.texts.texts import TextDataset
+from roll_batching.jobs.texts.tokenizers import Tokenizer
+from roll_batching.packing.prefetch import one_ahead
+from roll_batching.planning import Plan
+from roll_batching.planning.arrays import Ints
+from roll_batching.samples import SampleBatch, gather_lengths
+from roll_batching.samples.membership import rank_slice
+from roll_batching.samples.table import LengthTable
+from roll_batching.strategy import MegatronInferStrategy
+
+
+class StepSource(Stateful, Protocol):
+    """Iterator over the samples and the plan of each optimizer step."""
+
+    ended: bool
+    """Whether the last step returned was the last of the data; the same on all ranks."""
+
+    def __next__(self) -> tuple[SampleBatch, Plan]:
+        """This rank's samples, before `distribute`, and the plan of all ranks' samples. Collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Encodes texts, or pairs of answers, as samples."""
+
+    tokenizer: Tokenizer
+    max_length: int
+    """Most tokens of a sample."""
+    pairs: bool = False
+    """Whether the texts are pairs (DPO), two samples each."""
+
+    @property
+    def samples_per_text(self) -> int:
+        """Samples of one text or pair."""
+        return 2 if self.pairs else 1
+
+    def encode(self, texts: Sequence[Any], ids: Any = None) -> SampleBatch:
+        """`texts`, at least one, with the sample ids `ids` (of pairs: see `encode_pairs`)."""
+        encode = encode_pairs if self.pairs else encode_documents
+        return encode(texts, self.tokenizer, max_length=self.max_length, ids=ids)
+
+    def count_tokens(self, texts: Sequence[Any]) -> Ints:
+        """The tokens of the samples that `encode` makes: int64[n], of pairs int64[n, 2]."""
+        try:
+            return token_counts(texts, self.tokenizer)
+        except Exception:
+            for text in texts:  # `token_counts` does not name the text, `encode` does
+                self.encode([text])
+            raise
+
+    def encode_share(self, texts: Sequence[Any], dp_rank: int, dp_size: int) -> SampleBatch:
+        """This rank's contiguous share of `texts`, at least one, with ids by place in the list; may be empty."""
+        share = rank_slice(len(texts), dp_rank, dp_size)
+        if share.start == share.stop:
+            return self.encode(texts[:1]).select([])
+        return self.encode(texts[share], torch.arange(share.start, share.stop))
+
+    def renumber_pairs(self, local_batch: SampleBatch) -> SampleBatch:
+        """`local_batch` with `pair` derived from the samples' ids, which were renumbered over all ranks."""
+        if not self.pairs:
+            return local_batch
+        return local_batch.with_fields({"pair": local_batch.ids // 2}, {"pair": local_batch.schema["pair"]})
+
+    def group_ids(self, table: LengthTable) -> Ints | None:
+        """Groups that share a micro-batch, int64[n]: the two samples of each pair; None for texts."""
+        return table.ids // self.samples_per_text if self.pairs else None
+
+
+class PlannedSteps:
+    """Mini-batches of one size, drawn epoch after epoch, each planned over all ranks.
+
+    Args:
+        texts: the whole dataset, the same on every rank.
+        encoder: encodes texts as samples.
+        strategy: makes the plans.
+        size: texts or pairs of an optimizer step, over all ranks.
+        seed: of the texts' order.
+    """
+
+    ended = False
+
+    def __init__(
+        self, texts: TextDataset[Any], encoder: Encoder, strategy: MegatronInferStrategy, *, size: int, seed: int
+    ) -> None:
+        self.encoder, self.strategy = encoder, strategy
+        self._stream: EpochStream[Any] = EpochStream(texts, size, seed=seed)
+        self._position = self._stream.state_dict()
+        """Position after the last step returned; the stream itself is one step further."""
+        self._shares = self._prefetch_shares()
+
+    def __next__(self) -> tuple[SampleBatch, Plan]:
+        try:
+            with consensus(self.strategy.layout.host_group, "encoding texts"):
+                local_batch, position = next(self._shares)
+        except Exception:  # the same on all ranks: the next call tries this step again
+            self.load_state_dict(self._position)
+            raise
+        self._position = position
+        return local_batch, plan_texts(local_batch, self.encoder, self.strategy)
+
+    def _prefetch_shares(self) -> Generator[tuple[SampleBatch, dict[str, Any]]]:
+        """This rank's share of every step, read and encoded while the step before it trains."""
+        layout, stream = self.strategy.layout, self._stream
+        return one_ahead(
+            (self.encoder.encode_share(texts, layout.dp_rank, layout.dp_size), stream.state_dict()) for texts in stream
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data."""
+        return self._position
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position. Raises DataError for other texts or another seed."""
+        self._shares.close()
+        self._stream.load_state_dict(state)
+        self._position, self._shares = self._stream.state_dict(), self._prefetch_shares()
+
+
+def plan_texts(
+    local_batch: SampleBatch, encoder: Encoder, strategy: MegatronInferStrategy, *, forward: bool = False
+) -> Plan:
+    """The plan of all ranks' samples; `forward` for a pass without gradient. Collective."""
+    table = gather_lengths(local_batch)
+    group_ids = encoder.group_ids(table)
+    return agree_on_plan(strategy, lambda: strategy.plan(table, forward=forward, group_ids=group_ids))
