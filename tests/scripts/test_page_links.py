@@ -80,6 +80,15 @@ def test_paths_and_functions_of_a_page_exist(page):
     assert missing_paths(page.read_text()) == []
 
 
+def test_the_map_has_every_room_once():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| ((?:`[\w/]+`(?:, )?)+) \|", page.split("\n## The path of a step")[0], re.MULTILINE)
+    rooms = [file.parent.relative_to(PACKAGE).as_posix() for file in PACKAGE.glob("*/__init__.py")]
+    rooms += [file.parent.relative_to(PACKAGE).as_posix() for file in PACKAGE.glob("jobs/*/__init__.py")]
+    named = [name for row in rows for name in re.findall(r"`([\w/]+)`", row)]
+    assert sorted(named) == sorted(set(rooms) - {"jobs", "rehearsal", "commands"})
+
+
 @pytest.mark.parametrize("span", ["strategy/nowhere.py", "strategy/schedule.py: nothing", "tests/nowhere/test_it.py"])
 def test_a_span_that_names_nothing_is_found(span):
     assert missing_paths(f"see `{span}` here") == [span]
