@@ -1,1 +1,1 @@
-"""Megatron models that take packs: builder, layer spec, attention core, RoPE, output head, the CPU platform."""
+"""Megatron models for packed sequences: builder, layer spec, attention cores, RoPE, output head, experts."""

@@ -1,4 +1,4 @@
-"""From a validated architecture to Megatron model chunks, their optimizer and its schedule."""
+"""Builds Megatron model chunks, their optimizer and its schedule from validated settings."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is fp32 on the CPU and bf16 on CUDA."""
+    """The torch dtype of `model_args.dtype`; `auto` is fp32 on the CPU and bf16 on CUDA."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return _DTYPES[name]
 
 
 def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
-    """Vocabulary rounded up so that every tensor-parallel rank holds as many rows."""
+    """`vocab_size` rounded up to a multiple of `tp_size`."""
     return -(-vocab_size // tp_size) * tp_size
 
 
 def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
-    """RoPE of the architecture, scaling included."""
+    """The architecture's RoPE settings, scaling included."""
     settings = RotarySettings(base=architecture.rotary_base, percent=architecture.rotary_percent)
     scaling = architecture.rope_scaling
     if scaling is None:
@@ -54,9 +54,9 @@ def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
 
 
 def megatron_rotation(rotary: RotarySettings) -> dict[str, Any]:
-    """GPTModel's arguments for rotating as `rotary` says, for attention cores that do not.
+    """GPTModel's arguments for RoPE in the model, for attention cores that do not rotate.
 
-    Raises `LayoutError` for parameters of the llama3 scaling that Megatron has fixed.
+    Raises `LayoutError` for llama3 scaling with other parameters than those that Megatron hard-codes.
     """
     options: dict[str, Any] = {
         "position_embedding_type": "rope",
@@ -69,8 +69,8 @@ def megatron_rotation(rotary: RotarySettings) -> dict[str, Any]:
         fixed = RotarySettings(base=rotary.base, percent=rotary.percent, scaling="llama3", factor=rotary.factor)
         if rotary != fixed:
             raise LayoutError(
-                "Megatron rotates llama3's scaling with low_freq_factor=1, high_freq_factor=4 and "
-                "original_max_position_embeddings=8192 alone: set them so, or choose an attention_backend that rotates"
+                "Megatron hard-codes llama3 scaling with low_freq_factor=1, high_freq_factor=4 and "
+                "original_max_position_embeddings=8192: set these values, or choose an attention_backend that rotates"
             )
         options |= {"rope_scaling": True, "rope_scaling_factor": rotary.factor}
     return options
@@ -169,11 +169,11 @@ def build_chunks(
     initialize: bool = True,
     groups: Any = None,
 ) -> list[Any]:
-    """GPTModel chunks of this pipeline stage (one per virtual stage), with a deferred head, not yet in DDP.
+    """GPTModel chunks of this pipeline stage (one per virtual stage), with a deferred head, without DDP.
 
-    Weights are random, or, without `initialize`, whatever lay in their memory, for callers that write them. `groups`
-    is the ProcessGroupCollection of a layout that is not that of Megatron's parallel state; None takes that state's.
-    Raises `LayoutError` when layers do not divide into stages, and for what device or libraries cannot compute.
+    Weights are random; without `initialize` they are uninitialised memory, for callers that load them. `groups` is the
+    ProcessGroupCollection of a second layout; None stands for Megatron's parallel state. Raises `LayoutError` if the
+    layers do not divide into stages, or if this device or its libraries cannot compute the model.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -234,25 +234,25 @@ def build_chunks(
 
 @contextlib.contextmanager
 def _random_numbers(seed: int, groups: Any, *, kept: bool) -> Iterator[None]:
-    """Seeds what this rank's place in `groups` draws, as Megatron does; unless `kept`, all is as before afterwards.
+    """Seeds torch and Megatron's RNG tracker for this rank's coordinates in `groups`; restores them unless `kept`.
 
-    Ranks that share a layer in training must draw the same masks there: a model in another layout, whose places are
-    others, may not leave its seeds behind.
+    A model in a second layout must restore them: ranks that share a layer in training draw the same dropout masks, and
+    their coordinates in the second layout differ.
     """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    # Megatron seeds experts by 100 per expert-parallel rank, and `seed` differs by 100 between stages: the strides
-    # multiply, or one stage's experts were those of another.
+    # Megatron adds 100 per expert-parallel rank to the seed of experts, and `seed` differs by 100 between stages:
+    # without the factor, experts of one stage would start equal to those of another.
     expert_rank = groups.ep.rank() * groups.pp.size()
-    places = {"tp_rank": groups.tp.rank(), "ep_rank": expert_rank, "etp_rank": groups.expt_tp.rank()}
+    coordinates = {"tp_rank": groups.tp.rank(), "ep_rank": expert_rank, "etp_rank": groups.expt_tp.rank()}
     before = None if kept else get_cuda_rng_tracker().get_states()
     with torch.random.fork_rng(devices, enabled=not kept):
         torch.manual_seed(seed)
-        model_parallel_cuda_manual_seed(seed, **places)
+        model_parallel_cuda_manual_seed(seed, **coordinates)
         if not devices:
-            # Dense weights come from this generator on the CPU. Version 0.1 left it at the experts' seed of their
-            # first rank, and a seed's model stays the same.
+            # On the CPU dense weights come from this generator. Version 0.1 left it at the seed of the first rank's
+            # experts; the offset keeps the models of existing seeds.
             torch.manual_seed(seed + 1024)
         try:
             yield
@@ -262,7 +262,7 @@ def _random_numbers(seed: int, groups: Any, *, kept: bool) -> Iterator[None]:
 
 
 def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:
-    """Chunks in Megatron's DistributedDataParallel, replicas made equal, gradient finalisation set."""
+    """Wraps chunks in Megatron's DistributedDataParallel, broadcasts parameters, sets gradient finalisation."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -293,13 +293,13 @@ def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:
 
 
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
-"""TransformerEngine keeps FP8 as bytes."""
+"""TransformerEngine stores FP8 as bytes."""
 
 
 def optimizer_config(training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """Megatron's OptimizerConfig for parameters of `dtype`.
 
-    Raises `LayoutError` where the optimizer that is asked for is not there.
+    Raises `LayoutError` if `use_precision_aware_optimizer` is set and TransformerEngine's Adam is not available.
     """
     from megatron.core.optimizer import OptimizerConfig
 
@@ -327,7 +327,7 @@ def optimizer_config(training: TrainingArgs, strategy: MegatronConfig, dtype: to
 
 
 def _require_engine_adam(device: torch.device) -> None:
-    name = "use_precision_aware_optimizer is TransformerEngine's Adam, which"
+    name = "use_precision_aware_optimizer uses TransformerEngine's Adam, which"
     if device.type == "cpu":
         raise LayoutError(f"{name} runs on CUDA, not on cpu: leave it out")
     libraries = [library for library, _ in ENGINE_LAYERS.libraries]
@@ -336,7 +336,7 @@ def _require_engine_adam(device: torch.device) -> None:
 
 
 def build_optimizer(chunks: list[Any], training: TrainingArgs, strategy: MegatronConfig, dtype: torch.dtype) -> Any:
-    """Megatron's Adam for the wrapped chunks, with clipping and, if set, its state over the DP ranks."""
+    """Megatron's Adam for the wrapped chunks, with gradient clipping, sharded over DP ranks if configured."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     device = next(chunks[0].parameters()).device

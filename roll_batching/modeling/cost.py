@@ -1,9 +1,9 @@
-"""What a sequence costs a model: the planner's cost, read from Megatron's own config; and what a device could do.
+"""Model FLOPs of sequences from a TransformerConfig, for the planner's cost and for MFU.
 
-Model FLOPs of a sequence of L tokens, forward and backward: 6 N L + 6 layers x heads x head width x L^2. N are the
-parameters that multiply: those of the layers (of a mixture, the experts that a token passes) and the head, not the
-input embedding; the second part is causal attention. Padding, fillers and recomputation count nothing. Divided by the
-time, the ranks and a device's rate this is MFU, the share of its arithmetic that was of use (PaLM, arXiv 2204.02311).
+A sequence of L tokens takes 6 N L + 6 layers x heads x head dimension x L^2 FLOPs, forward and backward. N are the
+parameters of the matrix products: those of the layers (in a mixture, of the experts that a token visits) and the head,
+without the input embedding. The second term is causal attention. Padding, fillers and recompute do not count. Divided
+by time, ranks and the device's peak rate this is MFU, model FLOPs utilisation (PaLM, arXiv 2204.02311).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ DENSE_BF16 = {
     "A100": 312e12,
     "A800": 312e12,
 }
-"""FLOP per second in 16 bits, without sparsity, by the datasheets; the first name that a device's own contains."""
+"""Dense 16-bit peak rates in FLOP/s from the datasheets. The first key that a device's name contains applies."""
 
 
 def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCost:
-    """Training FLOPs by length for a GPTModel with this TransformerConfig, per tensor- and context-parallel rank."""
+    """Training FLOPs by length, per tensor- and context-parallel rank, of a GPTModel with this TransformerConfig."""
     experts = config.num_moe_experts
     layers = range(config.num_layers)
     return FlopsCost.from_model(
@@ -53,16 +53,16 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
 
 
 def plan_flops(plan: Plan, cost: CostModel, layout: ParallelLayout) -> float | None:
-    """Model FLOPs of a plan's real tokens, forward and backward, of all ranks; None for a cost of another kind."""
+    """Model FLOPs of a plan's real tokens on all ranks, forward and backward; None unless `cost` is a FlopsCost."""
     if not isinstance(cost, FlopsCost):
         return None
     lengths = plan.used[plan.samples].astype(float)
-    of_one_rank = cost.linear * lengths.sum() + cost.quadratic * (lengths * lengths).sum()
-    return float(of_one_rank) * layout.tp_size * layout.cp_size
+    per_rank = cost.linear * lengths.sum() + cost.quadratic * (lengths * lengths).sum()
+    return float(per_rank) * layout.tp_size * layout.cp_size
 
 
 def device_rate(device: torch.device, dtype: torch.dtype) -> float | None:
-    """What `device` computes per second in `dtype` by its datasheet, in FLOP; None for a device that is not known."""
+    """Peak rate of `device` in `dtype` by its datasheet, in FLOP/s; None for an unknown device or dtype."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)

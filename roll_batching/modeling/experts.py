@@ -1,7 +1,6 @@
-"""What Megatron's mixtures of experts need from whoever runs packs through them.
+"""Keeps padding out of the losses and token counts of Megatron's MoE routers.
 
-Routers add losses and count tokens. Padding must stay out of both, on every pipeline stage, and a
-micro-batch without a real token must add nothing.
+It must stay out on every pipeline stage, and a micro-batch without a real token must add nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import torch
 
 
 def router_loss_weights(config: Any, group: Any) -> tuple[float, float]:
-    """How many times too strong Megatron makes the (auxiliary, z-) losses of routers that see a padding mask.
+    """Factors by which Megatron overweights the (auxiliary, z-) losses of routers with a padding mask. Collective.
 
-    With `calculate_per_token_loss` gradients are divided by the step's tokens, so a router multiplies its losses by
-    those of its micro-batch: its own rank's count times the ranks of `group`, tensor x context parallel. Before 0.19
-    it leaves out the ranks; and it counts a masked micro-batch after an all-reduce in place, so that the rank's
-    count is the group's. The second is tried, not known: a collective call of `group`.
+    With `calculate_per_token_loss` gradients are divided by the step's tokens, so a router multiplies its losses by the
+    tokens of its micro-batch: its rank's count times the size of `group` (tensor x context parallel). Two deviations:
+    before 0.19 Megatron leaves out the size of the group; and it counts a masked micro-batch after an in-place
+    all-reduce, so the rank's count is the group's. The second is measured here, on one token, not read off a version.
     """
     from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
 
@@ -34,26 +33,26 @@ def router_loss_weights(config: Any, group: Any) -> tuple[float, float]:
 
 
 def draw_experts(gpt: Any) -> None:
-    """Draws the weights of this rank's experts from Megatron's generator for them, which differs between such ranks.
+    """Initialises this rank's experts from Megatron's expert-parallel generator, which differs between such ranks.
 
-    Megatron does so on CUDA alone: on the CPU all weights come from one generator, the same on ranks that share the
-    experts, which then begin with equal ones.
+    Megatron does so on CUDA only. On the CPU one generator initialises all weights, so experts of different
+    expert-parallel ranks would start equal.
     """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 
     config = gpt.config
     with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
         for name, parameter in gpt.named_parameters():
-            if not getattr(parameter, "allreduce", True):  # Megatron's mark of weights that other ranks do not have
+            if not getattr(parameter, "allreduce", True):  # Megatron marks expert weights so
                 draw = config.output_layer_init_method if "linear_fc2" in name else config.init_method
                 draw(parameter)
 
 
 def routed_padding(mask: torch.Tensor, gpt: Any, layout: Any) -> torch.Tensor:
-    """The part of a padding mask [rows, length] that the routers of this chunk see.
+    """This rank's shard of a padding mask [rows, length] for the routers of this chunk.
 
-    With sequence parallelism every tensor-parallel rank routes its part of each row. Megatron (0.16 to 0.20)
-    divides the mask where the embedding is and hands it on undivided elsewhere.
+    With sequence parallelism every tensor-parallel rank routes its part of each row. Megatron (0.16 to 0.20) shards the
+    mask on the stage with the embedding, and passes it on unsharded on the others.
     """
     if gpt.pre_process or not layout.sequence_parallel:
         return mask
@@ -62,69 +61,69 @@ def routed_padding(mask: torch.Tensor, gpt: Any, layout: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def padding_uncounted(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside, routers count and balance real tokens alone, and a micro-batch without any adds nothing.
+    """Patches routers so that they count and balance real tokens only, also in a micro-batch without any.
 
-    Megatron 0.16 to 0.19 combines the map [tokens, experts] of an expert bias with the mask [tokens], which fails, or,
-    with as many tokens as experts, counts wrongly. Here the map is masked before Megatron counts it.
+    Expert bias: Megatron 0.16 to 0.19 combines the routing map [tokens, experts] with the mask [tokens], which fails,
+    or counts wrongly if there are as many tokens as experts. `_apply_expert_bias` gets a masked map instead.
 
-    Their auxiliary loss is 0 / 0 over no real token, and would make every gradient NaN. Evaluation mode, in which
-    routers add no losses, is no way out: there layers are not recomputed in backward, and ranks that share experts
-    wait for the tokens that a recomputed layer sends.
+    Auxiliary loss: over no real token it is 0 / 0, and every gradient NaN. `switch_load_balancing_loss_func` gets at
+    least 1 token. Evaluation mode, in which routers add no losses, is no alternative: its layers are not recomputed in
+    backward, and ranks that share experts would wait for the tokens of a recomputed layer.
     """
-    from megatron.core.transformer.moe import router as of_routers
+    from megatron.core.transformer.moe import router as router_module
 
-    module: Any = of_routers
-    balance = module.switch_load_balancing_loss_func
+    module: Any = router_module
+    balancing_loss = module.switch_load_balancing_loss_func
     routers: list[Any] = [m for chunk in chunks for m in chunk.modules() if getattr(m, "enable_expert_bias", False)]
     for router in routers:
-        router._apply_expert_bias = functools.partial(_count, router._apply_expert_bias)
-    module.switch_load_balancing_loss_func = functools.partial(_balance, balance)
+        router._apply_expert_bias = functools.partial(_count_real_tokens, router._apply_expert_bias)
+    module.switch_load_balancing_loss_func = functools.partial(_balance_real_tokens, balancing_loss)
     try:
         yield
     finally:
-        module.switch_load_balancing_loss_func = balance
+        module.switch_load_balancing_loss_func = balancing_loss
         for router in routers:
             del router._apply_expert_bias
 
 
 @contextlib.contextmanager
 def expert_biases_kept(chunks: Iterable[torch.nn.Module]) -> Iterator[Callable[[], None]]:
-    """Inside, a step; gives what puts the routers' expert biases back, for a step that is skipped.
+    """Yields a function that restores the routers' expert biases, for a step that is skipped.
 
-    Megatron moves them when gradients are whole, before anybody knows whether the optimizer will step. After an
-    exception they are put back here.
+    Megatron updates them in gradient finalisation, before it is known whether the optimizer steps. After an exception
+    they are restored here.
     """
     routers: list[Any] = [m for chunk in chunks for m in chunk.modules() if getattr(m, "enable_expert_bias", False)]
-    before = [(held, held.clone()) for m in routers for held in (m.expert_bias, m.local_tokens_per_expert)]
+    before = [(tensor, tensor.clone()) for m in routers for tensor in (m.expert_bias, m.local_tokens_per_expert)]
 
     @torch.no_grad()
-    def put_back() -> None:
-        for held, values in before:
-            held.copy_(values)
+    def restore() -> None:
+        for tensor, values in before:
+            tensor.copy_(values)
 
     try:
-        yield put_back
+        yield restore
     except BaseException:
-        put_back()
+        restore()
         raise
 
 
-def _count(count: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+def _count_real_tokens(count: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
     count(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
 
 
-def _balance(balance: Any, *, total_num_tokens: Any, **given: Any) -> torch.Tensor:
-    """Megatron's auxiliary loss, 0 with gradients of 0 where no token is real; no host read."""
+def _balance_real_tokens(balancing_loss: Any, *, total_num_tokens: Any, **arguments: Any) -> torch.Tensor:
+    """Megatron's auxiliary loss; 0 with gradients of 0 if no token is real. Without a host read."""
     if isinstance(total_num_tokens, torch.Tensor):
         total_num_tokens = total_num_tokens.clamp(min=1)
-    loss: torch.Tensor = balance(total_num_tokens=total_num_tokens, **given)
+    loss: torch.Tensor = balancing_loss(total_num_tokens=total_num_tokens, **arguments)
     return loss
 
 
 def expert_problems(config: Any, *, packed: bool) -> list[str]:
-    """What about a mixture of experts cannot be trained on planned micro-batches, each with what to set.
+    """Settings of a mixture of experts that planned micro-batches do not support, each with what to set instead.
 
-    `packed` says whether the model takes packs, not rows.
+    `packed` is whether the model takes packs instead of padded rows.
     """
     if config.num_moe_experts is None:
         return []
@@ -136,7 +135,7 @@ def expert_problems(config: Any, *, packed: bool) -> list[str]:
     version = tuple(map(int, megatron.core.__version__.split(".")[:2]))
     if config.recompute_granularity == "full" and config.recompute_method == "block" and version < (0, 18):
         problems.append(
-            "before Megatron-Core 0.18 recompute_method='block' hands no padding mask to the layers that are not "
+            "before Megatron-Core 0.18 recompute_method='block' passes no padding mask to the layers that are not "
             "recomputed, whose routers then balance padding: set it to 'uniform'"
         )
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:

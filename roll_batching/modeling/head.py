@@ -1,9 +1,8 @@
-"""The deferred head: an output layer that hands hidden states on, and what turns them into logits later.
+"""The deferred head: an output layer that returns hidden states, and their later projection to logits.
 
-The whole `[tokens, vocabulary]` is what makes an RL step's memory peak. With the head deferred, the
-model's output is hidden states, and log-probabilities are computed from them in token chunks (see
-`roll_batching.losses.vocab_parallel`). The output layer keeps its module object, parameter, hooks and
-state-dict keys: only its class changes.
+Logits `[tokens, vocabulary]` are the memory peak of an RL step. With the head deferred the model returns hidden states,
+and log-probs are computed from them in chunks (`roll_batching.losses.vocab_parallel`). The output layer keeps its
+module object, parameter, hooks and state-dict keys: only its class changes.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from roll_batching.errors import LayoutError
 
 
 class DeferredHead(ColumnParallelLinear):
-    """A ColumnParallelLinear that returns its input; `head_weight` and the loss do its work later."""
+    """A ColumnParallelLinear that returns its input; the loss multiplies it with `head_weight` later."""
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Hidden states [s, b, h] as they came (a sequence-parallel shard stays a shard)."""
+        """The hidden states [s, b, h] unchanged; with sequence parallelism s is this rank's shard."""
         return input_, None
 
 
@@ -39,10 +38,10 @@ def gpt_of(chunk: torch.nn.Module) -> Any:
 
 
 def defer_head(gpt: Any) -> None:
-    """Turns `gpt`'s output layer into one that hands hidden states on; models without one are left alone.
+    """Makes `gpt`'s output layer a `DeferredHead`; does nothing on stages without an output layer.
 
-    Raises `LayoutError` for multi-token prediction, deferred embedding gradients, and output layers
-    that are not plain ColumnParallelLinear.
+    Raises `LayoutError` for multi-token prediction, defer_embedding_wgrad_compute, and output layers that are not a
+    plain ColumnParallelLinear without bias.
     """
     if not gpt.post_process or isinstance(gpt.output_layer, DeferredHead):
         return
@@ -60,7 +59,7 @@ def defer_head(gpt: Any) -> None:
 
 @contextlib.contextmanager
 def hidden_states_of(gpt: Any) -> Iterator[None]:
-    """Inside, the model hands hidden states on where its output layer is a plain one; `logits_at` takes either."""
+    """Defers the head inside, if the output layer is a plain one; `logits_at` handles both cases."""
     layer: Any = gpt.output_layer if gpt.post_process else None
     if type(layer) is not ColumnParallelLinear or layer.bias is not None:
         yield
@@ -73,10 +72,10 @@ def hidden_states_of(gpt: Any) -> Iterator[None]:
 
 
 def logits_at(output: torch.Tensor, rows: torch.Tensor, gpt: Any) -> torch.Tensor:
-    """Logits [n, vocabulary / tp] of the positions `rows` [n], which count through a model's output row by row.
+    """Logits [n, vocabulary / tp] at the positions `rows` [n], indices into the flattened [b * s] of the output.
 
-    `output` is [b, s, vocabulary / tp], or, of a deferred head, [b, s (/ tp with sequence parallelism), hidden]: then
-    no other logits are computed.
+    `output` is [b, s, vocabulary / tp], or, with a deferred head, [b, s (/ tp with sequence parallelism), hidden], of
+    which only these positions are projected.
     """
     if not is_deferred(gpt):
         return output.reshape(-1, output.shape[-1])[rows]
@@ -85,23 +84,22 @@ def logits_at(output: torch.Tensor, rows: torch.Tensor, gpt: Any) -> torch.Tenso
 
 
 def is_deferred(gpt: Any) -> bool:
-    """Whether the model's output is hidden states."""
+    """Whether the model returns hidden states instead of logits."""
     return bool(gpt.post_process and isinstance(gpt.output_layer, DeferredHead))
 
 
 def head_weight(gpt: Any) -> torch.Tensor:
-    """This rank's vocabulary rows of the output weight, [vocabulary / tp, hidden]."""
+    """This rank's shard of the output weight, [vocabulary / tp, hidden]."""
     if gpt.share_embeddings_and_output_weights:
         return gpt.shared_embedding_or_output_weight()
     return gpt.output_layer.weight
 
 
 def head_input(hidden: torch.Tensor, weight: torch.Tensor, gpt: Any) -> torch.Tensor:
-    """Hidden states of the last stage, ready for the head: [rows * s, hidden] on every tensor-parallel rank.
+    """The head's input [rows * s, hidden], whole on every tensor-parallel rank, from the last stage's output.
 
-    `hidden` is the model's output [rows, s, hidden] (with sequence parallelism s is a shard). Both
-    mappings sum the vocabulary shards' parts of the gradient over TP in their backward; without
-    them the loss looks right and the gradients are wrong.
+    `hidden` is [rows, s, hidden]; with sequence parallelism s is this rank's shard. The backward of both mappings sums
+    the gradients of the vocabulary shards over TP: without them the loss is right and the gradients are wrong.
     """
     hidden, group = hidden.to(weight.dtype), gpt.pg_collection.tp  # Float16Module made the output fp32
     if gpt.config.sequence_parallel:
@@ -109,6 +107,6 @@ def head_input(hidden: torch.Tensor, weight: torch.Tensor, gpt: Any) -> torch.Te
             hidden.transpose(0, 1), tensor_parallel_output_grad=True, group=group
         )
         return whole.transpose(0, 1).reshape(-1, whole.shape[-1])
-    # Nothing may be transposed behind this mapping: its backward all-reduces a copy of a gradient that is
-    # not contiguous, and returns the original (Megatron's mappings, `_reduce`).
+    # No transpose after this mapping: for a gradient that is not contiguous, Megatron's `_reduce` (mappings.py)
+    # all-reduces a copy and returns the original.
     return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group).reshape(-1, hidden.shape[-1])

@@ -1,4 +1,4 @@
-"""Which kernels a model's layers compute with: by what is installed and by the device, and why not the others."""
+"""Chooses layers, attention and fusions by device and installed libraries, with the reasons."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 Layers = Literal["local", "transformer_engine"]
 """Megatron's two layer specs of a GPTModel."""
 ENGINE = "transformer-engine"
-"""TransformerEngine's distribution."""
+"""Name of TransformerEngine's distribution."""
 VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""By which TransformerEngine's kernels of attention are ruled out."""
+"""Environment variables that disable TransformerEngine's attention kernels."""
 _ATTENTION_OF_VARIABLES = {
     "auto": ("1", "1", "1"),
     "flash": ("1", "0", "0"),
@@ -32,40 +32,40 @@ _ATTENTION_OF_VARIABLES = {
     "unfused": ("0", "0", "1"),
     "local": ("0", "0", "0"),
 }
-"""Megatron's `AttnBackend` and the values of `VARIABLES` that it wants (`LanguageModule._set_attention_backend`)."""
+"""Values of `VARIABLES` for each of Megatron's `AttnBackend` (`LanguageModule._set_attention_backend`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What a model's layers compute with."""
+    """Kernels of a model's layers."""
 
     layers: Layers
     attention: AttentionBackend
     fusions: Mapping[str, str]
-    """Options of Megatron's TransformerConfig that fuse operations: "" where it is on, else why it is off."""
+    """Fusion options of Megatron's TransformerConfig: "" if on, else why it is off."""
     notice: str
-    """All of it in words."""
+    """The choice and its reasons as text."""
 
     @property
     def options(self) -> dict[str, bool]:
-        """`fusions` for a TransformerConfig."""
+        """`fusions` as arguments of TransformerConfig."""
         return {name: not reason for name, reason in self.fusions.items()}
 
 
 def choose_kernels(strategy: MegatronConfig, architecture: ArchitectureConfig, device: torch.device) -> Kernels:
-    """What `strategy` asks for, and where it says `auto`, what is fastest of what was tried and is installed.
+    """The kernels that `strategy` names; for `auto` the fastest tested ones that are installed.
 
-    Raises `ConfigError` for an attention backend that there is not.
+    Raises `ConfigError` for an unknown attention backend.
     """
     layers: Layers = "transformer_engine" if strategy.transformer_impl == "transformer_engine" else "local"
     installed = Installed.here(device, [ENGINE])
     choice = strategy.attention_backend
-    why = "as the configuration says"
+    why = "as configured"
     if choice == AUTO:
         entry = default_attention(device.type)
         choice, why = entry.name, entry.because
         if layers == "transformer_engine":
-            choice, why = "transformer_engine", "it belongs to its layers"
+            choice, why = "transformer_engine", "part of its layers"
     attention = attention_backend(choice, device.type)
     fused = fusions(
         device=device.type,
@@ -74,7 +74,7 @@ def choose_kernels(strategy: MegatronConfig, architecture: ArchitectureConfig, d
         experts=architecture.moe is not None,
         installed=installed,
     )
-    parts = [f"attention: {attention.name} ({why})", f"layers: {_words_of_layers(strategy, layers, installed)}"]
+    parts = [f"attention: {attention.name} ({why})", f"layers: {_describe_layers(strategy, layers, installed)}"]
     if on := [name for name, reason in fused.items() if not reason]:
         parts.append(f"fused: {', '.join(on)}")
     off: dict[str, list[str]] = {}
@@ -85,68 +85,68 @@ def choose_kernels(strategy: MegatronConfig, architecture: ArchitectureConfig, d
     return Kernels(layers=layers, attention=attention, fusions=fused, notice="; ".join(parts))
 
 
-def _words_of_layers(strategy: MegatronConfig, layers: Layers, installed: Installed) -> str:
+def _describe_layers(strategy: MegatronConfig, layers: Layers, installed: Installed) -> str:
     if strategy.transformer_impl != AUTO:
-        return f"{layers} (as the configuration says)"
+        return f"{layers} (as configured)"
     if ENGINE not in installed.versions:
         return f"{layers} (TransformerEngine is not installed)"
     return (
-        f"{layers} (tried on a GPU, which TransformerEngine's are not yet; transformer_impl: transformer_engine takes "
-        f"those of the {installed.versions[ENGINE]} that is installed)"
+        f"{layers} (tested on a GPU, unlike TransformerEngine's; transformer_impl: transformer_engine takes those of "
+        f"the {installed.versions[ENGINE]} that is installed)"
     )
 
 
 def fusions(*, device: str, layers: Layers, rotates: bool, experts: bool, installed: Installed) -> dict[str, str]:
-    """Megatron's fusions by their options: "" where one is on, else why it is off. Pure.
+    """Megatron's fusion options: "" if on, else why it is off. Pure.
 
     Args:
         device: "cpu" or "cuda".
-        layers: whose layers are built.
+        layers: the layer spec.
         rotates: whether the attention core rotates queries and keys itself.
-        experts: whether the model has a mixture of experts, whose fusions are left out otherwise.
-        installed: what the kernels come from.
+        experts: whether the model has a mixture of experts; its fusions are left out otherwise.
+        installed: versions and device.
     """
-    engine = "" if ENGINE in installed.versions else "a kernel of TransformerEngine, which is not installed"
-    with_layers = "" if layers == "transformer_engine" else "it comes with transformer_impl: transformer_engine"
-    found = {
+    engine = "" if ENGINE in installed.versions else "TransformerEngine is not installed"
+    with_layers = "" if layers == "transformer_engine" else "needs transformer_impl: transformer_engine"
+    reasons = {
         "bias_activation_fusion": "",
         "bias_dropout_fusion": "no linear layer before a residual has a bias",
-        "masked_softmax_fusion": "no attention here holds the scores that it would mask",
+        "masked_softmax_fusion": "no attention backend materialises the scores",
         "gradient_accumulation_fusion": ""
         if installed.weight_gradient_kernel
         else "APEX's fused_weight_gradient_mlp_cuda is not installed",
         "apply_rope_fusion": "the attention core rotates itself" if rotates else engine,
     }
     if experts:
-        found |= dict.fromkeys(("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"), with_layers)
+        reasons |= dict.fromkeys(("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"), with_layers)
     if device == "cpu":
-        # Grouped experts are no kernel alone but other parameters: they follow the layers on every device.
+        # Grouped experts have other parameters, not only another kernel: they follow the layers on every device.
         return {
             name: reason if name == "moe_grouped_gemm" else reason or "nothing is fused on the CPU"
-            for name, reason in found.items()
+            for name, reason in reasons.items()
         }
-    return found
+    return reasons
 
 
 def engine_attention(variables: Mapping[str, str] = os.environ) -> Any:
-    """Megatron's `AttnBackend` for the variables NVTE_* as they are: it fails while it builds a model on any other.
+    """Megatron's `AttnBackend` for the NVTE_* variables: with any other, Megatron refuses to build a model.
 
-    Raises `LayoutError` for a combination that stands for none.
+    Raises `LayoutError` for a combination of variables that no `AttnBackend` has.
     """
     from megatron.core.transformer.enums import AttnBackend
 
-    given = [variables.get(name) for name in VARIABLES]
+    present = [variables.get(name) for name in VARIABLES]
     for name, values in _ATTENTION_OF_VARIABLES.items():
-        if all(one is None or one == value for one, value in zip(given, values, strict=True)):
+        if all(one is None or one == value for one, value in zip(present, values, strict=True)):
             return AttnBackend[name]
-    shown = ", ".join(f"{name}={value}" for name, value in zip(VARIABLES, given, strict=True) if value is not None)
+    shown = ", ".join(f"{name}={value}" for name, value in zip(VARIABLES, present, strict=True) if value is not None)
     raise LayoutError(
-        f"{shown} (system_envs or the environment) is a choice of TransformerEngine's attention that Megatron-Core "
-        "does not take: set one of them to 1 and the other two to 0, all to 1, or leave them out"
+        f"{shown} (system_envs or the environment) is a combination of TransformerEngine's attention kernels that "
+        "Megatron-Core does not accept: set one of them to 1 and the other two to 0, all to 1, or leave them out"
     )
 
 
 @functools.cache
 def tell(notice: str) -> None:
-    """Says a notice, once per process."""
+    """Logs a notice once per process."""
     logger.warning("%s", notice)

@@ -1,4 +1,4 @@
-"""What the device and the installed libraries cannot compute, said before the first forward pass meets it."""
+"""Checks that device and installed libraries can compute a model, before its first forward pass."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from roll_batching.packing.attention_backend import AttentionBackend, AttentionR
 
 ENGINE = "transformer-engine"
 _RECOMPUTED_BY_ENGINE = {"layernorm", "mla_up_proj", "moe_act"}
-"""Parts of layers whose recompute asks TransformerEngine for the state of FP8 (Megatron 0.16 to 0.19)."""
+"""Modules whose recompute imports TransformerEngine for its FP8 state (Megatron 0.16 to 0.19)."""
 ENGINE_LAYERS = AttentionRequirements(
     devices=("cuda",),
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     libraries=((ENGINE, "2.9"), ("transformer-engine-torch", "2.9")),
 )
-"""What TransformerEngine's layers need. Before 2.9 packs trained wrongly through its attention."""
+"""Requirements of TransformerEngine's layers. Before 2.9 its attention trained packs wrongly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """What the answer of `refusals` depends on beside the model."""
+    """Device and libraries, as `refusals` reads them."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of installed distributions."""
+    """Versions of installed distributions, by name."""
     compute_capability: tuple[int, int] | None
-    """Of the CUDA device; None on the CPU."""
+    """Compute capability of the CUDA device; None on the CPU."""
     router_product: bool
-    """Whether Megatron has a product for its routers (before 0.17 it comes from TransformerEngine alone)."""
+    """Whether Megatron has a GEMM for its routers; before 0.17 only TransformerEngine provides it."""
     weight_gradient_kernel: bool = False
-    """Whether APEX's kernel is there that adds a weight's gradient to the sum so far."""
+    """Whether APEX's kernel for gradient accumulation fusion is installed."""
 
     @classmethod
     def here(cls, device: torch.device, distributions: Iterable[str] = ()) -> Installed:
-        """What this process runs on, with the versions of some distributions."""
+        """Those of this process, with the versions of `distributions`."""
         from megatron.core.transformer.moe import moe_utils
 
         return cls(
@@ -49,7 +49,7 @@ class Installed:
 
 
 def recomputed_modules(config: Any) -> tuple[str, ...]:
-    """Parts of layers that are recomputed, by Megatron's names; empty where whole layers are, or nothing."""
+    """Megatron's names of selectively recomputed modules; empty for full or no recompute."""
     return tuple(config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
 
 
@@ -63,7 +63,7 @@ def refusals_here(
     engine_layers: bool,
     recomputed: Sequence[str] = (),
 ) -> list[str]:
-    """`refusals` of what is installed here."""
+    """`refusals` for the device and libraries of this process."""
     needs = [ENGINE_LAYERS, *([] if backend is None else [backend.requirements])]
     libraries = [name for one in needs for name, _ in one.libraries]
     return refusals(
@@ -89,22 +89,22 @@ def refusals(
     recomputed: Sequence[str] = (),
     installed: Installed,
 ) -> list[str]:
-    """Everything that would fail inside the first forward pass, each with what to install or to set. Pure.
+    """Errors of the first forward pass that can be known before it, each with its remedy. Pure.
 
     Args:
         device: "cpu" or "cuda".
-        dtype: of queries, keys and values.
-        head_dim: width of a head.
+        dtype: dtype of queries, keys and values.
+        head_dim: head dimension.
         experts: whether the model has a mixture of experts.
-        backend: what attends; None where a model brings an attention core of its own.
-        engine_layers: whether layers are TransformerEngine's.
-        recomputed: parts of layers that are recomputed.
+        backend: the attention backend; None for a model with its own attention core.
+        engine_layers: whether the layers are TransformerEngine's.
+        recomputed: selectively recomputed modules.
         installed: versions and device.
     """
     problems = []
     if experts and not installed.router_product:
         problems.append(
-            "this Megatron-Core computes the router of a mixture of experts with TransformerEngine alone, which is not "
+            "this Megatron-Core needs TransformerEngine for the router of a mixture of experts, and it is not "
             "installed: install transformer-engine, or megatron-core 0.17 or later"
         )
     if engine_layers:
@@ -125,7 +125,7 @@ def _engine_refusals(device: str, dtype: torch.dtype, installed: Installed) -> l
         return [f"{name} compute on CUDA, not on {device}: {instead}"]
     problems = [f"{name} need {one}, or {instead}" for one in ENGINE_LAYERS.missing(installed.versions)]
     if ENGINE_LAYERS.dtypes is not None and dtype not in ENGINE_LAYERS.dtypes:
-        problems.append(f"{name} do not compute in {_word(dtype)}: {instead}")
+        problems.append(f"{name} do not compute in {_dtype_name(dtype)}: {instead}")
     return problems
 
 
@@ -147,9 +147,9 @@ def _attention_refusals(
                 "another attention_backend"
             )
     if needs.dtypes is not None and dtype not in needs.dtypes:
-        known = " and ".join(_word(one) for one in needs.dtypes)
+        known = " and ".join(_dtype_name(one) for one in needs.dtypes)
         problems.append(
-            f"{name} computes in {known}, not in {_word(dtype)}: set model_args.dtype to auto or bf16 "
+            f"{name} computes in {known}, not in {_dtype_name(dtype)}: set model_args.dtype to auto or bf16 "
             "(TransformerConfig.bf16 and params_dtype in a model of your own), or choose another attention_backend"
         )
     if head_dim > (needs.largest_head or head_dim) or head_dim % needs.head_multiple:
@@ -161,5 +161,5 @@ def _attention_refusals(
     return problems
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

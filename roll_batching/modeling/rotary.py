@@ -1,9 +1,8 @@
-"""Rotary position embedding from the plan's positions: vectorised, no device sync, right under CP.
+"""Rotary position embedding (RoPE) from the positions of a pack: vectorised, without device sync, correct under CP.
 
-Megatron's unfused rotation of packed sequences synchronises the device and loops over sequences in
-every layer. Here the tables come from the position of each local row, once per forward pass, and
-queries and keys are rotated inside the attention core. Equal to Megatron's own rotation bit by bit, except on CUDA,
-where one kernel rotates in fp32 and rounds once.
+Megatron's unfused RoPE for packed sequences synchronises the device and loops over sequences in every layer. Here the
+tables are computed once per forward pass, from the position of each local token, and the attention core rotates queries
+and keys. Bitwise equal to Megatron's RoPE, except on CUDA, where a kernel rotates in fp32 and rounds once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class RotarySettings:
-    """How positions become angles.
+    """Base, share of rotated channels and scaling of RoPE.
 
     `scaling` is None, "linear" (positions divided by `factor`, Chen et al. 2023, arXiv 2306.15595) or
     "llama3" (frequency bands, Llama 3.1; the remaining fields are its parameters).
@@ -43,7 +42,7 @@ class RotarySettings:
             raise LayoutError(f"RoPE scaling {self.scaling!r} is not supported: use linear, llama3 or leave it out")
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        """[rotated / 2] fp32 on the CPU; `rotated` = head_dim * percent."""
+        """Inverse frequencies [rotated / 2], fp32 on the CPU; rotated = head_dim * percent."""
         rotated = int(head_dim * self.percent)
         frequencies = 1.0 / self.base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
         if self.scaling != "llama3":
@@ -60,7 +59,7 @@ class RotarySettings:
         return torch.where(middle, between, slow)
 
     def tables(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Tables:
-        """(cos, sin), each [*positions.shape, rotated] fp32."""
+        """The tables (cos, sin), each [*positions.shape, rotated] fp32."""
         at = positions.to(inverse_frequencies.dtype)
         if self.scaling == "linear":
             at = at * (1 / self.factor)
@@ -71,15 +70,18 @@ class RotarySettings:
 
 @functools.cache
 def _kernel() -> Any:
-    """The module with the kernel; None where triton is not installed."""
-    found = importlib.util.find_spec("triton")
-    return None if found is None else importlib.import_module("roll_batching.modeling.rotary_kernel")
+    """The module `rotary_kernel`; None if triton is not installed."""
+    return (
+        None
+        if importlib.util.find_spec("triton") is None
+        else importlib.import_module("roll_batching.modeling.rotary_kernel")
+    )
 
 
 def rotate(x: torch.Tensor, tables: Tables) -> torch.Tensor:
     """Rotates the first `rotated` channels of x [..., heads, head_dim] by tables [..., rotated]."""
     if x.device.type == "cuda" and x.dtype is not torch.float64 and (kernel := _kernel()) is not None:
-        return kernel.rotate_in_one(x, tables)
+        return kernel.rotate_fused(x, tables)
     cos, sin = (table.unsqueeze(-2).to(x.dtype) for table in tables)
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)
@@ -88,22 +90,25 @@ def rotate(x: torch.Tensor, tables: Tables) -> torch.Tensor:
 
 
 class PackRotation:
-    """Rotates queries and keys of a pass by its positions; a `packing.attention_backend.Rotation`.
+    """RoPE on the queries and keys of a forward pass; a `packing.attention_backend.Rotation`.
 
-    The first layer of a pass makes the tables and leaves them with the pass's params, where the others find them.
+    The first layer computes the tables and stores them in the pass's params for the other layers.
     """
 
     def __init__(self, settings: RotarySettings, head_dim: int) -> None:
         self.settings = settings
-        # No buffer of a module: that would add a state-dict key and be cast by Float16Module.
+        # Not a module buffer: that would add a state-dict key, and Float16Module would cast it.
         self._inverse_frequencies = settings.inverse_frequencies(head_dim)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, params: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """`params` has `positions` and `rotary` (PackedParams, DecodeParams)."""
+        """Rotated (query, key). `params` are PackedParams or DecodeParams, with `positions` and `rotary`."""
         if params.rotary is None:
             if self._inverse_frequencies.device != query.device:
                 self._inverse_frequencies = self._inverse_frequencies.to(query.device)
             cos, sin = self.settings.tables(params.positions, self._inverse_frequencies)
-            params.rotary = cos.to(query.dtype), sin.to(query.dtype)  # once: every layer keeps them for its backward
+            params.rotary = (
+                cos.to(query.dtype),
+                sin.to(query.dtype),
+            )  # cast once: every layer saves them for its backward
         tables: Tables = params.rotary
         return rotate(query, tables), rotate(key, tables)

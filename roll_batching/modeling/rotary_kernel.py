@@ -1,6 +1,6 @@
-"""A Triton kernel that rotates queries or keys in one pass over them, forward and backward.
+"""A Triton kernel for RoPE that reads and writes queries or keys once, forward and backward.
 
-Registered as an operator of torch, so that passes over tensors without values (FakeTensorMode) know it.
+Registered as a torch operator, so that it works under FakeTensorMode.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]  # Triton reads this functio
 
 @torch.library.custom_op("roll_batching::rotate_tokens", mutates_args=())
 def rotate_tokens(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backwards: bool) -> torch.Tensor:
-    """Of x [tokens, heads, dim] a copy with its first channels rotated by tables [tokens, rotated]; contiguous.
+    """A contiguous copy of x [tokens, heads, dim] with its first channels rotated by tables [tokens, rotated].
 
-    The tables' halves are equal. `backwards` turns the other way, which is the gradient.
+    The tables' halves are equal. `backwards` rotates by the negative angles, which is the gradient.
     """
     tokens, heads, dim = x.shape
     if x.stride(2) != 1:
@@ -64,7 +64,7 @@ def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backwards: bool) ->
 
 
 class _Rotated(torch.autograd.Function):
-    """`rotate_tokens`, whose gradient needs the tables alone."""
+    """`rotate_tokens` with its gradient, for which only the tables are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class _Rotated(torch.autograd.Function):
         return rotate_tokens(grads[0], *ctx.saved_tensors, True), None, None
 
 
-def rotate_in_one(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def rotate_fused(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """`modeling.rotary.rotate` for CUDA: x [..., heads, dim], tables [..., rotated] with the same leading sizes."""
     cos, sin = (table.reshape(-1, table.shape[-1]) for table in tables)
     return _Rotated.apply(x.reshape(-1, *x.shape[-2:]), cos.contiguous(), sin.contiguous()).view(x.shape)

@@ -1,4 +1,4 @@
-"""The layer spec of a GPTModel that takes packs: for built models, and for people who build their own."""
+"""Layer specs of GPTModels that take packs: for built models, and for your own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from roll_batching.packing.attention_backend import AttentionBackend, Rotation, 
 
 
 class PackedRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, marked for sequence parallelism (Megatron's wrapper of it refuses that)."""
+    """torch's RMSNorm, marked for sequence parallelism, which Megatron's wrapper (WrappedTorchNorm) refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -46,20 +46,20 @@ def packed_layer_spec(
     attention: AttentionBackend | str = "auto",
     layers_of: Layers = "local",
 ) -> Any:
-    """Spec of one transformer layer whose core attention takes packs.
+    """The spec of a transformer layer whose core attention takes packs.
 
     Args:
         config: the model's config.
-        rotary: with it, build the GPTModel with `position_embedding_type="none"`: the core rotates. Without it,
-            queries and keys are used as the model rotated them.
-        experts: whether the layer is a mixture; None: whenever the config has experts.
-        attention: a backend, its name or dotted path, or "auto": the default where CUDA is available, or is not.
-        layers_of: "local", Megatron's own layers with torch's norms, or "transformer_engine", Megatron's spec of that
-            name: norms are part of the linear layers behind them, experts one grouped layer if `moe_grouped_gemm`.
+        rotary: RoPE inside the core; build the GPTModel with `position_embedding_type="none"`. None: the model rotates
+            queries and keys.
+        experts: whether the layer is a mixture of experts; None: if the config has experts.
+        attention: a backend, its name or dotted path, or "auto", the default of this device.
+        layers_of: "local", Megatron's own layers with torch's norms, or "transformer_engine", Megatron's spec for it:
+            norms are fused into the next linear layer, experts are one grouped layer if `moe_grouped_gemm`.
 
     Raises:
-        LayoutError: for norms other than RMSNorm and LayerNorm, for `rotary` with a core that does not rotate, and
-            where TransformerEngine cannot be imported.
+        LayoutError: for norms other than RMSNorm and LayerNorm, for `rotary` with a core that does not rotate, and if
+            TransformerEngine is asked for and cannot be imported.
         ConfigError: for an unknown backend.
     """
     norms: dict[str, type[torch.nn.Module]] = {"RMSNorm": PackedRMSNorm, "LayerNorm": PackedLayerNorm}
@@ -90,18 +90,18 @@ def packed_layer_spec(
 
 
 def require_engine() -> None:
-    """Raises `LayoutError` where Megatron has not found TransformerEngine."""
+    """Raises `LayoutError` if Megatron could not import TransformerEngine."""
     if not HAVE_TE:
         raise LayoutError(
-            "TransformerEngine cannot be imported (python -c 'import transformer_engine.pytorch' says why): mend that, "
-            "or build local layers"
+            "TransformerEngine cannot be imported (python -c 'import transformer_engine.pytorch' shows why): fix its "
+            "installation, or build local layers"
         )
 
 
 def core_attention(
     config: TransformerConfig, rotary: RotarySettings | None = None, *, attention: AttentionBackend | str = "auto"
 ) -> Any:
-    """What stands as `core_attention` in a layer's spec; for specs of your own. See `packed_layer_spec`."""
+    """The `core_attention` of a layer spec, for your own specs. Arguments and errors as in `packed_layer_spec`."""
     backend = attention_backend(attention, "cuda" if torch.cuda.is_available() else "cpu")
     if rotary is not None and not backend.rotates:
         raise LayoutError(
@@ -114,10 +114,10 @@ def core_attention(
 
 def _build_core(backend: AttentionBackend, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
     config, number = arguments["config"], arguments["layer_number"]
-    if config.no_rope_freq and config.no_rope_freq[number - 1]:  # counted from 0, layers from 1
+    if config.no_rope_freq and config.no_rope_freq[number - 1]:  # layer numbers start at 1
         rotation = None
     core: Any = backend.build_core(rotation, **arguments)
-    core.pack_backend, core.pack_rotates = backend, rotation is not None  # for whoever takes over the model
+    core.pack_backend, core.pack_rotates = backend, rotation is not None  # `from_parts` reads both
     return core
 
 
@@ -130,10 +130,10 @@ def packed_block_spec(
     attention: AttentionBackend | str = "auto",
     layers_of: Layers = "local",
 ) -> Any:
-    """Spec of a transformer block of `layers` layers, for one pipeline chunk; `first` is its first layer's index.
+    """The spec of a pipeline chunk of `layers` layers; `first` is the index of its first layer in the whole model.
 
-    With experts, `moe_layer_freq` says which layers of the whole model are mixtures: every so many from index 0 on,
-    or those with a 1 in the list.
+    With experts, `moe_layer_freq` selects the mixture layers of the whole model: every n-th from index 0 on, or those
+    with a 1 in the list.
     """
     kinds = [
         packed_layer_spec(config, rotary, experts=mixture, attention=attention, layers_of=layers_of)
@@ -148,5 +148,5 @@ def packed_block_spec(
 
 
 def is_mixture(layer_freq: int | Sequence[int], layer: int) -> bool:
-    """Whether layer `layer` of the whole model, from 0 on, is a mixture of experts under `moe_layer_freq`."""
+    """Whether layer `layer` (from 0, of the whole model) is a mixture of experts under `moe_layer_freq`."""
     return layer % layer_freq == 0 if isinstance(layer_freq, int) else bool(layer_freq[layer])

@@ -58,7 +58,7 @@ def test_one_kernel_equals_a_dozen_passes(report) -> None:
 def compare_rotations(_: None) -> list[float]:
     """Largest difference of rotated heads and of their gradient, per case."""
     from roll_batching.modeling.rotary import RotarySettings, rotate
-    from roll_batching.modeling.rotary_kernel import rotate_in_one
+    from roll_batching.modeling.rotary_kernel import rotate_fused
 
     found = []
     for lead, heads, dim, percent in (((7,), 4, 16, 1.0), ((3, 2), 3, 24, 0.5), ((5,), 20, 12, 1.0)):
@@ -68,7 +68,7 @@ def compare_rotations(_: None) -> list[float]:
         wide = torch.randn(*lead, heads, 2 * dim)
         upstream = torch.randn(*lead, heads, dim)
         outcomes = []
-        for function in (rotate, rotate_in_one):
+        for function in (rotate, rotate_fused):
             x = wide[..., dim:].detach().requires_grad_()  # rows that do not lie next to each other
             out = function(x, tables)
             outcomes.append((out, *torch.autograd.grad(out, x, upstream)))

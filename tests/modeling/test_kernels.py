@@ -60,11 +60,11 @@ def test_the_notice_names_what_is_on_and_why_the_rest_is_off(monkeypatch: pytest
         return chosen.notice
 
     text = notice({}, attention_backend="varlen")
-    assert "attention: varlen (as the configuration says); layers: local (TransformerEngine is not installed)" in text
+    assert "attention: varlen (as configured); layers: local (TransformerEngine is not installed)" in text
     assert "not fused: apply_rope_fusion (the attention core rotates itself)" in text
     assert "transformer_impl: transformer_engine takes those of the 2.20.2" in notice(ENGINE)
     text = notice(ENGINE, transformer_impl="transformer_engine")
-    assert "attention: transformer_engine (it belongs to its layers); layers: transformer_engine (as the" in text
+    assert "attention: transformer_engine (part of its layers); layers: transformer_engine (as configured)" in text
 
 
 VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")

@@ -225,7 +225,7 @@ def test_models_of_the_callers_attend_as_they_were_built() -> None:
     assert "varlen runs on cuda, not on cpu" in found["varlen"]
     assert "layers attend with dense and masked softmax" in found["mixed"]
     assert "does not rotate: leave rotary out" in found["rotary"]
-    assert "DenseCore wants BucketSpans of a pack and got Tensor" in found["packs"]
+    assert "DenseCore needs BucketSpans of a pack and got Tensor" in found["packs"]
 
 
 @pytest.mark.parametrize(

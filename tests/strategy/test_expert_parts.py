@@ -179,7 +179,7 @@ def test_what_experts_cannot_do_is_said_at_construction() -> None:
     assert {said.pop(x) for x in ("fine", "loss of sequences in rows", "whole layers", "attention")} == {"nothing"}
     some_layers = said.pop("some layers")
     if tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 18):
-        assert "recompute_method='block' hands no padding mask" in some_layers
+        assert "recompute_method='block' passes no padding mask" in some_layers
     else:
         assert some_layers == "nothing"
     assert set(said) == set(SAYS)

@@ -83,7 +83,7 @@ def test_an_optimizer_that_is_not_there_is_refused_at_construction() -> None:
     from tests.te.engine import engine_is_installed
 
     said = run_ranks(1, HERE + "refused")[0]
-    assert "use_precision_aware_optimizer is TransformerEngine's Adam, which runs on CUDA, not on cpu" in said[0]
+    assert "use_precision_aware_optimizer uses TransformerEngine's Adam, which runs on CUDA, not on cpu" in said[0]
     assert engine_is_installed() or "needs transformer-engine, which is not installed: install" in said[1]
 
 

@@ -248,7 +248,7 @@ def test_its_kernels_are_on_where_there_is_a_gpu() -> None:
     assert all(found["kept"][name] for name in found["on"])  # Megatron's own checks let them pass
     assert found["not taken"] == []
     assert found["state"] == ["bfloat16", "float16", "uint8", "bfloat16"]
-    assert "attention: transformer_engine (it belongs to its layers)" in found["notice"]
+    assert "attention: transformer_engine (part of its layers)" in found["notice"]
     assert (
         "not fused: gradient_accumulation_fusion (APEX's fused_weight_gradient_mlp_cuda is not installed)"
         in (found["notice"])

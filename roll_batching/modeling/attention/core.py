@@ -1,7 +1,7 @@
-"""What our attention cores share: rotation, context parallelism by gathering keys, decoding with a cache.
+"""The base class of attention cores: RoPE, context parallelism by gathering keys, decoding with a cache.
 
-A core replaces Megatron's core attention through the layer spec. There is never a mask of the whole pack.
-Under context parallelism keys and values are gathered, and gathered again for the backward pass.
+A core replaces Megatron's core attention through the layer spec. No mask of the whole pack is ever built. Under context
+parallelism keys and values are all-gathered, and again for the backward pass.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from roll_batching.packing.collectives import GatheredKeys, OwnKeys
 from roll_batching.packing.params import PackedParams
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Not cuDNN's: it plans anew for every shape, and shapes rarely repeat here (on an H100 up to 16 s for the first pass
-over one pack, torch 2.11)."""
+"""Without cuDNN: it builds a plan for every shape, and shapes rarely repeat here (up to 16 s for the first pass over a
+pack on an H100, torch 2.11)."""
 
 
 class PackedCore(torch.nn.Module):
     """Causal self-attention inside each sequence of a pack; a Megatron `core_attention`.
 
-    Raises `LayoutError` for what it cannot honour: dropout, sliding windows, learnable softmax offsets, layer-wise
+    Raises `LayoutError` for unsupported settings: dropout, sliding windows, learnable softmax offsets, layer-wise
     scaling.
     """
 
     metadata_type: type
-    """What its backend makes of a pack."""
+    """The type of `AttentionBackend.metadata`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class PackedCore(torch.nn.Module):
 
     @abstractmethod
     def attend(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, metadata: Any) -> torch.Tensor:
-        """Local queries [tokens / cp, heads, dim] and the keys and values to be had -> [tokens / cp, heads * dim]."""
+        """Attention output [tokens / cp, heads * dim] of local queries [tokens / cp, heads, dim]."""
 
     def forward(
         self,
@@ -81,7 +81,7 @@ class PackedCore(torch.nn.Module):
             )
         if not isinstance(params.attention, self.metadata_type):
             raise LayoutError(
-                f"{type(self).__name__} wants {self.metadata_type.__name__} of a pack and got "
+                f"{type(self).__name__} needs {self.metadata_type.__name__} of a pack and got "
                 f"{type(params.attention).__name__}: give packed_params (or pack_step) and packed_layer_spec the same "
                 "attention"
             )
@@ -99,11 +99,11 @@ class PackedCore(torch.nn.Module):
         positions, rows = query.shape[:2]
         if self.rotation is not None:
             query, key = self.rotation(query, key, params)
-        keys, values = params.cache.room(self.layer_number, key)
+        keys, values = params.cache.buffers(self.layer_number, key)
         if params.visible is None:
             keys[:, :, :positions], values[:, :, :positions] = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
             width = positions
-        else:
+        else:  # one position per row, each row at its own
             every = torch.arange(rows, device=query.device)
             keys[every, :, params.positions[0]], values[every, :, params.positions[0]] = key[0], value[0]
             width = params.visible.shape[-1]
@@ -113,10 +113,10 @@ class PackedCore(torch.nn.Module):
     def dense(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention of a dense batch [rows, heads, length, dim]; causal where there is no mask.
+        """Attention of a dense batch [rows, heads, length, dim]; causal without a mask.
 
-        With a mask [rows, 1, length or 1, keys] the queries that share keys become more rows of one head: no kernel
-        with a mask takes grouped queries, so torch would repeat the keys, and hold all scores, in fp32.
+        With a mask [rows, 1, length or 1, keys] the query heads of a group are folded into the length: no masked kernel
+        takes grouped queries, and torch would repeat the keys and materialise all scores in fp32.
         """
         shape, groups = query.shape, query.shape[1] // key.shape[1]
         if mask is not None and groups > 1:
@@ -130,7 +130,7 @@ class PackedCore(torch.nn.Module):
 
 
 def _recomputed_before_backward(config: TransformerConfig) -> bool:
-    """Whether a layer's attention is computed again just before its backward, and nothing of it lives until then."""
+    """Whether a layer's attention is recomputed right before its backward, so that nothing is kept until then."""
     if config.recompute_granularity == "full":
         return bool(config.recompute_method == "uniform" and config.recompute_num_layers == 1)
     return config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or [])
@@ -149,6 +149,6 @@ def _refuse_unsupported(config: TransformerConfig) -> None:
     for name, is_set in refused.items():
         if is_set:
             raise LayoutError(
-                f"our attention cores do not support TransformerConfig.{name}={getattr(config, name)!r}: unset it, or "
-                "keep your own core attention"
+                f"roll-batching's attention cores do not support TransformerConfig.{name}={getattr(config, name)!r}: unset "
+                "it, or keep your own core attention"
             )

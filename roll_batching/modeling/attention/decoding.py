@@ -1,4 +1,4 @@
-"""Generation with a cache for models whose own attention keeps none: dense cores over the same weights."""
+"""Cached generation for models whose attention backend has no cache, through dense cores."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from roll_batching.modeling.rotary import PackRotation, RotarySettings
 
 @contextlib.contextmanager
 def dense_decoding(gpt: Any, rotary: RotarySettings) -> Iterator[None]:
-    """Inside, every layer of a GPTModel attends with a dense core, which rotates by `rotary` in the model's place.
+    """Replaces the core attention of every layer of a GPTModel by a dense core that rotates by `rotary`.
 
-    Attention has no parameters: nothing but the modules changes, and they come back at the end.
+    Core attention has no parameters, so only modules are swapped; they are restored at the end.
     """
     attentions = [layer.self_attention for layer in gpt.decoder.layers]
     before = [attention.core_attention for attention in attentions], gpt.position_embedding_type

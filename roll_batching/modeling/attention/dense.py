@@ -1,4 +1,4 @@
-"""The backend for every device and precision: dense attention over buckets of similar spans."""
+"""The attention backend for every device and dtype: dense attention over buckets of similar spans."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from roll_batching.packing.spans import spans_of
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Spans of similar size, as one dense batch."""
+    """Spans of similar size as one dense batch."""
 
     queries: torch.Tensor
-    """[spans, q] local query rows; short spans repeat their last row."""
+    """[spans, q] local query rows; shorter spans repeat their last row."""
     keys: torch.Tensor
-    """[spans, k] rows of the pack, counted over context-parallel ranks (`PackLayout.restore`); short spans repeat their
-    last row."""
+    """[spans, k] key rows in the order of gathered context-parallel shards (`PackLayout.restore`); shorter spans repeat
+    their last row."""
     mask: torch.Tensor | None
-    """[spans, 1, q, k] bool, True where a query sees a key; None when plain causal is right."""
+    """[spans, 1, q, k] bool, True where a query attends to a key; None for a causal mask."""
 
     def to(self, device: torch.device) -> Bucket:
-        """The same on `device`."""
+        """The bucket on `device`."""
         mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
         return Bucket(
             queries=self.queries.to(device, non_blocking=True), keys=self.keys.to(device, non_blocking=True), mask=mask
@@ -37,15 +37,15 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpans:
-    """Spans for a dense kernel: cost grows with the sum of the squares of the segments."""
+    """Spans for a dense kernel, whose cost grows with the sum of squared lengths."""
 
     buckets: tuple[Bucket, ...]
     inverse: torch.Tensor
-    """[local rows] position of every query row in the buckets' concatenated outputs."""
+    """[local rows] index of every query row in the concatenated outputs of the buckets."""
 
 
 class DenseCore(PackedCore):
-    """Attends bucket by bucket."""
+    """Attention bucket by bucket."""
 
     metadata_type = BucketSpans
 
@@ -71,17 +71,17 @@ class DenseBackend(AttentionBackend):
         return DenseCore(rotation=rotation, **arguments)
 
     def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> BucketSpans:
-        """The pack's spans in buckets."""
+        """The pack's spans as buckets."""
         return bucket_spans(layout, cp_rank, device)
 
 
 def _grid(start: IntArray, count: IntArray, width: int) -> IntArray:
-    """[n, width] rows start..start+count-1, the last one repeated to the width."""
+    """[n, width] rows start..start+count-1, padded with the last one."""
     return start[:, None] + np.minimum(np.arange(width), count[:, None] - 1)
 
 
 def _size_class(sizes: IntArray) -> IntArray:
-    """Sizes rounded up to four steps per octave: dense batches waste at most a quarter per side."""
+    """Sizes rounded up to four steps per octave, so that padding is at most a quarter per side."""
     step = np.maximum(1, 2 ** np.maximum(0, np.floor(np.log2(np.maximum(sizes, 1))).astype(np.int64) - 2))
     return -(-sizes // step) * step
 
@@ -109,6 +109,5 @@ def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> Buck
         k_rows = _grid(key_start[chosen], keys[chosen], depth)
         if layout.cp_size > 1:
             k_rows = layout.restore[k_rows]
-        found = Bucket(queries=torch.from_numpy(q_rows), keys=torch.from_numpy(k_rows), mask=mask)
-        buckets.append(found.to(device))
+        buckets.append(Bucket(queries=torch.from_numpy(q_rows), keys=torch.from_numpy(k_rows), mask=mask).to(device))
     return BucketSpans(buckets=tuple(buckets), inverse=torch.from_numpy(inverse).to(device, non_blocking=True))

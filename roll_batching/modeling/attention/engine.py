@@ -1,4 +1,4 @@
-"""The backend of TransformerEngine: its attention as Megatron wraps it, fed with Megatron's PackedSeqParams alone."""
+"""The attention backend of TransformerEngine, through Megatron's wrapper and PackedSeqParams."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from roll_batching.packing.attention_backend import AttentionBackend, AttentionR
 class EngineBackend(AttentionBackend):
     """TransformerEngine's DotProductAttention over `thd`.
 
-    It exchanges keys between context-parallel ranks itself, and the model rotates before it. Before 2.9 packs trained
-    wrongly (Megatron-Core's own check, `transformer_config.py` of its branch dev). Which of its kernels attends, it
-    decides by shape and device, within what the variables NVTE_* allow.
+    It exchanges keys between context-parallel ranks itself, and the model applies RoPE before it. Before 2.9 it trained
+    packs wrongly (checked by Megatron-Core, `transformer_config.py` of its branch dev). It selects a kernel by shape
+    and device, among those that the NVTE_* variables allow.
     """
 
     name = "transformer_engine"

@@ -1,4 +1,4 @@
-"""The backend for CUDA where torch has no variable-length attention: that of the package flash-attn."""
+"""The attention backend of the package flash-attn, for torch versions without variable-length attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll_batching.packing.collectives import GatheredKeys, OwnKeys
 
 
 class FlashCore(VarlenCore):
-    """Attends to all spans in one call of `flash_attn_varlen_func`."""
+    """Attention over all spans in one call of `flash_attn_varlen_func`."""
 
     def kernel(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, spans: VarlenSpans) -> torch.Tensor:
         """See `VarlenCore.kernel`."""
@@ -36,8 +36,8 @@ class FlashCore(VarlenCore):
 class FlashBackend(VarlenBackend):
     """flash-attn's `flash_attn_varlen_func`.
 
-    Its limits are those that its README names and `csrc/flash_attn/flash_api.cpp` checks. Before 2.1 it aligned the
-    causal mask to the first key, not to the last, which is another mask where a rank holds part of the queries.
+    Limits are from its README and `csrc/flash_attn/flash_api.cpp`. Before 2.1 it aligned the causal mask to the first
+    key instead of the last, which is wrong if a rank holds only part of the queries (context parallelism).
     """
 
     name = "flash_attn"

@@ -1,4 +1,4 @@
-"""The backend for CUDA: torch's variable-length flash attention, without TransformerEngine."""
+"""The attention backend of torch's variable-length flash attention, for CUDA without TransformerEngine."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from roll_batching.packing.spans import spans_of
 
 @dataclass(frozen=True, kw_only=True)
 class VarlenSpans:
-    """Spans for a variable-length kernel: cumulative lengths on the device."""
+    """Spans for a variable-length kernel, as cumulative lengths on the device."""
 
     cu_queries: torch.Tensor
-    """[spans + 1] int32, offsets of the query runs in the local rows."""
+    """[spans + 1] int32: offsets of the spans' queries in the local rows."""
     cu_keys: torch.Tensor
-    """[spans + 1] int32, offsets of the key runs after `key_rows` was applied."""
+    """[spans + 1] int32: offsets of the spans' keys among `key_rows`."""
     max_queries: int
     max_keys: int
     key_rows: torch.Tensor | None
-    """Rows of the pack to take keys from, [sum of key runs], counted over context-parallel ranks
-    (`PackLayout.restore`); None when they are the local rows."""
+    """[keys] key rows in the order of gathered context-parallel shards (`PackLayout.restore`); None for the local
+    rows."""
 
 
 class VarlenCore(PackedCore):
-    """Attends to all spans in one call."""
+    """Attention over all spans in one call."""
 
     metadata_type = VarlenSpans
 
@@ -97,7 +97,7 @@ def varlen_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> Varl
 def _varlen_attention(
     query: torch.Tensor, keys: OwnKeys | GatheredKeys, spans: VarlenSpans, scale: float
 ) -> torch.Tensor:
-    """Causal (bottom-right) attention through torch's varlen kernel, whose signature changed over versions."""
+    """Causal (bottom-right) attention by torch's varlen kernel, whose signature differs between versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     accepted = _parameters(varlen_attn)
