@@ -1,6 +1,6 @@
-"""Losses and what they see: contract, views, log-probs, aggregations, objectives.
+"""Losses: their contract, the views passed to them, log-probs, aggregations and objectives.
 
-Objectives are imported when they are first used: a strategy runs any of them and needs none.
+Objectives are imported on first use, as a strategy itself needs none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OBJECTIVES = {
     "supervised": ("SFTLoss",),
     "unpaired": ("KTOLoss", "mismatched", "reference_point"),
 }
-"""Names by the module that defines them."""
+"""Names by their module."""
 
 
 def __getattr__(name: str) -> Any:

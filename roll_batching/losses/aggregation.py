@@ -1,8 +1,7 @@
-"""From a loss per token to a micro-batch's share of the step's loss.
+"""Aggregations: reduce a loss per token to a micro-batch's share of the step's loss.
 
-An aggregation is a function of a view and a [tokens] loss. Each of these divides by counts over the
-whole step, so the sum of all shares does not depend on how the mini-batch was cut. A user's own is
-such a function, built on the view's reductions.
+An aggregation is a function of a view and a [tokens] loss. These divide by counts over the whole step, so the sum of
+all shares does not depend on the micro-batches. Your own is such a function of the view's reductions.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def sequence_sum(view: TokenView, per_token: torch.Tensor) -> torch.Tensor:
 
 
 def constant_mean(length: int) -> Callable[[TokenView, torch.Tensor], torch.Tensor]:
-    """Mean over sequences, each the sum of its tokens over a constant, such as the longest response allowed.
+    """Mean over sequences of the sum over tokens, divided by a constant such as the longest response allowed.
 
     Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): no response is weighted by its own length.
     Raises `LossError` unless `length` is positive.
@@ -49,7 +48,7 @@ _BY_NAME = {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_
 
 
 def resolve_aggregation(how: Aggregation) -> Callable[[TokenView, torch.Tensor], torch.Tensor]:
-    """The function behind a name; functions are returned as they are. Raises `LossError` for other names."""
+    """The aggregation of a name; a function is returned unchanged. Raises `LossError` for unknown names."""
     if callable(how):
         return how
     if how not in _BY_NAME:

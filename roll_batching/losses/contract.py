@@ -1,18 +1,25 @@
-"""What a loss is: an object that says what it needs and returns a normalised scalar per micro-batch.
+"""The contract of a loss: an object that declares its inputs and returns a normalised scalar per micro-batch.
 
     class MyLoss:
         needs = {"log_probs"}               # or {"log_probs", "entropy"}, or {"logits"}
         masks = ("response_mask",)
         def token_loss(self, tokens: TokenView) -> LossOutput: ...
 
-It has exactly one of `token_loss` (the whole pack, flat, see `TokenView`) and `sequence_loss` (one
-sequence at a time with its logits, see `SequenceView`; `gather_cp = True` asks for whole sequences under
-context parallelism, and `needs = {"logits"}` for views without log-probs and entropies). `sums` names fields
-whose totals over the step it divides by. An optional `check(batch, micro_batches)` sees this rank's samples
-on the host before the step; what it raises is raised on every rank. An optional `prepare(home, layout, seed)`
-sees this rank's samples of an RL step once they have log-probs, and returns them with fields of its own; all
-ranks call it, and it may be collective. The objectives of this package are such objects, and so is a strategy
-whose subclass defines one of the methods.
+It has exactly one of these methods:
+
+- `token_loss` gets the whole pack, flat (`TokenView`);
+- `sequence_loss` gets one sequence with its logits (`SequenceView`). `gather_cp = True` requests whole sequences under
+  context parallelism, `needs = {"logits"}` views without log-probs and entropies.
+
+Optional:
+
+- `sums`: names of fields whose totals over the step the loss divides by;
+- `check(batch, micro_batches)`: called before the step with this rank's samples on the host; its errors are raised on
+  every rank;
+- `prepare(local_batch, layout, seed)`: called on all ranks with this rank's samples of an RL step after their log-probs
+  are computed; returns them with additional fields. May be collective.
+
+The objectives of this package are such objects; so is a strategy subclass that defines one of the methods.
 """
 
 from __future__ import annotations
@@ -49,14 +56,14 @@ class Mean:
 
 @dataclass(frozen=True)
 class Max:
-    """A metric that is the largest value seen."""
+    """A metric that is the largest value of the step."""
 
     value: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Min:
-    """A metric that is the smallest value seen."""
+    """A metric that is the smallest value of the step."""
 
     value: torch.Tensor
 
@@ -66,7 +73,7 @@ Metric = Sum | Mean | Max | Min
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A micro-batch's share of the loss, already divided by counts of the whole step, and its metrics."""
+    """A micro-batch's share of the loss, divided by counts over the whole step, and its metrics."""
 
     loss: torch.Tensor
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -74,7 +81,7 @@ class LossOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """What a loss object declares, checked."""
+    """The checked declarations of a loss object."""
 
     needs: frozenset[str]
     masks: tuple[str, ...]
@@ -82,15 +89,15 @@ class LossSpec:
     by_sequence: bool
     gather_cp: bool
     check: Callable[[SampleBatch, Sequence[npt.NDArray[np.int64]]], None] | None
-    """Called with this rank's samples and the indices of those of each micro-batch, before the step."""
+    """Called before the step with this rank's samples and the indices of each micro-batch."""
     prepare: Callable[[SampleBatch, Any, int], SampleBatch] | None
-    """Called with this rank's samples of an RL step, its parallel layout and a seed, the same on all ranks."""
+    """Called with this rank's samples of an RL step, its parallel layout, and a seed equal on all ranks."""
     name: str
-    """The loss's class."""
+    """Name of the loss's class."""
 
     @property
-    def words(self) -> str:
-        """What ranks that run the same loss have in common."""
+    def description(self) -> str:
+        """The declarations as text, equal on ranks that run the same loss."""
         method = "sequence_loss" if self.by_sequence else "token_loss"
         return f"{self.name}.{method} of {sorted(self.needs)}, masks {self.masks}, sums {self.sums}"
 
@@ -98,10 +105,10 @@ class LossSpec:
 def loss_spec(loss: Any) -> LossSpec:
     """Reads and checks a loss object's declarations.
 
-    Raises `LossError` when it has no method or both, or declares what does not exist.
+    Raises `LossError` for a loss with none or both of the methods, and for invalid declarations.
     """
     if inspect.isclass(loss):
-        raise LossError(f"loss is the class {loss.__name__}: pass an object of it, {loss.__name__}(...)")
+        raise LossError(f"loss is the class {loss.__name__}: pass an instance, {loss.__name__}(...)")
     name = type(loss).__name__
     methods = [m for m in ("token_loss", "sequence_loss") if callable(getattr(loss, m, None))]
     if len(methods) != 1:
@@ -111,14 +118,14 @@ def loss_spec(loss: Any) -> LossSpec:
         )
     needs = getattr(loss, "needs", frozenset({"log_probs"}))
     if not _holds_names(needs) or not needs or not set(needs) <= NEEDS:
-        raise LossError(f"{name}.needs is {needs!r}: give a non-empty set out of {sorted(NEEDS)}")
+        raise LossError(f"{name}.needs is {needs!r}: give a non-empty subset of {sorted(NEEDS)}")
     masks = getattr(loss, "masks", ("response_mask",))
     sums = getattr(loss, "sums", ())
     for attribute, value in (("masks", masks), ("sums", sums)):
         if not _holds_names(value):
             raise LossError(f"{name}.{attribute} is {value!r}: give a tuple of field names")
     if not masks:
-        raise LossError(f"{name}.masks is empty: name at least one field that says which positions count")
+        raise LossError(f"{name}.masks is empty: name at least one mask field")
     by_sequence = methods[0] == "sequence_loss"
     if by_sequence:
         needs = {"logits", *needs}

@@ -1,6 +1,6 @@
-"""Weights against the other numbers of an inference engine: w = p_trainer / p_engine, bounded in some way.
+"""Importance weights for rollouts of an inference engine: w = p_trainer / p_engine, bounded.
 
-The engine draws the tokens; its kernels give other numbers than the trainer's forward pass of the same weights.
+The engine samples the tokens, and its kernels compute other probabilities than the trainer does with equal weights.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from roll_batching.losses.views import TokenView
 
 EngineCorrection = Literal["truncate", "mask", "mask_sequences"]
 """truncate: w clamped to [lowest, cap], truncated importance sampling (IMPALA, Espeholt et al. 2018, arXiv 1802.01561).
-mask: w, and 0 where it lies outside (IcePop, Ling team 2025). mask_sequences: w, and 0 for whole sequences whose
-geometric mean lies outside (seq-mask-TIS, Liu et al. 2025, "When speed kills stability"; the range is narrow there,
-about 0.999 to 1.002)."""
+mask: w, and 0 outside that range (IcePop, Ling team 2025). mask_sequences: w, and 0 for whole sequences whose geometric
+mean is outside (seq-mask-TIS, Liu et al. 2025, "When speed kills stability"; its range is narrow, about 0.999 to
+1.002)."""
 CORRECTIONS: tuple[EngineCorrection, ...] = ("truncate", "mask", "mask_sequences")
 
 
 def engine_weights(
     tokens: TokenView, old: torch.Tensor, how: EngineCorrection, lowest: float, cap: float
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """[tokens] weights without gradient, of the log-probs `old` against the engine's; and what they did, as metrics."""
+    """[tokens] weights without gradient, from the log-probs `old` and the engine's, and their metrics."""
     log_ratio = (old - tokens["rollout_log_probs"]).detach()
     ratio = bounded(log_ratio).exp()
-    judged = ratio
+    compared = ratio
     if how == "mask_sequences":
-        judged = tokens.expand(tokens.segment_mean(bounded(log_ratio))).exp()
-    outside = (judged < lowest) | (judged > cap)
+        compared = tokens.expand(tokens.segment_mean(bounded(log_ratio))).exp()
+    outside = (compared < lowest) | (compared > cap)
     weight = ratio.clamp(lowest, cap) if how == "truncate" else torch.where(outside, 0.0, ratio)
     return weight, {
         "engine_ratio": tokens.mean_metric(ratio),

@@ -1,9 +1,9 @@
-"""Policy gradients that hold back the few tokens whose log-prob and advantage vary together most.
+"""Policy gradients that exclude or penalise the tokens with the largest covariance of log-prob and advantage.
 
-These tokens drive the loss of entropy (Cui et al. 2025, arXiv 2505.22617). The covariance of a token is
-(A - mean A)(log p - mean log p), the means over all counted tokens. Which tokens are chosen must not depend on how a
-mini-batch is cut: `prepare` chooses them among all tokens of a step, by the log-probs before its first update, and
-marks them in the field `held_back` (bool, next_token). verl chooses within each micro-batch, by the current log-probs.
+These tokens drive the decrease of entropy (Cui et al. 2025, arXiv 2505.22617). The covariance of a token is
+(A - mean A)(log p - mean log p), with means over all counted tokens. The selection must not depend on micro-batches:
+`prepare` selects among all tokens of a step, by the log-probs before its first update, and marks them in the field
+`held_back` (bool, next_token). verl selects within each micro-batch, by the current log-probs.
 """
 
 from __future__ import annotations
@@ -29,62 +29,68 @@ _HELD_BACK = "held_back"
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Counted tokens of a rank: their covariances, and who they are."""
+    """Counted tokens of a rank."""
 
     values: np.ndarray
-    """float64 [n]."""
+    """float64 [n]: covariances."""
     ids: np.ndarray
-    """int64 [n]: the sample's."""
+    """int64 [n]: ids of the samples."""
     places: np.ndarray
-    """int64 [n]: in the sample."""
+    """int64 [n]: positions in the samples."""
 
 
-def _covariances(home: SampleBatch, counted: torch.Tensor, layout: ParallelLayout) -> tuple[_Tokens, int]:
-    """This rank's tokens, and the number of tokens on all ranks. Collective."""
-    if "old_log_probs" not in home.schema:
-        raise DataError("tokens are held back by their old log-probs, which the samples do not have: see logprob_plan")
-    advantages = home["advantages"].cpu().double()
-    if home.schema["advantages"].kind == "sample":
-        advantages = advantages[sample_of(home)]
-    elif home.schema["advantages"].kind == "token":
+def _covariances(batch: SampleBatch, counted: torch.Tensor, layout: ParallelLayout) -> tuple[_Tokens, int]:
+    """This rank's counted tokens, and the number of counted tokens on all ranks. Collective."""
+    if "old_log_probs" not in batch.schema:
+        raise DataError(
+            "the loss selects tokens by their old log-probs, which the samples lack: set logprob_plan to train or own"
+        )
+    advantages = batch["advantages"].cpu().double()
+    if batch.schema["advantages"].kind == "sample":
+        advantages = advantages[sample_of(batch)]
+    elif batch.schema["advantages"].kind == "token":
         advantages = advantages.roll(-1, 0)
-    pair = torch.stack([advantages, home["old_log_probs"].cpu().double()], -1)[counted]
+    pair = torch.stack([advantages, batch["old_log_probs"].cpu().double()], -1)[counted]
     sums = [float(pair[:, 0].sum()), float(pair[:, 1].sum()), float(len(pair))]
     parts = exchange(layout.host_group, "covariances", lambda: sums if layout.is_replica_leader else None)
     totals = [math.fsum(column) for column in zip(*(part for part in parts if part is not None), strict=True)]
     count = max(totals[2], 1.0)
-    at = torch.nonzero(counted)[:, 0]
-    sample = sample_of(home)[at]
+    positions = torch.nonzero(counted)[:, 0]
+    sample = sample_of(batch)[positions]
     values = (pair[:, 0] - totals[0] / count) * (pair[:, 1] - totals[1] / count)
-    return _Tokens(values.numpy(), home.ids[sample].numpy(), (at - home.offsets[sample]).numpy()), int(totals[2])
+    return _Tokens(values.numpy(), batch.ids[sample].numpy(), (positions - batch.offsets[sample]).numpy()), int(
+        totals[2]
+    )
 
 
-def _together(chosen: np.ndarray, tokens: _Tokens, layout: ParallelLayout) -> np.ndarray:
-    """[n, 3] value, id and place of the tokens `chosen` on any rank, by id and place. Collective."""
+def _gather_selected(chosen: np.ndarray, tokens: _Tokens, layout: ParallelLayout) -> np.ndarray:
+    """[n, 3] covariance, id and position of the tokens `chosen` on all ranks, sorted by id and position. Collective."""
     columns = (tokens.values, tokens.ids, tokens.places)
     mine = np.stack([column[chosen].astype(np.float64) for column in columns], -1)
-    parts = exchange(layout.host_group, "tokens to hold back", lambda: mine if layout.is_replica_leader else None)
-    found = np.concatenate([part for part in parts if part is not None])
-    return found[np.lexsort((found[:, 2], found[:, 1]))]
+    parts = exchange(
+        layout.host_group, "selecting tokens by covariance", lambda: mine if layout.is_replica_leader else None
+    )
+    selected = np.concatenate([part for part in parts if part is not None])
+    return selected[np.lexsort((selected[:, 2], selected[:, 1]))]
 
 
-def _marked(home: SampleBatch, held: np.ndarray) -> SampleBatch:
-    """`home` with the tokens `held`, of which it has some."""
-    marks = torch.zeros(home.num_tokens, dtype=torch.bool)
-    rows, here = home.find(torch.from_numpy(held[:, 1].astype(np.int64)))
+def _mark(batch: SampleBatch, held: np.ndarray) -> SampleBatch:
+    """`batch` with the field `held_back`, set for those of the tokens `held` [n, 3] that it holds."""
+    marks = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    rows, here = batch.find(torch.from_numpy(held[:, 1].astype(np.int64)))
     places = torch.from_numpy(held[:, 2].astype(np.int64))
-    marks[home.offsets[rows[here]] + places[here]] = True
-    return home.with_fields({_HELD_BACK: marks}, {_HELD_BACK: FieldSpec("next_token")})
+    marks[batch.offsets[rows[here]] + places[here]] = True
+    return batch.with_fields({_HELD_BACK: marks}, {_HELD_BACK: FieldSpec("next_token")})
 
 
-def _share(share: float) -> None:
+def _check_share(share: float) -> None:
     if not 0 < share <= 1:
-        raise LossError(f"share is {share}: give the share of tokens to hold back, above 0 and at most 1")
+        raise LossError(f"share is {share}: give a share of tokens above 0 and at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCovLoss(PolicyLoss):
-    """`PolicyLoss` without the loss of a random `share` of tokens, out of those with a covariance in a range."""
+    """`PolicyLoss` without a random `share` of the tokens whose covariance is in [lowest, highest]."""
 
     share: float = 0.0002
     lowest: float = 1.0
@@ -92,19 +98,19 @@ class ClipCovLoss(PolicyLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _share(self.share)
+        _check_share(self.share)
         if self.lowest >= self.highest:
             raise LossError(f"lowest is {self.lowest}, highest {self.highest}: give a range of covariances")
 
-    def prepare(self, home: SampleBatch, layout: ParallelLayout, seed: int) -> SampleBatch:
-        """Marks the tokens to leave out, the same on every rank, drawn with `seed`. Collective."""
-        tokens, count = _covariances(home, counted_positions(home), layout)
-        found = _together((tokens.values > self.lowest) & (tokens.values < self.highest), tokens, layout)
-        most = min(max(int(self.share * count), 1), len(found))
-        return _marked(home, found[np.random.default_rng(seed).permutation(len(found))[:most]])
+    def prepare(self, batch: SampleBatch, layout: ParallelLayout, seed: int) -> SampleBatch:
+        """Marks the excluded tokens, drawn with `seed`, equal on every rank. Collective."""
+        tokens, count = _covariances(batch, counted_positions(batch), layout)
+        candidates = _gather_selected((tokens.values > self.lowest) & (tokens.values < self.highest), tokens, layout)
+        most = min(max(int(self.share * count), 1), len(candidates))
+        return _mark(batch, candidates[np.random.default_rng(seed).permutation(len(candidates))[:most]])
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """[tokens] loss of the policy alone, and its metrics."""
+        """See `PolicyGradient.surrogate`."""
         per_token, metrics = super().surrogate(policy)
         held = policy.tokens[_HELD_BACK]
         return torch.where(held, 0.0, per_token), metrics | {"held_back": policy.tokens.mean_metric(held.float())}
@@ -112,28 +118,29 @@ class ClipCovLoss(PolicyLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class KlCovLoss(PolicyGradient):
-    """-r A, and + penalty |log r| for the `share` of tokens with the largest covariances."""
+    """-r A, plus penalty |log r| for the `share` of tokens with the largest covariances."""
 
     share: float = 0.0002
     penalty: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _share(self.share)
+        _check_share(self.share)
         if self.penalty < 0:
             raise LossError(f"penalty is {self.penalty}: give 0 or more")
 
-    def prepare(self, home: SampleBatch, layout: ParallelLayout, seed: int) -> SampleBatch:
-        """Marks the tokens to hold back, the same on every rank. Collective."""
-        tokens, count = _covariances(home, counted_positions(home), layout)
+    def prepare(self, batch: SampleBatch, layout: ParallelLayout, seed: int) -> SampleBatch:
+        """Marks the penalised tokens, equal on every rank. Collective."""
+        tokens, count = _covariances(batch, counted_positions(batch), layout)
         most = max(int(self.share * count), 1)
-        mine = np.zeros(len(tokens.values), dtype=bool)
-        mine[np.argsort(-tokens.values, kind="stable")[:most]] = True
-        found = _together(mine, tokens, layout)
-        return _marked(home, found[np.argsort(-found[:, 0], kind="stable")[:most]])
+        # The largest of all ranks are among the largest of each.
+        largest_here = np.zeros(len(tokens.values), dtype=bool)
+        largest_here[np.argsort(-tokens.values, kind="stable")[:most]] = True
+        candidates = _gather_selected(largest_here, tokens, layout)
+        return _mark(batch, candidates[np.argsort(-candidates[:, 0], kind="stable")[:most]])
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """[tokens] loss of the policy alone, and its metrics."""
+        """See `PolicyGradient.surrogate`."""
         ratio, beyond = token_ratio(policy)
         held = policy.tokens[_HELD_BACK]
         distance = torch.where(held, bounded(policy.log_ratio).abs(), 0.0)

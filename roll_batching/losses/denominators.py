@@ -1,4 +1,4 @@
-"""The denominators of a step: counted once, over the whole mini-batch and all ranks, before it runs."""
+"""Denominators of a step: counts over the whole mini-batch and all ranks, taken before the step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from roll_batching.samples.ragged import row_indices
 
 @dataclass(frozen=True, kw_only=True)
 class StepCounts:
-    """Global counts that losses divide by: the same number on every rank, whatever the partition."""
+    """Global counts that losses divide by; equal on every rank and for every partition."""
 
     tokens: Mapping[str, int]
-    """Per mask: positions that it counts."""
+    """Per mask: number of counted positions."""
     sequences: Mapping[str, int]
-    """Per mask: sequences with at least one such position."""
+    """Per mask: number of sequences with a counted position."""
     sums: Mapping[str, float]
-    """Per field that the loss declares in `sums`: its total over what the first mask counts (positions for token
-    fields, sequences for sample fields)."""
+    """Per field in the loss's `sums`: its total over the counted positions (token fields) or sequences (sample fields)
+    of the first mask."""
 
     @property
     def has_tokens(self) -> bool:
@@ -40,7 +40,7 @@ class StepCounts:
         return torch.tensor([*self.tokens.values(), *self.sequences.values(), *self.sums.values()], dtype=torch.float64)
 
     def with_vector(self, vector: torch.Tensor) -> StepCounts:
-        """The same names with the values of a reduced `vector`."""
+        """These counts with the values of a reduced `vector`."""
         values = vector.tolist()
         masks = list(self.tokens)
         n = len(masks)
@@ -51,20 +51,20 @@ class StepCounts:
         )
 
     def denominator(self, kind: str, mask: str) -> int:
-        """The count of `mask`, at least 1: a step whose mask is empty everywhere has loss 0, not NaN.
+        """The count of `mask` ("tokens" or "sequences"), at least 1, so that an empty mask gives loss 0, not NaN.
 
-        Raises `LossError` for a mask that the loss did not declare.
+        Raises `LossError` for a mask that the loss does not declare.
         """
         counts = self.tokens if kind == "tokens" else self.sequences
         if mask not in counts:
             raise LossError(
-                f"the loss reduces over {mask!r} and declares masks {tuple(counts)}: add it to the loss's `masks`"
+                f"the loss reduces over {mask!r}, but declares masks {tuple(counts)}: add it to the loss's `masks`"
             )
         return max(counts[mask], 1)
 
 
 def require_counts(counts: StepCounts, spec: LossSpec) -> None:
-    """Raises `LossError` unless `counts` holds all that a loss divides by."""
+    """Raises `LossError` unless `counts` has valid numbers for all masks and sums of a loss."""
     if not isinstance(counts, StepCounts):
         raise LossError(f"counts is {type(counts).__name__}: pass what strategy.count(batch, loss) returns")
     missing = [
@@ -94,10 +94,10 @@ def local_counts(
     used_lengths: Mapping[int, int] | None = None,
     rows: torch.Tensor | None = None,
 ) -> StepCounts:
-    """Counts over the samples of `local` (this data-parallel rank's part of the mini-batch), or those at `rows`.
+    """Counts over the samples of `local`, this data-parallel rank's part of the mini-batch, or those at `rows`.
 
-    `used_lengths` maps ids of truncated samples to the tokens that are kept. What predictions count is what
-    `counted_positions` says. Raises `DataError` for fields that are missing or not numeric.
+    `used_lengths` maps ids of truncated samples to their remaining tokens. `counted_positions` defines which positions
+    count. Raises `DataError` for fields that are missing or not numeric.
     """
     used = local.lengths.clone()
     for identity, length in (used_lengths or {}).items():
@@ -130,21 +130,21 @@ def local_counts(
 
 
 def counted_per_sample(batch: SampleBatch, mask: str) -> torch.Tensor:
-    """[samples] int32: the predictions that the token or next_token field `mask` counts."""
+    """[samples] int32: counted positions of the token or next_token field `mask`."""
     return _counted(counted_positions(batch, mask), batch.offsets[:-1], batch.offsets[1:])
 
 
 def _counted(mask: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """How often `mask` [n] is set from `begins` to before `ends`."""
+    """Number of set entries of `mask` [n] in each range from `begins` to before `ends`."""
     before = torch.zeros(len(mask) + 1, dtype=torch.int32)
     torch.cumsum(mask, 0, dtype=torch.int32, out=before[1:])
     return before[ends] - before[begins]
 
 
 def truncated_lengths(plan: Plan, dp_rank: int) -> dict[int, int]:
-    """Ids and used lengths of the samples that the plan truncates on `dp_rank`."""
-    found: dict[int, int] = {}
+    """Remaining lengths of the samples that the plan truncates on `dp_rank`, by id."""
+    truncated: dict[int, int] = {}
     for mb in plan.micro_batches[dp_rank]:
         for at in np.flatnonzero(mb.lengths < plan.lengths[mb.samples]):
-            found[int(plan.ids[mb.samples[at]])] = int(mb.lengths[at])
-    return found
+            truncated[int(plan.ids[mb.samples[at]])] = int(mb.lengths[at])
+    return truncated

@@ -1,4 +1,4 @@
-"""From the last stage's output to what views show: log-probs and entropies in pack order, or logits."""
+"""Log-probs, entropies and logits from the output of the last pipeline stage."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.collectives import gather_results
 
 
-def checked_temperature(value: Any) -> float:
-    """`value` as a float; raises `LossError` unless it is a finite number above 0."""
+def check_temperature(value: Any) -> float:
+    """`value` as a float. Raises `LossError` unless it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise LossError(f"temperature={value!r} must be a finite number above 0: logits are divided by it")
     return float(value)
@@ -27,7 +27,7 @@ def checked_temperature(value: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadContext:
-    """What the head needs to know beyond the model."""
+    """Layout, real vocabulary and temperature for the head."""
 
     layout: ParallelLayout
     vocab_size: int | None
@@ -39,15 +39,16 @@ class HeadContext:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropies [tokens] in pack order, gathered once over context parallelism.
 
-        `output` is the model's, [1, tokens / cp (/ tp), hidden] from a deferred head or
-        [1, tokens / cp, vocabulary / tp]. With `idle` no position counts, yet the head takes part.
+        `output` is the model's: [1, tokens / cp (/ tp), hidden] with a deferred head, else
+        [1, tokens / cp, vocabulary / tp]. With `idle` no position counts, but the head still runs, so that its weight
+        gets a gradient of 0.
         """
         source, weight = self._source(output, chunk)
         rows = pack.head_rows[:0] if idle else pack.head_rows
         values, entropies = self._token_log_probs(source, pack, weight, rows, entropy)
-        if idle:  # every position reads 0: nothing to gather
-            whole = values.new_zeros(len(pack.segment_ids)) + values.sum()
-            return whole, whole if entropy else None
+        if idle:  # every position is 0: nothing to gather
+            zeros = values.new_zeros(len(pack.segment_ids)) + values.sum()
+            return zeros, zeros if entropy else None
         if entropies is None:
             return self.gather(values, pack), None
         both = self.gather(torch.stack([values, entropies], -1), pack)
@@ -56,7 +57,7 @@ class HeadContext:
     def logits(self, output: torch.Tensor, chunk: Any) -> torch.Tensor:
         """Logits of this rank's positions after temperature, [tokens / cp, vocabulary / tp], with gradient.
 
-        Columns beyond the real vocabulary are set so low that their probability is 0.
+        Padded columns of the vocabulary are set so low that their probability is 0.
         """
         source, weight = self._source(output, chunk)
         logits = source if weight is None else F.linear(source, weight)
@@ -67,15 +68,15 @@ class HeadContext:
         if real >= shard:
             return logits
         padded = torch.arange(shard, device=logits.device) >= real
-        # Half of the smallest number, so that what is subtracted from it stays finite.
+        # Half of the smallest number, so that differences stay finite.
         return logits.masked_fill(padded, torch.finfo(logits.dtype).min / 2)
 
     def statistics_of(
         self, logits: torch.Tensor, pack: PackedBatch, *, whole: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs, entropies) of what `logits` returned: of this rank's positions, or gathered to [tokens]."""
+        """(log-probs, entropies) of the result of `logits`: of this rank's positions, or if `whole` of all [tokens]."""
         values, entropies = self._token_log_probs(logits, pack, None, pack.head_rows, True, temperature=1.0)
-        assert entropies is not None  # asked for
+        assert entropies is not None  # requested above
         if not whole:
             return values, entropies
         both = self.gather(torch.stack([values, entropies], -1), pack)

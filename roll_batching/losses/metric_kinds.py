@@ -1,4 +1,4 @@
-"""Metrics of a step: added up on the device over micro-batches, read once, joined over ranks and steps."""
+"""Metrics of a step: kept on the device, read once, joined over micro-batches, ranks and steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS: dict[type, Kind] = {Sum: "sum", Mean: "mean", Max: "max", Min: "min"}
 
 @dataclass(frozen=True)
 class HostMetric:
-    """A metric on the host: its kind and its one number, or, of a mean, numerator and denominator."""
+    """A metric on the host: its kind, and its number; for a mean, numerator and denominator."""
 
     kind: Kind
     values: tuple[float, ...]
@@ -32,7 +32,7 @@ class HostMetric:
         return HostMetric(self.kind, tuple(a + b for a, b in pairs))
 
     def result(self) -> float:
-        """The number to report; a mean over nothing is 0."""
+        """The reported number; 0 for a mean with denominator 0."""
         if self.kind != "mean":
             return self.values[0]
         numerator, denominator = self.values
@@ -40,7 +40,7 @@ class HostMetric:
 
 
 def metric_tensors(metric: Metric) -> tuple[torch.Tensor, ...]:
-    """The one or two numbers that a metric consists of."""
+    """The tensors of a metric: numerator and denominator of a mean, else its value."""
     return (metric.numerator, metric.denominator) if isinstance(metric, Mean) else (metric.value,)
 
 
@@ -49,7 +49,7 @@ def to_host(
 ) -> tuple[list[float], dict[str, HostMetric]]:
     """(loss per micro-batch, metrics joined over micro-batches), with a single device read.
 
-    Raises `LossError` when a metric changes its kind between micro-batches.
+    Raises `LossError` if a metric has different kinds in different micro-batches.
     """
     flat: list[torch.Tensor] = [loss.double().reshape(()) for loss in losses]
     names: list[tuple[str, Kind, int]] = []
@@ -73,22 +73,22 @@ def to_host(
 
 
 def join_parts(parts: Iterable[Mapping[str, HostMetric]]) -> dict[str, HostMetric]:
-    """Metrics over all of `parts`: micro-batches, ranks or optimizer steps; not every part needs to have each.
+    """Metrics joined over `parts` (micro-batches, ranks or optimizer steps); a part may lack some.
 
-    Raises `LossError` when a metric changes its kind between parts.
+    Raises `LossError` if a metric has different kinds in different parts.
     """
     joined: dict[str, HostMetric] = {}
     for part in parts:
         for name, metric in part.items():
             if name in joined and joined[name].kind != metric.kind:
                 raise LossError(
-                    f"the metric {name!r} is a {joined[name].kind} in one part and a {metric.kind} in another: give "
-                    "each kind a name of its own"
+                    f"the metric {name!r} is a {joined[name].kind} in one part and a {metric.kind} in another: use "
+                    "one name per kind"
                 )
             joined[name] = joined[name].join(metric) if name in joined else metric
     return joined
 
 
 def as_numbers(joined: Mapping[str, HostMetric]) -> dict[str, float]:
-    """The number to report of each metric."""
+    """The reported number of each metric."""
     return {name: metric.result() for name, metric in joined.items()}

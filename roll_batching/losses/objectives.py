@@ -1,6 +1,6 @@
-"""Policy gradients whose loss is a function of each token's, or each sequence's, ratio to the old policy.
+"""Policy-gradient objectives: surrogates of the ratio to the old policy, per token or per sequence.
 
-With r the ratio p / p_old, A the advantage, sg without gradient; what they share is `losses.policy`.
+Notation: r = p / p_old, A the advantage, sg stop-gradient. The common parts are in `losses.policy`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class PolicyLoss(PolicyGradient):
     clip_high: float = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high] (clip-higher: DAPO, Yu et al. 2025, arXiv 2503.14476)."""
     dual_clip: float | None = None
-    """Under a negative advantage A the loss is at most -dual_clip * A, above 1 (Ye et al. 2020, arXiv 1912.09729).
-    Above 1 + clip_high that is two-sided clipping, min(r, delta), of INTELLECT-2 (2025, arXiv 2505.07291) and TRL."""
+    """With a negative advantage A the loss is at most -dual_clip * A; above 1 (Ye et al. 2020, arXiv 1912.09729).
+    Above 1 + clip_high this is two-sided clipping, min(r, delta), of INTELLECT-2 (2025, arXiv 2505.07291) and TRL."""
     ratio: RatioOf = "token"
-    """"sequence": one ratio per sequence, the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv
+    """"sequence": one ratio s per sequence, the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv
     2507.18071; its clip range is much narrower, about 3e-4, and its aggregation "sequence_mean"). "sequence_token":
-    that value, sg(s) p / sg(p), with each token's own gradient, for advantages of tokens (its section 4.3; verl)."""
+    sg(s) p / sg(p), the same value with each token's gradient, for advantages per token (its section 4.3; verl)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,10 +42,10 @@ class PolicyLoss(PolicyGradient):
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise LossError(f"dual_clip is {self.dual_clip}: give a number above 1, such as 3, or None")
         if self.ratio not in ("token", "sequence", "sequence_token"):
-            raise LossError(f"ratio {self.ratio!r}: give token or sequence, or sequence_token")
+            raise LossError(f"ratio {self.ratio!r}: give token, sequence or sequence_token")
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """[tokens] loss of the policy alone, and its metrics."""
+        """See `PolicyGradient.surrogate`."""
         tokens, advantages = policy.tokens, policy.advantages
         ratio, beyond = self._ratio(policy)
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
@@ -61,7 +61,7 @@ class PolicyLoss(PolicyGradient):
         return per_token, metrics
 
     def _ratio(self, policy: PolicyTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """[tokens] the ratio to the old policy, and where it was bounded."""
+        """[tokens] the ratio to the old policy, and whether it was bounded."""
         if self.ratio == "token":
             return token_ratio(policy)
         log_ratio = policy.tokens.expand(policy.tokens.segment_mean(policy.log_ratio))
@@ -71,15 +71,15 @@ class PolicyLoss(PolicyGradient):
 
 
 def token_ratio(policy: PolicyTokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """[tokens] each token's ratio to the old policy, and where it was bounded."""
+    """[tokens] each token's ratio to the old policy, and whether it was bounded."""
     return bounded(policy.log_ratio).exp(), policy.log_ratio.abs() > LOG_RATIO_BOUND
 
 
 @dataclass(frozen=True, kw_only=True)
 class CISPOLoss(PolicyGradient):
-    """-sg(clip(r)) A log p: clipped weights, and a gradient for every token (MiniMax-M1, 2025, arXiv 2506.13585).
+    """-sg(clip(r)) A log p: clipped weights, but a gradient for every token (MiniMax-M1, 2025, arXiv 2506.13585).
 
-    The weight is clipped to [1 - clip_low, 1 + clip_high]. `clip_low=1` is the paper's, without lower bound;
+    The weight is clipped to [1 - clip_low, 1 + clip_high]. `clip_low=1` has no lower bound, as in the paper;
     `clip_low=1, clip_high=0` is ROLL's `tis`.
     """
 
@@ -94,7 +94,7 @@ class CISPOLoss(PolicyGradient):
             )
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """[tokens] loss of the policy alone, and its metrics."""
+        """See `PolicyGradient.surrogate`."""
         ratio, beyond = token_ratio(policy)
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high).detach()
         metrics = policy.ratio_metrics(ratio, beyond)
@@ -104,12 +104,12 @@ class CISPOLoss(PolicyGradient):
 
 @dataclass(frozen=True, kw_only=True)
 class SAPOLoss(PolicyGradient):
-    """-(4 / t) sigmoid(t (r - 1)) A: a soft gate for the clip (SAPO, Gao et al. 2025, arXiv 2511.20347)."""
+    """-(4 / t) sigmoid(t (r - 1)) A: a soft gate instead of a clip (SAPO, Gao et al. 2025, arXiv 2511.20347)."""
 
     temperature_positive: float = 1.0
-    """t where A is positive."""
+    """t for positive A."""
     temperature_negative: float = 1.05
-    """t elsewhere: higher, so that what pushes down fades sooner."""
+    """t for other A: higher, so that gradients that lower a token's probability fade sooner."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +119,7 @@ class SAPOLoss(PolicyGradient):
             )
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """[tokens] loss of the policy alone, and its metrics."""
+        """See `PolicyGradient.surrogate`."""
         ratio, beyond = token_ratio(policy)
         span = self.temperature_positive - self.temperature_negative
         temperature = self.temperature_negative + span * (policy.advantages > 0).to(ratio.dtype)
@@ -131,8 +131,8 @@ class SAPOLoss(PolicyGradient):
 class GMPOLoss(PolicyGradient):
     """-A exp(mean of clip(log r)): the geometric mean of clipped ratios (GMPO, Zhao et al. 2025, arXiv 2507.20673).
 
-    log r is clipped at clip_high where A is positive and at -clip_low where it is negative. A is the mean of the
-    sequence's. The paper's aggregation is "sequence_mean".
+    log r is clipped at clip_high for positive A and at -clip_low for negative A. A is the mean over the sequence. The
+    paper's aggregation is "sequence_mean".
     """
 
     clip_low: float = 0.4
@@ -141,40 +141,41 @@ class GMPOLoss(PolicyGradient):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.clip_low <= 0 or self.clip_high <= 0:
-            raise LossError(f"clip range ({self.clip_low}, {self.clip_high}): give positive bounds of log-ratios")
+            raise LossError(f"clip range ({self.clip_low}, {self.clip_high}): give positive bounds for log-ratios")
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """[tokens] loss of the policy alone, the same at all tokens of a sequence, and its metrics."""
+        """See `PolicyGradient.surrogate`; equal at all tokens of a sequence."""
         tokens, log_ratio = policy.tokens, policy.log_ratio
         advantages = tokens.expand(tokens.segment_mean(policy.advantages))
         beyond = log_ratio.abs() > LOG_RATIO_BOUND
-        held = bounded(log_ratio)
+        bounded_log_ratio = bounded(log_ratio)
         clipped = torch.where(
             policy.advantages > 0,
-            held.clamp(max=self.clip_high),
-            torch.where(policy.advantages < 0, held.clamp(min=-self.clip_low), 0.0),
+            bounded_log_ratio.clamp(max=self.clip_high),
+            torch.where(policy.advantages < 0, bounded_log_ratio.clamp(min=-self.clip_low), 0.0),
         )
         mean = tokens.expand(tokens.segment_mean(clipped)).clamp(max=SEQUENCE_LOG_RATIO_BOUND)
         metrics = policy.ratio_metrics(mean.exp(), beyond)
-        metrics["clip_fraction"] = tokens.mean_metric(((clipped != held) & (policy.advantages != 0)).float())
+        was_clipped = (clipped != bounded_log_ratio) & (policy.advantages != 0)
+        metrics["clip_fraction"] = tokens.mean_metric(was_clipped.float())
         return -advantages * mean.exp(), metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPGLoss(PolicyGradient):
-    """-A log p, without ratio or clip (GPG, Chu et al. 2025, arXiv 2504.02546; goes with the estimator `gpg`)."""
+    """-A log p, without ratio or clip (GPG, Chu et al. 2025, arXiv 2504.02546; for the estimator `gpg`)."""
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """[tokens] loss of the policy alone."""
+        """See `PolicyGradient.surrogate`."""
         return -policy.advantages * policy.log_probs, {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TOPRLoss(PolicyGradient):
-    """-A log p for responses with a reward above 0, -sg(min(r, 1)) A log p for others, each with its weight.
+    """-A log p for responses with positive reward, -sg(min(r, 1)) A log p for others, each with its weight.
 
-    Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv 2503.14286), with a ratio per token as ROLL has it (the
-    paper's is the sequence's). Reads `rewards` (sample field).
+    Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv 2503.14286), with a ratio per token as in ROLL (in the
+    paper per sequence). Reads `rewards` (sample field).
     """
 
     positive_weight: float = 1.0
@@ -186,7 +187,7 @@ class TOPRLoss(PolicyGradient):
             raise LossError(f"weights ({self.positive_weight}, {self.negative_weight}): give 0 or more")
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """[tokens] loss of the policy alone, and its metrics."""
+        """See `PolicyGradient.surrogate`."""
         ratio, beyond = token_ratio(policy)
         positive = policy.tokens.per_token("rewards") > 0
         weight = torch.where(positive, self.positive_weight, self.negative_weight * ratio.clamp(max=1.0).detach())

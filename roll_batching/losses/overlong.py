@@ -1,4 +1,4 @@
-"""Leaving out responses that were cut off at the length limit."""
+"""Overlong filtering: excludes truncated responses from the loss."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from roll_batching.samples import SampleBatch
 
 
 def mask_overlong(batch: SampleBatch, overlong: torch.Tensor, mask: str = "response_mask") -> SampleBatch:
-    """`batch` whose `overlong` samples count nowhere: neither in the loss nor in its denominators.
+    """`batch` with `mask` cleared for `overlong` samples (bool [samples]), in the loss and in its denominators.
 
-    Overlong filtering (DAPO, Yu et al. 2025, arXiv 2503.14476): a response that was cut off says nothing
-    about the quality of its tokens. `overlong` is bool [samples]. The head skips these positions.
+    Overlong filtering (DAPO, Yu et al. 2025, arXiv 2503.14476): the reward of a truncated response says nothing about
+    its tokens. The head skips these positions.
     """
     sample = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
     kept = ~overlong.bool().cpu()[sample].to(batch[mask].device)

@@ -1,6 +1,6 @@
-"""What all policy gradients share: a surrogate per token, an engine's correction, entropy, a divergence, aggregation.
+"""The base of policy-gradient losses: surrogate, engine correction, entropy bonus, KL penalty, aggregation.
 
-An objective is a subclass with a `surrogate`; everything else composes with it in the same way.
+An objective is a subclass with a `surrogate`; the other terms are the same for all.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from roll_batching.samples import SampleBatch
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTokens:
-    """What a surrogate is made of, `[tokens]` each."""
+    """Inputs of a surrogate, [tokens] each."""
 
     tokens: TokenView
     log_probs: torch.Tensor
     old: torch.Tensor
-    """Log-probs of the policy before the step's first update; without that field, the current ones, detached."""
+    """`old_log_probs`: log-probs before the step's first update; without that field the current ones, detached."""
     advantages: torch.Tensor
 
     @classmethod
     def of(cls, tokens: TokenView) -> PolicyTokens:
-        """Those of a micro-batch."""
+        """The inputs of a micro-batch."""
         log_probs = tokens.log_probs
         old = tokens["old_log_probs"] if "old_log_probs" in tokens else log_probs.detach()
         return cls(tokens=tokens, log_probs=log_probs, old=old, advantages=tokens.per_token("advantages"))
 
     @property
     def log_ratio(self) -> torch.Tensor:
-        """Of the policy to the old one, not bounded."""
+        """Unbounded log-ratio, log p - log p_old."""
         return self.log_probs - self.old
 
     def ratio_metrics(self, ratio: torch.Tensor, beyond: torch.Tensor) -> dict[str, Metric]:
-        """How far the policy is from the old one; `beyond` says where the ratio was bounded."""
+        """Metrics of the distance to the old policy; `beyond` marks tokens with a bounded ratio."""
         return {
             "ratio_bounded": self.tokens.mean_metric(beyond.float()),
             "ratio_max": Max(torch.where(self.tokens.mask(), ratio, 0.0).max().detach()),
@@ -64,32 +64,32 @@ class PolicyTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient:
-    """A policy gradient of `response_mask`, `advantages` (sample or token field), `old_log_probs` (next_token; absent
-    means strictly on-policy), and what single options name.
+    """The loss aggregation(w S + kl_coef KL - entropy_coef H), with surrogate S and engine correction w.
 
-    The loss is aggregation(w S + kl_coef KL - entropy_coef H), S being the surrogate, w the engine's correction.
-    Log-ratios are bounded before exp (see `losses.estimators`); the metrics `ratio_bounded`, `ref_kl_bounded` and
-    `engine_ratio_bounded` are the shares of counted tokens for which that made a difference.
+    Reads `response_mask`, `advantages` (sample or token field), `old_log_probs` (next_token; absent: strictly
+    on-policy) and the fields that single options name. Log-ratios are bounded before exp (`losses.estimators`); the
+    metrics `ratio_bounded`, `ref_kl_bounded` and `engine_ratio_bounded` are the shares of counted tokens with a bounded
+    value.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"log_probs", "entropy"})
     masks: ClassVar[tuple[str, ...]] = ("response_mask",)
     kl_coef: float = 0.0
-    """Weight of the divergence from the reference (GRPO, Shao et al. 2024, arXiv 2402.03300); reads
-    `ref_log_probs` (next_token)."""
+    """Weight of the KL penalty to the reference (GRPO, Shao et al. 2024, arXiv 2402.03300); reads `ref_log_probs`
+    (next_token)."""
     kl_estimator: KlEstimator = "k3"
     kl_gradient: KlGradient = "value"
     kl_bound: float | None = KL_BOUND
-    """Largest value of k3 per token, without gradient beyond (verl, ROLL: 10); None: no bound."""
+    """Upper bound of k3 per token, without gradient beyond (verl, ROLL: 10); None: no bound."""
     entropy_coef: float = 0.0
-    """Weight of an entropy bonus."""
+    """Weight of the entropy bonus."""
     engine_correction: EngineCorrection = "truncate"
     engine_ratio_min: float = 0.0
-    """Lowest p_trainer / p_engine that `engine_correction` leaves as it is."""
+    """Lower bound of p_trainer / p_engine for `engine_correction`."""
     engine_ratio_cap: float | None = None
-    """Highest; None: no correction. Reads `rollout_log_probs` (next_token), the engine's, against the old log-probs."""
+    """Upper bound; None: no correction. Reads `rollout_log_probs` (next_token), the engine's log-probs."""
     sample_weights: str | None = None
-    """Name of a sample field of non-negative weights; they are scaled to a mean of 1 over the whole mini-batch."""
+    """Name of a sample field of non-negative weights, normalised to a mean of 1 over the mini-batch."""
     aggregation: Aggregation = "token_mean"
 
     def __post_init__(self) -> None:
@@ -111,28 +111,28 @@ class PolicyGradient:
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """Fields whose totals over the step are needed."""
+        """Fields whose totals over the step the loss reads."""
         return () if self.sample_weights is None else (self.sample_weights,)
 
     def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
         """Raises `DataError` for sample weights that are negative or not finite."""
         name = self.sample_weights
         if name is None or name not in batch.schema or batch.schema[name].kind != "sample":
-            return  # the counts name a field that is missing
+            return  # `local_counts` reports a missing field
         weights = batch[name].cpu()
         if len(wrong := ((weights < 0) | ~torch.isfinite(weights)).nonzero()):
             at = int(wrong[0, 0])
             raise DataError(
                 f"sample {int(batch.ids[at])} has the weight {weights[at].tolist()} in {name!r} (sample_weights), one "
-                f"of {len(wrong)} samples: give finite weights of 0 or more"
+                f"of {len(wrong)} invalid samples: give finite weights of 0 or more"
             )
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """[tokens] loss of the policy alone, and its metrics."""
+        """[tokens] loss of the policy term, and its metrics."""
         raise NotImplementedError
 
     def token_loss(self, tokens: TokenView) -> LossOutput:
-        """The pack's share of the loss, with the usual diagnostics."""
+        """The pack's share of the loss, with the metrics approx_kl and entropy."""
         policy = PolicyTokens.of(tokens)
         per_token, metrics = self.surrogate(policy)
         metrics |= {
@@ -140,22 +140,22 @@ class PolicyGradient:
             "entropy": tokens.mean_metric(tokens.entropy),
         }
         if self.engine_ratio_cap is not None:
-            weight, found = engine_weights(
+            weight, more = engine_weights(
                 tokens, policy.old, self.engine_correction, self.engine_ratio_min, self.engine_ratio_cap
             )
-            per_token, metrics = per_token * weight, metrics | found
+            per_token, metrics = per_token * weight, metrics | more
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * tokens.entropy
         if self.kl_coef:
-            divergence, found = self._divergence(policy)
-            per_token, metrics = per_token + self.kl_coef * divergence, metrics | found
+            divergence, more = self._divergence(policy)
+            per_token, metrics = per_token + self.kl_coef * divergence, metrics | more
         if self.sample_weights is not None:
             scale = tokens.num_sequences() / (tokens.total(self.sample_weights) or 1.0)
             per_token = per_token * tokens.per_token(self.sample_weights) * scale
         return LossOutput(resolve_aggregation(self.aggregation)(tokens, per_token), metrics)
 
     def _divergence(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """[tokens] the divergence from the reference, and its metrics."""
+        """[tokens] KL estimate to the reference, and its metrics."""
         tokens, ref, log_probs = policy.tokens, policy.tokens["ref_log_probs"], policy.log_probs
         metrics: dict[str, Metric] = {}
         if self.kl_estimator == "k3":

@@ -1,4 +1,4 @@
-"""Losses over pairs of responses: direct and identity preference optimisation."""
+"""Preference losses over pairs of responses: DPO and IPO."""
 
 from __future__ import annotations
 
@@ -20,62 +20,61 @@ from roll_batching.samples import SampleBatch
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLoss:
-    """A loss of how much more a policy moved towards the chosen response than towards the other, the mean over pairs.
+    """The mean over pairs of a loss of the margin between chosen and rejected response.
 
-    The margin of a pair is sum(log p - log p_ref) of the chosen response, less that of the rejected one. Reads
-    `response_mask`, `ref_log_probs` (next_token), and the sample fields `pair` (int64, equal for
-    the two responses of a pair) and `chosen` (bool). A pair must lie in one micro-batch: plan with
-    `group_ids=` the pairs, in any of the three modes.
+    The margin is sum(log p - log p_ref) of the chosen response minus that of the rejected one. Reads `response_mask`,
+    `ref_log_probs` (next_token), and the sample fields `pair` (int64, equal for both responses of a pair) and `chosen`
+    (bool). Both responses must be in one micro-batch: plan with `group_ids=` the pairs, in any of the three modes.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"log_probs"})
     masks: ClassVar[tuple[str, ...]] = ("response_mask",)
     sums: ClassVar[tuple[str, ...]] = ("chosen",)
     beta: float = 0.1
-    """How strongly the policy is held to the reference."""
+    """Strength of the implicit KL penalty to the reference."""
     average_log_probs: bool = False
-    """Margins of means over tokens instead of sums (TRL's IPO, NeMo-RL's preference_average_log_probs)."""
+    """Whether margins are means over tokens instead of sums (TRL's IPO, NeMo-RL's preference_average_log_probs)."""
     sft_coef: float = 0.0
-    """Weight of the chosen responses' negative log-likelihood, the mean over pairs (RPO, Pang et al. 2024, arXiv
+    """Weight of the chosen responses' negative log-likelihood, averaged over pairs (RPO, Pang et al. 2024, arXiv
     2404.19733; NeMo-RL's sft_loss_weight)."""
     sft_average_log_probs: bool = False
-    """That likelihood by the mean over tokens instead of the sum."""
+    """Whether that likelihood is the mean over tokens instead of the sum."""
 
     def __post_init__(self) -> None:
         if self.beta <= 0 or self.sft_coef < 0:
             raise LossError(f"beta {self.beta}, sft_coef {self.sft_coef}: give beta above 0 and sft_coef from 0")
 
     def per_pair(self, margin: torch.Tensor) -> torch.Tensor:
-        """[pairs] loss of the margins."""
+        """[pairs] loss of margins [pairs]."""
         raise NotImplementedError
 
     def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Raises `DataError` when a micro-batch holds half a pair, or a response without counted tokens."""
+        """Raises `DataError` for a micro-batch with an incomplete pair, and for responses without counted tokens."""
         for name in ("pair", "chosen"):
             if name not in batch.schema or batch.schema[name].kind != "sample":
                 raise DataError(f"{type(self).__name__} needs the sample field {name!r}")
         if len(empty := batch.ids[counted_per_sample(batch, self.masks[0]) == 0]):
             raise DataError(
-                f"the samples {empty[:8].tolist()} have no counted response token: a pair needs two responses; leave "
-                "such pairs out"
+                f"the samples {empty[:8].tolist()} have no counted response token, and a pair needs two "
+                "responses: leave such pairs out"
             )
         pair, chosen = batch["pair"].cpu().numpy(), batch["chosen"].cpu().numpy().astype(bool)
         for members in micro_batches:
             order = members[np.lexsort((~chosen[members], pair[members]))]
             first, second = order[0::2], order[1::2]
-            paired = len(first) == len(second) and bool((pair[first] == pair[second]).all())
-            if not (paired and chosen[first].all() and not chosen[second].any()):
+            is_paired = len(first) == len(second) and bool((pair[first] == pair[second]).all())
+            if not (is_paired and chosen[first].all() and not chosen[second].any()):
                 raise DataError(
-                    f"a micro-batch holds the samples {batch.ids[members][:8].tolist()}, which are not whole pairs of "
-                    "one chosen and one rejected response: plan with group_ids= the samples' `pair` values"
+                    f"a micro-batch holds the samples {batch.ids[members][:8].tolist()}, which are not complete pairs "
+                    "of a chosen and a rejected response: plan with group_ids= the samples' `pair` values"
                 )
 
     def token_loss(self, tokens: TokenView) -> LossOutput:
-        """The pack's share of the loss; the two responses of a pair meet by sorting, whatever their places."""
+        """The pack's share of the loss. Sorting brings the responses of a pair together."""
         reduce = tokens.segment_mean if self.average_log_probs else tokens.segment_sum
-        moved = reduce(tokens.log_probs - tokens["ref_log_probs"])
+        log_ratios = reduce(tokens.log_probs - tokens["ref_log_probs"])
         order = torch.argsort(2 * tokens["pair"] + (~tokens["chosen"].bool()).long())
-        chosen, rejected = moved[order[0::2]], moved[order[1::2]]
+        chosen, rejected = log_ratios[order[0::2]], log_ratios[order[1::2]]
         margin = chosen - rejected
         pairs = torch.full((), len(margin), device=margin.device)
         loss = self.per_pair(margin).sum()
@@ -97,10 +96,10 @@ class DPOLoss(PreferenceLoss):
     """-log sigmoid(beta margin): direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290)."""
 
     label_smoothing: float = 0.0
-    """Share of pairs whose label is taken to be wrong (cDPO, Mitchell 2023)."""
+    """Assumed share of pairs with a wrong label (cDPO, Mitchell 2023)."""
 
     def per_pair(self, margin: torch.Tensor) -> torch.Tensor:
-        """[pairs] loss of the margins."""
+        """See `PreferenceLoss.per_pair`."""
         reward, smooth = self.beta * margin, self.label_smoothing
         return -(1 - smooth) * F.logsigmoid(reward) - smooth * F.logsigmoid(-reward)
 
@@ -109,9 +108,9 @@ class DPOLoss(PreferenceLoss):
 class IPOLoss(PreferenceLoss):
     """(margin - 1 / (2 beta))^2: identity preference optimisation (Azar et al. 2023, arXiv 2310.12036, equation 17).
 
-    Sums of tokens as ROLL has it; TRL takes means (`average_log_probs`).
+    Margins are sums over tokens as in ROLL; TRL uses means (`average_log_probs`).
     """
 
     def per_pair(self, margin: torch.Tensor) -> torch.Tensor:
-        """[pairs] loss of the margins."""
+        """See `PreferenceLoss.per_pair`."""
         return (margin - 1 / (2 * self.beta)).square()

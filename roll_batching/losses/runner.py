@@ -1,8 +1,8 @@
-"""Runs a loss inside Megatron's schedule: one call per micro-batch, Megatron's factors cancelled.
+"""Runs a loss inside Megatron's schedule: one call per micro-batch, with Megatron's scaling cancelled.
 
-The loss that a user returns is already normalised over the whole step. Megatron multiplies it by
-factors of its own, depending on `calculate_per_token_loss`; the runner's part is to cancel them, and
-nothing else. Nothing here reads a device value on the host before the step's end.
+A user's loss is already normalised over the whole step. Megatron scales it again, depending on
+`calculate_per_token_loss`; the runner cancels that and nothing else. No device value is read on the host before the end
+of the step.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from roll_batching.packing.layout import IntArray
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """How Megatron will treat the loss, and what cancels it (facts of `forward_step_calc_loss` and DDP).
+    """Megatron's scaling of the loss (`forward_step_calc_loss` and DDP), and the factors that cancel it.
 
-    With `per_token` Megatron divides gradients by the step's sum of the token counts that its loss
-    functions return, unless it is 0. Otherwise it divides by the number of micro-batches, and
-    data-parallel gradients are averaged; multiplying by both cancels them (context parallelism cancels
-    itself). `apply` False leaves the loss as Megatron scales it: the gradient of a step is then divided
-    by micro-batches x data-parallel size.
+    With `per_token` (`calculate_per_token_loss`) Megatron divides gradients by the sum of the token counts that the
+    loss functions of a step return, unless it is 0. Otherwise it divides by the number of micro-batches, and averages
+    gradients over data-parallel ranks; both factors are multiplied in (that of context parallelism cancels itself).
+    `apply=False` keeps Megatron's scaling: gradients are divided by micro-batches x data-parallel size.
     """
 
     per_token: bool
@@ -42,24 +41,24 @@ class Scaling:
     dp_size: int
     apply: bool = True
     router_tokens: int = 0
-    """Real tokens of the step on all ranks when MoE routers add losses of their own, else 0. With `per_token`
-    routers multiply those by the tokens they count and expect the division, so it must then take place."""
+    """Real tokens of the step on all ranks if MoE routers add losses, else 0. With `per_token` routers multiply their
+    losses by token counts and rely on Megatron's division, so it must not be skipped."""
 
     def outputs(self, loss: torch.Tensor, record: Any, tokens: int) -> tuple[Any, ...]:
-        """What a Megatron loss function returns for a micro-batch of `tokens` real tokens on this rank.
+        """The return value of a Megatron loss function for a micro-batch of `tokens` real tokens on this rank.
 
-        The loss is a fresh tensor: Megatron scales it in place.
+        The loss is a new tensor, as Megatron scales it in place.
         """
-        both = self.num_micro_batches * self.dp_size
+        divisor = self.num_micro_batches * self.dp_size
         if not self.per_token:
-            return loss * (float(both) if self.apply else 1.0), record
-        factor = (self.router_tokens or 1.0) / (1.0 if self.apply else both)
+            return loss * (float(divisor) if self.apply else 1.0), record
+        factor = (self.router_tokens or 1.0) / (1.0 if self.apply else divisor)
         counted = tokens if self.router_tokens else 0
         return loss * factor, torch.full((), counted, dtype=torch.int, device=loss.device), record
 
 
 def has_router_losses(config: Any) -> bool:
-    """Whether the model's routers add auxiliary or z-losses to the gradients."""
+    """Whether the model's MoE routers add auxiliary or z-losses to the gradients."""
     if config.num_moe_experts is None:
         return False
     auxiliary = config.moe_aux_loss_coeff
@@ -67,57 +66,57 @@ def has_router_losses(config: Any) -> bool:
 
 
 class MicroBatchRecord:
-    """What a micro-batch leaves behind on the device, read once at the step's end. It does not hold the pack."""
+    """Loss and metrics of a micro-batch on the device, read once at the end of the step. Does not keep the pack."""
 
     def __init__(
         self, loss: torch.Tensor, metrics: dict[str, Metric], ids: IntArray, per_sample: torch.Tensor | None = None
     ) -> None:
         self.loss, self.metrics, self._ids = loss.detach().clone(), metrics, ids
         self._bad = None if per_sample is None else ~torch.isfinite(per_sample.detach())
-        """[samples] bool: whose own loss, or gradient by log-prob, is not finite."""
+        """[samples] bool: samples whose loss, or gradient with respect to log-probs, is not finite."""
 
     def watch(self, log_probs: torch.Tensor | None, pack: PackedBatch) -> None:
-        """Remembers which samples have a counted position whose gradient is not finite."""
+        """Records, in backward, the samples with a non-finite gradient at a counted position."""
 
-        def see(gradient: torch.Tensor) -> None:
+        def record_nonfinite(gradient: torch.Tensor) -> None:
             bad = ~torch.isfinite(gradient) & torch.stack(list(pack.masks.values())).any(0)
             count = torch.zeros(len(pack.layout.segments), dtype=torch.int32, device=bad.device)
             self._bad = count.index_add_(0, pack.segment_ids, bad.int())[: pack.samples] > 0
 
         if log_probs is not None and log_probs.requires_grad:
-            log_probs.register_hook(see)
+            log_probs.register_hook(record_nonfinite)
 
-    def culprits(self) -> list[int]:
-        """Ids of the samples whose own loss, or gradient by log-prob, is not finite; all of the pack's if none is."""
+    def nonfinite_samples(self) -> list[int]:
+        """Ids of the samples with a non-finite loss or gradient of log-probs; all ids of the pack if none is known."""
         bad = [] if self._bad is None else self._bad.nonzero()[:, 0].tolist()
         return self._ids[bad].tolist() if bad else self._ids.tolist()
 
 
 class LossRunner:
-    """A loss bound to one step: its counts, its scaling, and the first breach of contract it committed."""
+    """A loss bound to one step: its counts, its scaling and its first error."""
 
     def __init__(
         self, loss: Any, spec: LossSpec, counts: StepCounts, head: HeadContext, scaling: Scaling, *, train: bool
     ) -> None:
         self._loss, self._spec, self._counts = loss, spec, counts
         self._head, self._scaling, self._train = head, scaling, train
-        self.breach: LossError | None = None
-        """What the loss raised, a wrong shape, or a missing gradient; the schedule still runs to its end, on all
-        ranks, so that the error can be agreed on instead of leaving the others waiting."""
+        self.error: LossError | None = None
+        """The first exception, wrong shape or missing gradient of the loss. The schedule still runs to its end on all
+        ranks, so that all can raise the error together."""
 
     @property
     def partial_over_cp(self) -> bool:
-        """Whether each context-parallel rank holds a part of the loss (else the same whole)."""
+        """Whether each context-parallel rank computes a part of the loss; otherwise all compute the whole."""
         return self._spec.by_sequence and not self._spec.gather_cp
 
     def bind(self, pack: PackedBatch, chunk: Any) -> Callable[[torch.Tensor], tuple[Any, ...]]:
-        """The loss function of one micro-batch, as Megatron's schedule calls it with the model's output."""
+        """The loss function of one micro-batch, which Megatron's schedule calls with the model's output."""
         tokens = int(pack.layout.real_rows(self._head.layout.cp_rank).sum())
 
         def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
-            if not pack.samples:
-                idle, _ = self._head.log_probs(output, pack, chunk, entropy=False, idle=True)
-                return self._scaling.outputs(idle.sum(), None, tokens)
+            if not pack.samples:  # a filler: no user code, but the head takes part in its collectives and gradients
+                zeros, _ = self._head.log_probs(output, pack, chunk, entropy=False, idle=True)
+                return self._scaling.outputs(zeros.sum(), None, tokens)
             call = self._by_sequence if self._spec.by_sequence else self._by_token
             loss, record = call(output, pack, chunk)
             return self._scaling.outputs(loss, record, tokens)
@@ -130,29 +129,29 @@ class LossRunner:
         pack: PackedBatch,
         computed: Sequence[torch.Tensor | None],
     ) -> tuple[torch.Tensor, MicroBatchRecord | None]:
-        """The loss of a micro-batch by the user's code, or, where that raises, nothing.
+        """(loss, record) of the user's code; if it raises, a loss of 0 and None.
 
-        What the head `computed` then enters with weight zero: this rank takes part in the same collectives as
+        The loss of 0 depends on what the head `computed`, so that backward enters the same collectives as on
         tensor-parallel ranks whose loss did not raise.
         """
         try:
             return call()
-        except torch.OutOfMemoryError:  # as where the model runs out of memory: nothing more can be computed here
+        except torch.OutOfMemoryError:  # nothing more can be computed, as when the model itself runs out of memory
             raise
-        except Exception as error:  # whatever it is, the step's end makes it everybody's
-            if waited_in_vain(error) and (place := _own_collective(error)):  # the others do not come to the step's end
+        except Exception as error:  # raised on all ranks at the end of the step
+            if waited_in_vain(error) and (place := _own_collective(error)):  # others never reach the end of the step
                 raise LossError(
-                    f"{self._spec.name} waited in a collective that not every rank entered ({place}). A loss is "
-                    "called once per micro-batch, and ranks may have different numbers of them: take the collective "
-                    "out, and return sums as metrics"
+                    f"{self._spec.name} timed out in a collective that not every rank entered ({place}). A loss is "
+                    "called once per micro-batch, and ranks may have different numbers of them: remove the collective, "
+                    "and return sums as metrics"
                 ) from error
-            if self.breach is None:
-                self.breach = error if isinstance(error, LossError) else self._failure(error, pack)
+            if self.error is None:
+                self.error = error if isinstance(error, LossError) else self._failure(error, pack)
         parts = [(x.nan_to_num(0, 0, 0) * 0).sum() for x in computed if x is not None]
         return torch.stack(parts).sum(), None
 
     def _failure(self, error: Exception, pack: PackedBatch) -> LossError:
-        """What a loss raised, with the line that did and the samples that it had."""
+        """The error for an exception of the user's loss, with its line and the pack's samples."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         samples = ", ".join(map(str, pack.ids[:8])) + (", ..." if pack.samples > 8 else "")
         failure = LossError(
@@ -217,7 +216,7 @@ class LossRunner:
         if self._train and not (loss.requires_grad and _reaches(loss, output)):
             raise LossError(
                 f"{name} returned a loss without a gradient to the model: compute it from the view's log_probs, "
-                "entropy or logits without detaching them"
+                "entropy or logits, and do not detach them"
             )
         for key, metric in result.metrics.items():
             if not isinstance(metric, (Sum, Mean, Max, Min)):
@@ -226,34 +225,33 @@ class LossRunner:
                 )
             for part in metric_tensors(metric):
                 if not isinstance(part, (torch.Tensor, int, float)) or torch.as_tensor(part).numel() != 1:
-                    what = f"shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
-                    raise LossError(f"{name} returned the metric {key!r} of {what}: a metric holds one number")
+                    kind = f"shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
+                    raise LossError(f"{name} returned the metric {key!r} of {kind}: a metric holds one number")
         return loss.reshape(())
 
 
 def _own_collective(error: Exception) -> str:
-    """File and line where a loss's own code called the collective that raised `error`; empty where none did."""
+    """File and line where the user's loss called the collective that raised `error`; empty if it did not."""
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    called = [place for place in frames if "torch" not in place[0].parts]
-    if len(called) == len(frames) or {"roll_batching", "megatron"} & set(called[-1][0].parts):
+    outside_torch = [place for place in frames if "torch" not in place[0].parts]
+    if len(outside_torch) == len(frames) or {"roll_batching", "megatron"} & set(outside_torch[-1][0].parts):
         return ""
-    return f"{called[-1][0]}, line {called[-1][1]}"
+    return f"{outside_torch[-1][0]}, line {outside_torch[-1][1]}"
 
 
 def _reaches(loss: torch.Tensor, output: torch.Tensor) -> bool:
-    """Whether the gradient of `loss` arrives at the model's `output`.
+    """Whether the autograd graph of `loss` contains the model's `output`.
 
-    Asked before the backward pass: a loss that is made of something else leaves the weights without a gradient, for
-    which overlapped reduction waits.
+    Checked before backward: without it the weights get no gradient, for which overlapped gradient reduction waits.
     """
-    if output.grad_fn is None:  # all that is behind it is frozen
+    if output.grad_fn is None:  # the model is frozen
         return True
-    seen, ahead = set(), [loss.grad_fn]
-    while ahead:
-        node = ahead.pop()
+    visited, pending = set(), [loss.grad_fn]
+    while pending:
+        node = pending.pop()
         if node is output.grad_fn:
             return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            ahead += [following for following, _ in node.next_functions]
+        if node is not None and node not in visited:
+            visited.add(node)
+            pending += [following for following, _ in node.next_functions]
     return False

@@ -1,9 +1,9 @@
-"""What a per-sequence loss sees: `SequenceView`, one sequence with its logits, unpacked.
+"""The input of a per-sequence loss: `SequenceView`, one unpacked sequence with its logits.
 
-The logits of a pack are cut once, with one `torch.split`: its backward is one concatenation, where a
-slice per sequence would allocate a gradient of the whole pack for each. By default a view holds what
-this rank holds: all its tensors have `[positions]` with the positions of this context-parallel rank (in order
-of position; a short sequence may have none here), and the vocabulary of this tensor-parallel rank.
+The logits of a pack are cut by one `torch.split`, whose backward is one concatenation; a slice per sequence would
+allocate a gradient of the whole pack for each. By default a view is local: its tensors are `[positions]` with the
+positions of this context-parallel rank (ascending; a short sequence may have none), and its logits have the vocabulary
+shard of this tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from roll_batching.packing.layout import PackLayout
 
 
 def row_counts(layout: PackLayout, cp_rank: int, cp_size: int) -> list[int]:
-    """Positions of a pack's segments on one context-parallel rank, cut into real ones and padding.
+    """Split sizes of a pack's positions on one context-parallel rank.
 
-    Two numbers per sample (its real positions here, then padding of its slot), then one for the tail
-    filler, if any. `cp_size` is the layout's, or 1 where the positions were gathered.
+    Two per sample (its real positions on this rank, then the padding of its slot), then one for the tail filler, if
+    any. `cp_size` is the layout's, or 1 for gathered positions.
     """
     slots = layout.segments[: layout.samples]
     real = layout.lengths if cp_size == 1 else layout.real_rows(cp_rank)
@@ -37,10 +37,10 @@ def row_counts(layout: PackLayout, cp_rank: int, cp_size: int) -> list[int]:
 
 
 class SequenceParts:
-    """A pack's logits, log-probs and fields as one piece per sequence; fields are cut on first use.
+    """A pack's logits, log-probs and fields, split by sequence; fields are split on first use.
 
-    `statistics`: with log-probs and entropies. Ranks that share the vocabulary, or a sequence, compute them together,
-    so that it happens here and not when a loss asks: one that asks on some ranks alone would wait for the others.
+    With `statistics` log-probs and entropies are computed here and not on first use: that is collective over the ranks
+    that share the vocabulary or a sequence, and a loss may ask for them on some ranks only.
     """
 
     def __init__(
@@ -66,22 +66,20 @@ class SequenceParts:
             self._cached |= {"log_probs": self._cut(log_probs), "entropy": self._cut(entropy)}
 
     def field(self, name: str, make: Callable[[], torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Pieces of a [tokens, ...] tensor in pack order, made once."""
+        """A [tokens, ...] tensor in pack order, split by sequence; made and split once."""
         if name not in self._cached:
             values = make()
             self._cached[name] = self._cut(values if self._rows is None else values[self._rows])
         return self._cached[name]
 
     def statistics(self, name: str) -> Sequence[torch.Tensor]:
-        """Pieces of "log_probs" or "entropy"."""
+        """The tensor "log_probs" or "entropy", split by sequence."""
         if name not in self._cached:
-            raise LossError(
-                f"the loss asks for {name}(), which it does not declare: add {name!r} to the loss's `needs`"
-            )
+            raise LossError(f"the loss calls {name}(), which it does not declare: add {name!r} to the loss's `needs`")
         return self._cached[name]
 
     def per_sample(self, name: str, make: Callable[[], torch.Tensor]) -> Sequence[torch.Tensor]:
-        """A [samples, ...] tensor as one entry per sequence."""
+        """A [samples, ...] tensor, split by sequence; made once."""
         if name not in self._cached:
             self._cached[name] = make().unbind(0)
         return self._cached[name]
@@ -91,12 +89,12 @@ class SequenceParts:
 
 
 class SequenceView(View):
-    """One sequence, unpacked, with its vocabulary-parallel logits and its fields.
+    """One unpacked sequence with its vocabulary-parallel logits and its fields.
 
-    Indexing gives a field: token and next_token fields are [positions, ...] in the convention of
-    `TokenView` (position i speaks of the token after it), sample fields [...]. Without `gather_cp` the positions
-    are those of this context-parallel rank and reductions give this rank's part; with it every rank
-    sees all `length` positions and the same loss.
+    Indexing returns a field: token and next_token fields are [positions, ...] in the convention of `TokenView`
+    (position i describes the token after it), sample fields [...]. Without `gather_cp` the positions are those of this
+    context-parallel rank, and reductions return this rank's part; with it every rank has all `length` positions and
+    computes the same loss.
     """
 
     def __init__(self, counts: StepCounts, parts: SequenceParts, place: int) -> None:
@@ -107,7 +105,7 @@ class SequenceView(View):
         self.length = int(parts.pack.layout.lengths[place])
         """Tokens of the whole sequence."""
         self.logits = parts.logits[place]
-        """[positions, vocabulary / tp] after temperature; columns beyond the real vocabulary have probability 0."""
+        """[positions, vocabulary / tp] after temperature; padded vocabulary columns have probability 0."""
         self.tp_group, self.cp_group = parts.tp_group, parts.cp_group
 
     def __getitem__(self, name: str) -> Any:
@@ -121,26 +119,26 @@ class SequenceView(View):
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """[positions] int64, the token at each position (the one field that is not shifted)."""
+        """[positions] int64: the token at each position; the only field that is not shifted."""
         return self["input_ids"]
 
     @property
     def labels(self) -> torch.Tensor:
-        """[positions] int64, the token after each position; 0 in the sequence's last position, which has none."""
+        """[positions] int64: the token after each position; 0 at the last one."""
         pack = self._pack
         make = lambda: pack.fields["input_ids"].roll(-1, 0).masked_fill(~pack.predicts, 0)  # noqa: E731
         return self._parts.field(":labels", make)[self._place]
 
     @property
     def positions(self) -> torch.Tensor:
-        """[positions] int64, place of each position in the sequence."""
+        """[positions] int64: index of each position in the sequence."""
         make = lambda: torch.from_numpy(self._pack.layout.position_ids).to(self.logits.device)  # noqa: E731
         return self._parts.field(":positions", make)[self._place]
 
     def log_probs(self) -> torch.Tensor:
         """[positions] fp32 log-probability of each position's label; 0 without gradient where no mask counts.
 
-        For losses whose `needs` hold log_probs or entropy, as they do by default.
+        For losses with log_probs or entropy in `needs`, which is the default.
         """
         return self._parts.statistics("log_probs")[self._place]
 
@@ -154,7 +152,7 @@ class SequenceView(View):
         return self._parts.field(f":mask {chosen}", lambda: self._pack.masks[chosen])[self._place]
 
     def count(self, mask: str | None = None) -> torch.Tensor:
-        """Counted tokens of this sequence on all context-parallel ranks, an int64 scalar on the device."""
+        """Counted tokens of this sequence on all context-parallel ranks: an int64 scalar on the device."""
         chosen = self._mask_name(mask)
 
         def make() -> torch.Tensor:
@@ -165,7 +163,7 @@ class SequenceView(View):
         return self._parts.per_sample(f":count {chosen}", make)[self._place]
 
     def sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
-        """Sum of [positions] values over the counted positions held here, undivided."""
+        """Sum of [positions] values over the counted positions of this view, not divided."""
         return counted(x, self.mask(mask)).sum()
 
     def mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
@@ -186,9 +184,9 @@ class SequenceView(View):
 
 
 def join_metrics(parts: Sequence[LossOutput]) -> dict[str, Metric]:
-    """Metrics of several sequences as one of each name, on the device.
+    """Metrics of several sequences joined by name, on the device.
 
-    Raises `LossError` when a metric changes its kind between sequences.
+    Raises `LossError` if a metric has different kinds in different sequences.
     """
     names = dict.fromkeys(name for part in parts for name in part.metrics)
     device = parts[0].loss.device

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as a loss object."""
+"""The loss of supervised fine-tuning."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Triton kernels for a tile of logits: what `vocab_parallel` computes in a dozen passes over it, in one.
+"""Triton kernels that process a tile of logits in one pass instead of the dozen of `vocab_parallel`.
 
-Registered as operators of torch, so that passes over tensors without values (FakeTensorMode) know them.
+Registered as torch operators, so that they work under FakeTensorMode.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def accumulate_tile(
     """Adds a tile to the running statistics of its rows.
 
     Args:
-        logits: [any, columns] before temperature, columns next to each other in memory.
-        index: [rows] int64, the row of `logits` that each row reads; None: its own.
-        place: [rows] int64, the label's column in the tile; outside of it when it lies in another.
-        top, total, moment, target: [rows] fp32, see `vocab_parallel`; written in place.
+        logits: [any, columns] before temperature, with column stride 1.
+        index: [rows] int64: the row of `logits` for each row; None: rows correspond.
+        place: [rows] int64: the label's column in the tile; out of range if it is in another tile.
+        top, total, moment, target: [rows] fp32 running statistics (see `vocab_parallel`), updated in place.
         temperature: logits are divided by it.
     """
     if len(place):
@@ -114,7 +114,7 @@ def tile_gradient(
     d_entropy: torch.Tensor | None,
     temperature: float,
 ) -> None:
-    """Writes a tile's gradient of the logits before temperature to `out`, which has the shape of `logits`.
+    """Writes the gradient of a tile of logits before temperature to `out`, of the shape of `logits`.
 
     Arguments as in `accumulate_tile`; lse, entropy and the gradients of log-probs and entropies are [rows] fp32.
     """

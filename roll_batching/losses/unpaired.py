@@ -1,12 +1,12 @@
-"""A loss over responses that are good or bad each by itself: Kahneman-Tversky optimisation, KTO.
+"""Kahneman-Tversky optimisation (KTO): a loss over unpaired desirable and undesirable responses.
 
-Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8. What a response gained, log p - log p_ref, is measured
-against a reference point: what responses gain that do not belong to their prompts. It is one number for a whole
+Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8. The implied reward log p - log p_ref of a response is
+compared with a reference point: the mean implied reward of responses to other prompts. It is one number for a whole
 optimizer step, so that the loss does not depend on micro-batches:
 
-    other = mismatched(batch)                         # as they lie at home, before anything moves
+    other = mismatched(batch)                         # before `distribute` moves samples
     ...                                               # other's log_probs, by the policy and by the reference
-    point = reference_point(other, strategy.layout)   # the same on every rank
+    point = reference_point(other, strategy.layout)   # equal on every rank
     batch = batch.with_fields({"reference_point": torch.full((len(batch),), point)}, {"reference_point": "sample"})
 """
 
@@ -33,14 +33,14 @@ from roll_batching.samples.table import require_batch
 
 
 def mismatched(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
-    """Each prompt of `batch` with the response of the sample before it, the first with the last's.
+    """Each prompt of `batch` with the response of the previous sample, the first with the last's. Collective.
 
-    A response is what lies from the first token on that `mask`, a token or next_token field, counts; the result has
-    `input_ids`, `mask` and the ids of the prompts. All ranks call it.
+    A response begins at the first token that `mask`, a token or next_token field, counts. The result has `input_ids`,
+    `mask` and the ids of the prompts.
 
     Raises:
-        RankError: on all ranks alike (`DataError` in a single process): a sample without prompt or response, a lone
-            one, or no such mask on any rank.
+        RankError: on all ranks (`DataError` in a single process) if any rank has a sample without prompt or response,
+            a batch of one sample, or no such mask.
     """
     with Peers.of().consensus("mismatched"):
         return _mismatched(batch, mask)
@@ -67,33 +67,34 @@ def _mismatched(batch: SampleBatch, mask: str) -> SampleBatch:
 
 
 def reference_point(mismatched: SampleBatch, layout: ParallelLayout, mask: str = "response_mask") -> float:
-    """What mismatched responses gained, the mean over those of all ranks and at least 0. Collective.
+    """The mean implied reward of mismatched responses over all ranks, at least 0. Collective.
 
-    `mismatched` holds this rank's, with the next_token fields `log_probs` of the policy as it is and `ref_log_probs`;
-    all ranks of a replica hold the same. The gain is the sum over the tokens that `mask` counts.
+    `mismatched` holds this rank's samples, equal on all ranks of a replica, with the next_token fields `log_probs` (of
+    the current policy) and `ref_log_probs`. The implied reward is the sum of their difference over counted tokens.
     """
-    gained = (mismatched["log_probs"] - mismatched["ref_log_probs"]).detach().double().cpu()
-    mine = float(torch.where(counted_positions(mismatched, mask), gained, 0.0).sum()), len(mismatched)
-    leads = layout.is_replica_leader
-    parts = exchange(layout.host_group, "the reference point of KTO", lambda: mine if leads else (0.0, 0))
+    log_ratios = (mismatched["log_probs"] - mismatched["ref_log_probs"]).detach().double().cpu()
+    total = float(torch.where(counted_positions(mismatched, mask), log_ratios, 0.0).sum())
+    mine = (total, len(mismatched)) if layout.is_replica_leader else (0.0, 0)
+    parts = exchange(layout.host_group, "the reference point of KTO", lambda: mine)
     return max(sum(total for total, _ in parts) / max(sum(count for _, count in parts), 1), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLoss:
-    """w (1 - sigmoid(beta (gain - point))) of a desirable response, the gain and the point exchanged otherwise.
+    """w sigmoid(beta (point - reward)) for desirable responses, w sigmoid(beta (reward - point)) for undesirable ones.
 
-    The mean over all responses of the step. Reads `response_mask`, `ref_log_probs` (next_token), and the sample fields
-    `desirable` (bool) and `reference_point` (float, see `reference_point`; 0 everywhere: APO-zero, unpaired,
-    D'Oosterlinck et al. 2024, arXiv 2408.06266). Samples need no partner, and are packed in any order.
+    The reward is sum(log p - log p_ref); the loss is the mean over all responses of the step. Reads `response_mask`,
+    `ref_log_probs` (next_token), and the sample fields `desirable` (bool) and `reference_point` (float, see
+    `reference_point`; 0 everywhere gives unpaired APO-zero, D'Oosterlinck et al. 2024, arXiv 2408.06266). Samples are
+    independent and packed in any order.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"log_probs"})
     masks: ClassVar[tuple[str, ...]] = ("response_mask",)
     beta: float = 0.1
-    """How strongly the policy is held to the reference."""
+    """Strength of the implicit KL penalty to the reference."""
     desirable_weight: float = 1.0
-    """Of desirable responses. With n_d and n_u of each, the paper wants weights whose n_d w_d : n_u w_u is 1 to 4/3."""
+    """Weight of desirable responses. With n_d and n_u of each kind the paper sets n_d w_d / (n_u w_u) to 1 to 4/3."""
     undesirable_weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -104,21 +105,21 @@ class KTOLoss:
             )
 
     def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Raises `DataError` when a sample field is missing."""
+        """Raises `DataError` if a sample field is missing."""
         for name in ("desirable", "reference_point"):
             if name not in batch.schema or batch.schema[name].kind != "sample":
                 raise DataError(f"KTOLoss needs the sample field {name!r}")
 
     def token_loss(self, tokens: TokenView) -> LossOutput:
         """The pack's share of the loss."""
-        gained = tokens.segment_sum(tokens.log_probs - tokens["ref_log_probs"])
+        log_ratio = tokens.segment_sum(tokens.log_probs - tokens["ref_log_probs"])
         desirable = tokens["desirable"].bool()
-        liked = desirable.to(gained.dtype)
-        weight = self.desirable_weight * liked + self.undesirable_weight * (1 - liked)
-        lacking = self.beta * (1 - 2 * liked) * (gained - tokens["reference_point"])
-        loss = tokens.sample_mean(weight * torch.sigmoid(lacking))
+        is_desirable = desirable.to(log_ratio.dtype)
+        weight = self.desirable_weight * is_desirable + self.undesirable_weight * (1 - is_desirable)
+        margin = self.beta * (1 - 2 * is_desirable) * (log_ratio - tokens["reference_point"])
+        loss = tokens.sample_mean(weight * torch.sigmoid(margin))
         present = tokens.segment_count() > 0
-        rewards = self.beta * gained.detach()
+        rewards = self.beta * log_ratio.detach()
         metrics = {
             "desirable_reward": Mean((rewards * (desirable & present)).sum(), (desirable & present).sum()),
             "undesirable_reward": Mean((rewards * (~desirable & present)).sum(), (~desirable & present).sum()),

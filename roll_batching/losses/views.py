@@ -1,9 +1,9 @@
-"""What a loss sees of a micro-batch: `TokenView`, the whole pack, flat.
+"""The input of a per-token loss: `TokenView`, the whole pack of a micro-batch, flat.
 
-Position i is a prediction: its log-prob, entropy, mask, advantage and old log-prob all speak of the token
-after token i. The last position of a sample predicts nothing and no mask counts it. Reductions divide by
-counts over the whole optimizer step and all ranks, so that a micro-batch contributes its share and
-gradients add up the same under every partition. One sequence with its logits: `losses.sequences`.
+Position i is a prediction: its log-prob, entropy, mask, advantage and old log-prob belong to the token after token i.
+The last position of a sample predicts nothing, and no mask counts it. Reductions divide by counts over the whole
+optimizer step and all ranks: a micro-batch contributes its share, and the sum is the same for every partition. For
+single sequences with logits see `losses.sequences`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from roll_batching.packing.batch import PackedBatch
 
 
 class View:
-    """What every view has: names of masks, and the step's counts."""
+    """Common base of the views: masks, fields and counts of the step."""
 
     def __init__(self, pack: PackedBatch, counts: StepCounts) -> None:
         self._pack, self._counts = pack, counts
@@ -32,23 +32,23 @@ class View:
         return self._counts.denominator("tokens", self._mask_name(mask))
 
     def num_sequences(self, mask: str | None = None) -> int:
-        """Sequences of the whole step, on all ranks, with at least one counted token; at least 1."""
+        """Sequences of the whole step on all ranks that have a counted token, at least 1."""
         return self._counts.denominator("sequences", self._mask_name(mask))
 
     def total(self, name: str) -> float:
-        """Total over the step and all ranks of a field that the loss declares in `sums`.
+        """Total of a field in the loss's `sums` over the step and all ranks.
 
-        It runs over what the first mask counts: positions for token fields, sequences for sample fields.
+        It covers the positions (token fields) or sequences (sample fields) that the first mask counts.
         """
         if name not in self._counts.sums:
-            raise LossError(f"the loss asks for the total of {name!r}: add it to the loss's `sums`")
+            raise LossError(f"the loss reads the total of {name!r}: add it to the loss's `sums`")
         return self._counts.sums[name]
 
     def _mask_name(self, name: str | None) -> str:
         chosen = next(iter(self._pack.masks)) if name is None else name
         if chosen not in self._pack.masks:
             raise LossError(
-                f"the loss reduces over {chosen!r} and declares masks {tuple(self._pack.masks)}: add it to `masks`"
+                f"the loss reduces over {chosen!r}, but declares masks {tuple(self._pack.masks)}: add it to `masks`"
             )
         return chosen
 
@@ -57,11 +57,11 @@ class View:
             return self._pack.fields[name]
         except KeyError:
             have = ", ".join(sorted(self._pack.fields))
-            raise LossError(f"the loss asks for the field {name!r}; the batch has {have}") from None
+            raise LossError(f"the loss reads the field {name!r}; the batch has {have}") from None
 
 
 def counted(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`x` where `mask`, else 0, in at least fp32: a sum in half precision stops growing after a few hundred ones."""
+    """`x` where `mask`, else 0, in at least fp32: in bf16 a sum of ones stops growing after a few hundred."""
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     return torch.where(mask, wide, 0.0)
 
@@ -69,9 +69,9 @@ def counted(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 class TokenView(View):
     """A pack in pack order, identical on all tensor- and context-parallel ranks.
 
-    Indexing gives a field of the batch in its own dtype: `view["advantages"]`. Token and next_token
-    fields are [tokens, ...] in the position convention above, sample fields [samples, ...]. Reductions are
-    fp32, or fp64 for fp64 values.
+    Indexing returns a field of the batch in its own dtype: `view["advantages"]`. Token and next_token fields are
+    [tokens, ...] by the position convention above, sample fields [samples, ...]. Reductions are fp32, or fp64 for fp64
+    values.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TokenView(View):
         super().__init__(pack, counts)
         self._log_probs, self._entropy, self._logits = log_probs, entropy, logits
         self.segment_ids = pack.segment_ids
-        """[tokens] int64: which sample a position belongs to; `samples` and above are filler."""
+        """[tokens] int64: index of each position's sample; `samples` and above are filler."""
         self.samples = pack.samples
         """Number of samples in the pack."""
 
@@ -104,13 +104,13 @@ class TokenView(View):
     def logits(self) -> torch.Tensor:
         """[tokens, vocabulary / tp] after temperature, gathered over context parallelism.
 
-        A loss that is made of logits holds cp times less as a `sequence_loss`, which sees this rank's positions.
+        As a `sequence_loss`, with this rank's positions only, such a loss takes cp times less memory.
         """
         return self._needed("logits", self._logits)
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """[tokens] int64, the token at each position (the one field that is not shifted)."""
+        """[tokens] int64: the token at each position; the only field that is not shifted."""
         return self._pack.fields["input_ids"]
 
     def __getitem__(self, name: str) -> Any:
@@ -126,7 +126,7 @@ class TokenView(View):
         return self._pack.masks[self._mask_name(name)]
 
     def expand(self, per_sample: torch.Tensor) -> torch.Tensor:
-        """[samples, ...] -> [tokens, ...]; filler positions read 0."""
+        """[samples, ...] -> [tokens, ...]; filler positions are 0."""
         filler = per_sample.new_zeros(len(self._pack.layout.segments) - self.samples, *per_sample.shape[1:])
         return torch.cat([per_sample, filler])[self.segment_ids]
 
@@ -141,16 +141,16 @@ class TokenView(View):
         return self.segment_sum(torch.ones(len(self.segment_ids), device=self.segment_ids.device), mask)
 
     def segment_mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
-        """[tokens] -> [samples]: mean over each sample's counted positions, 0 where it has none."""
+        """[tokens] -> [samples]: mean over each sample's counted positions, 0 without any."""
         return self.segment_sum(x, mask) / self.segment_count(mask).clamp(min=1)
 
     def sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
-        """Sum over counted positions of this pack, undivided."""
+        """Sum over counted positions of this pack, not divided."""
         return counted(x, self.mask(mask)).sum()
 
     def mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """This pack's share of the mean over all counted tokens of the step (token-mean)."""
-        return self.sum(x, mask) / self._counts.denominator("tokens", self._mask_name(mask))
+        return self.sum(x, mask) / self.num_tokens(mask)
 
     def sequence_mean(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """Share of the mean over sequences of each one's mean over tokens (seq-mean-token-mean)."""

@@ -1,19 +1,18 @@
 """Log-probabilities and entropies of labels under a vocabulary-parallel head, in tiles.
 
-One entry point, `token_log_probs`, for logits that exist and for hidden states whose head was
-deferred. Both walk over the `[rows, vocabulary]` matrix in tiles, keep one or two buffers of a tile,
-save two numbers per row, and recompute the tile in the backward, so that nothing of that size is ever
-allocated beyond the gradient of given logits itself. Logits are cut into rows, each tile of a size
-for the cache. Hidden states are cut into blocks of the vocabulary, with all rows in each: the head's
-weight is then read once, and each block of its gradient is one product, written where it belongs.
+`token_log_probs` takes logits, or hidden states and the weight of a deferred head. Both walk over the
+`[rows, vocabulary]` matrix in tiles with one or two tile buffers, save two numbers per row, and recompute each tile in
+backward, so that no tensor of the matrix's size is allocated, except the gradient of given logits. Logits are tiled by
+rows, sized for the cache. Hidden states are tiled by vocabulary columns with all rows: the head's weight is read once,
+and each block of its gradient is one matrix product, written in place.
 
 Per row, with x the logits after temperature, m a bound and z = sum exp(x - m):
 log p(label) = x[label] - m - log z, entropy = log z - sum exp(x - m) (x - m) / z, and
 d x = d_log_prob * (onehot - p) - d_entropy * p * (log p + entropy).
-Tiles, and then vocabulary shards, are joined by their (m, z, sum exp(x - m)(x - m), x[label]); over
-shards that is two small all-reduces. Columns beyond the real vocabulary never count.
+Tiles, and then vocabulary shards, are joined by their (m, z, sum exp(x - m)(x - m), x[label]), over shards with two
+small all-reduces. Padded vocabulary columns never count.
 
-On CUDA what follows a tile's product is one kernel per pass (`tile_kernels`), and given logits are one tile.
+On CUDA everything after a tile's matrix product is one kernel (`tile_kernels`), and given logits are a single tile.
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ import torch
 import torch.distributed as dist
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""fp32 buffer of a tile: on a CPU about what its cache holds, on CUDA enough to fill the device for a while."""
+"""Bytes of a tile's fp32 buffer: on a CPU about its cache, on CUDA enough to keep the device busy."""
 TILE_COLUMNS = 128
-"""Columns of a deferred head's tile are a multiple of this: a product whose rows begin at odd addresses takes
-kernels of a third of the speed (measured on an H100: 1,795 columns, cuBLAS 13.0)."""
+"""Columns of a deferred head's tile are a multiple of this: for unaligned rows cuBLAS selects kernels of a third of the
+speed (measured on an H100 with 1,795 columns, cuBLAS 13.0)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Logits:
-    """The matrix of logits, tile by tile, and the label columns of this vocabulary shard."""
+    """The matrix of logits by tiles, and the label columns of this vocabulary shard."""
 
     source: torch.Tensor
-    """[any, shard] logits, of which `index` names the rows, or [rows, hidden] hidden states."""
+    """[any, shard] logits, whose rows `index` selects, or [rows, hidden] hidden states."""
     weight: torch.Tensor | None
     index: torch.Tensor | None
     columns: int
     """Real vocabulary columns on this rank."""
     column: torch.Tensor
-    """[rows] the label's column counted from this rank's first; may lie outside."""
+    """[rows] the label's column relative to this rank's first one; may be out of range."""
     temperature: float
     tile: tuple[int, int]
     """Rows and columns of a tile."""
     kernels: Any
-    """The module `tile_kernels`, or None where plain operators do its work."""
+    """The module `tile_kernels`, or None for plain torch operators."""
 
     def computed(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(a tile's logits before temperature, rows of it to read or None), as the kernels take them."""
+        """(a tile's logits before temperature, selected rows or None), as the kernels take them."""
         if self.weight is not None:
             return self.source[rows] @ self.weight[columns].t(), None
         if self.index is not None:
@@ -75,12 +74,12 @@ class _Logits:
                 )
 
     def buffer(self) -> torch.Tensor:
-        """Room for any tile."""
+        """A buffer for any tile."""
         size = min(self.tile[0], len(self.column)) * min(self.tile[1], self.columns)
         return torch.empty(size, dtype=self.dtype, device=self.source.device)
 
     def load(self, rows: slice, columns: slice, out: torch.Tensor) -> torch.Tensor:
-        """A tile's logits after temperature, in `out`."""
+        """A tile's logits after temperature, written to `out`."""
         if self.weight is None:
             if self.index is None:
                 out.copy_(self.source[rows, columns])
@@ -95,7 +94,7 @@ class _Logits:
         return out if self.temperature == 1.0 else out.div_(self.temperature)
 
     def labels_in(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """([n, 1] label's place in the tile, clamped into it; [n] whether it lies there)."""
+        """([n, 1] the label's column in the tile, clamped; [n] whether it is in the tile)."""
         place = self.column[rows] - columns.start
         width = columns.stop - columns.start
         return place.clamp(0, width - 1)[:, None], (place >= 0) & (place < width)
@@ -107,9 +106,9 @@ def _shaped(buffer: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
 
 
 def _statistics(logits: _Logits, want_entropy: bool, group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log prob of the label, log-sum-exp, entropy), each [rows]; entropy is zeros when not wanted."""
+    """(log-prob of the label, log-sum-exp, entropy), each [rows]; entropy is 0 unless `want_entropy`."""
     total, moment, target = logits.source.new_zeros(3, len(logits.column), dtype=logits.dtype).unbind(0)
-    # A shard without real columns bounds nothing and adds nothing.
+    # The lowest bound, so that a shard without real columns contributes nothing.
     top = torch.full_like(total, torch.finfo(torch.float32).min / 4)
     kernels = logits.kernels
     x_buffer, e_buffer = (logits.buffer(), logits.buffer()) if kernels is None else (top, top)
@@ -154,7 +153,7 @@ def _gradient(
     p_buffer: torch.Tensor | None,
     saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
 ) -> torch.Tensor:
-    """A tile's gradient of the logits before temperature, computed in `x`."""
+    """The gradient of a tile of logits before temperature, computed in `x`."""
     lse, entropy, d_log_prob, d_entropy = saved
     log_p = logits.load(rows, columns, x).sub_(lse[rows, None])
     if d_entropy is None or p_buffer is None:
@@ -171,7 +170,7 @@ def _gradient(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """(log prob, entropy) per row from logits, or from hidden states and the head's weight."""
+    """(log-prob, entropy) per row from logits, or from hidden states and the head's weight."""
 
     @staticmethod
     def forward(
@@ -214,26 +213,26 @@ class _TokenLogProbs(torch.autograd.Function):
 
 def _backward_logits(logits: _Logits, saved: Any) -> torch.Tensor:
     every_row = logits.index is None
-    found = torch.empty_like(logits.source) if every_row else torch.zeros_like(logits.source)
-    found[:, logits.columns :] = 0
+    d_source = torch.empty_like(logits.source) if every_row else torch.zeros_like(logits.source)
+    d_source[:, logits.columns :] = 0
     if logits.kernels is not None:
         for rows, columns in logits.tiles():
             tile, index = logits.computed(rows, columns)
             _kernel_gradient(
-                logits, rows, columns, tile, index, found[rows if every_row else slice(None), columns], saved
+                logits, rows, columns, tile, index, d_source[rows if every_row else slice(None), columns], saved
             )
-        return found
-    in_place = every_row and found.dtype == logits.dtype
+        return d_source
+    in_place = every_row and d_source.dtype == logits.dtype
     x_buffer = logits.buffer()
     p_buffer = None if saved[3] is None else logits.buffer()
     for rows, columns in logits.tiles():
-        x = found[rows, columns] if in_place else _shaped(x_buffer, rows, columns)
+        x = d_source[rows, columns] if in_place else _shaped(x_buffer, rows, columns)
         gradient = _gradient(logits, rows, columns, x, p_buffer, saved)
         if logits.index is not None:
-            found[:, columns].index_copy_(0, logits.index[rows], gradient.to(found.dtype))
+            d_source[:, columns].index_copy_(0, logits.index[rows], gradient.to(d_source.dtype))
         elif not in_place:
-            found[rows, columns] = gradient
-    return found
+            d_source[rows, columns] = gradient
+    return d_source
 
 
 def _backward_hidden(logits: _Logits, saved: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,7 +267,7 @@ def _kernel_gradient(
     out: torch.Tensor,
     saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
 ) -> None:
-    """`_gradient` by the kernel, from a computed tile into `out`."""
+    """`_gradient` by a Triton kernel, from a computed tile into `out`."""
     lse, entropy, d_log_prob, d_entropy = saved
     of_entropy = None if d_entropy is None else d_entropy[rows]
     place = logits.column[rows] - columns.start
@@ -279,19 +278,22 @@ def _kernel_gradient(
 
 @functools.cache
 def _tile_kernels() -> Any:
-    """The module with the kernels; None where triton is not installed."""
-    found = importlib.util.find_spec("triton")
-    return None if found is None else importlib.import_module("roll_batching.losses.tile_kernels")
+    """The module `tile_kernels`; None if triton is not installed."""
+    return (
+        None
+        if importlib.util.find_spec("triton") is None
+        else importlib.import_module("roll_batching.losses.tile_kernels")
+    )
 
 
 def _kernels(source: torch.Tensor) -> Any:
-    """`tile_kernels` for what it computes: on CUDA, up to fp32, columns next to each other."""
+    """`tile_kernels` if it supports `source`: on CUDA, at most fp32, with column stride 1."""
     fits = source.device.type == "cuda" and source.dtype is not torch.float64 and source.stride(-1) == 1
     return _tile_kernels() if fits else None
 
 
 def _tile(count: int, columns: int, source: torch.Tensor, *, deferred: bool, chunk: int | None) -> tuple[int, int]:
-    """Rows and columns of a tile: whole rows of given logits, whole columns of a deferred head."""
+    """Rows and columns of a tile: all columns for given logits, all rows for a deferred head."""
     numbers = TILE_BYTES.get(source.device.type, TILE_BYTES["cuda"]) // 4
     if deferred:
         wide = numbers // max(count, 1) // TILE_COLUMNS * TILE_COLUMNS
@@ -316,18 +318,18 @@ def token_log_probs(
     """Log-probability of each row's label, and on request the entropy of its distribution.
 
     Args:
-        source: logits [n, vocabulary / tp], or with `weight` hidden states [n, hidden] (whole rows on every
-            tensor-parallel rank; see `modeling.head.head_input` for the mapping that sums their gradients).
+        source: logits [n, vocabulary / tp], or with `weight` hidden states [n, hidden] (not sharded; see
+            `modeling.head.head_input` for the mapping that sums their gradients over TP).
         labels: [n] int64 token ids.
         weight: [vocabulary / tp, hidden] of the head, when `source` holds hidden states.
-        rows: int64 indices of the rows to compute; the others read 0 and have no gradient. An empty one
-            still runs the head on one row, with a gradient of zero, so that every parameter takes part.
-        vocab_size: real vocabulary; padded columns beyond it never count.
+        rows: int64 indices of the rows to compute; the others are 0 without gradient. If empty, the head still runs on
+            one row with a gradient of 0, so that every parameter gets a gradient.
+        vocab_size: real vocabulary size; padded columns never count.
         temperature: logits are divided by it.
-        entropy: also return entropies.
-        tp_group: process group over which the vocabulary is split.
-        chunk: rows of given logits, or vocabulary columns of a deferred head, that are computed at a time; by
-            default as many as a buffer of `TILE_BYTES` holds.
+        entropy: whether to return entropies.
+        tp_group: process group that shards the vocabulary.
+        chunk: rows (given logits) or vocabulary columns (deferred head) of a tile; by default as many as fit
+            `TILE_BYTES`.
 
     Returns:
         log-probs [n] and entropies [n] or None, in fp32 (fp64 for fp64 sources).
@@ -341,7 +343,7 @@ def token_log_probs(
         rows = rows.new_zeros(1) if idle else rows
         labels = labels.index_select(0, rows)
         if weight is None:
-            index = rows  # picked tile by tile: a copy of all rows would be as large as the logits
+            index = rows  # selected per tile: a copy of all rows would be as large as the logits
         else:
             source = source.index_select(0, rows)
     tile = _tile(len(labels), shard, source, deferred=weight is not None, chunk=chunk)

@@ -15,7 +15,7 @@ from roll_batching.distributed import Facts, consensus, digest, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, join_layout, start_processes
 from roll_batching.errors import CheckpointError, LayoutError, LossError
 from roll_batching.losses.contract import LossSpec, loss_spec
-from roll_batching.losses.head import HeadContext, checked_temperature
+from roll_batching.losses.head import HeadContext, check_temperature
 from roll_batching.losses.metric_kinds import as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling
 from roll_batching.modeling.builder import build_chunks, resolve_dtype
@@ -50,7 +50,7 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
 
     def __init__(self, config: RoleSettings | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
         self.config, self.seed = config, seed
-        self.temperature = checked_temperature(temperature)
+        self.temperature = check_temperature(temperature)
         """Logits are divided by it wherever log-probs are computed; rollouts should sample with the same."""
         self._state: ModelState | None = None
         self._noticed_fillers = False
@@ -362,7 +362,7 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
 
     def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
         """`_pack` for a loss, with its own look at the samples of each micro-batch."""
-        facts.equal("the loss", spec.words)
+        facts.equal("the loss", spec.description)
         packs = self._pack(facts, local, plan, spec.masks)
         if spec.check is not None and (local.origin is None or self.layout.is_last_stage):
             mine = plan.micro_batches[self.layout.dp_rank]

@@ -59,7 +59,7 @@ def join_outcomes(
     whole = Outcome.merge(parts)
     if whole.problems:
         weights = f". {describe_weights(state)}" if whole.infinite else ""
-        raise LossError("; ".join(whole.problems) + weights) from runner.breach
+        raise LossError("; ".join(whole.problems) + weights) from runner.error
     return whole.loss, join_parts(whole.metrics), whole.gradient
 
 
@@ -72,10 +72,10 @@ def _outcome(
     """This rank's loss, metrics and gradients, and what is wrong with its loss."""
     square = None if gradient is None else gradient()
     losses, metrics = to_host([r.loss for r in records], [r.metrics for r in records])
-    problem = None if runner.breach is None else str(runner.breach)
+    problem = None if runner.error is None else str(runner.error)
     bad = [r for r, value in zip(records, losses, strict=True) if not math.isfinite(value)]
     if problem is None and bad:
-        samples = sorted({sample for record in bad for sample in record.culprits()})
+        samples = sorted({sample for record in bad for sample in record.nonfinite_samples()})
         value = losses[records.index(bad[0])]
         problem = (
             f"the loss is {value} for sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:16]))}: "

@@ -18,7 +18,7 @@ from roll_batching.distributed.parallel_layout import ParallelLayout, make_layou
 from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import loss_spec
 from roll_batching.losses.denominators import StepCounts, require_counts
-from roll_batching.losses.head import checked_temperature
+from roll_batching.losses.head import check_temperature
 from roll_batching.losses.metric_kinds import HostMetric, as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
 from roll_batching.modeling.builder import build_optimizer, build_scheduler, optimizer_config, wrap_ddp
@@ -129,7 +129,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         require_processes()
         with consensus(host_group(), "from_parts") as facts:
             strategy = cls(None, **own)
-            strategy.temperature = checked_temperature(temperature)
+            strategy.temperature = check_temperature(temperature)
             facts.equal("the temperature", strategy.temperature)
             chunks = list_of_chunks(model_chunks)
             training = TrainingState(optimizer=optimizer, scheduler=scheduler, scheduler_unit=scheduler_unit or "steps")
@@ -193,7 +193,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         """
         with self._consensus("count") as facts:
             spec = loss_spec(self._loss(loss))
-            facts.equal("the loss", spec.words)
+            facts.equal("the loss", spec.description)
             require_batch("count", local)
             if spec.check is not None:
                 spec.check(local, [])

@@ -1,4 +1,4 @@
-"""Ranks that leave a piece of work together: one error on all, within seconds, and the next work goes on."""
+"""`consensus` and `exchange`: one error on all ranks, within seconds, and later operations work."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_all_ranks_raise_the_same_and_go_on() -> None:
         }
 
 
-def test_many_ranks_are_counted_and_parts_of_a_digest_are_kept_apart() -> None:
+def test_many_ranks_are_abbreviated_and_digests_separate_their_parts() -> None:
     assert _format_ranks([3]) == "rank 3"
     assert _format_ranks(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
     assert _format_ranks(range(9)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"
@@ -103,7 +103,7 @@ def test_many_ranks_are_counted_and_parts_of_a_digest_are_kept_apart() -> None:
     assert all(0 <= digest(str(number)) < 1 << 62 for number in range(100))
 
 
-def test_a_process_that_is_alone_raises_its_own_error() -> None:
+def test_a_single_process_raises_its_own_error() -> None:
     with pytest.raises(KeyError, match="advantages"):
         fails(1, None)
     with pytest.raises(ZeroDivisionError):
@@ -116,7 +116,7 @@ SECONDS = 3.0
 
 
 def hang(layout: dict[str, int]) -> dict[str, float]:
-    """Rank 0 takes part in nothing: by group, the seconds after which the others gave up."""
+    """Rank 0 joins no collective: seconds until the timeout on the other ranks, by group."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state

@@ -1,4 +1,4 @@
-"""Random states on the CPU platform: replicas draw alike, experts do not, and what Megatron puts back is back."""
+"""Random states on the CPU platform: equal on replicas, different for experts, restored by Megatron."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def replicas(folder: str) -> dict[str, Any]:
     }
 
 
-def test_replicas_of_a_router_begin_alike_and_resume_exactly(tmp_path: Any) -> None:
+def test_replicas_of_a_router_start_equal_and_resume_exactly(tmp_path: Any) -> None:
     one, other = run_ranks(2, HERE + "replicas", str(tmp_path / "saved"))
     assert torch.equal(one["router"], other["router"])
     for rank in (one, other):
@@ -103,7 +103,7 @@ def experts(options: dict[str, Any]) -> list[torch.Tensor]:
     ("ranks", "options"),
     [(2, {}), pytest.param(4, {"pipeline_model_parallel_size": 2}, marks=pytest.mark.slow)],
 )
-def test_every_expert_begins_with_weights_of_its_own(ranks: int, options: dict[str, Any]) -> None:
+def test_every_expert_starts_with_different_weights(ranks: int, options: dict[str, Any]) -> None:
     """Whatever ranks and stages have it; a layer of two matrices for each of four experts, in two layers."""
     everyone = run_ranks(ranks, HERE + "experts", {"expert_model_parallel_size": 2, **options})
     drawn = {tuple(row.tolist()) for rank in everyone for row in rank}

@@ -1,4 +1,4 @@
-"""Two exchanges of a team say what one word of every rank would: the same error, sums and records, on all ranks."""
+"""The exchanges of a `Team`: the same error, sums and records on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What test ranks do with model directories."""
+"""Functions that test ranks run on model directories."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
 
 
 def streamed(strategy: Any, written: str, bucket_bytes: int = 20_000) -> list[int]:
-    """Bytes of the buckets in which the model's tensors come to rank 0; they are those in the directory, no others."""
+    """Bytes of the buckets that reach rank 0; asserts that their tensors are exactly those of the directory."""
     from safetensors.torch import load_file
 
     from roll_batching.strategy.tensor_stream import TensorStream
@@ -126,7 +126,7 @@ def streamed(strategy: Any, written: str, bucket_bytes: int = 20_000) -> list[in
 
 
 def beyond_fp16(payload: tuple[str, Layout, str]) -> list[str]:
-    """What writing and streaming say of a model with values beyond the precision of its files, fp16."""
+    """Errors of export and streaming for a model with values beyond fp16, the dtype of its files."""
     from roll_batching.distributed import consensus
     from roll_batching.errors import RankError
     from roll_batching.strategy.tensor_stream import TensorStream

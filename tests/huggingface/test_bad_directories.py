@@ -1,4 +1,4 @@
-"""Model directories that say two things, point outside, or lack files: one error that names the file and the field."""
+"""Contradictory fields, paths outside, missing files: one error that names the file and the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`config.json`: what transformers means by it is what is built here, in its old and its new spelling."""
+"""`config.json` is translated as transformers reads it, in its old and its new spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of transformers', loaded here in any layout, is the same function: log-probs, tokens, training steps."""
+"""A model of transformers, loaded in any layout, gives the same log-probs, tokens and training steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models of every family, made with `transformers`, and what they answer: the reference of the other tests."""
+"""Tiny models of every family, made with `transformers`, and their reference results."""
 
 from __future__ import annotations
 

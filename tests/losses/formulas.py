@@ -101,7 +101,7 @@ def leaves(data: Any) -> torch.Tensor:
 
 
 def formula(data: Any, of_sequence: Callable[..., Any], join: Callable[[list[Any]], Any]) -> tuple[float, torch.Tensor]:
-    """A loss from `join` over what `of_sequence(fields, lp, entropy)` says of each sequence's counted rows."""
+    """A loss from `join` over `of_sequence(fields, lp, entropy)` of each sequence's counted rows."""
     leaf = leaves(data)
     parts = []
     for i, (start, length) in enumerate(zip(data.offsets.tolist(), data.lengths.tolist(), strict=False)):

@@ -1,4 +1,4 @@
-"""What several tests of losses share: a strategy in some layout, a step on a batch, and what came out."""
+"""Helpers for tests of losses: a strategy in a layout, and a step on a batch with its result and gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCABULARY = 61
 
 
 def make_strategy(mode: str = "packed", cap: int = CAP, **options: Any) -> Any:
-    """An initialised training strategy with the weights that every layout shares. Keywords as `worker_config`."""
+    """An initialised training strategy with weights equal in every layout. Keywords as `worker_config`."""
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.support.models import worker_config
 
@@ -34,7 +34,7 @@ def mine(strategy: Any, whole: Any) -> Any:
 
 
 def step(strategy: Any, whole: Any, loss: Any, plan: Any = None, **plan_options: Any) -> tuple[Any, dict[str, Any]]:
-    """One step on `whole` (given on all ranks) from the shared weights: its result and the whole gradients."""
+    """Result and unsharded gradients of one step on `whole` (given on all ranks) from the shared weights."""
     from roll_batching.samples import distribute, gather_lengths
     from tests.support.models import whole_gradients
 

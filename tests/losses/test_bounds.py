@@ -1,4 +1,4 @@
-"""Log-probs far apart leave every number finite, and are bounded where peers bound them."""
+"""Distant log-probs: all numbers stay finite, with the bounds of verl, ROLL and NeMo-RL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.loss
 
 
 def far(data: Any, name: str, value: float, places: tuple[int, ...] = (3, 20)) -> Any:
-    """`data` in fp32 with counted rows at `places`, of advantage -1, where the field `name` reads `value`."""
+    """`data` in fp32 with counted rows at `places`, with advantage -1 and the field `name` at `value`."""
     single = {n: v.float() for n, v in data.fields.items() if v.dtype is torch.float64}
     data = data.with_fields(single, {n: data.schema[n] for n in single})
     values, mask = data[name].clone(), data["response_mask"].clone()
@@ -98,7 +98,7 @@ def test_the_log_ratio_is_bounded_where_peers_bound_it(options: dict[str, Any], 
 
 
 def leaves_of(lengths: list[int], apart: float, name: str = "old_log_probs") -> Any:
-    """One sequence, advantage -1, whose field `name` lies `apart` from the log-probs that `run` will give it."""
+    """One sequence with advantage -1, whose field `name` differs by `apart` from the log-probs of `run`."""
     from roll_batching.samples import SampleBatch
 
     tokens = sum(lengths)
@@ -149,7 +149,7 @@ def test_k3_is_bounded_by_default_as_verl_and_roll_bound_it(
 
 
 def test_an_advantage_of_zero_is_neither_clipped_nor_bounded_away() -> None:
-    """Far outside the range on either side: what cannot move the policy is not counted as clipped."""
+    """Far outside the range on either side: a token without effect is not counted as clipped."""
     from roll_batching.losses import PolicyLoss
 
     for apart in (2.0, -2.0):

@@ -22,11 +22,11 @@ ALONE = SimpleNamespace(host_group=None, is_replica_leader=True)
 
 
 def on_policy() -> Any:
-    """The batch, whose old log-probs are the current ones: verl chooses by these."""
+    """The batch with old log-probs equal to the current ones, by which verl selects."""
     return batch().with_fields({"old_log_probs": rows()[:, 0].clone()}, {"old_log_probs": "next_token"})
 
 
-def test_clip_cov_leaves_out_what_verl_leaves_out() -> None:
+def test_clip_cov_excludes_the_tokens_that_verl_excludes() -> None:
     from roll_batching.losses import ClipCovLoss
 
     loss = ClipCovLoss(clip_low=0.2, clip_high=0.3, share=0.5, lowest=0.28, highest=0.8)
@@ -35,7 +35,7 @@ def test_clip_cov_leaves_out_what_verl_leaves_out() -> None:
     assert figures(loss, marked) == pytest.approx((-0.302983459468, 0.115862075779, 0.121612231812), rel=1e-8)
 
 
-def test_kl_cov_holds_back_what_verl_holds_back() -> None:
+def test_kl_cov_penalises_the_tokens_that_verl_penalises() -> None:
     from roll_batching.losses import KlCovLoss
 
     loss = KlCovLoss(share=0.2, penalty=0.7)
@@ -55,7 +55,7 @@ def test_the_share_of_clip_cov_is_drawn_with_the_seed() -> None:
 
 
 def held_on_ranks(_: Any) -> list[list[int]]:
-    """On a rank, which has every other sample: of each loss the held-back places, by sample."""
+    """On a rank with every other sample: the selected positions of each loss, by sample."""
     from roll_batching.losses import ClipCovLoss, KlCovLoss
     from tests.losses.steps import make_strategy, mine
 
@@ -77,9 +77,9 @@ def test_the_tokens_do_not_depend_on_where_the_samples_are() -> None:
         assert sorted(part for rank in parts for part in rank[number]) == sorted(expected)
 
 
-def test_tokens_without_old_log_probs_cannot_be_chosen() -> None:
+def test_samples_without_old_log_probs_are_an_error() -> None:
     from roll_batching.errors import DataError
     from roll_batching.losses import KlCovLoss
 
-    with pytest.raises(DataError, match="see logprob_plan"):
+    with pytest.raises(DataError, match="set logprob_plan to train or own"):
         KlCovLoss().prepare(batch().without(["old_log_probs"]), ALONE, 0)

@@ -1,4 +1,4 @@
-"""What losses are divided by is counted over the whole mini-batch."""
+"""Denominators of losses are counted over the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.loss
 
 
 def as_next_token(data):
-    """The same batch with every token field as a next_token field; last positions, which say nothing, are set."""
+    """The same batch with every token field as a next_token field; the unused last positions are set."""
     names = [name for name, spec in data.schema.items() if spec.kind == "token" and name != "input_ids"]
     fields = {name: data[name].roll(-1, 0) for name in names}
     for values in fields.values():
@@ -20,7 +20,7 @@ def as_next_token(data):
     return data.with_fields(fields, dict.fromkeys(names, "next_token"))
 
 
-def test_a_total_covers_what_the_first_mask_counts() -> None:
+def test_a_total_covers_the_positions_of_the_first_mask() -> None:
     from roll_batching.losses.denominators import local_counts
 
     data = batch()

@@ -1,4 +1,4 @@
-"""The code of docs/custom-losses.md and examples/custom_loss.py runs, and computes what it says."""
+"""The code of docs/custom-losses.md and examples/custom_loss.py runs and computes its formulas."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def values(megatron: dict[str, Any]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def test_the_pages_losses_compute_what_they_say() -> None:
+def test_the_losses_of_the_page_equal_their_formulas() -> None:
     found = run_ranks(1, HERE + "against_formulas")[0]
     assert set(found) == {"CISPO", "TopKDistillation", "NeMoLoss"}
     assert all(max(gaps) < 1e-5 for gaps in found.values()), found

@@ -1,4 +1,4 @@
-"""Nothing waits for the device between a step's packing and its end: reads of device values are counted."""
+"""No device synchronisation between a step's packing and its end: host reads of device values are counted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PACKING = ("packing/batch.py", "_make")
 
 
 class Reads(TorchFunctionMode):
-    """Counts what reads a device value, by the function that asks; Python calls here, operators below."""
+    """Counts Python calls that read a device value, by the calling function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Reads(TorchFunctionMode):
 
 
 class Waits(TorchDispatchMode):
-    """Counts operators that wait for the device, also those that C++ calls, as in a backward pass."""
+    """Counts operators that synchronise the device, also those called by C++, as in backward."""
 
     def __init__(self, reads: Reads) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Metrics keep their kind, whatever they are joined over."""
+"""Metrics keep their kind when joined over micro-batches, ranks and steps."""
 
 from __future__ import annotations
 

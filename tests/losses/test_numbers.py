@@ -1,4 +1,4 @@
-"""What is not finite: a loss is an error that names the samples, a gradient skips the step; in every layout."""
+"""Non-finite numbers in every layout: a loss is an error that names its samples, a gradient skips the step."""
 
 from __future__ import annotations
 

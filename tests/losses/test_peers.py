@@ -1,4 +1,4 @@
-"""Losses beside the functions of peers that compute the same, on `waves.batch()`: value, gradient's norm and direction.
+"""Losses against the equivalent functions of peers on `waves.batch()`: value, norm and direction of the gradient.
 
 The numbers were made once by running the peers' own functions in float64 on the same rows, padded: verl b178a3c
 (verl/trainer/ppo/core_algos.py), ROLL 8eb27cc (roll/pipeline/rlvr/actor_pg_worker.py, and dpo/actor_worker.py),
@@ -117,7 +117,7 @@ DIVERGENCES = {
 
 @pytest.mark.parametrize(("estimator", "gradient"), DIVERGENCES)
 def test_divergences_give_the_peers_numbers(estimator: Any, gradient: Any) -> None:
-    """The divergence alone: a loss without advantages."""
+    """The KL penalty alone: a loss without advantages."""
     from roll_batching.losses import PolicyLoss
 
     data = batch()

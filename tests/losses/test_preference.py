@@ -1,4 +1,4 @@
-"""Losses over pairs of responses against their formulas, wherever the pairs lie."""
+"""Preference losses against their formulas, for any placement of the pairs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAIRED = [[4, 2, 1, 0], [], [3, 5]]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_dpo_equals_its_formula_wherever_the_pairs_lie(smoothing: float) -> None:
+def test_dpo_equals_its_formula_for_any_placement_of_pairs(smoothing: float) -> None:
     from roll_batching.losses import DPOLoss
 
     data = whole_pairs()
@@ -35,7 +35,7 @@ def test_dpo_equals_its_formula_wherever_the_pairs_lie(smoothing: float) -> None
     close(again, found)
 
 
-def test_dpos_metrics_say_which_response_is_preferred_and_by_how_much() -> None:
+def test_metrics_of_dpo() -> None:
     from roll_batching.losses import DPOLoss
 
     data = whole_pairs()
@@ -59,11 +59,11 @@ def whole_pairs() -> Any:
     return data.with_fields({"response_mask": every}, {"response_mask": "token"})
 
 
-def test_dpo_refuses_half_a_pair_before_the_step() -> None:
+def test_an_incomplete_pair_is_an_error_before_the_step() -> None:
     from roll_batching.errors import DataError
     from roll_batching.losses import DPOLoss
 
-    with pytest.raises(DataError, match="whole pairs.*group_ids="):
+    with pytest.raises(DataError, match="complete pairs.*group_ids="):
         run(DPOLoss(), whole_pairs(), [[0, 1, 2], [3, 4, 5]])
     with pytest.raises(DataError, match=r"samples \[10, 40\] have no counted response token"):
         run(DPOLoss(), batch(), [[0, 5, 1, 7], [2, 3, 4, 6]])

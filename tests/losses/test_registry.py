@@ -1,4 +1,4 @@
-"""The registered losses: their entries say what the losses themselves say, and a job takes them by name."""
+"""The registered losses: entries agree with the losses' fields, and a job takes them by name."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_with_file_and_line(tmp_path, report):
     assert f"{file}:4: loss_args.beta: unknown setting" in str(caught.value)
 
 
-def test_what_has_no_effect_is_told():
+def test_settings_without_effect_have_a_notice():
     own = job(loss_function="my:Loss", adv_estimator="my:estimate", pg_clip=0.1, norm_std_type="batch", reference={})
     assert [notice.path for notice in own.notices] == ["pg_clip", "norm_std_type"]
     idle, told = job(loss_function="sft", reference={}).notices

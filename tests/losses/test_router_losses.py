@@ -68,7 +68,7 @@ def added(
     pad: int = 0,
     **megatron: Any,
 ) -> torch.Tensor:
-    """What the router losses add to the gradient, as one vector."""
+    """The part of the gradient that router losses add, as one vector."""
     plain, more = (gradients(bins, lengths, which, mode, pad, **megatron) for which in (NONE, coefficients))
     assert more["spread"] < 1e-4
     return torch.cat([(more[n] - plain[n]).reshape(-1) for n in sorted(plain) if n != "spread"])
@@ -94,7 +94,7 @@ def padded_and_packed(_: None) -> tuple[float, float]:
 
 
 def of_two(case: tuple[int, int]) -> list[torch.Tensor]:
-    """What is added for two samples in one micro-batch, by recompute; on two ranks the other one has a filler."""
+    """The added gradient for two samples in one micro-batch, by recompute; a second rank has a filler."""
     dp_size, ep_size = case
     bins, lengths = [[[0, 1]], [[]]][:dp_size], [12, 20]
     whole, mixtures = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
@@ -119,7 +119,7 @@ def test_padding_adds_nothing_to_router_losses(report) -> None:
 
 
 def test_a_filler_adds_nothing_to_router_losses() -> None:
-    """Nor does it keep those waiting who share experts with it and recompute them."""
+    """And ranks that share experts with it and recompute them do not hang."""
     (alone,) = run_ranks(1, HERE + "of_two", (1, 1))
     for ep_size in (1, 2):
         for beside_a_filler in run_ranks(2, HERE + "of_two", (2, ep_size), timeout=90):
@@ -128,7 +128,7 @@ def test_a_filler_adds_nothing_to_router_losses() -> None:
 
 
 def of_four(megatron: dict[str, Any]) -> list[torch.Tensor]:
-    """What is added for four samples in two micro-batches, by recompute; another replica has two fillers, if any."""
+    """The added gradient for four samples in two micro-batches, by recompute; a second replica has two fillers."""
     bins: list[list[list[int]]] = [[[0, 1], [2, 3]], [[], []]]
     found = []
     for options in ({"recompute_granularity": "full"}, {"recompute_granularity": "selective"}):
@@ -140,7 +140,7 @@ def of_four(megatron: dict[str, Any]) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"overlap_grad_reduce": True, "use_distributed_optimizer": True}])
-def test_two_fillers_keep_nobody_waiting_under_a_pipeline(more: dict[str, Any]) -> None:
+def test_two_fillers_do_not_hang_a_pipeline(more: dict[str, Any]) -> None:
     stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     (alone,) = run_ranks(1, HERE + "of_four", {})
     for rank in run_ranks(4, HERE + "of_four", stages | {"expert_model_parallel_size": 2} | more, timeout=90):
@@ -166,7 +166,7 @@ TWO_PACKS, EVEN, UNEVEN = [[[0, 1], [2, 3]]], [12, 20, 16, 8], [5, 20, 9, 17]
 
 
 def in_layouts(names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
-    """By layout: what is added, without any padding and with much of it."""
+    """The added gradient by layout, without padding and with much padding."""
     from megatron.core import parallel_state
 
     found = {}
@@ -191,7 +191,7 @@ USUAL, *OTHERS = list(LAYOUTS)[1:]
 
 @pytest.mark.parametrize("layouts", [[USUAL], pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["usual", "others"])
 def test_every_layout_adds_what_one_process_adds(layouts: list[str], report) -> None:
-    """In the usual one for experts Megatron divides the padding mask on the first stage alone."""
+    """With sequence parallelism Megatron shards the padding mask on the first stage only."""
     expected = run_ranks(1, HERE + "in_layouts", ["one rank"])[0]["one rank"]
     for name, found in run_ranks(4, HERE + "in_layouts", layouts, timeout=300)[0].items():
         by_padding = "both losses, padded with 0", "both losses, padded with 7"

@@ -1,4 +1,4 @@
-"""A loss over unpacked sequences gives what the same loss over flat tokens gives, in every layout."""
+"""A sequence loss equals the same loss over flat tokens, in every layout."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def compare(megatron: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sequences_give_what_tokens_give(layout: str, report) -> None:
+def test_a_sequence_loss_equals_the_token_loss(layout: str, report) -> None:
     ranks, megatron = LAYOUTS[layout]
     for rank in run_ranks(ranks, HERE + "compare", megatron):
         worst = max(rank, key=lambda name: max(rank[name]))
@@ -107,7 +107,7 @@ def test_sequences_give_what_tokens_give(layout: str, report) -> None:
 
 
 def looks(megatron: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every view of a step holds."""
+    """The contents of every view of a step."""
     from roll_batching.losses import LossOutput
     from tests.support.models import random_batch
 
@@ -217,7 +217,7 @@ def test_sequences_are_cut_by_one_split_and_cannot_be_overwritten() -> None:
 
 
 def on_some_ranks_alone(megatron: dict[str, Any]) -> tuple[float, list[str]]:
-    """The loss of one that asks for log-probs on the last rank alone; what those hear that do not declare them."""
+    """A loss that reads log-probs on the last rank only, and the errors of losses with undeclared needs."""
     import torch.distributed as dist
 
     from roll_batching.errors import LossError

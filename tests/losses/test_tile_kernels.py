@@ -1,4 +1,4 @@
-"""The kernels for CUDA, run by Triton's interpreter on the CPU: equal to the plain operators that they replace."""
+"""The Triton kernels, run by Triton's interpreter on the CPU, against the torch operators that they replace."""
 
 from __future__ import annotations
 

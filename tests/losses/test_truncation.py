@@ -1,4 +1,4 @@
-"""A step whose plan truncates samples equals a step on samples that were cut beforehand."""
+"""A step whose plan truncates samples equals a step on samples truncated before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KTO: mismatched responses, the reference point over all ranks, and what is refused."""
+"""KTO: mismatched responses, the reference point over all ranks, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measured(point: float = 0.4) -> Any:
     return data.with_fields(fields, dict.fromkeys(fields, "sample"))
 
 
-def test_kto_equals_its_formula_wherever_the_samples_lie() -> None:
+def test_kto_equals_its_formula_for_any_placement_of_samples() -> None:
     from roll_batching.losses import KTOLoss
 
     data = measured()
@@ -96,7 +96,7 @@ TRL_POINT = 0.682342676424867
 """`kl` of the lines of TRL's KTOTrainer (f2cd577, trl/trainer/kto_trainer.py), on the same rows."""
 
 
-def test_what_kto_cannot_use_is_refused() -> None:
+def test_errors_of_kto() -> None:
     from roll_batching.errors import DataError, LossError
     from roll_batching.losses import KTOLoss, mismatched
 

@@ -1,4 +1,4 @@
-"""A batch without random numbers, so that what a peer's own function says of it can stand in a test."""
+"""A batch without random numbers, for which results of peers' functions can be recorded in tests."""
 
 from __future__ import annotations
 

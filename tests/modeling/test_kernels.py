@@ -1,4 +1,4 @@
-"""Which kernels layers compute with: by device and by what is installed, said in one line that is true."""
+"""The choice of kernels by device and installed libraries, and its notice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fusions_follow_the_device_and_what_is_installed(case: str) -> None:
+def test_fusions_follow_device_and_installed_libraries(case: str) -> None:
     from roll_batching.modeling.kernels import fusions
     from roll_batching.modeling.requirements import Installed
 

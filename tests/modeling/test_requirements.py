@@ -1,4 +1,4 @@
-"""What device and libraries cannot compute is said at construction, whichever way a strategy is made."""
+"""Models that device or libraries cannot compute are errors at construction, for every way to make a strategy."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ SAYS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize("case", SAYS)
-def test_what_would_fail_in_the_first_forward_pass_is_said(case: str) -> None:
+def test_errors_of_the_first_forward_pass_are_known_before_it(case: str) -> None:
     import torch
 
     from roll_batching.modeling.requirements import Installed, refusals
@@ -150,7 +150,7 @@ def made_without_an_engine(_: None) -> list[str]:
     return said
 
 
-def test_what_only_transformer_engine_computes_is_refused_at_construction() -> None:
+def test_a_model_that_needs_transformer_engine_is_an_error_at_construction() -> None:
     said = run_ranks(1, "tests.modeling.test_requirements:made_without_an_engine")[0]
     assert all("install transformer-engine, or megatron-core 0.17" in one for one in said[:3])
     assert len(said) == 5 and all("install transformer-engine, or recompute core_attn" in one for one in said[3:])

@@ -1,4 +1,4 @@
-"""Rotary angles under each scaling, number by number against Megatron's own and Hugging Face's frequencies."""
+"""RoPE angles under each scaling against Megatron's and Hugging Face's frequencies, element by element."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def expected(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ids=["plain", "linear", "llama3", "llama3 by 32"],
 )
 def test_angles_are_megatrons(settings, theirs, percent) -> None:
-    """To the bit: a checkpoint of one runs in the other."""
+    """Bitwise: a checkpoint of one runs in the other."""
     megatron = RotaryEmbedding(HEAD_DIM, percent, rotary_base=BASE, use_cpu_initialization=True, **theirs)
     angles = megatron.get_freqs_non_repeated(int(POSITIONS.max()) + 1)[POSITIONS]
     found = tables(RotarySettings(base=BASE, percent=percent, **settings))
@@ -89,7 +89,7 @@ def test_the_model_rotates_alike_before_cores_that_do_not(settings) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tables(ours), expected(angles), strict=True))
 
 
-def test_bands_that_megatron_has_not_are_refused() -> None:
+def test_llama3_parameters_that_megatron_lacks_are_an_error() -> None:
     from roll_batching.modeling.builder import megatron_rotation
 
     with pytest.raises(LayoutError, match="low_freq_factor=1, high_freq_factor=4"):

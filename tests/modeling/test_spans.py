@@ -1,4 +1,4 @@
-"""What backends make of a pack: every query sees exactly the causal past of its own sequence."""
+"""Spans of attention backends: every query attends to exactly the causal past of its own sequence."""
 
 from __future__ import annotations
 

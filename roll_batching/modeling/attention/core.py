@@ -149,6 +149,6 @@ def _refuse_unsupported(config: TransformerConfig) -> None:
     for name, is_set in refused.items():
         if is_set:
             raise LayoutError(
-                f"roll-batching's attention cores do not support TransformerConfig.{name}={getattr(config, name)!r}: unset "
-                "it, or keep your own core attention"
+                f"PackedCore does not support TransformerConfig.{name}={getattr(config, name)!r}: unset it, or "
+                "keep your own core attention"
             )

@@ -182,6 +182,6 @@ PLATFORM = [
         code=FAILED,
         settings={"actor_train.backend_timeout": 0.2, "loss_function": "loss_of_mine:Waits"},
         files={"loss_of_mine.py": WAITS},
-        words=("rank 0 failed: Waits waited in a collective that not every rank entered", "loss_of_mine.py, line "),
+        words=("rank 0 failed: Waits timed out in a collective that not every rank entered", "loss_of_mine.py, line "),
     ),
 ]

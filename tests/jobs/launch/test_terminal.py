@@ -122,7 +122,7 @@ def test_a_loss_that_waits_alone_is_named_with_its_line(tmp_path, report, rank):
     )
     report(said)
     assert code == 1
-    assert f"rank {rank} failed: Waits waited in a collective that not every rank entered" in said.splitlines()[-1], (
-        said
-    )
+    assert (
+        f"rank {rank} failed: Waits timed out in a collective that not every rank entered" in said.splitlines()[-1]
+    ), said
     assert "tests/jobs/launch/test_terminal.py, line " in said and "gloo" not in said.splitlines()[-1]
