@@ -60,6 +60,8 @@ def missing_paths(text: str) -> list[str]:
     missing = []
     for span in re.findall(r"`([^`\n]+)`", text):
         path, _, name = span.partition(": ")
+        if command := re.match(r"(?:python |\./)?((?:scripts|benchmarks|examples)/\S+\.(?:py|sh))(?= |$)", span):
+            path, name = command[1], ""
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?[\w-]+\.(py|sh|md|json|yaml)", path) or "/" not in path:
             continue
         files = [folder / path for folder in (ROOT, PACKAGE, PACKAGE / "jobs") if (folder / path).is_file()]
@@ -89,6 +91,14 @@ def test_the_map_has_every_room_once():
     assert sorted(named) == sorted(set(rooms) - {"jobs", "rehearsal", "commands"})
 
 
-@pytest.mark.parametrize("span", ["strategy/nowhere.py", "strategy/schedule.py: nothing", "tests/nowhere/test_it.py"])
+@pytest.mark.parametrize(
+    "span",
+    [
+        "strategy/nowhere.py",
+        "strategy/schedule.py: nothing",
+        "tests/no/test_it.py",
+        "python scripts/nothing.py --check",
+    ],
+)
 def test_a_span_that_names_nothing_is_found(span):
     assert missing_paths(f"see `{span}` here") == [span]
