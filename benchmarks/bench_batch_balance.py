@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checko
 from benchmarks.planner.cases import CAP, COST, WORKLOADS, Bins, measure
 from benchmarks.planner.peers import functions_of
 from roll_batching.planning import PlanConstraints, batch_balance, plan_step
-from roll_batching.samples.membership import mini_batches, mini_batches_by_rank
+from roll_batching.samples.mini_batching import mini_batches, mini_batches_by_rank
 
 DP, SAMPLES, MINI_BATCH = 8, 1024, 256
 Step = Iterator[tuple[np.ndarray, Callable[[np.ndarray, int, int], Bins]]]

@@ -1,4 +1,4 @@
-"""Modules that version 0.2.0 moved, for errors that name the new path."""
+"""Modules that version 0.2.0 moved, for errors with the new path."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ MOVED = {
     "roll_batching.observe": "roll_batching.jobs.observe",
     "roll_batching.rl.rewards": "roll_batching.jobs.rewards",
     "roll_batching.rl": "roll_batching.jobs.rl",
+    "roll_batching.strategy.settings": "roll_batching.strategy.model_state",
+    "roll_batching.strategy.state": "roll_batching.strategy.model_state",
 }
-"""Old packages and modules with their new path, longer ones before those that hold them."""
+"""New paths by old ones. Subpackages stand before their packages: the first match counts."""
 
 
 def moved_to(module: str) -> str | None:
-    """The new path of `module`, or None where it has not moved."""
+    """The new path of `module`, or None if it has not moved."""
     for old, new in MOVED.items():
         if module == old or module.startswith(f"{old}."):
             return new + module[len(old) :]

@@ -22,7 +22,7 @@ from roll_batching.losses.estimators import bounded
 from roll_batching.losses.objectives import PolicyLoss, token_ratio
 from roll_batching.losses.policy import PolicyGradient, PolicyTokens
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.positions import counted_positions, sample_of
+from roll_batching.samples.token_masks import counted_positions, sample_of
 
 _HELD_BACK = "held_back"
 

@@ -26,10 +26,10 @@ from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossOutput, Mean
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.peers import Peers
-from roll_batching.samples.positions import counted_positions, mask_of, sample_of
+from roll_batching.samples.exchange_group import Peers
+from roll_batching.samples.length_table import require_batch
 from roll_batching.samples.ragged import row_indices
-from roll_batching.samples.table import require_batch
+from roll_batching.samples.token_masks import counted_positions, mask_of, sample_of
 
 
 def mismatched(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:

@@ -18,7 +18,7 @@ from roll_batching.packing.params import PackedParams, packed_params
 from roll_batching.packing.prefetch import ahead, to_cuda
 from roll_batching.planning import MicroBatch, Plan
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.positions import mask_of
+from roll_batching.samples.token_masks import mask_of
 
 
 @dataclass(frozen=True, kw_only=True)

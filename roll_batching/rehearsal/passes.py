@@ -31,8 +31,8 @@ from roll_batching.rehearsal.rollout import has_local_rollouts, rehearse_rollout
 from roll_batching.rehearsal.task import LOG_PROBS, REFERENCE, TrainingBatch
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
-from roll_batching.strategy.inputs import pack_inputs
 from roll_batching.strategy.schedule import Packs
+from roll_batching.strategy.step_inputs import pack_inputs
 
 _CPU = torch.device("cpu")
 

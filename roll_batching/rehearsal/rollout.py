@@ -14,16 +14,16 @@ from roll_batching.jobs.objectives.from_config import sampling_of
 from roll_batching.planning import ParallelDims
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.task import COMPACTION, DECODING, PREFILL
+from roll_batching.strategy.cache_budget import cache_positions, split_by_cache_limit
 from roll_batching.strategy.generation import (
     COMPACT_BELOW,
-    Answers,
-    Cached,
+    CachedDecoder,
+    ResponseBuffer,
     check_layout,
-    sampler_of,
-    sources,
+    decoding,
+    make_sampler,
 )
-from roll_batching.strategy.state import ModelState
-from roll_batching.strategy.waves import room_of_row, waves_of
+from roll_batching.strategy.model_state import ModelState
 
 
 def has_local_rollouts(job: JobConfig) -> bool:
@@ -57,7 +57,7 @@ def sizes_of(job: JobConfig, dims: ParallelDims) -> RolloutSizes:
     return RolloutSizes(
         prompts=prompts,
         rows=prompts * settings.num_return_sequences,
-        room=room_of_row(job.prompt_length, settings, dims),
+        room=cache_positions(job.prompt_length, settings, dims),
     )
 
 
@@ -75,26 +75,26 @@ def rehearse_rollout(model: ModelState, job: JobConfig, recorder: Recorder) -> s
             "rollouts are not rehearsed: a pipeline has no KV cache and recomputes the whole sequence for every token"
         )
     sizes = sizes_of(job, layout)
-    wave = len(waves_of([sizes.room] * sizes.rows, settings.max_tokens_in_cache, layout)[0])
+    wave = len(split_by_cache_limit([sizes.room] * sizes.rows, settings.max_tokens_in_cache, layout)[0])
     prompts = [torch.zeros(job.prompt_length, dtype=torch.int64, device=layout.device) for _ in range(sizes.prompts)]
     rows = [prompts[number // settings.num_return_sequences] for number in range(wave)]
     number = torch.arange(wave, device=layout.device)
-    with sources(model, settings) as source_of, torch.no_grad():
+    with decoding(model, settings) as make_decoder, torch.no_grad():
         with recorder.during(PREFILL):
-            sampler, source = sampler_of(model, settings, sizes.rows), source_of(rows)
-            logits = source.first()
-            answers = Answers(wave, settings, logits)
+            sampler, source = make_sampler(model, settings, sizes.rows), make_decoder(rows)
+            logits = source.prefill()
+            answers = ResponseBuffer(wave, settings, logits)
             tokens, log_probs = sampler(logits, number, 0)
-            answers.add(0, tokens, log_probs)
-        assert isinstance(source, Cached)
+            answers.append(0, tokens, log_probs)
+        assert isinstance(source, CachedDecoder)
         with recorder.during(DECODING):
             source.longest = sizes.room - 1
-            tokens, log_probs = sampler(source.following(tokens), number, settings.max_new_tokens - 1)
-            answers.add(settings.max_new_tokens - 1, tokens, log_probs)
+            tokens, log_probs = sampler(source.step(tokens), number, settings.max_new_tokens - 1)
+            answers.append(settings.max_new_tokens - 1, tokens, log_probs)
         with recorder.during(COMPACTION):  # with a full cache, and as many rows as a compaction keeps
             kept = number[: int(COMPACT_BELOW * wave)]
-            source.keep(kept)
-            answers.keep(kept)
+            source.select(kept)
+            answers.select(kept)
     return (
         f"rollout: {wave:,} of a rank's {sizes.rows:,} rows at a time, {sizes.room:,} positions each; "
         "bounded by actor_infer.generating_args.max_tokens_in_cache"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from roll_batching.samples.all_to_all import collect, distribute
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.fields import FieldKind, FieldSpec, Schema
-from roll_batching.samples.membership import MiniBatches, mini_batches, rank_slice
-from roll_batching.samples.movement import collect, distribute
-from roll_batching.samples.table import LengthTable, gather_bins, gather_lengths, number_globally
+from roll_batching.samples.length_table import LengthTable, gather_bins, gather_lengths, number_globally
+from roll_batching.samples.mini_batching import MiniBatches, mini_batches, rank_slice
 
 __all__ = [
     "FieldKind",

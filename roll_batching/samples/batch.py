@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from roll_batching.errors import DataError
-from roll_batching.samples import build
-from roll_batching.samples.build import PaddingSide, as_index
+from roll_batching.samples import flatten
 from roll_batching.samples.checks import describe_difference, describe_fields, name_rows, require_finite
 from roll_batching.samples.fields import FieldSpec, Schema, SchemaLike, check_dtype, normalise_schema
+from roll_batching.samples.flatten import PaddingSide, as_index
 from roll_batching.samples.ragged import place, row_indices, starts_of, take
 
 
@@ -61,7 +61,7 @@ class SampleBatch:
         if repeated.any():
             twice = self._sorted_ids[1:][repeated].unique().tolist()
             raise DataError(f"Ids occur more than once in one batch: {twice[:8]}. Ids name samples uniquely.")
-        build.check_field_names(self.fields, self.schema)
+        flatten.check_field_names(self.fields, self.schema)
         for name, spec in self.schema.items():
             self._check_field(name, spec)
 
@@ -74,7 +74,7 @@ class SampleBatch:
         check_dtype(name, spec, values.dtype)
         rows, what = (self.num_tokens, "tokens") if spec.per_token else (len(self), "samples")
         if spec.kind == "next_token" and values.dim() and len(self) and values.shape[0] == rows - len(self):
-            self.fields[name] = build.append_pad(values, self.lengths, spec)
+            self.fields[name] = flatten.append_pad(values, self.lengths, spec)
             return
         if values.dim() < 1 or values.shape[0] != rows:
             raise DataError(
@@ -112,7 +112,7 @@ class SampleBatch:
             raise DataError(f"The attention mask must be a [B, S] tensor; got {shape}.")
         schema = normalise_schema(schema)
         ids = _ids_or_range(ids, attention_mask.shape[0])
-        lengths, fields = build.from_padded(tensors, attention_mask, schema, ids, padding_side)
+        lengths, fields = flatten.from_padded(tensors, attention_mask, schema, ids, padding_side)
         return cls(ids, lengths, fields, schema)
 
     @classmethod
@@ -134,7 +134,7 @@ class SampleBatch:
         """
         schema = normalise_schema(schema)
         given = None if lengths is None else as_index(lengths, "lengths")
-        lengths, fields = build.from_lists(columns, schema, given)
+        lengths, fields = flatten.from_lists(columns, schema, given)
         return cls(_ids_or_range(ids, lengths.numel()), lengths, fields, schema)
 
     @classmethod
@@ -363,7 +363,7 @@ class SampleBatch:
     def with_fields(self, fields: Mapping[str, Any], schema: SchemaLike) -> SampleBatch:
         """This batch with `fields` (flat, as stored) added or replaced; `schema` names each one's kind."""
         added = normalise_schema(schema)
-        build.check_field_names(fields, added)
+        flatten.check_field_names(fields, added)
         return SampleBatch(self.ids, self.lengths, {**self.fields, **fields}, {**self.schema, **added})
 
     def without(self, names: Iterable[str] | str) -> SampleBatch:

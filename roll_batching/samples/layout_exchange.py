@@ -15,8 +15,7 @@ import torch.distributed as dist
 from roll_batching.distributed import Facts, exchange, host_group
 from roll_batching.errors import DataError
 from roll_batching.planning import BatchingSpec, ParallelDims, Plan, PlanConstraints
-from roll_batching.samples.batch import SampleBatch
-from roll_batching.samples.movement import (
+from roll_batching.samples.all_to_all import (
     Routes,
     assemble,
     check_lengths,
@@ -27,8 +26,9 @@ from roll_batching.samples.movement import (
     results_in_plan_order,
     state_facts,
 )
-from roll_batching.samples.peers import Peers
-from roll_batching.samples.table import LengthTable, require_batch
+from roll_batching.samples.batch import SampleBatch
+from roll_batching.samples.exchange_group import Peers
+from roll_batching.samples.length_table import LengthTable, require_batch
 
 
 @dataclass(frozen=True, eq=False)

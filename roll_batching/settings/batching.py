@@ -12,7 +12,7 @@ from roll_batching.planning import BatchingSpec
 from roll_batching.planning.batching_spec import Mode, Objective, Oversize, load_algorithm
 from roll_batching.planning.registry import ALGORITHMS
 from roll_batching.settings.fields import Pass, Settings, setting
-from roll_batching.settings.registered import RegisteredName
+from roll_batching.settings.fields import RegisteredName
 
 LogprobPlan = Literal["train", "own", "rollout", "none"]
 

@@ -9,7 +9,6 @@ from pydantic import model_validator
 from roll_batching.settings.batching import BatchingConfig, LogprobPlan, RoleBatching
 from roll_batching.settings.fields import Roles, Settings, setting
 from roll_batching.settings.model import ModelArgs
-from roll_batching.settings.strategy import StrategyArgs
 from roll_batching.settings.training import TrainingArgs
 
 TRAINED = Roles(names=("actor_train",), otherwise="this role is not trained")

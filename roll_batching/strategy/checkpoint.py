@@ -1,7 +1,7 @@
-"""Checkpoints of a model and its training state, by Megatron: saved in one parallel layout, loaded in another.
+"""Checkpoints of a model and its training state: saved in one parallel layout, loaded in any other.
 
-A checkpoint is a folder: Megatron's files with the weights and the optimizer's state, cut into global tensors, and
-`strategy.json` with everything that is no tensor.
+A checkpoint is a folder: Megatron's distributed checkpoint of weights and optimizer state, and `strategy.json` with
+everything that is not a tensor.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ import torch.distributed as dist
 from roll_batching.distributed import consensus, digest, exchange
 from roll_batching.errors import CheckpointError
 from roll_batching.modeling.head import gpt_of
-from roll_batching.strategy.checkpoint_files import check_files, load_tensors, quiet, reading
-from roll_batching.strategy.checkpoint_folder import RECORD, REPLACED, SAVING, whole_or_nothing
+from roll_batching.strategy.checkpoint_files import check_files, explain_read_errors, hide_future_warnings, load_tensors
+from roll_batching.strategy.checkpoint_folder import RECORD, REPLACED, SAVING, atomic_folder
 from roll_batching.strategy.checkpoint_manifest import MANIFEST, check_manifest
-from roll_batching.strategy.checkpoint_writer import Writing, bytes_of, check_room
+from roll_batching.strategy.checkpoint_writer import CheckpointWriter, bytes_of, check_free_space
+from roll_batching.strategy.model_state import ModelState, TrainingState
 from roll_batching.strategy.optimizer_state import (
     check_optimizer,
     prepare_optimizer,
     restore_optimizer,
     sharded_optimizer,
 )
-from roll_batching.strategy.state import ModelState, TrainingState
 from roll_batching.strategy.weights import gather_parameters
 
 logger = logging.getLogger(__name__)
 
 LOADING = "loading a checkpoint"
 EXTRA = "._extra_state"
-"""Ends the names of what TransformerEngine's layers keep for FP8, which is refused: empty, pickled, and in no local
-layer, so that checkpoints without it are those of either kind."""
-_NOT_OF_THE_FUNCTION = ("init_std", "hidden_dropout", "max_position_embeddings", "aux_loss_coeff", "z_loss_coeff")
-"""Settings of an architecture that may change between saving and loading."""
+"""Suffix of TransformerEngine's FP8 state. It is not saved: FP8 is refused, and without it local and TransformerEngine
+layers have the same checkpoints."""
+_MAY_CHANGE = ("init_std", "hidden_dropout", "max_position_embeddings", "aux_loss_coeff", "z_loss_coeff")
+"""Settings of an architecture that may change between saving and loading: no tensor depends on them."""
 _SHOWN = 6
-"""Differences that an error lists."""
+"""Number of differences that an error lists."""
 
 
 def check_saving(model: ModelState) -> None:
-    """Raises `CheckpointError` when this model cannot be saved, whatever the path."""
+    """Raises `CheckpointError` if this model cannot be saved anywhere."""
+    # psutil is not a dependency of megatron-core; without it 0.16 waits forever for writer processes that have died.
     if importlib.util.find_spec("psutil") is None:
         raise CheckpointError(
             "psutil is not installed, and Megatron's checkpoint writer hangs or fails without it: pip install psutil"
@@ -56,15 +57,17 @@ def check_saving(model: ModelState) -> None:
 
 
 def save_state(model: ModelState, path: str | Path, *, manifest: bool = True) -> None:
-    """Writes the checkpoint `path`, a folder. All ranks call it; see `MegatronInferStrategy.save`."""
-    with whole_or_nothing(path, model.layout.host_group) as folder:
+    """Writes the checkpoint folder `path`. Collective; see `MegatronInferStrategy.save`."""
+    with atomic_folder(path, model.layout.host_group) as folder:
         write_state(model, folder, manifest=manifest).finish()
 
 
-def write_state(model: ModelState, folder: Path, *, aside: bool = False, manifest: bool = True) -> Writing:
-    """Writes a checkpoint's files into the empty `folder`, which are whole when `finish` has returned. Collective.
+def write_state(
+    model: ModelState, folder: Path, *, background: bool = False, manifest: bool = True
+) -> CheckpointWriter:
+    """Starts writing a checkpoint into the empty `folder`; call `finish` on the result. Collective.
 
-    With `aside`, the tensors are copied to host memory and written while the caller goes on.
+    With `background` the tensors are copied to host memory and written while the caller continues.
     """
     group = model.layout.host_group
     with consensus(group, SAVING):
@@ -85,19 +88,19 @@ def write_state(model: ModelState, folder: Path, *, aside: bool = False, manifes
             "schedule_steps": getattr(training.scheduler, "num_steps", None),
         }
     tensors = _sharded_tensors(model, model.optimizer, loading=False)
-    needed = torch.tensor([bytes_of(_pieces(tensors))])
+    needed = torch.tensor([bytes_of(_shards(tensors))])
     dist.all_reduce(needed, group=group)
     with consensus(group, SAVING):
         if dist.get_rank() == 0:
-            check_room(folder, int(needed))
+            check_free_space(folder, int(needed))
     text = json.dumps(record, indent=1) + "\n"
-    return Writing(tensors, text, folder, group, size=int(needed), aside=aside, manifest=manifest)
+    return CheckpointWriter(tensors, text, folder, group, size=int(needed), background=background, manifest=manifest)
 
 
 def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: bool = True) -> ModelState:
-    """`model` with the weights, and on request the training state, of a checkpoint.
+    """`model` with the weights, and with `optimizer` the training state, of a checkpoint. Collective.
 
-    Weights, moments and schedule change in place. All ranks call it; see `MegatronInferStrategy.load`.
+    Weights, moments and schedule change in place; see `MegatronInferStrategy.load`.
     """
     group = model.layout.host_group
     optimizer = optimizer and model.training is not None
@@ -115,7 +118,7 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: 
                     f"{path} holds a model without optimizer state: load it with optimizer=False, which starts from "
                     "its weights with a fresh optimizer"
                 )
-    with consensus(group, LOADING):  # of its own: it takes long, and ranks read one checkpoint by now
+    with consensus(group, LOADING):  # the ranks share the digests, which needs the one path agreed on above
         if record.get("manifest") or (path / MANIFEST).exists():
             check_manifest(path, rank=dist.get_rank(group), ranks=dist.get_world_size(group), verify=verify)
         elif "manifest" not in record and dist.get_rank() == 0 and not (path.parent / RECORD).is_file():
@@ -124,37 +127,37 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: 
             )
     gather_parameters(model.chunks)
     training = model.training if optimizer else None
-    mine = None if training is None else training.optimizer
-    if mine is not None:
-        prepare_optimizer(mine)
-    tensors = _sharded_tensors(model, mine, loading=True)
-    _check_tensors(tensors, path, group, optimizer=mine is not None)
-    with quiet():
+    loaded_optimizer = None if training is None else training.optimizer
+    if loaded_optimizer is not None:
+        prepare_optimizer(loaded_optimizer)
+    tensors = _sharded_tensors(model, loaded_optimizer, loading=True)
+    _check_tensors(tensors, path, group, optimizer=loaded_optimizer is not None)
+    with hide_future_warnings():
         loaded, failed = load_tensors(tensors, path)
     with consensus(group, LOADING):
         if failed is not None:
             raise failed
         for index, chunk in enumerate(model.chunks):
             gpt = gpt_of(chunk)
-            own = {name: value for name, value in gpt.state_dict().items() if name.endswith(EXTRA)}
-            gpt.load_state_dict({**own, **loaded[f"model{index}"]})
-        if training is not None and mine is not None:
+            extra = {name: value for name, value in gpt.state_dict().items() if name.endswith(EXTRA)}
+            gpt.load_state_dict({**extra, **loaded[f"model{index}"]})
+        if training is not None and loaded_optimizer is not None:
             restored = _restore_training(training, loaded.get("optimizer", {}), record["optimizer"])
             model = replace(model, training=restored)
         elif model.optimizer is not None:
-            model.optimizer.reload_model_params()  # its fp32 copies, where it has some
+            model.optimizer.reload_model_params()  # else the next step would undo the load from its fp32 copies
     return model
 
 
-# ---- what is saved
+# ---- sharded state
 
 
 def model_shards(model: ModelState) -> Iterator[Any]:
-    """This rank's weights as Megatron's ShardedTensors: parts of whole tensors, named alike in all layouts."""
+    """This rank's weights as Megatron's ShardedTensors, whose names do not depend on the layout."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     state = _sharded_tensors(model, None, loading=False)
-    yield from (piece for piece in _pieces(state) if isinstance(piece, ShardedTensor))
+    yield from (shard for shard in _shards(state) if isinstance(shard, ShardedTensor))
 
 
 def _sharded_tensors(model: ModelState, optimizer: Any, *, loading: bool) -> dict[str, Any]:
@@ -194,26 +197,31 @@ def _restore_training(training: TrainingState, loaded: dict[Any, Any], record: d
 
 
 def _architecture(model: ModelState) -> dict[str, Any] | None:
-    """The settings that the weights belong to; None for a model that the caller built."""
-    return None if model.architecture is None else _functional(model.architecture.model_dump(mode="json"))
+    """The architecture settings that must match on loading; None for a model that the caller built."""
+    return None if model.architecture is None else _without_changeable(model.architecture.model_dump(mode="json"))
 
 
-def _functional(settings: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in settings.items() if key not in _NOT_OF_THE_FUNCTION}
-    return {key: _functional(value) if isinstance(value, dict) else value for key, value in kept.items()}
+def _without_changeable(settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_changeable(value) if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key not in _MAY_CHANGE
+    }
 
 
 def _read_record(path: Path) -> dict[str, Any]:
     file = path / RECORD
     if not path.is_dir():
-        before = path.with_name(path.name + REPLACED)
+        previous = path.with_name(path.name + REPLACED)
         cure = (
-            f"a save was interrupted, and {before} holds the one before it" if before.is_dir() else "look for its name"
+            f"a save was interrupted, and {previous} holds the one before it"
+            if previous.is_dir()
+            else "look for its name"
         )
         raise CheckpointError(f"there is no checkpoint {path}: {cure}")
     if not file.is_file():
-        raise CheckpointError(f"{path} is no checkpoint of a strategy: it has no {RECORD}")
-    with reading(file):
+        raise CheckpointError(f"{path} is not a checkpoint of a strategy: it has no {RECORD}")
+    with explain_read_errors(file):
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(record, dict) or not {"architecture", "optimizer"} <= record.keys():
             raise CheckpointError(f"{file} is not what was written: it has no architecture or no optimizer")
@@ -234,40 +242,40 @@ def _check_architecture(model: ModelState, record: dict[str, Any], path: Path) -
 
 
 def _check_tensors(state: dict[str, Any], path: Path, group: Any, *, optimizer: bool) -> None:
-    """Raises `RankError` on all ranks when the checkpoint lacks a tensor, has another shape, or has more."""
+    """Raises `RankError` on all ranks if the checkpoint's tensors are not those of the model, in name or shape."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    def tensors_here() -> tuple[dict[str, tuple[int, ...] | None], dict[str, tuple[int, ...]]]:
-        wanted: dict[str, tuple[int, ...] | None] = {}
-        for piece in _pieces(state):
-            if isinstance(piece, ShardedTensor):  # a vocabulary padded for another layout has another size
-                wanted[piece.key] = None if piece.allow_shape_mismatch else tuple(piece.global_shape)
-        found = {
+    def local_tensors() -> tuple[dict[str, tuple[int, ...] | None], dict[str, tuple[int, ...]]]:
+        expected: dict[str, tuple[int, ...] | None] = {}
+        for shard in _shards(state):
+            if isinstance(shard, ShardedTensor):  # a vocabulary padded for another layout has another size
+                expected[shard.key] = None if shard.allow_shape_mismatch else tuple(shard.global_shape)
+        stored = {
             tensor.key: tuple(tensor.global_shape)
             for tensor in dist_checkpointing.load_tensors_metadata(str(path)).values()
             if optimizer or not tensor.key.startswith("optimizer.")
         }
-        return wanted, found
+        return expected, stored
 
-    everyone = exchange(group, LOADING, tensors_here)
-    wanted = {key: shape for one, _ in everyone for key, shape in one.items()}
-    found = everyone[0][1]
+    tensors_by_rank = exchange(group, LOADING, local_tensors)
+    expected = {key: shape for of_rank, _ in tensors_by_rank for key, shape in of_rank.items()}
+    stored = tensors_by_rank[0][1]
     problems: list[str] = []
-    for key in sorted(wanted.keys() | found.keys()):
-        if key not in found:
+    for key in sorted(expected.keys() | stored.keys()):
+        if key not in stored:
             problems.append(f"{key} is missing there")
-        elif key not in wanted:
-            problems.append(f"{key} {list(found[key])} is not in the model here")
-        elif (shape := wanted[key]) is not None and shape != found[key]:
-            problems.append(f"{key} is {list(found[key])} there and {list(shape)} here")
+        elif key not in expected:
+            problems.append(f"{key} {list(stored[key])} is not in the model here")
+        elif (shape := expected[key]) is not None and shape != stored[key]:
+            problems.append(f"{key} is {list(stored[key])} there and {list(shape)} here")
     with consensus(group, LOADING):
         if problems:
             raise CheckpointError(f"the checkpoint {path} does not fit: {_some(problems)}")
 
 
-def _pieces(state: dict[str, Any]) -> Iterator[Any]:
-    """The leaves of a sharded state, those that factories make among them."""
+def _shards(state: dict[str, Any]) -> Iterator[Any]:
+    """The leaves of a sharded state, with factories replaced by the shards that they build."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     for item in _leaves(state):

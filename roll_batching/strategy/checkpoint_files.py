@@ -1,7 +1,4 @@
-"""The files of a checkpoint: looked at before they are read, and whatever fails said in a line.
-
-Every error names the file and the cause in one line.
-"""
+"""Reading the files of a checkpoint: checks before they are read, and one-line errors with file and cause."""
 
 from __future__ import annotations
 
@@ -25,43 +22,43 @@ _SHOWN, _LONGEST = 3, 160
 
 def check_files(path: Path) -> None:
     """Raises `CheckpointError`, naming them, when files of the checkpoint `path` are missing, cut off or unreadable."""
-    with reading(path / ".metadata"):
+    with explain_read_errors(path / ".metadata"):
         check_regular(path / ".metadata")
         stored = read_index(path / ".metadata").storage_data.values()
-    with reading(path / "metadata.json"):
+    with explain_read_errors(path / "metadata.json"):
         check_regular(path / "metadata.json")
         json.loads((path / "metadata.json").read_text(encoding="utf-8"))
     ends: dict[str, int] = {}
     for part in stored:
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    wrong = []
+    problems = []
     for name, end in sorted(ends.items()):
         file = path / name
         if Path(name).name != name:
             raise CheckpointError(f"{path / '.metadata'} names the file {name!r}, which is not in its folder")
-        with reading(file):
+        with explain_read_errors(file):
             size = check_regular(file)
         if size < end:
-            wrong.append(f"{file} is cut off: it has {size:,} of {end:,} bytes")
+            problems.append(f"{file} is cut off: it has {size:,} of {end:,} bytes")
     common = path / "common.pt"
     if common.exists() and not zipfile.is_zipfile(common):
-        wrong.append(f"{common} is cut off or damaged")
-    if wrong:
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise CheckpointError("; ".join(wrong[:_SHOWN]) + more)
+        problems.append(f"{common} is cut off or damaged")
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError("; ".join(problems[:_SHOWN]) + more)
 
 
 def check_regular(file: Path) -> int:
-    """Bytes of a regular file; raises `CheckpointError` for any other: a pipe would be waited for."""
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
+    """Bytes of a regular file. Raises `CheckpointError` for other kinds: opening a named pipe would hang."""
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{file} cannot be read: it is no regular file")
-    return found.st_size
+    return status.st_size
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Whatever fails inside becomes a `CheckpointError` of one line that names `path`."""
+def explain_read_errors(path: Path) -> Iterator[None]:
+    """Context that turns every error into a one-line `CheckpointError` with `path`."""
     try:
         yield
     except CheckpointError:
@@ -69,49 +66,49 @@ def reading(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename or path} is missing") from None
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {words(error)}") from None
+        raise CheckpointError(f"{path} cannot be read: {describe_cause(error)}") from None
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Megatron still calls what torch has announced to rename: nothing that a user could change."""
+def hide_future_warnings() -> Iterator[None]:
+    """Context without FutureWarnings: Megatron calls deprecated functions of torch, which users cannot change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
 def load_tensors(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
-    """Megatron's load: what it read, or this rank's error. All ranks call it, and fail together.
+    """Megatron's load: (loaded state, None), or ({}, this rank's error). Collective; all ranks fail together.
 
-    torch tells each rank of every rank's error, with all tracebacks, in an exception that is no `Exception`.
+    torch raises the errors of all ranks, with all tracebacks, as a `CheckpointException`, which is not an `Exception`.
     """
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint import CheckpointException
 
     try:
-        with reading(path), only_weights():
+        with explain_read_errors(path), only_weights():
             return dist_checkpointing.load(state, str(path)), None
     except CheckpointException as failed:
         own = failed.failures.get(dist.get_rank())
-        said = words(own[0]) if own else f"rank {', '.join(map(str, failed.failures))} could not read it"
-        return {}, CheckpointError(f"{path} cannot be read: {said}")
+        reason = describe_cause(own[0]) if own else f"rank {', '.join(map(str, failed.failures))} could not read it"
+        return {}, CheckpointError(f"{path} cannot be read: {reason}")
     except CheckpointError as error:
         return {}, error
 
 
-def words(error: BaseException) -> str:
-    """The cause in one line: the operating system's, where there is one below what a library made of it."""
-    if (found := system_error(error)) is not None:
-        return cause(found)
+def describe_cause(error: BaseException) -> str:
+    """The cause of `error` in one line: the operating system's error behind a library's, if there is one."""
+    if (os_error := system_error(error)) is not None:
+        return cause(os_error)
     if (name := foreign_class(error)) is not None:
-        return f"it names {name}, which no checkpoint holds: unpickling it elsewhere may run code of its writer's"
+        return f"it names {name}, which no checkpoint holds: unpickling it elsewhere may run its author's code"
     lines = str(error).strip().splitlines()
-    said = lines[0] if lines else "without a message"
-    return f"{type(error).__name__}: {said if len(said) <= _LONGEST else said[:_LONGEST] + '...'}"
+    message = lines[0] if lines else "without a message"
+    return f"{type(error).__name__}: {message if len(message) <= _LONGEST else message[:_LONGEST] + '...'}"
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The operating system's error in `error` or below it; None where there is none."""
+    """The first OSError in the chain of causes of `error`, itself included; None without one."""
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return error

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: written under another name, and renamed when it is whole.
+"""Atomic folders: written under a temporary name, renamed when complete.
 
 What a killed process leaves behind is never taken for a checkpoint.
 """
@@ -20,20 +20,27 @@ from roll_batching.files import cause
 RECORD = "strategy.json"
 SAVING = "saving a checkpoint"
 PARTIAL, REPLACED = ".partial", ".replaced"
-"""End the name of a checkpoint that is being written, and of the one before it while both are renamed."""
+"""Suffixes of a folder that is being written, and of the previous one while the two are renamed."""
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the folder `path` is a checkpoint of a strategy's."""
+    """Whether the folder `path` is a strategy's checkpoint."""
     return (path / RECORD).is_file()
 
 
-class Draft:
-    """A folder that is written under another name, `folder`, until `keep` makes it `path`.
+class AtomicFolder:
+    """A folder that is written under a temporary name, `folder`, until `commit` renames it to `path`.
 
-    All ranks of `group` make it, and call its methods. What lies at `path` is replaced where `replaces` says so; any
-    other folder with something in it is refused. Raises `RankError` on all ranks with what went wrong on any, naming
-    the work `what`.
+    Construction and methods are collective over `group`.
+
+    Args:
+        path: the final name, on a file system that all ranks share.
+        group: the ranks that write.
+        what: the operation, for errors.
+        replaces: whether an existing folder may be replaced. One that may not is refused unless it is empty.
+
+    Raises:
+        RankError: on all ranks, with the errors of any.
     """
 
     def __init__(
@@ -46,7 +53,7 @@ class Draft:
             self._replaced = self.path.with_name(self.path.name + REPLACED)
             facts.equal("the path", path)
             if dist.get_rank() == 0:
-                _make_empty(self.path, self.folder, self._replaced, replaces)
+                _prepare(self.path, self.folder, self._replaced, replaces)
         with consensus(group, what):
             if not self.folder.is_dir():
                 raise CheckpointError(
@@ -55,26 +62,26 @@ class Draft:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
-        """The folder to write into. It goes when the block fails on any rank; all raise the same error then."""
+        """Context to write into `folder`, which is deleted if the block fails on any rank; all raise one error."""
         try:
             failed = None
             try:
                 yield self.folder
-            except RankError:  # heard by all
+            except RankError:  # raised on all ranks already
                 raise
             except Exception as error:
                 failed = error
             with consensus(self.group, self.what):
                 if failed is not None:
                     raise failed
-        except RollBatchingError:  # agreed on: all ranks are here
+        except RollBatchingError:  # from the consensus above: all ranks get here
             if dist.get_rank() == 0:
-                shutil.rmtree(self.folder, ignore_errors=True)  # what it takes may be what is missing
+                shutil.rmtree(self.folder, ignore_errors=True)  # a full disk needs its space back
             dist.barrier(group=self.group)
             raise
 
-    def keep(self) -> None:
-        """Gives the folder, which is whole, its name. Where that fails, what was there before has it still."""
+    def commit(self) -> None:
+        """Renames the complete folder to `path`. If that fails, the previous folder keeps its name."""
         with self.writing(), consensus(self.group, self.what):
             if dist.get_rank() == 0:
                 try:
@@ -95,20 +102,20 @@ class Draft:
 
 
 @contextlib.contextmanager
-def whole_or_nothing(
+def atomic_folder(
     path: str | Path, group: Any, *, what: str = SAVING, replaces: Callable[[Path], bool] = is_checkpoint
 ) -> Iterator[Path]:
-    """An empty folder that becomes `path` when the block has ended well on all ranks of `group`; see `Draft`."""
-    draft = Draft(path, group, what=what, replaces=replaces)
-    with draft.writing() as folder:
+    """Context with an empty folder that becomes `path` if the block succeeds on all ranks; see `AtomicFolder`."""
+    target = AtomicFolder(path, group, what=what, replaces=replaces)
+    with target.writing() as folder:
         yield folder
-    draft.keep()
+    target.commit()
 
 
-def _make_empty(path: Path, partial: Path, replaced: Path, replaces: Callable[[Path], bool]) -> None:
-    """Makes the folder `partial`. What an interrupted save left is taken away, or back where it was."""
+def _prepare(path: Path, partial: Path, replaced: Path, replaces: Callable[[Path], bool]) -> None:
+    """Creates the empty folder `partial`; deletes or restores what an interrupted save has left."""
     try:
-        if replaced.exists() and not path.exists():
+        if replaced.exists() and not path.exists():  # the process died between the two renames
             replaced.rename(path)
         if path.exists() and not replaces(path) and not (path.is_dir() and not any(path.iterdir())):
             kind = " and is no checkpoint" if replaces is is_checkpoint else ""
@@ -122,7 +129,7 @@ def _make_empty(path: Path, partial: Path, replaced: Path, replaces: Callable[[P
 
 
 def write_text(file: Path, text: str) -> None:
-    """Writes one of a checkpoint's own files. Raises `CheckpointError` with file and cause."""
+    """Writes a text file. Raises `CheckpointError` with file and cause."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,7 +1,7 @@
-"""What of a checkpoint is pickled, read without running anybody's code.
+"""Unpickling of a checkpoint without running code that its files name.
 
 Unpickling calls whatever the file names. The index of `torch.distributed.checkpoint` (`.metadata`) is a pickle, and
-torch reads it as such; so are the small objects in the data files, which it reads with `weights_only=False`.
+torch unpickles it without restrictions; so it does with small objects in the data files (`weights_only=False`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _INDEX_CLASSES = {
         )
     ),
 }
-"""What an index consists of, beside torch's dtypes: plain data, which runs nothing."""
+"""Classes of an index, beside torch's dtypes. They are plain data: constructing them runs no other code."""
 _FORCED, _FORCED_OFF = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
@@ -48,21 +48,23 @@ class _IndexReader(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _INDEX_CLASSES:
-            raise pickle.UnpicklingError(f"Unsupported GLOBAL {module}.{name}")  # as torch's own says it
+            raise pickle.UnpicklingError(
+                f"Unsupported GLOBAL {module}.{name}"
+            )  # the words of torch's own error, which `foreign_class` reads
         return super().find_class(module, name)
 
 
 def read_index(file: Path) -> Any:
-    """The `Metadata` of torch in the file `.metadata`. Raises `UnpicklingError` where it names anything else."""
+    """Torch's `Metadata` in the file `.metadata`. Raises `UnpicklingError` for any other class."""
     with file.open("rb") as stream:
         return _IndexReader(stream).load()
 
 
 @contextlib.contextmanager
 def only_weights() -> Iterator[None]:
-    """Inside, every `torch.load` reads tensors and plain values only, whatever it was told.
+    """Context in which every `torch.load` has `weights_only=True`, whatever its argument.
 
-    torch then refuses by name what is neither of its own list nor of Megatron's; see `foreign_class`.
+    torch then refuses classes outside its own and Megatron's lists of safe globals; see `foreign_class`.
     """
     before = {name: os.environ.pop(name, None) for name in (_FORCED, _FORCED_OFF)}
     os.environ[_FORCED] = "1"
@@ -74,9 +76,9 @@ def only_weights() -> Iterator[None]:
 
 
 def foreign_class(error: BaseException | None) -> str | None:
-    """What a pickle named that it must not, where `error` or what is below it is the refusal; else None."""
+    """The class that `error`, or one of its causes, refused to unpickle; None for other errors."""
     while error is not None:
-        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            return found[1]
+        if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            return match[1]
         error = error.__cause__ or error.__context__
     return None

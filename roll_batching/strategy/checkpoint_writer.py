@@ -1,7 +1,8 @@
-"""Megatron writes a checkpoint: a rank that fails alone leaves nobody waiting; on request, training goes on meanwhile.
+"""Writes checkpoints through Megatron, synchronously or in the background, with errors raised on all ranks.
 
-Its save is a row of collectives with files written between them: first all ranks agree on who writes what, then each
-writes its files, then one writes the index of all. The middle one alone can go on while the model is trained further.
+Megatron's save is a sequence of collectives with file writes between them: all ranks agree on who writes what, each
+writes its files, one writes the index. Only the writes can go on while training continues. A rank that fails in them
+must still take part in the collectives that follow, or the others would hang.
 """
 
 from __future__ import annotations
@@ -20,25 +21,27 @@ import torch.distributed as dist
 from roll_batching.distributed import consensus, exchange
 from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
-from roll_batching.strategy.checkpoint_files import quiet, system_error, words
+from roll_batching.strategy.checkpoint_files import describe_cause, hide_future_warnings, system_error
 from roll_batching.strategy.checkpoint_folder import RECORD, SAVING, write_text
-from roll_batching.strategy.checkpoint_manifest import MANIFEST, FileDigest, digest_files, manifest_text, names_here
+from roll_batching.strategy.checkpoint_manifest import MANIFEST, FileDigest, digest_files, listed_files, manifest_text
 
 
-class Writing:
-    """The tensors of a checkpoint on their way into the folder of a draft.
+class CheckpointWriter:
+    """Writes the tensors of a checkpoint into a folder.
 
-    All ranks of `group` make it and call `finish`, which returns when all files are whole, and raises `RankError` on
-    all ranks, with file and cause, when one is not.
+    Construction and `finish` are collective over `group`. `finish` returns when all files are complete.
 
     Args:
         tensors: the sharded state.
-        record: the text of `strategy.json`, which is written last.
-        folder: of the draft.
-        group: the ranks that must agree.
+        record: the content of `strategy.json`, which is written last.
+        folder: an empty folder, usually of an `AtomicFolder`.
+        group: the ranks that write.
         size: bytes of the whole checkpoint, for errors.
-        manifest: whether sizes and digests of all files are kept, to be compared before they are loaded.
-        aside: write while the caller goes on. What is written is as it was when this returned: a copy in host memory.
+        background: write from a copy in host memory, in a thread, while the caller continues.
+        manifest: write sizes and digests of all files, which are compared before loading.
+
+    Raises:
+        RankError: on all ranks, with file and cause, when a file could not be written.
     """
 
     def __init__(
@@ -49,34 +52,34 @@ class Writing:
         group: Any,
         *,
         size: int,
-        aside: bool,
+        background: bool,
         manifest: bool = True,
     ) -> None:
         from megatron.core import dist_checkpointing
 
         self._group, self._record = group, record
         self._folder = folder
-        self._own: dict[str, FileDigest] | None = {} if manifest else None
+        self._digests: dict[str, FileDigest] | None = {} if manifest else None
         """Of the files that this rank has written."""
-        self._errors = _FileErrors(folder, size, self._own)
+        self._errors = _WriteErrors(folder, size, self._digests)
         self._thread: threading.Thread | None = None
-        self._last: list[Callable[[], None]] = []
-        if not aside:
-            with self._errors.kept(), quiet():
+        self._finalizers: list[Callable[[], None]] = []
+        if not background:
+            with self._errors.collected(), hide_future_warnings():
                 dist_checkpointing.save(tensors, str(folder))
             return
-        # Megatron 0.19's own is announced to go, and its other one needs a package of its own, nvidia-resiliency-ext
-        own = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
-        options = {"async_strategy": "mcore"} if own else {}
+        # 0.19 deprecates its own asynchronous strategy, and its other one needs the package nvidia-resiliency-ext.
+        has_strategies = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+        options = {"async_strategy": "mcore"} if has_strategies else {}
         request: Any = None
-        with self._errors.kept(), quiet():
+        with self._errors.collected(), hide_future_warnings():
             request = dist_checkpointing.save(tensors, str(folder), async_sharded_save=True, **options)
         with consensus(group, SAVING):
             self._errors.raise_first()
-            self._last = request.finalize_fns
-            if request.async_fn is not None:  # this rank has something to write
+            self._finalizers = request.finalize_fns
+            if request.async_fn is not None:  # this rank has files to write
                 rank, _, results = request.async_fn_args
-                arguments = (rank, _copied(request), results)
+                arguments = (rank, _copy_to_host(request), results)
                 self._thread = threading.Thread(target=request.async_fn, args=arguments, daemon=True)
                 self._thread.start()
 
@@ -85,87 +88,94 @@ class Writing:
         """Whether this rank has written its files, or failed to."""
         return self._thread is None or not self._thread.is_alive()
 
-    def add(self, name: str) -> None:
-        """The manifest lists the file `name` too, which this rank has written."""
-        if self._own is not None:
-            self._own |= digest_files(self._folder, [name])
+    def add_to_manifest(self, name: str) -> None:
+        """Lists a file in the manifest that this rank has written itself."""
+        if self._digests is not None:
+            self._digests |= digest_files(self._folder, [name])
 
     def finish(self) -> None:
-        """Waits for this rank's files, and makes the checkpoint whole."""
+        """Waits for this rank's files and completes the checkpoint."""
         if self._thread is not None:
             self._thread.join()
-        with self._errors.kept(), quiet():
-            for act in self._last:
-                act()
-        everyone = exchange(self._group, SAVING, self._written)
+        with self._errors.collected(), hide_future_warnings():
+            for finalize in self._finalizers:
+                finalize()
+        digests_by_rank = exchange(self._group, SAVING, self._local_digests)
         with consensus(self._group, SAVING):
             if dist.get_rank() == 0:
                 write_text(self._folder / RECORD, self._record)
-                if self._own is not None:
-                    listed = {name: one for own in everyone for name, one in own.items()}
-                    rest = [name for name in names_here(self._folder) if name not in listed]
-                    write_text(self._folder / MANIFEST, manifest_text(listed | digest_files(self._folder, rest)))
+                if self._digests is not None:
+                    digests = {name: one for of_rank in digests_by_rank for name, one in of_rank.items()}
+                    rest = [name for name in listed_files(self._folder) if name not in digests]
+                    write_text(self._folder / MANIFEST, manifest_text(digests | digest_files(self._folder, rest)))
 
-    def _written(self) -> dict[str, FileDigest]:
-        """Raises `CheckpointError` when something has failed on this rank."""
+    def _local_digests(self) -> dict[str, FileDigest]:
+        """Raises `CheckpointError` if a write on this rank has failed."""
         self._errors.raise_first()
-        return self._own or {}
+        return self._digests or {}
 
 
-def _copied(request: Any) -> list[Any]:
-    """Megatron's buckets of one file each, with tensors in host memory that nobody changes."""
-    found = []
-    for (name, key, (objects, tensors)), (*_, (_, before)) in zip(
+def _copy_to_host(request: Any) -> list[Any]:
+    """Megatron's buckets, of one file each, with copies of the tensors in host memory.
+
+    Megatron copies from the device, but uses tensors on the CPU as they are: training would change them meanwhile.
+    """
+    buckets = []
+    for (name, key, (objects, tensors)), (*_, (_, originals)) in zip(
         request.preload_fn(), request.async_fn_args[1], strict=True
     ):
         copies = [
             (item, tensor.clone() if original.is_cpu else tensor)
-            for (item, tensor), (_, original) in zip(tensors, before, strict=True)
+            for (item, tensor), (_, original) in zip(tensors, originals, strict=True)
         ]
-        found.append((name, key, (objects, copies)))
-    return found
+        buckets.append((name, key, (objects, copies)))
+    return buckets
 
 
-class _FileErrors:
-    """What fails while Megatron writes files: kept until it is through, as the other ranks wait in its collectives."""
+class _WriteErrors:
+    """Errors of Megatron's file writes on this rank, kept until the collectives that follow them are through."""
 
     def __init__(self, folder: Path, size: int, digests: dict[str, FileDigest] | None) -> None:
         self._folder, self._size, self._digests = folder, size, digests
-        self._found: list[tuple[Path, BaseException]] = []
+        self._errors: list[tuple[Path, BaseException]] = []
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Around a part of Megatron's save.
+    def collected(self) -> Iterator[None]:
+        """Context around a part of Megatron's save that replaces its writer functions.
 
-        Files are written by this process: the processes that Megatron forks for it (0.16) outlive a killed rank, and
-        its threads (0.19) forget the cause.
+        Files are written by this process: the processes that Megatron forks for them (0.16) outlive a killed rank, and
+        its threads (0.19) lose the cause of an error.
         """
         from megatron.core.dist_checkpointing import serialization
         from megatron.core.dist_checkpointing.strategies import common, filesystem_async
         from torch.distributed.checkpoint import CheckpointException
 
         writer: Any = filesystem_async.FileSystemWriterAsync
-        folder, found, digests = self._folder, self._found, self._digests
+        folder, errors, digests = self._folder, self._errors, self._digests
 
         def write(transforms: Any, use_msc: bool, rank: int, buckets: list[Any], results: Any) -> None:
             written = {
-                number: _write(writer, transforms, number, bucket, found) for number, bucket in enumerate(buckets)
+                number: _write(writer, transforms, number, bucket, errors) for number, bucket in enumerate(buckets)
             }
             results.put(written)
-            if digests is not None and not found:  # here, on the thread that writes while training goes on
+            if digests is not None and not errors:  # on this thread, so that digests too are computed in the background
                 try:
                     digests.update(digest_files(folder, [Path(bucket[0]).name for bucket in buckets]))
                 except CheckpointError as error:
-                    found.append((folder, error))
+                    errors.append((folder, error))
 
         with contextlib.ExitStack() as patches:
             for owner, name, replacement in (
                 (writer, "write_preloaded_data_multiproc", staticmethod(write)),
                 (writer, "write_preloaded_data_multithread", staticmethod(write)),
-                (writer, "finish", _keeping(getattr(writer, "finish", None), folder / ".metadata", found)),
+                (writer, "finish", _collecting(getattr(writer, "finish", None), folder / ".metadata", errors)),
                 (filesystem_async, "_results_queue", queue.Queue()),
-                (serialization, "save_config", _keeping(serialization.save_config, folder / "metadata.json", found)),
-                _common_part(common, folder, found),
+                (
+                    serialization,
+                    "save_config",
+                    _collecting(serialization.save_config, folder / "metadata.json", errors),
+                ),
+                _common_part(common, folder, errors),
             ):
                 if hasattr(owner, name):
                     before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
@@ -173,25 +183,27 @@ class _FileErrors:
                     setattr(owner, name, replacement)
             try:
                 yield
-            except CheckpointException as failed:  # no `Exception`; all ranks have it
+            except CheckpointException as failed:  # not an `Exception`; raised on all ranks
                 own = failed.failures.get(dist.get_rank())
-                found.append((folder, own[0] if own else RuntimeError("another rank could not write")))
+                errors.append((folder, own[0] if own else RuntimeError("another rank could not write")))
 
     def raise_first(self) -> None:
-        """Raises `CheckpointError` with file and cause when something has failed on this rank."""
-        if not self._found:
+        """Raises `CheckpointError` with file and cause of the first error on this rank, if there is one."""
+        if not self._errors:
             return
-        file, error = self._found[0]
+        file, error = self._errors[0]
         free = _size(shutil.disk_usage(self._folder).free) if self._folder.is_dir() else "nothing"
         raise CheckpointError(
-            f"{file} cannot be written: {_why(file, error)}. The checkpoint takes {_size(self._size)}, "
-            f"{free} is free there"
+            f"{file} cannot be written: {_cause_of_write_error(file, error)}. The checkpoint takes "
+            f"{_size(self._size)}, {free} is free there"
         )
 
 
-def _write(writer: Any, transforms: Any, number: int, bucket: Any, kept: list[tuple[Path, BaseException]]) -> list[Any]:
-    """The results of writing one file; none, and the error kept, when it fails or one before it has."""
-    if kept:
+def _write(
+    writer: Any, transforms: Any, number: int, bucket: Any, errors: list[tuple[Path, BaseException]]
+) -> list[Any]:
+    """Megatron's write results of one file; empty, with the error recorded, if this or an earlier write failed."""
+    if errors:
         return []
     results: queue.Queue[Any] = queue.Queue()
     count: queue.Queue[Any] = queue.Queue()
@@ -206,58 +218,60 @@ def _write(writer: Any, transforms: Any, number: int, bucket: Any, kept: list[tu
     )
     _, written = results.get_nowait()
     if isinstance(written, Exception):
-        kept.append((Path(bucket[0]), written))
+        errors.append((Path(bucket[0]), written))
         return []
     return list(written)
 
 
-def _why(file: Path, error: BaseException) -> str:
-    """The cause; where a library has hidden the operating system's, what that says to some more bytes beside `file`."""
+def _cause_of_write_error(file: Path, error: BaseException) -> str:
+    """The cause of a failed write; a test write beside `file` finds a system error that a library has hidden."""
     if system_error(error) is None:
         probe = file.with_name(f"{file.name}.probe")
         try:
             probe.write_bytes(b"\0" * 2**20)
-        except OSError as found:
-            return cause(found)
+        except OSError as probe_error:
+            return cause(probe_error)
         finally:
             with contextlib.suppress(OSError):
                 probe.unlink()
-    return words(error)
+    return describe_cause(error)
 
 
-def _keeping(function: Any, file: Path, kept: list[tuple[Path, BaseException]]) -> Callable[..., Any]:
-    def act(*arguments: Any, **options: Any) -> Any:
+def _collecting(function: Any, file: Path, errors: list[tuple[Path, BaseException]]) -> Callable[..., Any]:
+    """`function`, with its errors recorded instead of raised."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
         try:
             return function(*arguments, **options)
         except Exception as error:
-            kept.append((file, error))
+            errors.append((file, error))
 
-    return act
+    return call
 
 
-def _common_part(common: Any, folder: Path, kept: list[tuple[Path, BaseException]]) -> tuple[Any, str, Any]:
-    """Megatron before 0.19 writes what is no tensor into a file of its own."""
+def _common_part(common: Any, folder: Path, errors: list[tuple[Path, BaseException]]) -> tuple[Any, str, Any]:
+    """The patch of `save_common`: before 0.19 Megatron writes everything but tensors into a separate file."""
     owner = getattr(common, "TorchCommonSaveStrategy", common)
-    return owner, "save_common", _keeping(getattr(owner, "save_common", None), folder / "common.pt", kept)
+    return owner, "save_common", _collecting(getattr(owner, "save_common", None), folder / "common.pt", errors)
 
 
-def check_room(folder: Path, needed: int) -> None:
-    """Raises `CheckpointError` when the file system of `folder` says that it has not `needed` bytes left."""
+def check_free_space(folder: Path, needed: int) -> None:
+    """Raises `CheckpointError` if the file system of `folder` has less than `needed` bytes free."""
     usage = shutil.disk_usage(folder)
-    if usage.total and usage.free < needed:  # some network file systems tell nothing
+    if usage.total and usage.free < needed:  # some network file systems report 0
         raise CheckpointError(
             f"{folder} cannot be written: the checkpoint takes {_size(needed)} and {_size(usage.free)} is free there"
         )
 
 
-def bytes_of(pieces: Iterator[Any]) -> int:
-    """Bytes that this rank writes of the pieces of a sharded state."""
+def bytes_of(shards: Iterator[Any]) -> int:
+    """Bytes of a sharded state that this rank writes."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 
     return sum(
-        piece.data.nbytes
-        for piece in pieces
-        if isinstance(piece, ShardedTensor) and piece.data is not None and is_main_replica(piece.replica_id)
+        shard.data.nbytes
+        for shard in shards
+        if isinstance(shard, ShardedTensor) and shard.data is not None and is_main_replica(shard.replica_id)
     )
 
 

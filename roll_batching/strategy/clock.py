@@ -1,7 +1,7 @@
-"""Where the time of a training step goes, without waiting for a device: by phase, on this rank.
+"""Timing of a training step by phase, on this rank, without synchronising the device.
 
-On CUDA what the device does is timed by events, which are read when the step has ended anyway, and every phase is an
-NVTX range; on the CPU, and for what the host does alone, the clock is read.
+On CUDA phases are timed by events, which are read when the step has ended, and every phase is an NVTX range. On the
+CPU, and for phases on the host, the wall clock is read.
 """
 
 from __future__ import annotations
@@ -18,91 +18,90 @@ import torch
 
 Phase = Literal["plan", "pack", "forward_backward", "loss", "wait", "optimizer"]
 PHASES: tuple[Phase, ...] = ("plan", "pack", "forward_backward", "loss", "wait", "optimizer")
-"""What a step consists of, none of it inside another:
+"""Phases of a step. They do not overlap, except plan:
 
-- plan: micro-batches of lengths, on the host, of the plans made since the step before ended; most of them are made
-  beside a step (`rl.update`), whose other phases then run meanwhile;
-- pack: checks, what ranks agree on before they begin, and packing as far as it is waited for, on the host;
+- plan: planning on the host since the last step; a background thread plans most steps while the one before trains;
+- pack: checks, the consensus of all ranks, and packing as far as the schedule waits for it, on the host;
 - forward_backward: the model, and the loss's backward;
-- loss: from the model's output to the loss, log-probs among it;
-- wait: from the end of this rank's own passes until gradients are summed over ranks and the step's loss is known to
-  all: the sums themselves, and the slower ranks;
-- optimizer: the norm of the gradient, the update, and the schedule.
+- loss: from the model's output to the loss, with log-probs;
+- wait: from the end of this rank's passes until gradients and loss are reduced over all ranks: the collectives, and
+  the slower ranks;
+- optimizer: gradient norm, update and learning-rate schedule.
 """
 
 
 @dataclass(frozen=True)
 class _Span:
     phase: Phase
-    inside: Phase | None
+    outer: Phase | None
     begin: Any
     end: Any
 
 
-class _Open(threading.local):
-    """The phases that a thread is in, the innermost last."""
+class _PhaseStack(threading.local):
+    """The nested phases of a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
 
 
 class StepClock:
-    """Times the phases of one step after the other on `device`; what another thread does beside it, too."""
+    """Times the phases of consecutive steps on `device`, in any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
-        self._open = _Open()
+        self._stack = _PhaseStack()
         self._spans: deque[_Span] = deque()  # a thread may add one while they are read
 
     @contextlib.contextmanager
     def phase(self, phase: Phase, *, on_host: bool = False) -> Iterator[None]:
-        """The block belongs to `phase`, and not to the one around it. `on_host`: the device has no part in it."""
-        around = self._open.phases
-        inside = around[-1] if around else None
+        """Context timed as `phase`, and not as an outer one. `on_host`: it runs nothing on the device."""
+        stack = self._stack.phases
+        outer = stack[-1] if stack else None
         mark = time.perf_counter if on_host or not self._on_device else _event
-        around.append(phase)
+        stack.append(phase)
         if self._on_device:
             torch.cuda.nvtx.range_push(phase)
         begin = mark()
         try:
             yield
         finally:
-            self._spans.append(_Span(phase, inside, begin, mark()))
+            self._spans.append(_Span(phase, outer, begin, mark()))
             if self._on_device:
                 torch.cuda.nvtx.range_pop()
-            around.pop()
+            stack.pop()
 
     def timed(self, phase: Phase, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose calls belong to `phase`."""
+        """`function`, with its calls timed as `phase`."""
 
-        def act(*arguments: Any, **options: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             with self.phase(phase):
                 return function(*arguments, **options)
 
-        return act
+        return call
 
     def timing(self, phase: Phase, owner: Any, name: str) -> contextlib.AbstractContextManager[None]:
-        """Inside, calls of the function `owner.name` belong to `phase`."""
+        """Context in which calls of the function `owner.name` are timed as `phase`."""
         function = getattr(owner, name)
-        if function is None:  # a model whose gradients nobody reduces has none
+        if function is None:  # without DDP there is no finalize_model_grads_func
             return contextlib.nullcontext()
-        return _replaced(owner, name, self.timed(phase, function))
+        return _patched(owner, name, self.timed(phase, function))
 
-    def forget(self) -> None:
-        """What was timed so far is not read."""
+    def discard(self) -> None:
+        """Discards all times since the last reading."""
         self._spans.clear()
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
-        """The block is a step: of one that fails nothing is left to the figures of the next."""
+        """Context of a step: the times of one that fails are discarded."""
         try:
             yield
         except BaseException:
-            self.forget()
+            self.discard()
             raise
 
     def read(self) -> dict[Phase, float]:
-        """Seconds of every phase since the last reading. The device must have finished them."""
+        """Seconds of every phase since the last reading. Call it when the device has finished them."""
         seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         while self._spans:
             span = self._spans.popleft()
@@ -111,13 +110,13 @@ class StepClock:
             else:
                 spent = span.begin.elapsed_time(span.end) / 1000
             seconds[span.phase] += spent
-            if span.inside is not None:
-                seconds[span.inside] -= spent
+            if span.outer is not None:
+                seconds[span.outer] -= spent
         return seconds
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

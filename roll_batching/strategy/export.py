@@ -1,6 +1,6 @@
-"""A model written as a directory of Hugging Face's: the tensors that the one it came from has, and its other files.
+"""Export of a model as a Hugging Face directory, with the tensors and other files of the one it came from.
 
-Every rank that owns tensors (`whole_tensors`) writes its own files, and none ever holds more than one of them.
+Every rank that owns full tensors (`full_tensors`) writes its own files, and holds one of them at a time.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from roll_batching.files import cause
 from roll_batching.huggingface.directory import INDEX, SINGLE, files_beside_weights
 from roll_batching.huggingface.families import HEAD
 from roll_batching.huggingface.stored import DERIVED, StoredTensors
-from roll_batching.strategy.checkpoint_files import words
-from roll_batching.strategy.checkpoint_folder import whole_or_nothing, write_text
-from roll_batching.strategy.checkpoint_writer import check_room
-from roll_batching.strategy.state import ModelState
+from roll_batching.strategy.checkpoint_files import describe_cause
+from roll_batching.strategy.checkpoint_folder import atomic_folder, write_text
+from roll_batching.strategy.checkpoint_writer import check_free_space
+from roll_batching.strategy.full_tensors import cast_to_file_dtype, describe_full_tensors, gather_full_tensors
+from roll_batching.strategy.model_state import ModelState
 from roll_batching.strategy.weights import gather_parameters
-from roll_batching.strategy.whole_tensors import gathered, in_precision, whole_tensors
 
 EXPORTING = "writing the model"
 _LARGEST_FILE = 4 * 10**9
-"""Bytes; a file holds one tensor at least."""
+"""In bytes; a larger tensor has a file to itself."""
 _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _WrittenFile:
-    """A file of tensors that one rank wrote."""
+    """A safetensors file of one rank."""
 
     name: str
     tensors: dict[str, int]
-    """Bytes by name."""
+    """Bytes of each tensor."""
 
 
 def export_model(
@@ -52,55 +52,67 @@ def export_model(
     replaces: Callable[[Path], bool] = lambda path: False,
     largest_file: int = _LARGEST_FILE,
 ) -> None:
-    """Writes the model into the folder `path`, in the names, precisions and files of the model directory `source`.
+    """Writes the model into the folder `path`, with the names, dtypes and other files of the directory `source`.
 
-    Collective; `path` is on a file system that all ranks see. It appears when it is whole. A folder that lies there is
-    replaced where `replaces` says so, and else refused. Raises RankError on all ranks with what went wrong on any.
+    Collective. `path`, on a file system that all ranks share, appears once it is complete.
+
+    Args:
+        state: the model.
+        source: the model directory that it came from.
+        path: the folder to write.
+        replaces: whether an existing folder may be replaced.
+        largest_file: bytes of a file at most, unless one tensor is larger.
+
+    Raises:
+        RankError: on all ranks, with the errors of any.
     """
     group = state.layout.host_group
     with consensus(group, EXPORTING):
-        tensors = whole_tensors(state, source)
+        full = describe_full_tensors(state, source)
     gather_parameters(state.chunks)
-    with whole_or_nothing(path, group, what=EXPORTING, replaces=replaces) as folder:
+    with atomic_folder(path, group, what=EXPORTING, replaces=replaces) as folder:
         with consensus(group, EXPORTING):
             if dist.get_rank() == 0:
-                check_room(folder, sum(tensors.bytes_of(name) for name in tensors.shapes))
+                check_free_space(folder, sum(full.bytes_of(name) for name in full.shapes))
         writer = _Writer(folder, largest_file)
-        for placed in tensors.parameters:
-            for name, tensor in (gathered(placed, tensors.sizes, _HOST) or {}).items():
-                writer.add(name, tensor, tensors.dtypes[name])
+        for placed in full.parameters:
+            for name, tensor in (gather_full_tensors(placed, full.sizes, _HOST) or {}).items():
+                writer.add(name, tensor, full.dtypes[name])
         files = exchange(group, EXPORTING, writer.finish)
         with consensus(group, EXPORTING):
             if dist.get_rank() == 0:
-                _conclude(folder, tensors.origin, [file for one in files for file in one], tensors.stored)
+                _finalize(folder, full.origin, [file for of_rank in files for file in of_rank], full.stored)
 
 
 class _Writer:
-    """Writes tensors into files of bounded size. What fails is kept for the end: other ranks go on gathering."""
+    """Writes tensors into files of bounded size.
+
+    The first error is kept until `finish`: other ranks still gather, and would wait for a rank that stops early.
+    """
 
     def __init__(self, folder: Path, largest: int) -> None:
         self.folder, self.largest = folder, largest
         self.files: list[_WrittenFile] = []
-        self._waiting: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, torch.Tensor] = {}
         self._error: Exception | None = None
 
     def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """One more tensor, in the precision of its file."""
+        """Adds a tensor, cast to the dtype of its file."""
         if self._error is not None:
             return
         try:
-            converted = in_precision(name, tensor, dtype)
+            converted = cast_to_file_dtype(name, tensor, dtype)
         except CheckpointError as error:
             self._error = error
             return
-        waiting = sum(one.nbytes for one in self._waiting.values())
-        if self._waiting and waiting + converted.nbytes > self.largest:
+        pending = sum(one.nbytes for one in self._pending.values())
+        if self._pending and pending + converted.nbytes > self.largest:
             self._flush()
-        self._waiting[name] = converted
+        self._pending[name] = converted
 
     def finish(self) -> list[_WrittenFile]:
-        """The files of this rank. Raises CheckpointError when one could not be written."""
-        if self._waiting:
+        """The files of this rank. Raises `CheckpointError` if one could not be written."""
+        if self._pending:
             self._flush()
         if self._error is not None:
             raise self._error
@@ -111,25 +123,25 @@ class _Writer:
 
         file = self.folder / f"part-{dist.get_rank():05d}-{len(self.files):05d}.safetensors"
         try:
-            save_file(self._waiting, file, metadata={"format": "pt"})
+            save_file(self._pending, file, metadata={"format": "pt"})
             with file.open("rb") as written:
                 os.fsync(written.fileno())
         except Exception as error:
-            self._error = CheckpointError(f"{file} cannot be written: {words(error)}")
+            self._error = CheckpointError(f"{file} cannot be written: {describe_cause(error)}")
         self.files.append(
-            _WrittenFile(name=file.name, tensors={name: tensor.nbytes for name, tensor in self._waiting.items()})
+            _WrittenFile(name=file.name, tensors={name: tensor.nbytes for name, tensor in self._pending.items()})
         )
-        self._waiting = {}
+        self._pending = {}
 
 
-def _conclude(folder: Path, origin: Path, files: list[_WrittenFile], stored: StoredTensors) -> None:
-    """Names the files as transformers does, writes their index, and copies what lies beside the weights."""
-    place = {name: number for number, name in enumerate(stored.shapes)}
-    files.sort(key=lambda file: min(place[name] for name in file.tensors))
+def _finalize(folder: Path, origin: Path, files: list[_WrittenFile], stored: StoredTensors) -> None:
+    """Names the files as transformers does, writes their index, and copies config and tokenizer files."""
+    position = {name: number for number, name in enumerate(stored.shapes)}
+    files.sort(key=lambda file: min(position[name] for name in file.tensors))
     written = {name for file in files for name in file.tensors}
-    left_out = [name for name in stored.shapes if name not in written and not DERIVED.fullmatch(name)]
-    if set(left_out) - {HEAD.theirs[0][0]}:
-        raise CheckpointError(f"no rank wrote {', '.join(left_out)}")
+    missing = [name for name in stored.shapes if name not in written and not DERIVED.fullmatch(name)]
+    if set(missing) - {HEAD.theirs[0][0]}:  # a tied head is the embedding
+        raise CheckpointError(f"no rank wrote {', '.join(missing)}")
     names = [SINGLE] if len(files) == 1 else [_part_name(n, len(files)) for n in range(1, len(files) + 1)]
     try:
         for file, name in zip(files, names, strict=True):

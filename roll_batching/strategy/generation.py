@@ -1,9 +1,8 @@
-"""Sampling from the model with a key-value cache in the attention core.
+"""Generation from the training model, with a key-value cache in the attention core.
 
-Prompts are prefilled once each and their cache is repeated for the group; the head computes their last
-position alone. Rows end at their own length; finished ones are taken out of the batch. Where the cache is
-bounded, rows are sampled in waves. Log-probs of the sampled tokens are recorded, and equal those of a
-packed forward pass to rounding.
+Each prompt is prefilled once and its cache repeated for all its responses; the head computes only the last position.
+Finished sequences are removed from the batch. A limited cache splits the sequences into groups that generate one after
+the other. Log-probs of the sampled tokens are recorded, and equal those of a packed forward pass to rounding.
 """
 
 from __future__ import annotations
@@ -27,25 +26,33 @@ from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import BatchingSpec, ParallelDims, PlanConstraints, plan_step
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.samples.checks import content_digest
-from roll_batching.samples.table import require_batch
-from roll_batching.strategy.inputs import SAME_SAMPLES, check_positions, check_tokens, check_window
-from roll_batching.strategy.sampling import GenerationSettings, Sampler, draws_of
+from roll_batching.samples.length_table import require_batch
+from roll_batching.strategy.cache_budget import (
+    cache_positions,
+    max_over_ranks,
+    positions_per_step,
+    split_by_cache_limit,
+)
+from roll_batching.strategy.model_state import ModelState
+from roll_batching.strategy.sampling import GenerationSettings, Sampler, uniform_draws
 from roll_batching.strategy.schedule import run_schedule
-from roll_batching.strategy.state import ModelState
-from roll_batching.strategy.waves import most_of_all, positions_of_a_step, room_of_row, waves_of
+from roll_batching.strategy.step_inputs import SAME_SAMPLES, check_positions, check_tokens, check_window
 
-_WIDTH_STEP = 16
-"""Visible keys grow in steps of this many positions, so that shapes repeat."""
+_LENGTH_MULTIPLE = 16
+"""The number of attended keys is a multiple of this, so that shapes repeat."""
 Response = tuple[torch.Tensor, torch.Tensor]
-"""A row's tokens and their log-probs, [tokens] each."""
+"""Tokens of a response and their log-probs, [tokens] each."""
 COMPACT_BELOW = 0.75
-"""Finished rows are taken out when fewer than this share of rows still runs."""
+"""Finished sequences are removed when fewer than this share of the batch is still running."""
 
 
 def check_generation(
     facts: Facts, prompts: SampleBatch, settings: GenerationSettings, state: ModelState, draws: torch.Tensor | None
 ) -> None:
-    """Raises `DataError` for what cannot be generated from; `facts` hears what others must have too."""
+    """Raises `DataError` or `LayoutError` for arguments that cannot be generated from.
+
+    Call it inside a consensus: `facts` receives what all ranks must agree on.
+    """
     if state.settings.rows_form:
         raise LayoutError(
             "generate gives the model packs, and this one was handed over with rows_form=True, as it takes none: build "
@@ -57,25 +64,25 @@ def check_generation(
     check_tokens(prompts, state)
     if not isinstance(settings, GenerationSettings):
         raise DataError(f"settings is a {type(settings).__name__}: pass GenerationSettings")
-    bound, longest = settings.max_tokens_in_cache, prompts.max_length
-    needed = room_of_row(longest, settings, state.layout) if longest else 0
+    limit, longest = settings.max_tokens_in_cache, prompts.max_length
+    needed = cache_positions(longest, settings, state.layout) if longest else 0
     check_positions(needed, state)
     check_window(longest + settings.max_new_tokens if longest else 0, state)
-    if bound is not None and needed > bound:
+    if limit is not None and needed > limit:
         raise DataError(
-            f"max_tokens_in_cache={bound} has no room for one row: the longest prompt of {longest} "
+            f"max_tokens_in_cache={limit} has no room for one row: the longest prompt of {longest} "
             f"tokens and max_new_tokens={settings.max_new_tokens} need {needed}. Raise it, or lower max_new_tokens"
         )
-    wanted = len(prompts) * settings.num_return_sequences, settings.max_new_tokens
-    if draws is not None and not settings.greedy and draws.shape != wanted:
-        raise DataError(f"draws has the shape {list(draws.shape)}, and the responses need {list(wanted)}")
+    shape = len(prompts) * settings.num_return_sequences, settings.max_new_tokens
+    if draws is not None and not settings.greedy and draws.shape != shape:
+        raise DataError(f"draws has the shape {list(draws.shape)}, and the responses need {list(shape)}")
     facts.equal("the settings", settings)
-    same = content_digest(prompts.ids, prompts.lengths, prompts.fields)
-    facts.equal_in_replica("the prompts of a replica", same, SAME_SAMPLES)
+    content = content_digest(prompts.ids, prompts.lengths, prompts.fields)
+    facts.equal_in_replica("the prompts of a replica", content, SAME_SAMPLES)
 
 
 def check_layout(dims: ParallelDims) -> None:
-    """Raises `LayoutError` for a layout in which no model generates."""
+    """Raises `LayoutError` for a layout without support for generation."""
     if dims.vpp_size > 1 or dims.cp_size > 1:
         raise LayoutError(
             f"generate is not possible with virtual pipeline {dims.vpp_size} and context parallel size "
@@ -88,13 +95,13 @@ def check_layout(dims: ParallelDims) -> None:
 def generate(
     model: ModelState, prompts: SampleBatch, settings: GenerationSettings, draws: torch.Tensor | None = None
 ) -> SampleBatch:
-    """Samples `num_return_sequences` responses to each of this data-parallel rank's prompts.
+    """Samples `num_return_sequences` responses to each of this data-parallel rank's prompts. Collective.
 
     Args:
-        model: the model to sample from, its parameters whole.
-        prompts: samples with a token field `input_ids`; may be empty. Tensor-parallel ranks pass the same.
+        model: the model to sample from, with gathered parameters.
+        prompts: samples with a token field `input_ids`; may be empty. The same on all tensor-parallel ranks.
         settings: sampling settings; `seed` and the data-parallel rank seed the draws.
-        draws: the random numbers of these responses, as `draws_of` gives them, where others are wanted.
+        draws: uniform numbers of these responses (see `uniform_draws`), to replace the seeded ones.
 
     Returns:
         Prompts and responses, `num_return_sequences` consecutive rows per prompt, ids 0, 1, ..., with the
@@ -104,91 +111,92 @@ def generate(
     Raises:
         LayoutError: under virtual pipelining or context parallelism.
 
-    Without a pipeline a key-value cache makes every token one small step: the attention backend's own where its cores
-    rotate, or, for one that lets it (TransformerEngine's), the dense backend's. Else whole sequences are computed again
-    for every token, which serves checks more than rollouts, and `max_tokens_in_cache` bounds nothing. Ranks that share
-    experts decode in lockstep until the last of them has ended.
+    Without a pipeline, decoding uses a key-value cache: that of the attention backend, or of the dense backend in its
+    place where the backend allows that (TransformerEngine's does). Otherwise whole sequences are recomputed for every
+    token, which is meant for checks, and `max_tokens_in_cache` has no effect. Ranks that share experts decode in
+    lockstep until the last of them has finished.
     """
     layout = model.layout
     check_layout(layout)
-    rows = [row.to(layout.device) for row in prompts.to_lists("input_ids")] if len(prompts) else []
-    rows = [row for row in rows for _ in range(settings.num_return_sequences)]
-    sampler = sampler_of(model, settings, max(len(rows), 1), draws if rows else None)
-    bound = settings.max_tokens_in_cache if keeps_cache(model) else None
-    waves = waves_of([room_of_row(len(row), settings, layout) for row in rows], bound, layout)
+    sequences = [row.to(layout.device) for row in prompts.to_lists("input_ids")] if len(prompts) else []
+    sequences = [row for row in sequences for _ in range(settings.num_return_sequences)]
+    sampler = make_sampler(model, settings, max(len(sequences), 1), draws if sequences else None)
+    limit = settings.max_tokens_in_cache if uses_cache(model) else None
+    positions = [cache_positions(len(sequence), settings, layout) for sequence in sequences]
     responses: dict[int, Response] = {}
-    with sources(model, settings) as source_of:
-        for wave in waves:
-            # Without a row of its own a rank computes one, for others that need its experts.
-            here = [rows[i] for i in wave] or [torch.full((1,), settings.eos_token_id, device=layout.device)]
-            responses |= zip(wave, _decode(source_of(here), wave, sampler), strict=True)
-    return as_batch(rows, [responses[i] for i in range(len(rows))], model.result_dtype)
+    with decoding(model, settings) as make_decoder:
+        for group in split_by_cache_limit(positions, limit, layout):
+            # A rank without sequences decodes a dummy: the others need its experts.
+            batch = [sequences[i] for i in group] or [torch.full((1,), settings.eos_token_id, device=layout.device)]
+            responses |= zip(group, _generate_group(make_decoder(batch), group, sampler), strict=True)
+    return responses_to_batch(sequences, [responses[i] for i in range(len(sequences))], model.result_dtype)
 
 
-def sampler_of(
-    model: ModelState, settings: GenerationSettings, rows: int, draws: torch.Tensor | None = None
+def make_sampler(
+    model: ModelState, settings: GenerationSettings, count: int, draws: torch.Tensor | None = None
 ) -> Sampler:
-    """Draws the tokens of so many rows; `draws` as for `generate`."""
+    """A sampler for `count` sequences; `draws` as for `generate`."""
     layout, device = model.layout, model.layout.device
     if draws is None:
-        draws = draws_of(settings, rows, part=layout.dp_rank, device=device, dtype=model.result_dtype)
+        draws = uniform_draws(settings, count, dp_rank=layout.dp_rank, device=device, dtype=model.result_dtype)
     vocab_size = model.vocab_size or gpt_of(model.chunks[0]).vocab_size
     return Sampler(settings, vocab_size, draws.to(device), [layout.tp_group, layout.pp_group])
 
 
-def keeps_cache(model: ModelState) -> bool:
-    """Whether the model generates with a cache of keys and values."""
+def uses_cache(model: ModelState) -> bool:
+    """Whether the model decodes with a key-value cache."""
     if model.layout.pp_size > 1 or model.attention is None:
         return False
-    # Megatron's own rotation of packs takes no positions, which rows at different ones would need.
+    # Megatron's own rotation of packs takes no position ids, but sequences in a decoding step are at different ones.
     rotates_itself = gpt_of(model.chunks[0]).position_embedding_type == "rope"
-    return _lends(model) or (model.attention.decodes and not rotates_itself)
+    return _decodes_densely(model) or (model.attention.decodes and not rotates_itself)
 
 
-def _lends(model: ModelState) -> bool:
-    """Whether dense cores decode in place of the backend's."""
+def _decodes_densely(model: ModelState) -> bool:
+    """Whether dense attention cores replace those of the backend while decoding."""
     if model.architecture is None or model.attention is None or model.attention.decodes:
         return False
     return getattr(model.attention, "dense_decodes", False)  # a backend that is not derived from ours may lack it
 
 
 @contextlib.contextmanager
-def sources(
+def decoding(
     model: ModelState, settings: GenerationSettings
-) -> Iterator[Callable[[list[torch.Tensor]], Cached | Recomputed]]:
-    """Inside, what makes of rows of tokens a source of their next tokens' logits."""
-    gpt, cached = gpt_of(model.chunks[0]), keeps_cache(model)
-    lent: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if cached and model.architecture is not None and _lends(model):
-        lent = dense_decoding(gpt, rotary_settings(model.architecture))
-    with hidden_states_of(gpt), lent, _decoding(model.layout.device, quick=cached):
-        yield lambda rows: Cached(model, gpt, rows, settings) if cached else Recomputed(model, rows)
+) -> Iterator[Callable[[list[torch.Tensor]], CachedDecoder | RecomputingDecoder]]:
+    """Context in which the model decodes; yields a function that makes a decoder of tokenised sequences."""
+    gpt, cached = gpt_of(model.chunks[0]), uses_cache(model)
+    dense_cores: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if cached and model.architecture is not None and _decodes_densely(model):
+        dense_cores = dense_decoding(gpt, rotary_settings(model.architecture))
+    with hidden_states_of(gpt), dense_cores, _decoding_mode(model.layout.device, cached=cached):
+        yield lambda rows: CachedDecoder(model, gpt, rows, settings) if cached else RecomputingDecoder(model, rows)
 
 
 @contextlib.contextmanager
-def _decoding(device: torch.device, *, quick: bool) -> Iterator[None]:
+def _decoding_mode(device: torch.device, *, cached: bool) -> Iterator[None]:
     if device.type == "cuda":
-        # Products of few rows are cut along the sum, and cuBLAS may add the parts up in bf16. The recorded log-probs
-        # are compared with those of packs, whose products are not cut.
-        products: Any = torch.backends.cuda.matmul
-        before = products.allow_bf16_reduced_precision_reduction
-        products.allow_bf16_reduced_precision_reduction = False
+        # cuBLAS splits products with few rows along the summed dimension, and may add the parts in bf16. Recorded
+        # log-probs are compared with those of packs, whose products are not split.
+        matmul: Any = torch.backends.cuda.matmul
+        before = matmul.allow_bf16_reduced_precision_reduction
+        matmul.allow_bf16_reduced_precision_reduction = False
         try:
             yield
         finally:
-            products.allow_bf16_reduced_precision_reduction = before
+            matmul.allow_bf16_reduced_precision_reduction = before
         return
-    if not quick:
+    if not cached:
         yield
         return
     from roll_batching.distributed import cpu_platform
 
+    # At small batches the platform's TorchFunctionMode takes half of a decoding step on the CPU.
     with cpu_platform.function_mode_paused():
         yield
 
 
-def _whole(logits: torch.Tensor, gpt: Any) -> torch.Tensor:
-    """All vocabulary columns of this rank's [rows, vocabulary / tp]."""
+def _gather_vocabulary(logits: torch.Tensor, gpt: Any) -> torch.Tensor:
+    """[n, vocabulary] from this tensor-parallel rank's [n, vocabulary / tp]. Collective."""
     group = gpt.pg_collection.tp
     if group.size() == 1:
         return logits
@@ -197,8 +205,8 @@ def _whole(logits: torch.Tensor, gpt: Any) -> torch.Tensor:
     return torch.cat(parts, -1)
 
 
-class Cached:
-    """Next-token logits with a key-value cache; the rows may sit at different positions."""
+class CachedDecoder:
+    """Next-token logits with a key-value cache, for sequences at different positions."""
 
     def __init__(self, model: ModelState, gpt: Any, rows: list[torch.Tensor], settings: GenerationSettings) -> None:
         self.layout, self._chunk, self._gpt = model.layout, model.chunks[0], gpt
@@ -206,64 +214,66 @@ class Cached:
         self._lengths = torch.tensor([len(row) for row in rows], device=model.device)
         self._positions = self._lengths
         self.longest = max(map(len, rows))
-        """Positions of the row that has most: known without asking the device."""
-        self._unit = positions_of_a_step(model.layout)
-        self._cache = KeyValueCache(room_of_row(max(map(len, rows)), settings, model.layout))
+        """Positions of the longest sequence, on the host: reading them from the device would wait for it."""
+        self._per_step = positions_per_step(model.layout)
+        self._cache = KeyValueCache(cache_positions(max(map(len, rows)), settings, model.layout))
 
-    def first(self) -> torch.Tensor:
-        """Logits after each prompt, [rows, vocabulary]; rows of one prompt stand together, and it is computed once."""
+    def prefill(self) -> torch.Tensor:
+        """Logits after each prompt, [n, vocabulary]. Consecutive sequences with one prompt share its computation."""
         firsts = [i for i, row in enumerate(self._rows) if i == 0 or row is not self._rows[i - 1]]
         sizes = [end - start for start, end in zip(firsts, [*firsts[1:], len(self._rows)], strict=True)]
         padded = torch.nn.utils.rnn.pad_sequence([self._rows[i] for i in firsts], batch_first=True)
-        padded = F.pad(padded, (0, -padded.shape[1] % self._unit))
+        padded = F.pad(padded, (0, -padded.shape[1] % self._per_step))
         count, width = padded.shape
         device = padded.device
         positions = torch.arange(width, device=device)[:, None].expand(width, count)
         params = DecodeParams(qkv_format="sbhd", cache=self._cache, positions=positions)
         output = self._chunk(padded, positions.t(), None, packed_seq_params=params)
-        sizes_there = torch.tensor(sizes, device=device)
-        repeat = torch.arange(count, device=device).repeat_interleave(sizes_there, output_size=len(self._rows))
-        self._cache.select(repeat)
+        # With output_size the device need not be read for the length of the result.
+        repeats = torch.tensor(sizes, device=device)
+        prompt_of = torch.arange(count, device=device).repeat_interleave(repeats, output_size=len(self._rows))
+        self._cache.select(prompt_of)
         last = torch.arange(count, device=device) * width + self._lengths[torch.tensor(firsts, device=device)] - 1
-        return _whole(logits_at(output, last, self._gpt), self._gpt)[repeat]
+        return _gather_vocabulary(logits_at(output, last, self._gpt), self._gpt)[prompt_of]
 
-    def keep(self, rows: torch.Tensor) -> None:
-        """Goes on with these rows only."""
+    def select(self, rows: torch.Tensor) -> None:
+        """Removes all sequences but `rows` from the batch."""
         self._cache.select(rows)
         self._positions = self._positions[rows]
         self.longest = int(self._positions.max())
 
-    def following(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits after one more token per row, [rows, vocabulary]."""
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits after one more token per sequence, [n, vocabulary], from `tokens` [n]."""
         positions, cache = self._positions, self._cache
-        width = min(cache.length, -(-(self.longest + 1) // _WIDTH_STEP) * _WIDTH_STEP)
+        width = min(cache.length, -(-(self.longest + 1) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
         visible = (torch.arange(width, device=positions.device) <= positions[:, None])[:, None, None]
-        repeated = positions.expand(self._unit, -1)
+        repeated = positions.expand(self._per_step, -1)
         params = DecodeParams(qkv_format="sbhd", cache=cache, positions=repeated, visible=visible)
-        ids = tokens[:, None].expand(-1, self._unit)
+        ids = tokens[:, None].expand(-1, self._per_step)
         output = self._chunk(ids, repeated.t(), None, packed_seq_params=params)
+        # Finished sequences stay in the batch for a while, beyond their last position.
         self._positions = (positions + 1).clamp(max=cache.length - 1)
         self.longest = min(self.longest + 1, cache.length - 1)
-        counted = torch.arange(len(tokens), device=tokens.device) * self._unit
-        return _whole(logits_at(output, counted, self._gpt), self._gpt)
+        first = torch.arange(len(tokens), device=tokens.device) * self._per_step
+        return _gather_vocabulary(logits_at(output, first, self._gpt), self._gpt)
 
 
-class Recomputed:
-    """Next-token logits without a cache: whole sequences are computed again for every token.
+class RecomputingDecoder:
+    """Next-token logits without a cache: whole sequences are recomputed for every token.
 
-    Under a pipeline the last stage's logits reach all stages, so that all draw the same tokens.
+    Under a pipeline the last stage's logits are broadcast, so that all stages sample the same tokens.
     """
 
     def __init__(self, model: ModelState, rows: list[torch.Tensor]) -> None:
         self.layout, self._model, self._rows = model.layout, model, rows
 
-    def first(self) -> torch.Tensor:
-        """Logits after each row, [rows, vocabulary]."""
+    def prefill(self) -> torch.Tensor:
+        """Logits after each sequence, [n, vocabulary]."""
         model, layout = self._model, self.layout
         lengths = [len(row) for row in self._rows]
-        # A replica generates by itself: a plan of one data-parallel rank.
-        widths = [-(-n // _WIDTH_STEP) * _WIDTH_STEP for n in lengths]
-        # Ranks that share experts make as many passes: one each.
+        # Each replica generates by itself: a plan of one data-parallel rank.
+        widths = [-(-n // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for n in lengths]
+        # Ranks that share experts must run the same number of passes: one each.
         cap = sum(widths) if layout.ep_size > 1 else max(model.batching.infer.max_tokens or 0, *widths)
         dims = replace(layout.dims, dp_size=1, ep_size=1, etp_size=layout.tp_size)
         plan = plan_step(lengths, PlanConstraints.of(dims, BatchingSpec(max_tokens=cap, algorithm="none")))
@@ -275,11 +285,11 @@ class Recomputed:
 
             def collect(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
                 gpt = gpt_of(chunk)
-                return _whole(logits_at(output, last.to(output.device), gpt), gpt)
+                return _gather_vocabulary(logits_at(output, last.to(output.device), gpt), gpt)
 
             return collect
 
-        parts = run_schedule(
+        results = run_schedule(
             plan, packs, model.chunks, bind, layout, forward_only=True, collect=True,
             pg_collection=model.pg_collection,
         )  # fmt: skip
@@ -287,77 +297,79 @@ class Recomputed:
         logits = torch.zeros(len(lengths), vocabulary, dtype=model.result_dtype, device=layout.device)
         if layout.is_last_stage:
             order = torch.from_numpy(plan.rank_samples(0)).to(layout.device)
-            logits[order] = torch.cat([part for part in parts if len(part)]).to(logits.dtype)
+            logits[order] = torch.cat([result for result in results if len(result)]).to(logits.dtype)
         dist.broadcast(logits, dist.get_global_rank(layout.pp_group, layout.pp_size - 1), group=layout.pp_group)
         return logits
 
-    def keep(self, rows: torch.Tensor) -> None:
-        """Goes on with these rows only."""
+    def select(self, rows: torch.Tensor) -> None:
+        """Removes all sequences but `rows` from the batch."""
         self._rows = [self._rows[i] for i in rows.tolist()]
 
-    def following(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits after one more token per row, [rows, vocabulary]."""
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits after one more token per sequence, [n, vocabulary], from `tokens` [n]."""
         self._rows = [torch.cat([row, token]) for row, token in zip(self._rows, tokens.split(1), strict=True)]
-        return self.first()
+        return self.prefill()
 
 
-class Answers:
-    """What the rows of a wave have answered so far."""
+class ResponseBuffer:
+    """Tokens and log-probs of the responses of one batch so far."""
 
-    def __init__(self, rows: int, settings: GenerationSettings, logits: torch.Tensor, *, answered: bool = True) -> None:
-        """`answered`: whether anybody asked; else all have ended."""
+    def __init__(self, count: int, settings: GenerationSettings, logits: torch.Tensor, *, running: bool = True) -> None:
+        """`running` False: a batch of dummies, whose tokens are not recorded."""
         device = logits.device
-        kept = torch.float64 if logits.dtype is torch.float64 else torch.float32
-        self.tokens = torch.zeros(rows, settings.max_new_tokens, dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros(rows, settings.max_new_tokens, dtype=kept, device=device)
-        self.sizes = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.live = torch.arange(rows, device=device)
-        """Which rows are still in the batch."""
-        self.running = torch.full((rows,), answered, dtype=torch.bool, device=device)
-        """Of these rows: which have not ended."""
+        dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
+        self.tokens = torch.zeros(count, settings.max_new_tokens, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(count, settings.max_new_tokens, dtype=dtype, device=device)
+        self.sizes = torch.zeros(count, dtype=torch.int64, device=device)
+        self.in_batch = torch.arange(count, device=device)
+        """Responses that are still in the decoder's batch, by its rows."""
+        self.running = torch.full((count,), running, dtype=torch.bool, device=device)
+        """Of these: which have not ended."""
         self._stops = torch.tensor(sorted({settings.eos_token_id, *settings.stop_token_ids}), device=device)
 
-    def add(self, step: int, drawn: torch.Tensor, log_probs: torch.Tensor) -> int:
-        """One more token of each row in the batch. Returns how many go on: the one wait for the device."""
-        live, running = self.live, self.running
-        self.tokens[live, step] = torch.where(running, drawn, self.tokens[live, step])
-        self.log_probs[live, step] = torch.where(running, log_probs, self.log_probs[live, step])
-        self.sizes[live] += running
-        self.running = running & ~torch.isin(drawn, self._stops)
+    def append(self, step: int, tokens: torch.Tensor, log_probs: torch.Tensor) -> int:
+        """Records one token per row of the batch; returns the number that still run (the step's only host read)."""
+        rows, running = self.in_batch, self.running
+        self.tokens[rows, step] = torch.where(running, tokens, self.tokens[rows, step])
+        self.log_probs[rows, step] = torch.where(running, log_probs, self.log_probs[rows, step])
+        self.sizes[rows] += running
+        self.running = running & ~torch.isin(tokens, self._stops)
         return int(self.running.sum())
 
-    def keep(self, rows: torch.Tensor) -> None:
-        """Goes on with these rows of the batch only."""
-        self.live, self.running = self.live[rows], self.running[rows]
+    def select(self, rows: torch.Tensor) -> None:
+        """Removes all but `rows` of the batch."""
+        self.in_batch, self.running = self.in_batch[rows], self.running[rows]
 
 
-def _decode(source: Cached | Recomputed, wave: list[int], sampler: Sampler) -> list[Response]:
-    """Responses of the rows `wave`, with their end token where it came."""
-    settings, layout = sampler.settings, source.layout
-    logits = source.first()
+def _generate_group(decoder: CachedDecoder | RecomputingDecoder, group: list[int], sampler: Sampler) -> list[Response]:
+    """Responses of the sequences `group`, with their end token if they have one."""
+    settings, layout = sampler.settings, decoder.layout
+    logits = decoder.prefill()
     device = logits.device
-    number = torch.tensor(wave or [0], device=device)
-    answers = Answers(len(logits), settings, logits, answered=bool(wave))
+    sequence_of = torch.tensor(group or [0], device=device)
+    buffer = ResponseBuffer(len(logits), settings, logits, running=bool(group))
     for step in range(settings.max_new_tokens):
-        drawn, log_probs = sampler(logits, number[answers.live], step)
-        left = answers.add(step, drawn, log_probs)
-        # Where ranks share experts, all go on until the last of them has ended.
-        going_on = most_of_all(left, layout) if layout.ep_size > 1 else left
-        if not going_on or step + 1 == settings.max_new_tokens:
+        tokens, log_probs = sampler(logits, sequence_of[buffer.in_batch], step)
+        running = buffer.append(step, tokens, log_probs)
+        # Ranks that share experts go on until the last of them has finished.
+        any_running = max_over_ranks(running, layout) if layout.ep_size > 1 else running
+        if not any_running or step + 1 == settings.max_new_tokens:
             break
-        if left < COMPACT_BELOW * len(answers.live):
-            # A rank that is done keeps a row for as long as others need its experts.
-            rows = answers.running.nonzero()[:, 0] if left else torch.zeros(1, dtype=torch.int64, device=device)
-            source.keep(rows)
-            answers.keep(rows)
-            drawn = drawn[rows]
-        logits = source.following(drawn)
-    ends = answers.sizes.tolist()[: len(wave)]
-    return [(answers.tokens[row, :end], answers.log_probs[row, :end]) for row, end in enumerate(ends)]
+        if running < COMPACT_BELOW * len(buffer.in_batch):
+            # A rank that has finished keeps one row for as long as others need its experts.
+            rows = buffer.running.nonzero()[:, 0] if running else torch.zeros(1, dtype=torch.int64, device=device)
+            decoder.select(rows)
+            buffer.select(rows)
+            tokens = tokens[rows]
+        logits = decoder.step(tokens)
+    sizes = buffer.sizes.tolist()[: len(group)]
+    return [(buffer.tokens[row, :size], buffer.log_probs[row, :size]) for row, size in enumerate(sizes)]
 
 
-def as_batch(prompts: list[torch.Tensor], responses: list[Response], dtype: torch.dtype = torch.float32) -> SampleBatch:
-    """Prompts and the responses to them, with the fields that `generate` returns; log-probs of none are of `dtype`."""
+def responses_to_batch(
+    prompts: list[torch.Tensor], responses: list[Response], dtype: torch.dtype = torch.float32
+) -> SampleBatch:
+    """A batch of prompts and responses with the fields of `generate`. `dtype`: of the log-probs of an empty batch."""
     schema = {
         "input_ids": FieldSpec("token"),
         "response_mask": FieldSpec("token", pad=False),

@@ -1,19 +1,18 @@
-"""`MegatronInferStrategy`: a Megatron model that plans, packs and runs forward passes."""
+"""`MegatronInferStrategy`: plans, packs and runs forward passes of a Megatron model."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from roll_batching.distributed import Facts, consensus, digest, host_group
 from roll_batching.distributed.parallel_layout import ParallelLayout, join_layout, start_processes
-from roll_batching.errors import CheckpointError, LayoutError, LossError
+from roll_batching.errors import LayoutError, LossError
 from roll_batching.losses.contract import LossSpec, loss_spec
 from roll_batching.losses.head import HeadContext, check_temperature
 from roll_batching.losses.metric_kinds import as_numbers
@@ -25,41 +24,36 @@ from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraints, RolePlanner
 from roll_batching.samples import FieldSpec, LengthTable, SampleBatch
 from roll_batching.settings import BatchingConfig, RoleSettings
-from roll_batching.strategy.copying import TakesWeights
-from roll_batching.strategy.finite import ChecksOutputs
-from roll_batching.strategy.inputs import counts_here, pack_inputs
-from roll_batching.strategy.outcome import join_outcomes
+from roll_batching.strategy.model_io import ModelIOMixin
+from roll_batching.strategy.model_state import ModelState, StepSettings
+from roll_batching.strategy.nan_checks import require_finite_outputs
 from roll_batching.strategy.sampling import GenerationSettings
-from roll_batching.strategy.saving import SavesState
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
-from roll_batching.strategy.settings import StepSettings
-from roll_batching.strategy.state import ModelState
-
-if TYPE_CHECKING:
-    from roll_batching.strategy.tensor_stream import TensorStream
+from roll_batching.strategy.step_inputs import count_local, pack_inputs
+from roll_batching.strategy.step_result import join_results
 
 logger = logging.getLogger(__name__)
 
 
-class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
+class MegatronInferStrategy(ModelIOMixin):
     """Forward passes of one Megatron model over planned micro-batches.
 
-    Built from a role's settings; `initialize` builds the model. Every method is called by all ranks
-    together. Results come back in the caller's order, on every rank of a replica.
+    Made from a role's settings; `initialize` builds the model. Methods are collective: all ranks call them. Results are
+    in the caller's order, on every rank of a replica.
     """
 
     def __init__(self, config: RoleSettings | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
         self.config, self.seed = config, seed
         self.temperature = check_temperature(temperature)
-        """Logits are divided by it wherever log-probs are computed; rollouts should sample with the same."""
+        """Divides the logits of all log-probs; rollouts should sample with the same."""
         self._state: ModelState | None = None
-        self._noticed_fillers = False
+        self._warned_of_fillers = False
 
     # ---- the model
 
     @property
     def state(self) -> ModelState:
-        """The model and everything that belongs to it; `LayoutError` before there is one."""
+        """The model, its layout and its settings. Raises `LayoutError` before there is a model."""
         if self._state is None:
             raise LayoutError(
                 f"this {type(self).__name__} has no model yet: call initialize() first, or make it with from_parts"
@@ -72,7 +66,7 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
 
     @property
     def layout(self) -> ParallelLayout:
-        """The parallel layout, and this rank's place in it."""
+        """The parallel layout, with this rank's coordinates."""
         return self.state.layout
 
     @property
@@ -82,39 +76,41 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the model."""
         return self.state.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Dtype of the parameters."""
         return self.state.dtype
 
     @property
     def cost(self) -> CostModel:
-        """What a sequence costs the model, for the planner."""
+        """The planner's cost model."""
         return self.state.cost
 
     @property
     def batching(self) -> BatchingConfig:
-        """How passes are cut into micro-batches."""
+        """Settings that form the micro-batches."""
         return self.state.batching
 
     @property
     def settings(self) -> StepSettings:
-        """How a step runs."""
+        """Settings of the schedule."""
         return self.state.settings
 
     def initialize(self, *, weights: bool = True) -> None:
-        """Joins the processes, creates Megatron's groups and builds the model.
+        """Initialises torch.distributed and Megatron's process groups, and builds the model.
 
-        Its weights are those of `model_args.model_name_or_path`, else random; without `weights` they are left as they
-        are, for callers that load or copy them.
+        Args:
+            weights: load `model_args.model_name_or_path`, or initialise at random without one. False: leave weights
+                uninitialised, for callers that load or copy them.
 
-        Raises `RankError` for a model directory that does not hold what it describes, `LayoutError` or `ConfigError`
-        when model, layout and processes do not fit.
+        Raises:
+            RankError: for a model directory whose files do not match its description.
+            LayoutError: (or `ConfigError`) when model, layout and number of processes do not fit.
         """
-        config = self._configured()
+        config = self._require_config()
         architecture = config.model_args.architecture
         if architecture is None:
             raise LayoutError(
@@ -124,16 +120,16 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
         device = start_processes(config.backend_timeout)
         megatron = config.strategy_args.strategy_config
         with consensus(host_group(), "initialize") as facts:
-            # Users' modules, perhaps, which one machine may lack.
+            # Both may import a user's modules, which one machine may lack.
             kernels = choose_kernels(megatron, architecture, device)
             batching = config.batching()
             batching.load_algorithms()
-            words = repr((config.model_dump(exclude={"data_args"}), self.seed, self.temperature))
-            facts.equal("the role's configuration", digest(words), "Start all ranks with the same settings")
+            settings = repr((config.model_dump(exclude={"data_args"}), self.seed, self.temperature))
+            facts.equal("the role's configuration", digest(settings), "Start all ranks with the same settings")
             facts.equal("what the layers compute with", kernels.notice, "Install the same packages on all machines")
         if device.type == "cuda" and dist.get_rank() == 0:
             tell(kernels.notice)
-        layout, groups = self._joined(megatron.parallel_dims(dist.get_world_size()), device)
+        layout, groups = self._create_layout(megatron.parallel_dims(dist.get_world_size()), device)
         dtype = resolve_dtype(config.model_args.dtype, device)
         pretrained = config.model_args.model_name_or_path
         chunks = build_chunks(
@@ -163,27 +159,22 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
             architecture=architecture,
             own_family=config.model_args.family,
         )
-        self.state = self._made_ready(built, config)
+        self.state = self._prepare(built, config)
 
-    def _joined(self, dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:
-        """This rank's place in a layout, and the layout's groups: see `join_layout`."""
+    def _create_layout(self, dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:
+        """(layout, its process groups), see `join_layout`. Roles beside the trained one have groups of their own."""
         return join_layout(dims, device)
 
-    def _made_ready(self, built: ModelState, config: RoleSettings) -> ModelState:
-        """The state of a model that was just built, for what this strategy does with it."""
+    def _prepare(self, built: ModelState, config: RoleSettings) -> ModelState:
+        """Prepares a model that was just built for this kind of strategy."""
         for chunk in built.chunks:
             chunk.eval()
         return built
 
-    def _configured(self) -> RoleSettings:
-        if self.config is None:
-            raise LayoutError("this strategy has no RoleSettings to build a model of; from_parts takes one that exists")
-        return self.config
-
     # ---- planning
 
     def constraints(self, *, forward: bool = False) -> PlanConstraints:
-        """The rules of this role's plans; `forward`: of passes without gradient."""
+        """Constraints of this role's plans; `forward`: for passes without gradient."""
         state = self.state
         batching = state.batching.infer if forward else state.batching.train
         return PlanConstraints.of(
@@ -192,13 +183,19 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
 
     @property
     def planner(self) -> RolePlanner:
-        """What plans this role's steps; others can plan with it as well."""
+        """Planner with this role's settings, to plan in another process, for example."""
         return RolePlanner(train=self.constraints(), infer=self.constraints(forward=True), cost=self.state.cost)
 
     def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
-        """A plan over the samples of `table`, by this role's settings and the model's cost.
+        """A plan over the samples of `table`, with this role's settings and cost model.
 
-        `forward` plans a pass without gradient. Pure: all ranks get the same plan from the same table.
+        A pure function, not collective: all ranks get the same plan from the same table.
+
+        Args:
+            table: ids and lengths of all ranks' samples, from `gather_lengths`.
+            forward: plan a pass without gradient.
+            group_ids: int [n]; samples with one id share a micro-batch.
+            home_rank: int [n]; the data-parallel rank on which each sample stays. None: any.
         """
         return self.planner.plan(table, forward=forward, group_ids=group_ids, home_rank=home_rank)
 
@@ -217,61 +214,63 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
             local: this rank's samples, those that `plan` gives its replica (see `distribute`).
             plan: a plan over all ranks' samples.
             needs: any of "log_probs" and "entropy".
-            masks: fields that say which rows are wanted; the others read 0. None: every row that predicts.
+            masks: names of fields; tokens that none of them counts read 0. None: all tokens that predict.
 
         Returns:
             A batch with `local`'s ids and lengths and the needed next_token fields, fp32, on the host.
 
         Raises:
-            RankError: on all ranks, when any rank's input is wrong, before the model runs; or its output not finite.
+            RankError: on all ranks, before the model runs, when any rank's input is wrong; or when any output is not
+                finite.
         """
         with self._consensus("forward") as facts:
-            wanted = [name for name in ("log_probs", "entropy") if name in needs]
-            if not wanted or len(wanted) != len(set(needs)):
+            names = [name for name in ("log_probs", "entropy") if name in needs]
+            if not names or len(names) != len(set(needs)):
                 raise LossError(f"forward(needs={sorted(needs)}): ask for log_probs, entropy or both")
-            facts.equal("what is asked for", (wanted, masks))
+            facts.equal("what is asked for", (names, masks))
             packs = self._pack(facts, local, plan, masks)
         head = self._head()
 
         def bind(pack: PackedBatch, chunk: Any) -> Any:
             def collect(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
                 idle = not pack.samples
-                log_probs, entropy = head.log_probs(output, pack, chunk, entropy="entropy" in wanted, idle=idle)
-                parts = {"log_probs": log_probs, "entropy": entropy}
-                return torch.stack([x for name in wanted if (x := parts[name]) is not None], -1)
+                log_probs, entropy = head.log_probs(output, pack, chunk, entropy="entropy" in names, idle=idle)
+                values = {"log_probs": log_probs, "entropy": entropy}
+                return torch.stack([x for name in names if (x := values[name]) is not None], -1)
 
             return collect
 
         with torch.no_grad(), self._evaluating():
             results = self._run(plan, packs, bind, forward_only=True, collect=True)
         layout = self.layout
-        rows = torch.zeros(local.num_tokens, len(wanted), dtype=self.state.result_dtype, device=layout.device)
+        outputs = torch.zeros(local.num_tokens, len(names), dtype=self.state.result_dtype, device=layout.device)
         if layout.is_last_stage and len(local):
-            rows = unpack_results(local, plan, layouts_of(packs), results, dp_rank=layout.dp_rank).to(rows.dtype)
+            outputs = unpack_results(local, plan, layouts_of(packs), results, dp_rank=layout.dp_rank).to(outputs.dtype)
         if layout.pp_size > 1:
             last = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
-            dist.broadcast(rows, last, group=layout.pp_group)
-        fields = {name: rows[:, i].contiguous().cpu() for i, name in enumerate(wanted)}
-        kinds = dict.fromkeys(wanted, FieldSpec("next_token"))
-        return self._finite(SampleBatch(local.ids, local.lengths, fields, kinds))
+            dist.broadcast(outputs, last, group=layout.pp_group)
+        fields = {name: outputs[:, i].contiguous().cpu() for i, name in enumerate(names)}
+        schema = dict.fromkeys(names, FieldSpec("next_token"))
+        return require_finite_outputs(self.state, SampleBatch(local.ids, local.lengths, fields, schema))
 
     def compute_log_probs(self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None = None) -> SampleBatch:
-        """Log-probability of every token given those before it, as `forward` returns it."""
+        """Log-probs of all tokens given the tokens before them; see `forward`."""
         return self.forward(local, plan, masks=masks)
 
     def evaluate(self, local: SampleBatch, plan: Plan, loss: Any) -> dict[str, float]:
-        """The loss (under "loss") and metrics of a loss object over the planned samples, without gradient."""
+        """Loss (under "loss") and metrics of a loss object over the planned samples, without gradient."""
         with self._consensus("evaluate") as facts:
             spec = loss_spec(loss)
             packs = self._pack_for(facts, local, plan, spec)
-            own = counts_here(self.layout, local, plan, spec)
-            facts.count(own.vector())
-        counts = own.with_vector(facts.total)
+            local_counts = count_local(self.layout, local, plan, spec)
+            facts.count(local_counts.vector())
+        counts = local_counts.with_vector(facts.total)
+        # Without a backward pass nothing reads the scale.
         scaling = Scaling(per_token=True, num_micro_batches=1, dp_size=1)
         runner = LossRunner(loss, spec, counts, self._head(), scaling, train=False)
         with torch.no_grad(), self._evaluating():
             records = self._run(plan, packs, runner.bind, forward_only=True)
-        total, metrics, _ = join_outcomes(self.state, [r for r in records if r is not None], runner)
+        total, metrics, _ = join_results(self.state, [r for r in records if r is not None], runner)
         return {"loss": total, **as_numbers(metrics)}
 
     def generate(
@@ -282,42 +281,9 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
 
         with self._consensus("generate") as facts:
             check_generation(facts, prompts, settings, self.state, draws)
-        self.gather_parameters()  # not in the forward pass: ranks without prompts make none
+        self.gather_parameters()  # here, as a rank without prompts may run no forward pass that would
         with self._evaluating():
-            return self._finite(generate(self.state, prompts, settings, draws))
-
-    # ---- model directories
-
-    def export(self, path: str | Path, *, replaces: Callable[[Path], bool] = lambda path: False) -> None:
-        """Writes the model as a Hugging Face directory, like the one of `model_args.model_name_or_path`. Collective.
-
-        `path` appears as that of `save`; a folder that lies there is replaced where `replaces` says so.
-
-        Raises:
-            RankError: on all ranks: `path` is there, the model came from no such directory, or a rank could not write.
-        """
-        from roll_batching.strategy.export import export_model
-
-        export_model(self.state, self._directory("export"), path, replaces=replaces)
-
-    def tensor_stream(self) -> TensorStream:
-        """The model's tensors under the names of its model directory, on rank 0, bucket by bucket. Collective.
-
-        Raises `RankError` on all ranks where the model came from no such directory.
-        """
-        from roll_batching.strategy.tensor_stream import TensorStream
-
-        return TensorStream(self.state, self._directory("tensor_stream"))
-
-    def _directory(self, what: str) -> str:
-        with self._consensus(what):
-            source = self._configured().model_args.model_name_or_path
-            if source is None:
-                raise CheckpointError(
-                    "this model started from model_args.architecture: only one that came from a model directory "
-                    "(model_name_or_path) can be written as one"
-                )
-        return source
+            return require_finite_outputs(self.state, generate(self.state, prompts, settings, draws))
 
     # ---- shared by the strategies
 
@@ -340,6 +306,7 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
+        """Context with the model in evaluation mode (no dropout)."""
         chunks = self.chunks
         modes = [chunk.training for chunk in chunks]
         for chunk in chunks:
@@ -350,28 +317,23 @@ class MegatronInferStrategy(TakesWeights, SavesState, ChecksOutputs):
             for chunk, mode in zip(chunks, modes, strict=True):
                 chunk.train(mode)
 
-    def _consensus(self, what: str) -> contextlib.AbstractContextManager[Facts]:
-        """See `Team.agree`; for what computes with the weights."""
-        self._host.require(["parameters"], what)
-        return self.layout.team.agree(what)
-
     def _pack(self, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None) -> Packs:
         packs = pack_inputs(self.state, facts, local, plan, masks)
-        self._notice_fillers(plan)
+        self._warn_of_fillers(plan)
         return packs
 
     def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
-        """`_pack` for a loss, with its own look at the samples of each micro-batch."""
+        """`_pack` for a loss, with the loss's own checks of the samples in each micro-batch."""
         facts.equal("the loss", spec.description)
         packs = self._pack(facts, local, plan, spec.masks)
         if spec.check is not None and (local.origin is None or self.layout.is_last_stage):
-            mine = plan.micro_batches[self.layout.dp_rank]
-            spec.check(local, [local.rows_of(plan.ids[mb.samples]).numpy() for mb in mine if not mb.is_filler])
+            micro_batches = [mb for mb in plan.micro_batches[self.layout.dp_rank] if not mb.is_filler]
+            spec.check(local, [local.rows_of(plan.ids[mb.samples]).numpy() for mb in micro_batches])
         return packs
 
-    def _notice_fillers(self, plan: Plan) -> None:
-        if len(plan.samples) < self.layout.dp_size and dist.get_rank() == 0 and not self._noticed_fillers:
-            self._noticed_fillers = True
+    def _warn_of_fillers(self, plan: Plan) -> None:
+        if len(plan.samples) < self.layout.dp_size and dist.get_rank() == 0 and not self._warned_of_fillers:
+            self._warned_of_fillers = True
             logger.warning(
                 "a step has %d samples for %d data-parallel ranks: the others compute filler micro-batches, which "
                 "change nothing in the result. Use larger mini-batches or fewer ranks (said once)",

@@ -1,48 +1,62 @@
-"""An optimizer's state in a checkpoint: shards of global tensors, named alike in all layouts and for all optimizers.
+"""Optimizer state in checkpoints: shards of global tensors, with the same names in all layouts and optimizers.
 
-Options of the parameter groups are left out: they are the present configuration's.
+The distributed optimizer lays the parameters of a bucket end to end, pads them, and gives each data-parallel rank an
+equal share of that, so that a share begins and ends anywhere inside a parameter. A checkpoint has the state of whole
+parameters instead: every layout can load it, and so can an optimizer that is not distributed. The first rank with a
+part of a parameter assembles it: all ranks write at once, and none holds more than its share and the parameters at its
+edges. On loading, every rank reads the parameters that its share touches.
+
+Megatron's own `fully_reshardable` (core/optimizer/distrib_optimizer.py, 0.16.1 and 0.19.2) gathers everything on one
+rank, reads a padded bucket at the wrong offset, and cannot load the state of torch's Adam, which has a step counter per
+parameter.
+
+Options of the parameter groups (learning rate, weight decay) are not saved: they come from the configuration.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from roll_batching.distributed.groups import group_device
 from roll_batching.errors import CheckpointError
-from roll_batching.strategy.sharded_optimizer import (
-    is_distributed,
-    replicated_state,
-    take_replicated,
-    take_state,
-    unsaved_kind,
-    whole_state,
-)
-from roll_batching.strategy.update import parts_of
+from roll_batching.strategy.optimizer_step import optimizer_parts
+
+_PREFIX = "optimizer.state"
+_MAIN = "fp32_param"
+"""Megatron's name for the fp32 copy of a 16-bit parameter."""
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises `CheckpointError` when this kind of optimizer cannot be saved."""
-    for part in parts_of(optimizer):
-        if (key := unsaved_kind(part)) is not None:
+    """Raises `CheckpointError` for an optimizer whose state is not saved, with the key that makes it so."""
+    for part in optimizer_parts(optimizer):
+        configs = {"use_precision_aware_optimizer": part.config, "optimizer_cpu_offload": part.config}
+        if _is_distributed(part):
+            configs["use_megatron_fsdp"] = part.ddp_config
+        key = next((key for key, config in configs.items() if getattr(config, key, False)), None)
+        if key is not None:
             raise CheckpointError(
                 f"the state of Megatron's optimizers is not saved with {key}: leave it out, or do not save"
             )
 
 
 def prepare_optimizer(optimizer: Any) -> int:
-    """Gives every parameter the state that the first step would create; returns the steps made so far.
+    """Creates the state of every parameter, as a first step would; returns the number of steps so far.
 
-    Megatron's own initialisation leaves torch's step counter out, and torch then fails for want of it.
+    Megatron's own initialisation leaves torch's step counter out, without which torch's Adam fails.
     """
     steps = 0
-    for _, part in _stepping(optimizer):
+    for _, part in _numbered_parts(optimizer):
         if part.init_state_fn is None:
             continue
         part.init_state_fn(part.optimizer, part.config)
         for group in part.optimizer.param_groups:
             steps = max(steps, int(group.get("step", 0)))
-            if not _counts_per_parameter(part):
+            if not _has_step_per_parameter(part):
                 continue
             for parameter in group["params"]:
                 step = part.optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
@@ -51,47 +65,238 @@ def prepare_optimizer(optimizer: Any) -> int:
 
 
 def sharded_optimizer(optimizer: Any, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-    """The state of a prepared optimizer as Megatron's shards, or what to load into. Collective unless `loading`.
+    """The state of a prepared optimizer as Megatron's shards, or shards to load into. Collective unless `loading`.
 
-    Nothing but shards, by numbers of this rank's own: ranks differ in what they step (a pipeline stage may have no
-    experts), and Megatron joins whatever is no shard with what rank 0 saved. The loss scale is the one exception.
+    Apart from the loss scale it has shards only, numbered on this rank: ranks step different parameters (a pipeline
+    stage may have no experts), and Megatron merges everything that is not a shard with the state of rank 0.
     """
     shards = {
-        index: whole_state(part, model_state, loading=loading)
-        if is_distributed(part)
-        else replicated_state(part, model_state)
-        for index, part in _stepping(optimizer)
+        number: _distributed_state(part, model_state, loading=loading)
+        if _is_distributed(part)
+        else _replicated_state(part, model_state)
+        for number, part in _numbered_parts(optimizer)
     }
-    scalers = _scalers(optimizer)
+    scalers = _grad_scalers(optimizer)
     state = {"parameters": shards, "grad_scaler": scalers[0].state_dict() if scalers else {}}
     return {name: value for name, value in state.items() if value}  # Megatron warns of empty ones
 
 
 def restore_optimizer(optimizer: Any, loaded: dict[str, Any], steps: int) -> None:
-    """Takes over what was loaded for `sharded_optimizer(..., loading=True)`; `steps` were made when it was saved."""
+    """Copies state that was loaded into `sharded_optimizer(..., loading=True)` into the optimizer.
+
+    `steps` is the number of steps when it was saved.
+    """
     shards = loaded.get("parameters", {})
-    for index, part in _stepping(optimizer):
-        (take_state if is_distributed(part) else take_replicated)(part, shards.get(index, {}))
+    for number, part in _numbered_parts(optimizer):
+        (_load_distributed if _is_distributed(part) else _load_replicated)(part, shards.get(number, {}))
         for state in part.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"].fill_(float(steps))
-        if not _counts_per_parameter(part):  # fused optimizers count in their groups
+        if not _has_step_per_parameter(part):  # fused optimizers have one counter per group
             for group in part.optimizer.param_groups:
                 group["step"] = steps
-    for scaler in _scalers(optimizer):
+    for scaler in _grad_scalers(optimizer):
         if "grad_scaler" in loaded:
             scaler.load_state_dict(loaded["grad_scaler"])
 
 
-def _stepping(optimizer: Any) -> list[tuple[int, Any]]:
-    """The parts that have parameters, by number: a stage of which all are frozen has stand-ins."""
-    return [(i, part) for i, part in enumerate(parts_of(optimizer)) if not getattr(part, "is_stub_optimizer", False)]
+def _numbered_parts(optimizer: Any) -> list[tuple[int, Any]]:
+    """The chained optimizers that have parameters, by number; a stage that is frozen as a whole has stubs."""
+    return [
+        (number, part)
+        for number, part in enumerate(optimizer_parts(optimizer))
+        if not getattr(part, "is_stub_optimizer", False)
+    ]
 
 
-def _counts_per_parameter(part: Any) -> bool:
+def _is_distributed(part: Any) -> bool:
+    return any(kind.__name__ == "DistributedOptimizer" for kind in type(part).__mro__)
+
+
+def _has_step_per_parameter(part: Any) -> bool:
     return isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
-def _scalers(optimizer: Any) -> list[Any]:
-    """The loss scales of the parts: equal, as all parts see each step that one of them skips."""
-    return [part.grad_scaler for _, part in _stepping(optimizer) if getattr(part, "grad_scaler", None) is not None]
+def _grad_scalers(optimizer: Any) -> list[Any]:
+    """The loss scales of all parts. They are equal: a step that one part skips is skipped by all."""
+    return [
+        part.grad_scaler for _, part in _numbered_parts(optimizer) if getattr(part, "grad_scaler", None) is not None
+    ]
+
+
+def _shards_by_parameter(model_state: dict[str, Any]) -> dict[int, Any]:
+    """The model's sharded state, by id of the parameter."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    return {id(item.data): item for item in nested_values(model_state) if isinstance(item, kinds)}
+
+
+def _state_shard(parameter_shard: Any, name: str, flat: torch.Tensor, replica_id: Any) -> Any:
+    """A parameter's state as a shard of a global tensor, cut as the parameter itself is."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    values = flat.detach().view(parameter_shard.data.shape)
+    changes: dict[str, Any] = {
+        "key": f"{_PREFIX}.{name}.{parameter_shard.key}",
+        "data": values,
+        "replica_id": replica_id,
+    }
+    if isinstance(parameter_shard, ShardedTensor):
+        changes["dtype"] = values.dtype
+    return replace(parameter_shard, **changes)
+
+
+def _tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of one parameter's optimizer state, without the step counter."""
+    return {name: state[name] for name in sorted(state) if name != "step" and isinstance(state[name], torch.Tensor)}
+
+
+# ---- the distributed optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PartitionedParameter:
+    """A parameter and the ranks of the data-parallel group that hold parts of its state."""
+
+    index: int
+    """Its number among all parameters of the optimizer, in the order of the buffers: the same on these ranks."""
+    parameter: torch.nn.Parameter
+    parts: dict[int, slice]
+    """By rank: its range of the flat parameter."""
+
+    @property
+    def first_rank(self) -> int:
+        """The rank that assembles the parameter."""
+        return min(self.parts)
+
+
+@torch.no_grad()
+def _distributed_state(part: Any, model_state: dict[str, Any], *, loading: bool) -> dict[int, dict[str, Any]]:
+    """State shards by number of the parameter, of the parameters that this rank assembles.
+
+    When `loading`: of the parameters that its share touches, uninitialised on the CPU. Collective over the optimizer's
+    data-parallel group unless `loading`.
+
+    Args:
+        part: a distributed optimizer whose state exists.
+        model_state: the sharded state of its model chunks.
+        loading: as above.
+    """
+    parameter_shards = _shards_by_parameter(model_state)
+    rank = part.data_parallel_group.rank()
+    state: dict[int, dict[str, Any]] = {}
+    for partitioned in _partitioned_parameters(part):
+        if rank not in partitioned.parts:
+            continue
+        local = _local_state(part, partitioned.parameter)
+        if loading:
+            size = partitioned.parameter.numel()
+            values = {name: torch.empty(size, dtype=tensor.dtype) for name, tensor in local.items()}
+        else:
+            values = _assemble(part, partitioned, local)
+        if not values:
+            continue  # another rank assembles it
+        shard = parameter_shards[id(partitioned.parameter)]
+        replica_id = _replica_id(part, partitioned, shard)
+        state[partitioned.index] = {name: _state_shard(shard, name, flat, replica_id) for name, flat in values.items()}
+    return state
+
+
+@torch.no_grad()
+def _load_distributed(part: Any, loaded: dict[int, dict[str, torch.Tensor]]) -> None:
+    """Copies this rank's share of loaded parameters."""
+    rank = part.data_parallel_group.rank()
+    for partitioned in _partitioned_parameters(part):
+        if rank not in partitioned.parts:
+            continue
+        for name, local in _local_state(part, partitioned.parameter).items():
+            local.copy_(loaded[partitioned.index][name].flatten()[partitioned.parts[rank]])
+
+
+def _partitioned_parameters(part: Any) -> Iterator[_PartitionedParameter]:
+    """All parameters of a distributed optimizer: `_build_model_gbuf_range` cuts a bucket into equal shares."""
+    ranks = part.data_parallel_group.size()
+    places = (
+        (buffer.buckets[bucket], parameter, start)
+        for buffer in part.buffers
+        for parameter, (start, _, bucket) in buffer.param_index_map.items()
+    )
+    for index, (bucket, parameter, start) in enumerate(places):
+        share, begin, size = bucket.grad_data.numel() // ranks, start - bucket.offset, parameter.numel()
+        holders = range(begin // share, (begin + size - 1) // share + 1)
+        parts = {r: slice(max(r * share - begin, 0), min((r + 1) * share - begin, size)) for r in holders}
+        yield _PartitionedParameter(index=index, parameter=parameter, parts=parts)
+
+
+def _local_state(part: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """This rank's flat share of a parameter's state, by Megatron's names, with its fp32 copy if it has one."""
+    state = part._get_main_param_and_optimizer_states(parameter)
+    main = state.pop("param")
+    tensors = _tensors_of(state)
+    return tensors if parameter.dtype is torch.float32 else {**tensors, _MAIN: main}
+
+
+def _assemble(part: Any, partitioned: _PartitionedParameter, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The flat state of the whole parameter on its first rank; empty on the other ranks with a part of it."""
+    if len(partitioned.parts) == 1:
+        return local
+    group = part.data_parallel_group_gloo or part.data_parallel_group
+    rank, assembled = group.rank(), {}
+    for name, tensor in local.items():
+        device = group_device(group, tensor.device)
+        if rank != partitioned.first_rank:
+            dist.send(tensor.detach().to(device), dist.get_global_rank(group, partitioned.first_rank), group=group)
+            continue
+        values = torch.empty(partitioned.parameter.numel(), dtype=tensor.dtype)
+        values[partitioned.parts[rank]] = tensor.cpu()
+        for other in partitioned.parts.keys() - {rank}:
+            received = torch.empty_like(values[partitioned.parts[other]], device=device)
+            dist.recv(received, dist.get_global_rank(group, other), group=group)
+            values[partitioned.parts[other]] = received.cpu()
+        assembled[name] = values
+    return assembled
+
+
+def _replica_id(part: Any, partitioned: _PartitionedParameter, shard: Any) -> tuple[int, int, int]:
+    """The model parameter's, with 0 last on exactly one rank: Megatron writes the shards with that id.
+
+    It is the first rank with a part, in the first instance of a partially distributed optimizer.
+    """
+    group = part.data_parallel_group
+    number = part.distributed_optimizer_instance_id * group.size() + group.rank() - partitioned.first_rank
+    return (*shard.replica_id[:2], number)
+
+
+# ---- other optimizers
+
+
+def _replicated_state(part: Any, model_state: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """State shards by number of the parameter. They are the optimizer's own tensors, also when loading."""
+    parameter_shards = _shards_by_parameter(model_state)
+    state: dict[int, dict[str, Any]] = {}
+    for index, (parameter, tensors) in enumerate(_replicated_parameters(part)):
+        shard = parameter_shards[id(parameter)]
+        state[index] = {name: _state_shard(shard, name, values, shard.replica_id) for name, values in tensors.items()}
+    return state
+
+
+@torch.no_grad()
+def _load_replicated(part: Any, loaded: dict[int, dict[str, torch.Tensor]]) -> None:
+    """Copies loaded state, in case Megatron did not read it into the optimizer's own tensors."""
+    for index, (_, tensors) in enumerate(_replicated_parameters(part)):
+        for name, values in tensors.items():
+            values.copy_(loaded[index][name])
+
+
+def _replicated_parameters(part: Any) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+    """The model parameters that an optimizer steps, each with its state by Megatron's names."""
+    stepped = [p for group in part.optimizer.param_groups for p in group["params"]]
+    model_parameters = {id(p): p for p in stepped}
+    if hasattr(part, "float16_groups"):  # it steps fp32 copies of these
+        for model_group, main_group in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            model_parameters |= {id(main): p for p, main in zip(model_group, main_group, strict=True)}
+    for main in stepped:
+        parameter, tensors = model_parameters[id(main)], _tensors_of(part.optimizer.state[main])
+        yield parameter, tensors if parameter is main else {**tensors, _MAIN: main}

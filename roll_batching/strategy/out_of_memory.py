@@ -1,4 +1,4 @@
-"""A device that runs out of memory inside a step: what it was computing, and which key to lower."""
+"""Errors for a device that runs out of memory inside a step: the micro-batch, and the key to lower."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ _KEYS = {
     "padded": ("training_args.per_device_train_batch_size", "infer_batch_size"),
 }
 """By mode, the role's keys that bound micro-batches: with a backward pass, and without."""
-_OTHERWISE = (
+_OTHER_CURES = (
     "recompute more (strategy_config.recompute_granularity: full), or spread the model over more devices "
     "(tensor_model_parallel_size, pipeline_model_parallel_size, use_distributed_optimizer). `roll-batching rehearse` "
     "finds without a GPU what fits"
 )
 
 
-class InFlight:
-    """What a rank's schedule is computing: the micro-batch, and in which direction."""
+class MicroBatchTracker:
+    """The micro-batch and the direction (forward or backward) that this rank's schedule is computing."""
 
     def __init__(self, plan: Plan, *, train: bool) -> None:
         self._plan, self._train = plan, train
-        self._begun: dict[int, int] = {}
-        self._words = "before its first micro-batch"
+        self._started: dict[int, int] = {}
+        """Micro-batches that each chunk has started, by id of the chunk."""
+        self._where = "before its first micro-batch"
 
-    def forward(self, pack: PackedBatch, chunk: Any) -> int:
-        """A forward pass begins; returns which micro-batch of `chunk` it is, from 1."""
-        number = self._begun[id(chunk)] = self._begun.get(id(chunk), 0) + 1
-        self._at("forward", number, pack)
+    def start_forward(self, pack: PackedBatch, chunk: Any) -> int:
+        """Records the start of a forward pass; returns the number of the micro-batch on `chunk`, from 1."""
+        number = self._started[id(chunk)] = self._started.get(id(chunk), 0) + 1
+        self._record("forward", number, pack)
         return number
 
-    def watch(self, output: Any, pack: PackedBatch, number: int) -> None:
-        """From now on the beginning of the backward pass that starts at `output` is heard of."""
+    def watch_backward(self, output: Any, pack: PackedBatch, number: int) -> None:
+        """Records the start of the backward pass from `output`, by a hook on its gradient."""
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(lambda _: self._at("backward", number, pack))
+            output.register_hook(lambda _: self._record("backward", number, pack))
 
     @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """Around the schedule: running out of memory becomes a `DeviceMemoryError` that says what to lower."""
+    def explain_out_of_memory(self) -> Iterator[None]:
+        """Around the schedule: turns an out-of-memory error into a `DeviceMemoryError` with the key to lower."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -55,19 +56,19 @@ class InFlight:
             train, forward = _KEYS[constraints.mode]
             now = constraints.rows if constraints.mode == "padded" else constraints.max_tokens
             key = train if self._train else f"{forward} (or {train}, where the passes share plans)"
-            raise out_of_memory(error, self._words, f"Lower {key}, now {now:,}; or {_OTHERWISE}") from error
+            raise device_memory_error(error, self._where, f"Lower {key}, now {now:,}; or {_OTHER_CURES}") from error
 
-    def _at(self, direction: str, number: int, pack: PackedBatch) -> None:
+    def _record(self, direction: str, number: int, pack: PackedBatch) -> None:
         ids = ", ".join(map(str, pack.ids[:8])) + (", ..." if pack.samples > 8 else "")
-        self._words = (
+        self._where = (
             f"in the {direction} pass of micro-batch {number} of {self._plan.num_micro_batches} "
             f"({pack.layout.tokens:,} tokens{f', samples {ids}' if ids else ''})"
         )
 
 
 @contextlib.contextmanager
-def named_in_update() -> Iterator[None]:
-    """Around an optimizer's step, whose memory does not depend on micro-batches."""
+def explain_optimizer_out_of_memory() -> Iterator[None]:
+    """Around an optimizer step, whose memory does not depend on micro-batches."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -75,10 +76,10 @@ def named_in_update() -> Iterator[None]:
             "Set strategy_config.use_distributed_optimizer: true, or spread the model over more devices "
             "(tensor_model_parallel_size, pipeline_model_parallel_size)"
         )
-        raise out_of_memory(error, "in the optimizer's step", cure) from error
+        raise device_memory_error(error, "in the optimizer's step", cure) from error
 
 
-def out_of_memory(error: torch.OutOfMemoryError, where: str, cure: str) -> DeviceMemoryError:
-    """The error to raise, with the first sentences of what torch says."""
-    said = str(error).split(" If reserved", maxsplit=1)[0].strip().rstrip(".")
-    return DeviceMemoryError(f"rank {dist.get_rank()} ran out of device memory {where}: {said}. {cure}")
+def device_memory_error(error: torch.OutOfMemoryError, where: str, cure: str) -> DeviceMemoryError:
+    """The error to raise, with the first sentences of torch's message."""
+    message = str(error).split(" If reserved", maxsplit=1)[0].strip().rstrip(".")
+    return DeviceMemoryError(f"rank {dist.get_rank()} ran out of device memory {where}: {message}. {cure}")

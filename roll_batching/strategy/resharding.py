@@ -1,8 +1,8 @@
-"""Weights from one model into another of the same architecture in another parallel layout, in buckets.
+"""Resharding: weights of one model copied into another parallel layout of the same architecture, in buckets.
 
-Who holds what is read from Megatron's sharded state (`megatron/core/dist_checkpointing`), as for checkpoints: what can
-be saved in one layout and loaded in the other can be copied. No rank ever holds more than its own shards and one bucket
-on its way in and one on its way out.
+Each rank's shards are read from Megatron's sharded state (`megatron/core/dist_checkpointing`), as for checkpoints: what
+can be saved in one layout and loaded in the other can be copied. Beside its own shards a rank holds one bucket to send
+and one to receive.
 """
 
 from __future__ import annotations
@@ -24,145 +24,148 @@ from roll_batching.distributed import consensus, exchange, group_device
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.strategy.checkpoint import model_shards
-from roll_batching.strategy.state import ModelState
+from roll_batching.strategy.model_state import ModelState
 from roll_batching.strategy.weights import Transfer
 
 BUCKET_BYTES = 64 * 2**20
-"""What a rank sends at a time at most, and what it receives."""
+"""Largest bucket that a rank sends or receives."""
 _ALIGNMENT = 16
-"""Bytes that the parts of a bucket begin at multiples of, so that any dtype can be read there."""
+"""Alignment in bytes of the pieces in a bucket, so that any dtype can be viewed there."""
 _SHOWN = 5
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
-"""First and last + 1 along each axis of a whole tensor."""
+"""[start, end) along each axis of a global tensor."""
 
 
 class _Shard(NamedTuple):
-    """Part of a whole tensor on one rank, as the others hear of it."""
+    """Description of a rank's shard of a global tensor, as it is sent to the others."""
 
     name: str
-    """Of the whole tensor; layers that Megatron stacks are tensors of their own."""
+    """Of the global tensor, without Megatron's stacking: each layer is a tensor."""
     box: Box
-    whole: tuple[int, ...]
-    """Shape of the whole tensor."""
+    global_shape: tuple[int, ...]
     dtype: torch.dtype
     padded: bool
-    """Whether the whole tensor's first axis depends on the layout (a vocabulary, rounded up)."""
+    """Whether the first axis depends on the layout (a vocabulary, rounded up)."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What goes from a shard of one rank into a shard of another."""
+    """One message: the overlap of a unit with a shard of another rank."""
 
     unit: int
-    """Its number in the order of all."""
+    """Number of the unit, the same on all ranks."""
     peer: int
-    own: torch.Tensor
-    """The part of this rank's tensor: read by the sender, written by the receiver."""
+    local: torch.Tensor
+    """View of this rank's tensor: read by the sender, written by the receiver."""
     dtype: torch.dtype
-    """On the way: the sender's."""
+    """The sender's: the receiver converts."""
 
     @property
     def bytes(self) -> int:
-        size = self.own.numel() * self.dtype.itemsize
+        size = self.local.numel() * self.dtype.itemsize
         return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class Resharding:
-    """The way of a model's weights into another's. Building it is collective, and so is every copy.
+    """Transfer plan between two layouts of one model, for any number of copies. Construction is collective.
 
     Args:
-        source: whose weights are copied; all processes have a part of it.
-        target: whose weights are written, of the same architecture.
+        source: the model to copy from; every process has shards of it.
+        target: the model to write, of the same architecture.
         group: all processes, on gloo.
-        bucket_bytes: what a rank sends at a time at most, and what it receives; at least a row of each tensor.
+        bucket_bytes: most bytes that a rank sends or receives at a time, but at least one row of a tensor.
 
     Raises:
-        RankError: on all ranks: the two are not the same model, or a version of Megatron describes weights by copies.
+        RankError: on all ranks: the models differ, or this Megatron's sharded state has copies of the weights.
     """
 
     def __init__(self, source: ModelState, target: ModelState, group: Any, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.source, self.target, self._group = source, target, group
-        theirs, mine = _tensors(source), _tensors(target)
-        everyone = exchange(group, "comparing the models", lambda: (list(theirs), list(mine)))
+        source_tensors, target_tensors = _local_tensors(source), _local_tensors(target)
+        shards = exchange(group, "comparing the models", lambda: (list(source_tensors), list(target_tensors)))
+        held, wanted = [of_source for of_source, _ in shards], [of_target for _, of_target in shards]
         with consensus(group, "comparing the models"):
-            _check_shared(source, theirs.values())
-            _check_shared(target, mine.values())
-            units = _units([held for held, _ in everyone], [wanted for _, wanted in everyone], bucket_bytes)
-            _check_same(units, [wanted for _, wanted in everyone])
-        self._padding = list(_padding(units, mine))
-        self._local, out, into = _pieces(units, theirs, mine, [wanted for _, wanted in everyone])
+            _check_not_copied(source, source_tensors.values())
+            _check_not_copied(target, target_tensors.values())
+            units = _units(held, wanted, bucket_bytes)
+            _check_same_model(units, wanted)
+        self._padding = list(_padding_rows(units, target_tensors))
+        self._local, sent, received = _pieces(units, source_tensors, target_tensors, wanted)
         self._rounds = [
-            tuple(sorted((p for p in pieces if first <= p.unit < end), key=lambda p: p.peer) for pieces in (out, into))
-            for first, end in itertools.pairwise([0, *_rounds(out, into, len(units), bucket_bytes, group)])
+            tuple(
+                sorted((p for p in pieces if first <= p.unit < end), key=lambda p: p.peer)
+                for pieces in (sent, received)
+            )
+            for first, end in itertools.pairwise([0, *_round_ends(sent, received, len(units), bucket_bytes, group)])
         ]
 
     @torch.no_grad()
     def copy(self) -> Transfer:
-        """Writes the source's weights, as they are now, into the target.
+        """Copies the current weights of the source into the target. Collective.
 
-        Raises `RankError` on all ranks where one has no memory for its buckets.
+        Raises `RankError` on all ranks if one has no memory for its buckets.
         """
-        began, received, largest = time.perf_counter(), 0, 0
+        started, total, largest = time.perf_counter(), 0, 0
         for rows in self._padding:
             rows.zero_()
-        for theirs, mine in self._local:
-            mine.copy_(theirs)
+        for source, target in self._local:
+            target.copy_(source)
         device = group_device(dist.group.WORLD, self.source.device)
         with consensus(self._group, "memory for weights on their way"):
-            buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._largest()]
-        for going, coming in self._rounds:
-            sent, taken = _exchanged(going, coming, *buckets)
-            received, largest = received + taken, max(largest, sent, taken)
+            buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._bucket_sizes()]
+        for outgoing, incoming in self._rounds:
+            sent, received = _exchange_buckets(outgoing, incoming, *buckets)
+            total, largest = total + received, max(largest, sent, received)
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
-        took = time.perf_counter() - began
-        return Transfer(bytes=received, seconds=took, buckets=len(self._rounds), largest=largest)
+        seconds = time.perf_counter() - started
+        return Transfer(bytes=total, seconds=seconds, buckets=len(self._rounds), largest=largest)
 
-    def _largest(self) -> list[int]:
-        """Bytes of the largest bucket out, and of the largest in."""
+    def _bucket_sizes(self) -> list[int]:
+        """Bytes of the largest bucket that this rank sends, and of the largest that it receives."""
         return [max((sum(p.bytes for p in pieces[side]) for pieces in self._rounds), default=0) for side in (0, 1)]
 
 
-def _exchanged(
-    going: Sequence[_Piece], coming: Sequence[_Piece], out: torch.Tensor, into: torch.Tensor
+def _exchange_buckets(
+    outgoing: Sequence[_Piece], incoming: Sequence[_Piece], send_buffer: torch.Tensor, receive_buffer: torch.Tensor
 ) -> tuple[int, int]:
-    """One bucket out and one in, in the memory that is given: the bytes of both."""
-    sent, taken = _by_peer(going), _by_peer(coming)
-    outgoing, incoming = out[: sum(sent)], into[: sum(taken)]
-    for piece, place in _places(going, outgoing):
-        place.copy_(piece.own)
-    dist.all_to_all_single(incoming, outgoing, taken, sent)
-    for piece, place in _places(coming, incoming):
-        piece.own.copy_(place)
-    return len(outgoing), len(incoming)
+    """Sends and receives one bucket; returns the bytes of both."""
+    send_sizes, receive_sizes = _bytes_by_peer(outgoing), _bytes_by_peer(incoming)
+    sent, received = send_buffer[: sum(send_sizes)], receive_buffer[: sum(receive_sizes)]
+    for piece, view in _views(outgoing, sent):
+        view.copy_(piece.local)
+    dist.all_to_all_single(received, sent, receive_sizes, send_sizes)
+    for piece, view in _views(incoming, received):
+        piece.local.copy_(view)
+    return len(sent), len(received)
 
 
-# ---- who holds what
+# ---- shards of both models
 
 
-def _tensors(model: ModelState) -> dict[_Shard, torch.Tensor]:
-    """This rank's shards; of equal ones (tied weights on one rank are one) the last."""
-    found = {}
-    for piece in model_shards(model):
-        stacked = piece.prepend_axis_num
-        name = ".".join([piece.key, *(str(at) for at in piece.global_offset[:stacked])])
-        starts = piece.global_offset[stacked:]
-        box = tuple((at, at + size) for at, size in zip(starts, piece.local_shape, strict=True))
-        whole = tuple(piece.global_shape[stacked:])
-        found[_Shard(name, box, whole, piece.dtype, piece.allow_shape_mismatch)] = piece.data
-    return found
+def _local_tensors(model: ModelState) -> dict[_Shard, torch.Tensor]:
+    """This rank's tensors by shard. Tied weights on one rank are one shard."""
+    tensors = {}
+    for sharded in model_shards(model):
+        stacked = sharded.prepend_axis_num
+        name = ".".join([sharded.key, *(str(index) for index in sharded.global_offset[:stacked])])
+        starts = sharded.global_offset[stacked:]
+        box = tuple((start, start + size) for start, size in zip(starts, sharded.local_shape, strict=True))
+        global_shape = tuple(sharded.global_shape[stacked:])
+        tensors[_Shard(name, box, global_shape, sharded.dtype, sharded.allow_shape_mismatch)] = sharded.data
+    return tensors
 
 
-def _check_shared(model: ModelState, tensors: Any) -> None:
-    """Raises `LayoutError` unless `tensors` are the model's own memory."""
-    own = {
+def _check_not_copied(model: ModelState, tensors: Any) -> None:
+    """Raises `LayoutError` unless `tensors` share the memory of the model: writing to copies would have no effect."""
+    pointers = {
         tensor.untyped_storage().data_ptr()
         for chunk in model.chunks
         for tensor in [*gpt_of(chunk).parameters(), *gpt_of(chunk).buffers()]
     }
-    copies = [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in own]
+    copies = [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in pointers]
     if copies:
         raise LayoutError(
             f"{len(copies)} tensors of the sharded state are not the model's memory in this version of Megatron-Core, "
@@ -171,32 +174,33 @@ def _check_shared(model: ModelState, tensors: Any) -> None:
 
 
 class _Unit(NamedTuple):
-    """Part of a whole tensor that travels in one bucket."""
+    """Part of a global tensor that is sent within one bucket."""
 
     shard: _Shard
-    """What its holders have of the tensor."""
+    """The shard that its holders have."""
     box: Box
     holders: tuple[int, ...]
+    """Ranks that have it."""
 
 
 def _units(held: Sequence[list[_Shard]], wanted: Sequence[list[_Shard]], limit: int) -> list[_Unit]:
-    """All parts of all tensors, in an order that is the same on all ranks and mixes layers.
+    """All units of all tensors, in one pseudo-random order on all ranks.
 
-    Layers are mixed since those of one pipeline stage lie on a few ranks, which would send alone.
+    In the order of layers the few ranks of one pipeline stage would send while the others wait.
     """
     holders: dict[_Shard, list[int]] = defaultdict(list)
     for rank, shards in enumerate(held):
         for shard in shards:
             holders[shard].append(rank)
-    wanting: dict[str, int] = defaultdict(int)
+    receivers: dict[str, int] = defaultdict(int)
     for shards in wanted:
         for name in {shard.name for shard in shards}:
-            wanting[name] += 1
+            receivers[name] += 1
     units = []
     for shard, ranks in holders.items():
-        copies = -(-wanting[shard.name] // len(ranks))  # that one holder sends
-        row = math.prod(end - start for start, end in shard.box[1:]) * shard.dtype.itemsize * max(copies, 1)
-        rows = max(1, (limit - copies * _ALIGNMENT) // row)
+        copies = -(-receivers[shard.name] // len(ranks))  # that one holder sends
+        row_bytes = math.prod(end - start for start, end in shard.box[1:]) * shard.dtype.itemsize * max(copies, 1)
+        rows = max(1, (limit - copies * _ALIGNMENT) // row_bytes)
         (start, end), *rest = shard.box
         for first in range(start, end, rows):
             units.append(_Unit(shard, ((first, min(first + rows, end)), *rest), tuple(ranks)))
@@ -205,25 +209,27 @@ def _units(held: Sequence[list[_Shard]], wanted: Sequence[list[_Shard]], limit: 
     )
 
 
-def _check_same(units: Sequence[_Unit], wanted: Sequence[list[_Shard]]) -> None:
-    """Raises `LayoutError` unless the source has all of what the target wants."""
-    whole = {unit.shard.name: unit.shard for unit in units}
-    different = set()
+def _check_same_model(units: Sequence[_Unit], wanted: Sequence[list[_Shard]]) -> None:
+    """Raises `LayoutError` unless the source has every tensor of the target."""
+    sources = {unit.shard.name: unit.shard for unit in units}
+    differences = set()
     for shard in {shard for shards in wanted for shard in shards}:
-        theirs = whole.get(shard.name)
-        if theirs is None:
-            different.add(f"{shard.name} is not in the other")
-        elif theirs.whole[1:] != shard.whole[1:] or (theirs.whole[0] != shard.whole[0] and not shard.padded):
-            different.add(f"{shard.name} is {list(theirs.whole)} there and {list(shard.whole)} here")
-    if different:
-        some = sorted(different)[:_SHOWN]
+        source = sources.get(shard.name)
+        if source is None:
+            differences.add(f"{shard.name} is not in the other")
+            continue
+        there, here = source.global_shape, shard.global_shape
+        if there[1:] != here[1:] or (there[0] != here[0] and not shard.padded):
+            differences.add(f"{shard.name} is {list(there)} there and {list(here)} here")
+    if differences:
+        shown = sorted(differences)[:_SHOWN]
         raise LayoutError(
-            f"weights are copied between strategies of one model, and these two differ: {'; '.join(some)}"
-            f"{' and more' if len(different) > len(some) else ''}. Give both roles the same architecture"
+            f"weights are copied between strategies of one model, and these two differ: {'; '.join(shown)}"
+            f"{' and more' if len(differences) > len(shown) else ''}. Give both roles the same architecture"
         )
 
 
-# ---- what goes where
+# ---- pieces and rounds
 
 
 def _overlap(one: Box, other: Box) -> Box | None:
@@ -231,60 +237,60 @@ def _overlap(one: Box, other: Box) -> Box | None:
     return box if all(start < end for start, end in box) else None
 
 
-def _part(tensor: torch.Tensor, shard: _Shard, box: Box) -> torch.Tensor:
-    """The part `box` of the whole tensor in this rank's `shard` of it."""
+def _view(tensor: torch.Tensor, shard: _Shard, box: Box) -> torch.Tensor:
+    """The part `box` of a global tensor, as a view of this rank's `shard` of it."""
     return tensor[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, shard.box, strict=True))]
 
 
-def _padding(units: Sequence[_Unit], mine: dict[_Shard, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Rows of a vocabulary, rounded up, that the source does not have."""
-    rows = {unit.shard.name: unit.shard.whole[0] for unit in units}
-    for shard, tensor in mine.items():
+def _padding_rows(units: Sequence[_Unit], target: dict[_Shard, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Rows of the target's padded vocabulary that the source does not have."""
+    rows = {unit.shard.name: unit.shard.global_shape[0] for unit in units}
+    for shard, tensor in target.items():
         if shard.padded and shard.box[0][1] > rows[shard.name]:
             yield tensor[max(0, rows[shard.name] - shard.box[0][0]) :]
 
 
 def _pieces(
     units: Sequence[_Unit],
-    theirs: dict[_Shard, torch.Tensor],
-    mine: dict[_Shard, torch.Tensor],
+    source: dict[_Shard, torch.Tensor],
+    target: dict[_Shard, torch.Tensor],
     wanted: Sequence[list[_Shard]],
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[_Piece], list[_Piece]]:
-    """What stays on this rank (from, into), what leaves it and what comes, in the order of units.
+    """(local copies as (from, to), pieces to send, pieces to receive) of this rank, in the order of units.
 
-    Who wants a part that lies on its rank takes that; the others are spread over the holders.
+    A rank that holds a unit copies it locally; the other receivers are spread evenly over the holders.
     """
     me = dist.get_rank()
-    names = {shard.name for shard in [*theirs, *mine]}
-    wanting: dict[str, list[tuple[int, _Shard]]] = defaultdict(list)
+    names = {shard.name for shard in [*source, *target]}
+    receivers: dict[str, list[tuple[int, _Shard]]] = defaultdict(list)
     for rank, shards in enumerate(wanted):
         for shard in shards:
             if shard.name in names:
-                wanting[shard.name].append((rank, shard))
-    local, out, into = [], [], []
+                receivers[shard.name].append((rank, shard))
+    local, sent, received = [], [], []
     for number, unit in enumerate(units):
         remote = 0
-        for rank, shard in wanting.get(unit.shard.name, ()):
+        for rank, shard in receivers.get(unit.shard.name, ()):
             box = _overlap(unit.box, shard.box)
             if box is None:
                 continue
             if rank in unit.holders:
                 if rank == me:
-                    local.append((_part(theirs[unit.shard], unit.shard, box), _part(mine[shard], shard, box)))
+                    local.append((_view(source[unit.shard], unit.shard, box), _view(target[shard], shard, box)))
                 continue
             sender = unit.holders[(number + remote) % len(unit.holders)]
             remote += 1
             if sender == me:
-                out.append(_Piece(number, rank, _part(theirs[unit.shard], unit.shard, box), unit.shard.dtype))
+                sent.append(_Piece(number, rank, _view(source[unit.shard], unit.shard, box), unit.shard.dtype))
             if rank == me:
-                into.append(_Piece(number, sender, _part(mine[shard], shard, box), unit.shard.dtype))
-    return local, out, into
+                received.append(_Piece(number, sender, _view(target[shard], shard, box), unit.shard.dtype))
+    return local, sent, received
 
 
-def _rounds(out: Sequence[_Piece], into: Sequence[_Piece], units: int, limit: int, group: Any) -> list[int]:
-    """Ends of the rounds: in each, as many of the next units travel as fit the buckets of all ranks. Collective."""
+def _round_ends(sent: Sequence[_Piece], received: Sequence[_Piece], units: int, limit: int, group: Any) -> list[int]:
+    """Ends of the rounds: each has as many of the next units as fit the buckets of all ranks. Collective."""
     totals = []
-    for pieces in (out, into):
+    for pieces in (sent, received):
         sizes = np.zeros(units + 1, dtype=np.int64)
         np.add.at(sizes, [piece.unit + 1 for piece in pieces], [piece.bytes for piece in pieces])
         totals.append(sizes.cumsum())
@@ -298,17 +304,17 @@ def _rounds(out: Sequence[_Piece], into: Sequence[_Piece], units: int, limit: in
     return ends
 
 
-def _by_peer(pieces: Sequence[_Piece]) -> list[int]:
+def _bytes_by_peer(pieces: Sequence[_Piece]) -> list[int]:
     sizes = [0] * dist.get_world_size()
     for piece in pieces:
         sizes[piece.peer] += piece.bytes
     return sizes
 
 
-def _places(pieces: Sequence[_Piece], bucket: torch.Tensor) -> Iterator[tuple[_Piece, torch.Tensor]]:
-    """Each piece with its place in `bucket`; pieces are by peer, then in the order of units, which both sides know."""
-    at = 0
+def _views(pieces: Sequence[_Piece], bucket: torch.Tensor) -> Iterator[tuple[_Piece, torch.Tensor]]:
+    """Each piece with its view of `bucket`. Sender and receiver have the same order: by peer, then by unit."""
+    start = 0
     for piece in pieces:
-        size = piece.own.numel() * piece.dtype.itemsize
-        yield piece, bucket[at : at + size].view(piece.dtype).view(piece.own.shape)
-        at += piece.bytes
+        size = piece.local.numel() * piece.dtype.itemsize
+        yield piece, bucket[start : start + size].view(piece.dtype).view(piece.local.shape)
+        start += piece.bytes

@@ -1,4 +1,4 @@
-"""How responses are sampled: the settings, and from logits to next tokens."""
+"""Sampling settings, and next tokens from logits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from roll_batching.errors import DataError
 from roll_batching.planning.plain_values import integer_of, switch_of
 
 _LOWEST = {"max_new_tokens": 1, "num_return_sequences": 1, "eos_token_id": -1, "top_k": 0, "seed": 0}
-"""Of whole numbers; -1 is no token, so that nothing but length ends a response."""
+"""Lower bounds of integer settings. eos_token_id -1 is no token: only max_new_tokens ends a response then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """How responses are sampled."""
+    """Sampling settings of responses. Raises `DataError` for values out of range."""
 
     max_new_tokens: int
     eos_token_id: int
@@ -29,17 +29,16 @@ class GenerationSettings:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """Sample among this many likeliest tokens; 0: all."""
+    """Sample among the k most likely tokens; 0: all."""
     greedy: bool = False
     seed: int = 0
     num_return_sequences: int = 1
     """Responses per prompt, on consecutive rows."""
     max_tokens_in_cache: int | None = None
-    """Positions that the cache of keys and values may hold on a rank, over all rows that are sampled together: rows x
-    (their longest prompt + max_new_tokens). More rows wait for their turn; what they sample does not depend on it.
-    None: all rows at once."""
+    """Most positions of the key-value cache on a rank: sequences in the batch x (their longest prompt +
+    max_new_tokens). Further sequences wait for the next batch; results do not depend on it. None: no limit."""
     vocab_size: int | None = None
-    """Of the model: token ids of rollout engines must lie below it. None: not known."""
+    """Vocabulary size of the model, an upper bound of token ids from rollout engines. None: unknown."""
 
     def __post_init__(self) -> None:
         for name, lowest in _LOWEST.items():
@@ -59,21 +58,25 @@ class GenerationSettings:
             object.__setattr__(self, name, float(value))
 
 
-def draws_of(
-    settings: GenerationSettings, rows: int, *, part: int, device: torch.device, dtype: torch.dtype
+def uniform_draws(
+    settings: GenerationSettings, rows: int, *, dp_rank: int, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[rows, max_new_tokens] uniform numbers for the rows of the data-parallel rank `part`; greedy: [0, ...]."""
-    generator = torch.Generator(device=device).manual_seed(settings.seed * 1_000_003 + part)
+    """[rows, max_new_tokens] uniform numbers in [0, 1) for the sequences of `dp_rank`; greedy: [0, max_new_tokens]."""
+    generator = torch.Generator(device=device).manual_seed(settings.seed * 1_000_003 + dp_rank)
     shape = 0 if settings.greedy else rows, settings.max_new_tokens
     return torch.rand(shape, generator=generator, device=device, dtype=dtype)
 
 
 class Sampler:
-    """Next tokens and their log-probs from full-vocabulary logits.
+    """Samples next tokens, with their log-probs, from full-vocabulary logits.
 
-    `draws` are the random numbers of all rows, as `draws_of` gives them: each row has its own, so that its tokens do
-    not depend on which rows are sampled beside it. Ranks of `groups`, which hold the same rows and logits, take the
-    tokens of the groups' first rank: CUDA's float `cumsum` may differ between them.
+    Args:
+        settings: the sampling settings.
+        vocab_size: real vocabulary; padded columns of the logits are never sampled.
+        draws: uniform numbers of all sequences (`uniform_draws`). Each sequence has its own, so that its tokens do not
+            depend on the others in its batch.
+        groups: process groups whose ranks have the same sequences and logits. They take the tokens of the group's first
+            rank: CUDA's floating-point `cumsum` may differ between ranks.
     """
 
     def __init__(
@@ -84,36 +87,39 @@ class Sampler:
         self._groups = [group for group in groups if group.size() > 1]
 
     def __call__(self, logits: torch.Tensor, rows: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, vocabulary] of these rows -> tokens [n], log-probs [n] of the untruncated distribution."""
-        wide = logits[:, : self.vocab_size]
-        wide = wide if wide.dtype is torch.float64 else wide.float()
-        log_probs = (wide / self.settings.temperature).log_softmax(-1)
+        """(tokens [n], their log-probs [n]) from logits [n, vocabulary] of the sequences `rows` [n].
+
+        Log-probs are those before top-k and top-p: a training pass computes the same.
+        """
+        real = logits[:, : self.vocab_size]
+        real = real if real.dtype is torch.float64 else real.float()
+        log_probs = (real / self.settings.temperature).log_softmax(-1)
         if self.settings.greedy:
             tokens = log_probs.argmax(-1)
         else:
-            tokens = self._drawn(self._truncate(log_probs).exp_(), self._uniform[rows, step].to(log_probs.dtype))
+            tokens = self._draw(self._truncate(log_probs).exp_(), self._uniform[rows, step].to(log_probs.dtype))
         for group in self._groups:
             dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)
         return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
 
-    def _drawn(self, weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """Inverse transform sampling: the first token up to which more than `uniform` of all weight lies."""
-        reached = weights.cumsum(-1)
-        total = reached[:, -1]
-        # Below the total, whatever rounding does: above it lies no token, and tokens without weight end there.
-        aim = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-        drawn = torch.searchsorted(reached, aim[:, None], right=True)[:, 0]
-        return drawn.clamp_(max=reached.shape[-1] - 1)  # weights that are not finite: their log-probs tell
+    def _draw(self, weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """Inverse transform sampling: the first token with a cumulative weight above `uniform` x total weight."""
+        cumulative = weights.cumsum(-1)
+        total = cumulative[:, -1]
+        # Rounding may lift uniform * total to the total, where only tokens without weight are left.
+        threshold = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+        tokens = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]
+        return tokens.clamp_(max=cumulative.shape[-1] - 1)  # for NaN weights; the check of the log-probs reports them
 
     def _truncate(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """With what is not to be sampled at minus infinity; a tensor of its own."""
+        """A copy of `log_probs` with tokens outside top-k and top-p at minus infinity."""
         top_k, top_p = self.settings.top_k, self.settings.top_p
-        kept = log_probs.clone()
+        truncated = log_probs.clone()
         if top_k and top_k < log_probs.shape[-1]:
             bound = log_probs.topk(top_k, -1).values[:, -1:]
-            kept = kept.masked_fill_(log_probs < bound, float("-inf"))
+            truncated = truncated.masked_fill_(log_probs < bound, float("-inf"))
         if top_p < 1.0:
-            ordered, index = kept.softmax(-1).sort(-1, descending=True)
+            ordered, index = truncated.softmax(-1).sort(-1, descending=True)
             beyond = ordered.cumsum(-1) - ordered >= top_p
-            kept = kept.masked_fill_(beyond.scatter(1, index, beyond), float("-inf"))
-        return kept
+            truncated = truncated.masked_fill_(beyond.scatter(1, index, beyond), float("-inf"))
+        return truncated

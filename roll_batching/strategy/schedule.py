@@ -21,8 +21,8 @@ from roll_batching.packing.batch import PackedBatch, StepPacks
 from roll_batching.packing.layout import PackLayout
 from roll_batching.packing.params import PackedParams
 from roll_batching.planning import Plan
-from roll_batching.strategy.out_of_memory import InFlight
-from roll_batching.strategy.pipeline import PlannedP2P
+from roll_batching.strategy.out_of_memory import MicroBatchTracker
+from roll_batching.strategy.planned_p2p import PlannedP2P
 
 Packs = Sequence[PackedBatch] | StepPacks
 LossBinder = Callable[[PackedBatch, Any], Callable[..., Any]]
@@ -31,14 +31,17 @@ LossBinder = Callable[[PackedBatch, Any], Callable[..., Any]]
 def receive_shape(
     pack: PackLayout, layout: ParallelLayout, hidden_size: int, rows_form: bool = False
 ) -> tuple[int, int, int]:
-    """Shape of a stage's input: [tokens / cp (/ tp with sequence parallelism), 1, hidden], or its rows form."""
+    """Shape of a stage's input: [tokens / cp (/ tp with sequence parallelism), 1, hidden].
+
+    In rows form: [length / cp (/ tp), rows, hidden].
+    """
     split = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
     rows = pack.rectangle_rows if rows_form else 1
     return pack.tokens // rows // split, rows, hidden_size
 
 
 def layouts_of(packs: Packs) -> list[PackLayout]:
-    """Of every pack, whether it is made already or not."""
+    """The layouts of all packs, without packing them."""
     return packs.layouts if isinstance(packs, StepPacks) else [pack.layout for pack in packs]
 
 
@@ -55,44 +58,47 @@ def run_schedule(
     rows_form: bool = False,
     pg_collection: Any = None,
 ) -> list[Any]:
-    """Runs forward (and backward) over `packs`, each with its own length also under a pipeline.
+    """Runs Megatron's forward-backward schedule over `packs`, each of its own length, also under a pipeline.
 
     Args:
         plan: the plan that the packs come from; its `group_size` orders interleaved schedules.
         packs: this rank's micro-batches; every pipeline stage passes the same.
         chunks: this stage's model chunks.
-        bind_loss: (pack, chunk) -> the loss function that Megatron calls with the chunk's output.
+        bind_loss: (pack, chunk) -> the `loss_func` that Megatron calls with the chunk's output.
         layout: the parallel layout.
         forward_only: no backward pass.
-        collect: hand back whatever the loss function returns instead of a loss.
-        pipeline_shapes: "planned" (no exchange), "exchanged" (Megatron's own, which waits for the device
-            at every transfer and hangs or mis-pairs in some layouts), or "shared" (packs of one length).
-        rows_form: give rectangles to the model as [rows, length], without PackedSeqParams.
-        pg_collection: Megatron's process groups; None takes those of its parallel state.
+        collect: return the results of the loss function (Megatron's `collect_non_loss_data`).
+        pipeline_shapes: "planned": receive shapes from the plan, without an exchange; "exchanged": Megatron's exchange,
+            which waits for the device at every transfer and hangs in some layouts; "shared": packs of one length.
+        rows_form: pass rectangles to the model as [rows, length], without PackedSeqParams.
+        pg_collection: Megatron's process groups; None: those of its parallel state.
 
     Returns:
         One entry per micro-batch on the last stage, an empty list elsewhere.
 
     Raises:
-        LayoutError: when plan and packs, or plan and schedule, disagree.
-        DeviceMemoryError: on a rank whose device runs out of memory.
+        LayoutError: when plan and packs, or plan and schedule, do not match.
+        DeviceMemoryError: on a rank whose device runs out of memory; names micro-batch and key.
     """
     if len(packs) != plan.num_micro_batches:
         raise LayoutError(f"the plan has {plan.num_micro_batches} micro-batches and {len(packs)} were packed")
     pack_layouts = layouts_of(packs)
     config = gpt_of(chunks[0]).config
-    pads_matter = config.num_moe_experts is not None and _accepts_padding_mask(gpt_of(chunks[0]))
+    # Routers count tokens for their auxiliary losses: they must know the padding.
+    needs_padding_mask = config.num_moe_experts is not None and _accepts_padding_mask(gpt_of(chunks[0]))
     if forward_only and pg_collection is not None and config.sequence_parallel:
-        pads_matter = False  # Megatron (0.16 to 0.19) divides the mask by its parallel state's ranks; no loss reads it
+        # Megatron (0.16 to 0.19) splits the mask over the ranks of its parallel state, not of `pg_collection`. Without
+        # a backward pass no loss reads it.
+        needs_padding_mask = False
 
-    flight = InFlight(plan, train=not forward_only)
+    tracker = MicroBatchTracker(plan, train=not forward_only)
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
         pack = next(iterator)
-        number = flight.forward(pack, chunk)
+        number = tracker.start_forward(pack, chunk)
         rows = pack.layout.rectangle_rows if rows_form else 1
         extra = {}
-        if pads_matter:
+        if needs_padding_mask:
             extra["padding_mask"] = routed_padding(pack.padding_mask.view(rows, -1), gpt_of(chunk), layout)
         output = chunk(
             input_ids=pack.input_ids.view(rows, -1),
@@ -101,12 +107,13 @@ def run_schedule(
             packed_seq_params=None if rows_form else pack.params,
             **extra,
         )
-        flight.watch(output, pack, number)
-        _release_after_use(pack.params, output, chunk, chunks, forward_only)
+        tracker.watch_backward(output, pack, number)
+        _release_after_last_use(pack.params, output, chunk, chunks, forward_only)
         return output, bind_loss(pack, chunk)
 
     communicator, options, changes = None, {}, {}
     if layout.vpp_size > 1:
+        # Megatron reads the group size from the model's config in each call of the schedule.
         changes["microbatch_group_size_per_vp_stage"] = plan.group_size
     if layout.pp_size > 1:
         changes["variable_seq_lengths"] = pipeline_shapes != "shared"
@@ -116,14 +123,16 @@ def run_schedule(
             communicator = PlannedP2P(layout.pp_group, config, shapes, layout.vpp_size, plan.group_size or 1)
         else:
             communicator = P2PCommunicator(layout.pp_group, config)
+        # The schedules take a communicator only together with process groups.
         options["p2p_communicator"] = communicator
     elif pg_collection is not None:
         options["pg_collection"] = pg_collection
     interleaved = layout.vpp_size > 1
-    uncounted = padding_uncounted(chunks) if pads_matter else contextlib.nullcontext()
-    with flight.named(), _changed(config, changes), uncounted:
+    uncounted = padding_uncounted(chunks) if needs_padding_mask else contextlib.nullcontext()
+    with tracker.explain_out_of_memory(), _changed(config, changes), uncounted:
         results = get_forward_backward_func(layout.pp_size, layout.vpp_size if interleaved else None)(
             forward_step_func=forward_step,
+            # Each virtual stage reads all micro-batches, at its own pace.
             data_iterator=list(itertools.tee(packs, len(chunks))) if interleaved else iter(packs),
             model=list(chunks) if interleaved else chunks[0],
             num_microbatches=len(packs),
@@ -138,24 +147,26 @@ def run_schedule(
     return results
 
 
-def _release_after_use(
+def _release_after_last_use(
     params: PackedParams, output: Any, chunk: Any, chunks: Sequence[Any], forward_only: bool
 ) -> None:
-    """Frees what layers keep with a micro-batch when this stage is done with it.
+    """Releases the tensors that layers cache in `params` after their last use on this stage.
 
-    That is after the last chunk's forward pass or, as recompute asks again, when the backward of the first has ended.
+    In a forward-only pass that is the last chunk's forward. In training it is the end of the first chunk's backward:
+    until then recomputed layers read them again.
     """
     if forward_only or not output.requires_grad:
         if chunk is chunks[-1]:
             params.release()
     elif chunk is chunks[0]:
+        # The hook runs at the start of the backward pass; the engine's callback at its end.
         engine = torch.autograd.Variable._execution_engine
-        output.register_hook(lambda _: engine.queue_callback(params.release))  # at the end of this backward pass
+        output.register_hook(lambda _: engine.queue_callback(params.release))
 
 
 @contextlib.contextmanager
 def _changed(config: Any, changes: dict[str, Any]) -> Iterator[None]:
-    """Sets what this call needs on the model's config, and puts back what was there."""
+    """Context with changed values in the model's config."""
     before = {name: getattr(config, name) for name in changes}
     for name, value in changes.items():
         setattr(config, name, value)

@@ -1,40 +1,49 @@
-"""What one optimizer step did."""
+"""The result of an optimizer step: loss, metrics and gradient norm over all ranks, or one error on all."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from roll_batching.losses.metric_kinds import HostMetric, as_numbers
+import torch
+
+from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.errors import LossError
+from roll_batching.losses.metric_kinds import HostMetric, as_numbers, join_parts, to_host
+from roll_batching.losses.runner import LossRunner, MicroBatchRecord
 from roll_batching.strategy.clock import Phase
+from roll_batching.strategy.model_state import ModelState
+from roll_batching.strategy.nan_checks import describe_weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one optimizer step did, the same on every rank."""
+    """Loss, metrics, timing and FLOPs of one optimizer step; all but the times are equal on every rank."""
 
     loss: float
     """The loss over the whole mini-batch."""
     joined_metrics: dict[str, HostMetric]
-    """The loss's metrics over all micro-batches and ranks, of their kinds, so that steps can be joined too."""
+    """Metrics of the loss over all micro-batches and ranks, with their kinds, so that steps can be joined too."""
     grad_norm: float
-    """Norm of the gradient before clipping; NaN when the step was skipped for it, 0 when nothing counted."""
+    """Gradient norm before clipping; NaN when it caused a skip, 0 when no token counted."""
     lr: float
-    """Learning rate that the step used."""
+    """Learning rate of the step."""
     skipped: bool
-    """Whether the optimizer did not step: the gradient's norm is not finite, or no mask of the loss counts a token."""
+    """Whether the optimizer did not step: the gradient norm is not finite, or no mask of the loss counts a token."""
     seconds: float
     """Duration of the step on this rank, from packing to the updated weights; the device has finished them by then."""
     tokens: int
     """Real tokens of all ranks."""
     phases: dict[Phase, float]
-    """Where this rank's time went, in seconds: see `strategy.clock.PHASES`."""
+    """Seconds of each phase on this rank: see `strategy.clock.PHASES`."""
     flops: float | None
-    """What the real tokens of all ranks ask of the model, forward and backward, by `modeling.cost`; None for a cost
-    that counts something else."""
+    """Forward and backward FLOPs of all ranks' real tokens, by `modeling.cost`; None if the cost model has another
+    unit."""
     ranks: int
     """World size."""
     device_rate: float | None
-    """FLOP per second of a rank's device by its datasheet; None for one that is not known."""
+    """Peak FLOP per second of one device, from its datasheet; None for an unknown device."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -48,11 +57,97 @@ class StepResult:
 
     @property
     def flops_per_second(self) -> float | None:
-        """What a rank computed of `flops`, per second."""
+        """Model FLOPs per second and rank."""
         return None if self.flops is None else self.flops / self.seconds / self.ranks
 
     @property
     def mfu(self) -> float | None:
-        """`flops_per_second` as a share of what the device can compute; see `modeling.cost`."""
+        """Model FLOPs utilisation: `flops_per_second` / `device_rate`."""
         rate = self.flops_per_second
         return None if rate is None or self.device_rate is None else rate / self.device_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankResult:
+    """Loss, metrics and errors of a pass on one rank, or joined over several."""
+
+    loss: float
+    metrics: Sequence[dict[str, HostMetric]]
+    """One entry per reporting rank."""
+    grad_square: float
+    """Sum of squares of the gradients, replicas included; 0 in passes without gradient."""
+    problems: tuple[str, ...]
+    """What is wrong with the loss."""
+    infinite: bool
+    """Whether a loss is not finite."""
+
+    @classmethod
+    def join(cls, results: Sequence[_RankResult]) -> _RankResult:
+        return cls(
+            loss=sum(one.loss for one in results),
+            metrics=[metrics for one in results for metrics in one.metrics],
+            grad_square=sum(one.grad_square for one in results),
+            problems=tuple(dict.fromkeys(text for one in results for text in one.problems)),
+            infinite=any(one.infinite for one in results),
+        )
+
+
+def join_results(
+    state: ModelState,
+    records: list[MicroBatchRecord],
+    runner: LossRunner,
+    grad_square: Callable[[], torch.Tensor] | None = None,
+) -> tuple[float, dict[str, HostMetric], float]:
+    """(loss, metrics, sum of squares of the gradients) of a pass over all ranks. Collective.
+
+    One exchange, right after the first host read of the step, carries loss, metrics and errors together: a rank that
+    found a bad loss cannot leave the others waiting in a later collective.
+
+    Args:
+        state: the model.
+        records: this rank's loss and metrics per micro-batch.
+        runner: the loss; its `error` is an error of the loss on this rank.
+        grad_square: computes the sum of squares of this rank's gradients, on the device; None: no gradient.
+
+    Raises:
+        LossError: on all ranks, where a loss is not finite or broke its contract on any; names the samples.
+    """
+    layout = state.layout
+    results = layout.team.join(
+        "the step's loss", lambda: _rank_result(layout, records, runner, grad_square), _RankResult.join
+    )
+    total = _RankResult.join(results)
+    if total.problems:
+        weights = f". {describe_weights(state)}" if total.infinite else ""
+        raise LossError("; ".join(total.problems) + weights) from runner.error
+    return total.loss, join_parts(total.metrics), total.grad_square
+
+
+def _rank_result(
+    layout: ParallelLayout,
+    records: list[MicroBatchRecord],
+    runner: LossRunner,
+    grad_square: Callable[[], torch.Tensor] | None,
+) -> _RankResult:
+    # Queued on the device before the host read below, so that one wait covers both.
+    square = None if grad_square is None else grad_square()
+    losses, metrics = to_host([r.loss for r in records], [r.metrics for r in records])
+    problem = None if runner.error is None else str(runner.error)
+    bad = [r for r, value in zip(records, losses, strict=True) if not math.isfinite(value)]
+    if problem is None and bad:
+        samples = sorted({sample for record in bad for sample in record.nonfinite_samples()})
+        value = losses[records.index(bad[0])]
+        problem = (
+            f"the loss is {value} for sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:16]))}: "
+            "look at these samples' fields and at what the loss computes from them. The optimizer made no step"
+        )
+    # The ranks of a replica compute the same loss: one of them reports it. Under context parallelism a loss may
+    # return partial sums instead, and then every context-parallel rank reports its own.
+    is_reporting = layout.is_last_stage and layout.tp_rank == 0 and (layout.cp_rank == 0 or runner.partial_over_cp)
+    return _RankResult(
+        loss=sum(losses) if is_reporting else 0.0,
+        metrics=[metrics] if is_reporting and metrics else [],
+        grad_square=0.0 if square is None else float(square),
+        problems=() if problem is None else (problem,),
+        infinite=bool(bad),
+    )

@@ -1,4 +1,4 @@
-"""`MegatronTrainStrategy`: the same model, trained."""
+"""`MegatronTrainStrategy`: optimizer steps over planned micro-batches."""
 
 from __future__ import annotations
 
@@ -28,34 +28,31 @@ from roll_batching.packing.batch import StepPacks
 from roll_batching.planning import CostModel, ParallelDims, Plan
 from roll_batching.planning.plain_values import kind_of
 from roll_batching.samples import LengthTable, SampleBatch
-from roll_batching.samples.table import require_batch
+from roll_batching.samples.length_table import require_batch
 from roll_batching.settings import BatchingConfig, MegatronConfig, RoleSettings, TrainingArgs
 from roll_batching.strategy.clock import StepClock
-from roll_batching.strategy.copying import TakesWeights
+from roll_batching.strategy.compatibility import check_compatibility, scheduler_problems
+from roll_batching.strategy.from_parts import list_of_chunks, require_process_group, state_from_parts
 from roll_batching.strategy.infer import MegatronInferStrategy
-from roll_batching.strategy.inputs import counts_here
+from roll_batching.strategy.model_io import ModelIOMixin
+from roll_batching.strategy.model_state import ModelState, SchedulerUnit, StepSettings, TrainingState
 from roll_batching.strategy.offload import KINDS
-from roll_batching.strategy.optimizer_parts import scheduler_problems
-from roll_batching.strategy.out_of_memory import named_in_update
-from roll_batching.strategy.outcome import join_outcomes
-from roll_batching.strategy.part_arguments import list_of_chunks
-from roll_batching.strategy.parts import adopt_parts, check_parts, require_processes
-from roll_batching.strategy.settings import StepSettings
-from roll_batching.strategy.state import ModelState, SchedulerUnit, TrainingState
-from roll_batching.strategy.step_result import StepResult
-from roll_batching.strategy.update import free_optimizer_memory, gradient_square, step_optimizer
+from roll_batching.strategy.optimizer_step import free_optimizer_memory, grad_square_sum, step_optimizer
+from roll_batching.strategy.out_of_memory import explain_optimizer_out_of_memory
+from roll_batching.strategy.step_inputs import count_local
+from roll_batching.strategy.step_result import StepResult, join_results
 from roll_batching.strategy.weights import Transfer, gather_parameters
 
 logger = logging.getLogger(__name__)
 
 
 class MegatronTrainStrategy(MegatronInferStrategy):
-    """Training steps over planned micro-batches; subclass it and define `token_loss` for your own loss."""
+    """Trains a Megatron model over planned micro-batches; for your own loss, define `token_loss` in a subclass."""
 
     def __init__(self, config: RoleSettings | None = None, *, seed: int = 0, temperature: float = 1.0) -> None:
         super().__init__(config, seed=seed, temperature=temperature)
         self._step_clock: StepClock | None = None
-        self._noticed_empty = False
+        self._warned_of_empty_step = False
 
     @property
     def _clock(self) -> StepClock:
@@ -66,7 +63,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     @property
     def _training(self) -> TrainingState:
         training = self.state.training
-        assert training is not None  # both ways to a state of this strategy give it one
+        assert training is not None  # initialize and from_parts both set it
         return training
 
     @property
@@ -81,7 +78,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps so far that were skipped: the gradient's norm was not finite, or no token counted."""
+        """Steps skipped so far: the gradient norm was not finite, or no token counted."""
         return self._training.skipped_steps
 
     @classmethod
@@ -102,31 +99,31 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         settings: StepSettings | None = None,
         **own: Any,
     ) -> Self:
-        """Puts plan, packing, schedule and loss under a Megatron model and optimizer that exist already.
+        """A strategy for an existing Megatron model and optimizer. Collective.
 
-        Changes nothing in the model, except its output layer's class when `defer_head` asks for it:
-        parameters, optimizer state and state-dict keys stay. A collective call.
+        The model stays as it is, except for its output layer's class under `defer_head`: parameters, optimizer state
+        and state-dict keys do not change.
 
         Args:
             model_chunks: GPTModels of this pipeline stage, one per virtual stage, in Megatron's DDP or not.
             optimizer: a Megatron optimizer, or None for loops that step it themselves (`forward_backward`).
-            batching: how passes are cut into micro-batches.
+            batching: settings that form the micro-batches.
             scheduler: an OptimizerParamScheduler, stepped after every optimizer step that was not skipped.
-            scheduler_unit: what the scheduler counts, required with one: "samples", as Megatron's own training loop
-                has it (each step adds all samples of its plan), or "steps" (each adds 1).
-            pg_collection: the model's process groups; None takes those of Megatron's parallel state.
-            defer_head: never hold whole logits; log-probs are computed from hidden states in chunks.
+            scheduler_unit: the scheduler's unit, required with one: "samples", as in Megatron's own training loop
+                (each step adds all samples of its plan), or "steps" (each adds 1).
+            pg_collection: the model's process groups; None: those of Megatron's parallel state.
+            defer_head: compute log-probs from hidden states in chunks, without ever holding whole logits.
             rows_form: for models that cannot take packs: rectangles (padded and dynamic modes) as [rows, length].
             vocab_size: real vocabulary, when the head has padded columns; None counts all.
-            temperature: logits are divided by it.
+            temperature: divides the logits.
             cost: the planner's cost model; None derives one from the model's config.
-            settings: further settings; `rows_form` is set here.
+            settings: further settings of the schedule; the argument `rows_form` overrides theirs.
             own: arguments of a subclass's constructor, which is called with None for the RoleSettings.
 
         Raises:
-            LayoutError: on all ranks, naming everything about the parts that cannot work and what to set.
+            LayoutError: on all ranks, with everything in the parts that cannot work and the settings that cure it.
         """
-        require_processes()
+        require_process_group()
         with consensus(host_group(), "from_parts") as facts:
             strategy = cls(None, **own)
             strategy.temperature = check_temperature(temperature)
@@ -138,7 +135,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 raise LayoutError(f"settings is {kind_of(settings)}: pass a StepSettings, or None")
             settings = replace(settings, rows_form=rows_form)
             problems = scheduler_problems(optimizer, scheduler, scheduler_unit)
-        strategy.state = adopt_parts(
+        strategy.state = state_from_parts(
             chunks,
             batching,
             settings,
@@ -147,49 +144,51 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             cost=cost,
             training=training,
             defer_head=defer_head,
-            also=problems,
+            problems=problems,
         )
         return strategy
 
-    def _joined(self, dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:
-        return make_layout(dims, device), None
+    def _create_layout(self, dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:
+        return make_layout(dims, device), None  # the groups are those of Megatron's parallel state
 
-    def _made_ready(self, built: ModelState, config: RoleSettings) -> ModelState:
+    def _prepare(self, built: ModelState, config: RoleSettings) -> ModelState:
         megatron = config.strategy_args.strategy_config
         with consensus(built.layout.host_group, "initialize"):
             optimizer_config(config.training_args, megatron, built.dtype, built.device)
         state = replace(built, chunks=wrap_ddp(list(built.chunks), megatron), training=TrainingState())
-        check_parts(state)
-        _agree_on_phase(state, config.training_args)
+        check_compatibility(state)
+        _check_training_args(state, config.training_args)
         gather_parameters(state.chunks)
         return _with_optimizer(state, config.training_args, megatron)
 
     def start_phase(self, training: TrainingArgs) -> None:
-        """A fresh optimizer and learning-rate schedule for the weights as they are; the old one is freed before.
+        """Replaces optimizer and learning-rate schedule by new ones for the current weights. Collective.
 
-        Raises `LossError` for a schedule that decays without knowing its length.
+        Raises:
+            LossError: for a decaying schedule without `max_steps`.
         """
-        self._host.require(KINDS, "start_phase")
-        _agree_on_phase(self.state, training)
-        megatron = self._configured().strategy_args.strategy_config
+        self._offload.require(KINDS, "start_phase")
+        _check_training_args(self.state, training)
+        megatron = self._require_config().strategy_args.strategy_config
         self.gather_parameters()
+        # Before the new one is built: two optimizer states may not fit.
         self.state = replace(self.state, training=replace(self._training, optimizer=None, scheduler=None))
         free_optimizer_memory(self.chunks)
         self.state = _with_optimizer(self.state, training, megatron)
 
-    def copy_weights_from(self, other: TakesWeights) -> Transfer:
-        """As the inference strategy has it; the optimizer goes on from the new weights and keeps its moments."""
-        self._host.require(["optimizer"], "copy_weights_from")
-        took = super().copy_weights_from(other)
+    def copy_weights_from(self, other: ModelIOMixin) -> Transfer:
+        """As in the inference strategy. The optimizer continues from the new weights and keeps its moments."""
+        self._offload.require(["optimizer"], "copy_weights_from")
+        transfer = super().copy_weights_from(other)
         if self.optimizer is not None:
-            self.optimizer.reload_model_params()  # its fp32 copies, where it has some
-        return took
+            self.optimizer.reload_model_params()  # else the next step would undo the copy from its fp32 copies
+        return transfer
 
     def count(self, local: SampleBatch, loss: Any = None) -> StepCounts:
-        """Denominators over the samples of all ranks' `local`, for a step that leaves some of them out.
+        """Loss denominators over all ranks' `local`, for a step that computes only some of these samples. Collective.
 
-        Pass the result to `train_step(counts=...)`: samples that are not computed, because their
-        gradient is known to be zero, still count.
+        Pass the result to `train_step(counts=...)`: samples that are left out because their gradient is known to be
+        zero still count.
         """
         with self._consensus("count") as facts:
             spec = loss_spec(self._loss(loss))
@@ -197,12 +196,12 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             require_batch("count", local)
             if spec.check is not None:
                 spec.check(local, [])
-            own = counts_here(self.layout, local, None, spec)
-            facts.count(own.vector())
-        return own.with_vector(facts.total)
+            local_counts = count_local(self.layout, local, None, spec)
+            facts.count(local_counts.vector())
+        return local_counts.with_vector(facts.total)
 
     def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
-        """As the inference strategy has it; of a training pass its time stands among a step's phases."""
+        """As in the inference strategy. The time of plans for training is the phase "plan" of the next step."""
         with contextlib.nullcontext() if forward else self._clock.phase("plan", on_host=True):
             return super().plan(table, forward=forward, group_ids=group_ids, home_rank=home_rank)
 
@@ -219,42 +218,42 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     def train_step(
         self, local: SampleBatch, plan: Plan, loss: Any = None, counts: StepCounts | None = None
     ) -> StepResult:
-        """One optimizer step over the planned samples of all ranks: `forward_backward` from zeroed gradients,
-        then the optimizer and its schedule.
+        """One optimizer step over the planned samples of all ranks. Collective.
 
-        Takes what `forward_backward` takes, and raises what it raises, before the optimizer steps.
+        Zeroes the gradients, runs `forward_backward`, and steps the optimizer and its schedule. Arguments and errors
+        are those of `forward_backward`; after an error the optimizer has not stepped.
         """
         started = time.perf_counter()
-        with expert_biases_kept(self.chunks) as put_biases_back:
-            total, metrics, square, something = self._accumulate(
+        with expert_biases_kept(self.chunks) as restore_biases:
+            total, metrics, grad_square, has_tokens = self._accumulate(
                 "train_step",
                 local,
                 plan,
                 loss,
                 counts,
-                first=self._zero_gradients,
-                gradient=self._clock.timed("optimizer", lambda: gradient_square(self.chunks)),
+                prepare=self._zero_gradients,
+                grad_square=self._clock.timed("optimizer", lambda: grad_square_sum(self.chunks)),
             )
             training = self._training
             lr = training.optimizer.param_groups[0]["lr"]
-            with self._clock.phase("optimizer"), named_in_update():
-                # Weight decay and moments would move weights that nothing speaks of.
-                grad_norm = step_optimizer(training.optimizer, self.chunks, square) if something else 0.0
-            skips = grad_norm is None or not something
-            if skips:
-                put_biases_back()
-                skipped = replace(training, skipped_steps=training.skipped_steps + 1)
-                self.state = replace(self.state, training=skipped)
+            with self._clock.phase("optimizer"), explain_optimizer_out_of_memory():
+                # Without a counted token there is no gradient, but weight decay and momentum would move the weights.
+                grad_norm = step_optimizer(training.optimizer, self.chunks, grad_square) if has_tokens else 0.0
+            skipped = grad_norm is None or not has_tokens
+            if skipped:
+                restore_biases()
+                training = replace(training, skipped_steps=training.skipped_steps + 1)
+                self.state = replace(self.state, training=training)
             elif training.scheduler is not None:
                 training.scheduler.step(1 if training.scheduler_unit == "steps" else len(plan.lengths))
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the optimizer's kernels belong to the step that the clock measures
+            torch.cuda.synchronize(self.device)  # `seconds` and `phases` include the optimizer's kernels
         return StepResult(
             loss=total,
             joined_metrics=metrics,
             grad_norm=math.nan if grad_norm is None else grad_norm,
             lr=lr,
-            skipped=skips,
+            skipped=skipped,
             seconds=time.perf_counter() - started,
             tokens=plan.report.real_tokens,
             phases=self._clock.read(),
@@ -266,15 +265,15 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     def forward_backward(
         self, local: SampleBatch, plan: Plan, loss: Any = None, counts: StepCounts | None = None
     ) -> tuple[float, dict[str, float]]:
-        """Adds the gradient of the planned samples of all ranks to the gradient buffers; (loss, metrics).
+        """Adds the gradient of the planned samples to the gradient buffers; returns (loss, metrics). Collective.
 
         For training loops that zero gradients and step their optimizer themselves.
 
         Args:
             local: this rank's samples, those that `plan` gives its replica (see `distribute`).
             plan: the plan of the mini-batch, equal on all ranks.
-            loss: a loss object; None takes this strategy's own method.
-            counts: denominators, when they are not those of the planned samples; see `count`.
+            loss: a loss object; None: this strategy's own `token_loss` or `sequence_loss`.
+            counts: loss denominators from `count`; None: those of the planned samples.
 
         Raises:
             RankError: on all ranks, before the model runs, when samples or plan are wrong on any.
@@ -282,7 +281,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         """
         with expert_biases_kept(self.chunks):
             total, metrics, *_ = self._accumulate("forward_backward", local, plan, loss, counts)
-        self._clock.forget()
+        self._clock.discard()
         return total, as_numbers(metrics)
 
     def _zero_gradients(self) -> None:
@@ -300,29 +299,29 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         plan: Plan,
         loss: Any,
         counts: StepCounts | None,
-        first: Callable[[], None] | None = None,
-        gradient: Callable[[], torch.Tensor] | None = None,
+        prepare: Callable[[], None] | None = None,
+        grad_square: Callable[[], torch.Tensor] | None = None,
     ) -> tuple[float, dict[str, HostMetric], float, bool]:
-        """`forward_backward` under the name `what`: (loss, metrics, what `gradient` gives, whether any token counts).
+        """`forward_backward` for the operation `what`: (loss, metrics, sum of squares of gradients, has tokens).
 
-        All are of all ranks. `first` is done when nothing else can fail on this rank, `gradient` when gradients are
-        whole.
+        All four are of all ranks. `prepare` is called last before the ranks agree to start, when everything else has
+        been checked; `grad_square`, this rank's sum of squares, when gradients are reduced.
         """
-        self._host.require(KINDS, what)
+        self._offload.require(KINDS, what)
         clock = self._clock
         with clock.attempt():
             with clock.phase("pack", on_host=True), self._consensus(what) as facts:
                 loss = self._loss(loss)
                 spec = loss_spec(loss)
                 packs = self._pack_for(facts, local, plan, spec)
-                own = counts if counts is not None else counts_here(self.layout, local, plan, spec)
-                require_counts(own, spec)
+                local_counts = counts if counts is not None else count_local(self.layout, local, plan, spec)
+                require_counts(local_counts, spec)
                 facts.equal("counts", "those of the planned samples" if counts is None else counts)
                 if counts is None:
-                    facts.count(own.vector())
-                if first is not None:
-                    first()
-            counts = own.with_vector(facts.total) if counts is None else counts
+                    facts.count(local_counts.vector())
+                if prepare is not None:
+                    prepare()
+            counts = local_counts.with_vector(facts.total) if counts is None else counts
             config = self.chunks[0].config
             scaling = Scaling(
                 per_token=config.calculate_per_token_loss,
@@ -337,15 +336,15 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             if isinstance(packs, StepPacks):
                 packs.timed_by(lambda make: clock.timed("pack", make))
             with clock.phase("forward_backward"), clock.timing("wait", config, "finalize_model_grads_func"):
-                records = self._run(plan, packs, lambda *given: clock.timed("loss", runner.bind(*given)))
-            self._notice_empty(counts)
+                records = self._run(plan, packs, lambda pack, chunk: clock.timed("loss", runner.bind(pack, chunk)))
+            self._warn_of_empty_step(counts)
             with clock.phase("wait"):
-                joined = join_outcomes(self.state, [r for r in records if r is not None], runner, gradient)
-            return *joined, counts.has_tokens
+                result = join_results(self.state, [r for r in records if r is not None], runner, grad_square)
+            return *result, counts.has_tokens
 
-    def _notice_empty(self, counts: StepCounts) -> None:
-        if not counts.has_tokens and dist.get_rank() == 0 and not self._noticed_empty:
-            self._noticed_empty = True
+    def _warn_of_empty_step(self, counts: StepCounts) -> None:
+        if not counts.has_tokens and dist.get_rank() == 0 and not self._warned_of_empty_step:
+            self._warned_of_empty_step = True
             logger.warning(
                 "a step's loss counts no token: %s is 0 everywhere. train_step skips such steps, and counts them as "
                 "skipped (said once)",
@@ -353,7 +352,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             )
 
 
-def _agree_on_phase(state: ModelState, training: TrainingArgs) -> None:
+def _check_training_args(state: ModelState, training: TrainingArgs) -> None:
     with consensus(state.layout.host_group, "start_phase") as facts:
         if training.max_steps < 1 and training.lr_scheduler_type not in ("constant", "constant_with_warmup"):
             raise LossError(
@@ -364,8 +363,8 @@ def _agree_on_phase(state: ModelState, training: TrainingArgs) -> None:
 
 
 def _with_optimizer(state: ModelState, training: TrainingArgs, megatron: MegatronConfig) -> ModelState:
-    """`state` with a new optimizer and learning-rate schedule."""
+    """`state` with a newly built optimizer and learning-rate schedule."""
     optimizer = build_optimizer(list(state.chunks), training, megatron, state.dtype)
     scheduler = build_scheduler(optimizer, training, max(training.max_steps, 1))
-    assert state.training is not None  # only trained models come here
+    assert state.training is not None  # set by _prepare
     return replace(state, training=replace(state.training, optimizer=optimizer, scheduler=scheduler))

@@ -1,4 +1,4 @@
-"""Reading and writing a model's parameters from outside its forward pass."""
+"""Reading and writing a model's parameters outside its forward pass."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
-from roll_batching.strategy.state import ModelState
+from roll_batching.strategy.model_state import ModelState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What a copy took, on this rank."""
+    """Bytes, seconds and buckets of a weight transfer, on this rank."""
 
     bytes: int = 0
     """Received from other ranks."""
@@ -35,11 +35,11 @@ class Transfer:
 
 @torch.no_grad()
 def gather_parameters(chunks: Sequence[Any]) -> None:
-    """Makes the parameters of `chunks` whole on every data-parallel rank. Collective; nothing to do for most layouts.
+    """All-gathers the parameters of `chunks` that the optimizer has updated. Collective.
 
-    Under `overlap_param_gather` each rank updates its share of the parameters in the optimizer's step and gets the
-    others' in the next forward pass, module by module: in between, every rank holds parameters that are a step old.
-    The forward pass knows; whoever reads or writes parameters by other ways calls this first.
+    Under `overlap_param_gather` the optimizer's step updates each rank's own shard alone, and the next forward pass
+    gathers the others, module by module: in between, every rank's parameters are partly one step old. Forward passes
+    wait for the gather; call this before reading or writing parameters in any other way. Otherwise it does nothing.
     """
     for chunk in chunks:
         if getattr(chunk, "use_forward_hook", False):
@@ -47,16 +47,16 @@ def gather_parameters(chunks: Sequence[Any]) -> None:
 
 
 def check_same_parameters(source: ModelState, target: ModelState) -> None:
-    """Raises `LayoutError` unless both are the same model, and this rank has the same part of both."""
-    theirs, mine = ([_shapes(chunk) for chunk in model.chunks] for model in (source, target))
-    if theirs != mine or _place(source) != _place(target):
+    """Raises `LayoutError` unless both have the same parameters and this rank the same shard of both."""
+    source_shapes, target_shapes = ([_shapes(chunk) for chunk in model.chunks] for model in (source, target))
+    if source_shapes != target_shapes or _layout_ranks(source) != _layout_ranks(target):
         raise LayoutError(
             "parameters are copied between strategies of one model, and these two differ in theirs: give both roles "
             "the same architecture"
         )
 
 
-def _place(model: ModelState) -> tuple[int, ...]:
+def _layout_ranks(model: ModelState) -> tuple[int, ...]:
     layout = model.layout
     return layout.tp_rank, layout.cp_rank, layout.pp_rank, layout.dp_rank
 
@@ -67,10 +67,10 @@ def _shapes(chunk: Any) -> dict[str, torch.Size]:
 
 @torch.no_grad()
 def copy_parameters(source: Sequence[Any], target: Sequence[Any]) -> None:
-    """Copies the parameters of chunks into chunks of the same model and layout. Collective."""
+    """Copies parameters between the chunks of two models with one layout. Collective."""
     gather_parameters(source)
     gather_parameters(target)
-    for theirs, mine in zip(source, target, strict=True):
-        values = dict(gpt_of(theirs).named_parameters())
-        for name, parameter in gpt_of(mine).named_parameters():
+    for source_chunk, target_chunk in zip(source, target, strict=True):
+        values = dict(gpt_of(source_chunk).named_parameters())
+        for name, parameter in gpt_of(target_chunk).named_parameters():
             parameter.copy_(values[name])

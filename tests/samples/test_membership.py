@@ -5,7 +5,7 @@ import pytest
 
 from roll_batching.errors import DataError
 from roll_batching.samples import mini_batches, rank_slice
-from roll_batching.samples.membership import mini_batches_by_rank
+from roll_batching.samples.mini_batching import mini_batches_by_rank
 
 
 @pytest.mark.parametrize("count, size, sizes", [(8, 4, [4, 4]), (9, 4, [4, 4, 1]), (3, 4, [3]), (1, 1, [1])])

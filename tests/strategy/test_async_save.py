@@ -36,23 +36,23 @@ def train_on_while_it_is_written(payload: dict[str, Any]) -> Any:
     import torch.distributed as dist
 
     from roll_batching.strategy.checkpoint import write_state
-    from roll_batching.strategy.checkpoint_folder import Draft
+    from roll_batching.strategy.checkpoint_folder import AtomicFolder
     from tests.strategy.test_checkpoint import bits, steps, strategy_of
 
     gate = gated()
     made = strategy_of({"fill": True, **payload["case"]})
     steps(made, 0, 2)
     before = bits(made)
-    draft = Draft(payload["path"], made.layout.host_group)
+    draft = AtomicFolder(payload["path"], made.layout.host_group)
     with draft.writing() as folder:
-        writing = write_state(made.state, folder, aside=True)
+        writing = write_state(made.state, folder, background=True)
         aside = steps(made, 2, 4)
         assert writing._thread is None or not writing.done
         assert not draft.path.exists() and not list(folder.glob("*.distcp"))
         dist.barrier()
         gate.set()
         writing.finish()
-    draft.keep()
+    draft.commit()
     again = strategy_of({"seed": 99, **payload["case"]})
     again.load(payload["path"])
     found = bits(again)

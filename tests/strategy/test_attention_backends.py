@@ -108,14 +108,14 @@ def generate_without_cache(_: None) -> tuple[list[list[list[int]]], list[str], b
     from roll_batching.strategy import GenerationSettings, MegatronInferStrategy, generation
     from tests.support.models import fill, random_batch, worker_config
 
-    recompute, recomputations = generation.Recomputed, 0
+    recompute, recomputations = generation.RecomputingDecoder, 0
 
     def counted(*arguments: Any) -> Any:
         nonlocal recomputations
         recomputations += 1
         return recompute(*arguments)
 
-    generation.Recomputed = counted
+    generation.RecomputingDecoder = counted
     prompts = random_batch(2, 5, 9)
     found = []
     for backend in ("auto", OWN + "MaskedSoftmax", OWN + "DecodedDensely"):

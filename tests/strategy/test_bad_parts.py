@@ -87,7 +87,7 @@ def _two_widths(s: Scene) -> Any:
 
 
 def _settings(**options: Any) -> Any:
-    from roll_batching.strategy.settings import StepSettings
+    from roll_batching.strategy.model_state import StepSettings
 
     return StepSettings(**options)
 

@@ -258,13 +258,13 @@ def test_frozen_models_weights_alone_and_models_of_the_caller(tmp_path):
 
 def die_in_the_second_save(path: str) -> None:
     from roll_batching.strategy.checkpoint import write_state
-    from roll_batching.strategy.checkpoint_folder import whole_or_nothing
+    from roll_batching.strategy.checkpoint_folder import atomic_folder
 
     strategy = strategy_of({"fill": True, "layout": Layout(tp=2).megatron()})
     steps(strategy, 0, 2)
     strategy.save(path)
     steps(strategy, 2, 3)
-    with whole_or_nothing(path, strategy.layout.host_group) as folder:
+    with atomic_folder(path, strategy.layout.host_group) as folder:
         write_state(strategy.state, folder).finish()
         if strategy.layout.tp_rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

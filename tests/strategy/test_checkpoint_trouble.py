@@ -224,16 +224,16 @@ def lose_what_was_written(path: str) -> tuple[str, bool]:
 
     from roll_batching.distributed import host_group
     from roll_batching.distributed.parallel_layout import start_processes
-    from roll_batching.strategy.checkpoint_folder import RECORD, Draft
+    from roll_batching.strategy.checkpoint_folder import RECORD, AtomicFolder
 
     start_processes()
     for text in ("before", "after"):
-        draft = Draft(path, host_group())
+        draft = AtomicFolder(path, host_group())
         with draft.writing() as folder:
             if dist.get_rank() == 0:
                 (folder / RECORD).write_text(text)
         if text == "before":
-            draft.keep()
+            draft.commit()
     if dist.get_rank() == 0:
         shutil.rmtree(draft.folder)
     return said(draft.keep)

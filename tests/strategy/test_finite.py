@@ -69,7 +69,7 @@ def test_a_weight_that_is_not_finite_is_named_by_every_pass(layout, value, repor
     assert first == second and first.keys() == {"generate", "log-probs", "step"}, first
     for what, words in first.items():
         report(f"{what}: {words}")
-        assert "1 of its weights output_layer.weight are not finite" in words, words
+        assert "1 values of the weight output_layer.weight are not finite" in words, words
         kind = r"loss is nan for sample" if what == "step" else r"log_probs is nan for sample \d+ at token \d+"
         assert re.search(kind, words), words
 

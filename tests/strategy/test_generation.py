@@ -83,7 +83,7 @@ def recorded_against_packed(payload: tuple[str, float]) -> float:
 
 def sampling_rules(_: None) -> None:
     from roll_batching.strategy import GenerationSettings
-    from roll_batching.strategy.sampling import Sampler, draws_of
+    from roll_batching.strategy.sampling import Sampler, uniform_draws
 
     strategy = _strategy("fp32")
     prompts = _prompts(3)
@@ -119,7 +119,7 @@ def sampling_rules(_: None) -> None:
     logits = torch.cat([shares.log(), torch.tensor([99.0])]).repeat(count, 1)
     for limits, kept in (({"top_k": 2}, 2), ({"top_p": 0.8}, 3), ({"top_p": 0.7}, 2), ({"top_k": 9}, 4)):
         limited = GenerationSettings(max_new_tokens=2, eos_token_id=0, **limits)
-        sampler = Sampler(limited, 4, draws_of(limited, count, part=0, device=cpu, dtype=torch.float32))
+        sampler = Sampler(limited, 4, uniform_draws(limited, count, dp_rank=0, device=cpu, dtype=torch.float32))
         drawn = [sampler(logits, torch.arange(count), step) for step in range(2)]
         for tokens, log_probs in drawn:
             assert set(tokens.tolist()) == set(range(kept))
@@ -238,11 +238,11 @@ def test_a_cache_without_room_for_one_row_is_refused() -> None:
 def test_no_wave_is_empty_for_want_of_room() -> None:
     from roll_batching.errors import DataError
     from roll_batching.planning import ParallelDims
-    from roll_batching.strategy.waves import waves_of
+    from roll_batching.strategy.cache_budget import split_by_cache_limit
 
-    assert waves_of([3, 5, 2], 6, ParallelDims()) == [[1], [0, 2]]
+    assert split_by_cache_limit([3, 5, 2], 6, ParallelDims()) == [[1], [0, 2]]
     with pytest.raises(DataError, match="max_tokens_in_cache=4 has no room for a row of 5 positions"):
-        waves_of([3, 5, 2], 4, ParallelDims())
+        split_by_cache_limit([3, 5, 2], 4, ParallelDims())
 
 
 def no_room(_: None) -> str:

@@ -347,7 +347,7 @@ def test_expert_parallelism_reaches_the_plan_and_is_compared() -> None:
 def test_only_shards_gathered_layer_by_layer_make_ranks_meet(options: dict[str, Any], expected: bool) -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from roll_batching.strategy.parts import gathers_layers
+    from roll_batching.strategy.from_parts import gathers_every_layer
 
-    assert gathers_layers(DistributedDataParallelConfig(**options)) is expected
-    assert not gathers_layers(None)
+    assert gathers_every_layer(DistributedDataParallelConfig(**options)) is expected
+    assert not gathers_every_layer(None)

@@ -8,8 +8,8 @@ from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.worker import WorkerConfig
+from roll_batching.settings.megatron_config import OPTIMIZER_DTYPES, MegatronConfig
 from roll_batching.settings.model import ArchitectureConfig
-from roll_batching.settings.strategy import OPTIMIZER_DTYPES, MegatronConfig
 
 PARALLEL_KEYS = (
     "tensor_model_parallel_size",

@@ -22,7 +22,7 @@ from roll_batching.jobs.config.yaml_source import Source
 from roll_batching.planning.batching_spec import Mode
 from roll_batching.settings.batching import PASSES_OF_ROLES
 from roll_batching.settings.fields import Pass, Roles, Scope, scope_of
-from roll_batching.settings.strategy import ENGINE_STRATEGIES
+from roll_batching.settings.megatron_config import ENGINE_STRATEGIES
 
 _SERVER_KEYS = (("engine_args", "command"), ("engine_args", "start_timeout"))
 """Keys for servers that the job starts."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.jobs.config.losses import LOSSES
 from roll_batching.settings.fields import Settings, setting
-from roll_batching.settings.registered import RegisteredName
+from roll_batching.settings.fields import RegisteredName
 
 
 class ObjectiveKeys(Settings):

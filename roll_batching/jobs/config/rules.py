@@ -28,7 +28,7 @@ from roll_batching.jobs.config.worker import WorkerConfig
 from roll_batching.planning.registry import ALGORITHMS, algorithm_of
 from roll_batching.secret_names import is_secret
 from roll_batching.settings.fields import Pass
-from roll_batching.settings.strategy import MEGATRON_STRATEGIES
+from roll_batching.settings.megatron_config import MEGATRON_STRATEGIES
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

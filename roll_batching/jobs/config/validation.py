@@ -18,8 +18,8 @@ from roll_batching.jobs.config.notices import collect_notices
 from roll_batching.jobs.config.rules import broken_rules
 from roll_batching.jobs.config.yaml_source import Source
 from roll_batching.secret_names import is_secret, withhold
-from roll_batching.settings.registered import registered_name
-from roll_batching.settings.strategy import FSDP_STRATEGIES
+from roll_batching.settings.fields import registered_name
+from roll_batching.settings.megatron_config import FSDP_STRATEGIES
 
 MOST_EXPLAINED = 50
 """Faulty keys that get an explanation, which searches for similar names; further ones are only counted."""

@@ -19,7 +19,7 @@ from roll_batching.jobs.engines.protocol import Answer, Engine, Question, Server
 from roll_batching.jobs.seeds import response_seed
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import GenerationSettings
-from roll_batching.strategy.generation import as_batch
+from roll_batching.strategy.generation import responses_to_batch
 
 _MARGIN = 60.0
 """Seconds that ranks may be apart beside what the engine takes."""
@@ -105,7 +105,7 @@ class EngineClient:
             dist.broadcast_object_list(box, src=source, group=group)
             answers = box[0]
         found = [(torch.tensor(one.tokens), torch.tensor(one.log_probs, dtype=torch.float32)) for one in answers]
-        return as_batch([row.cpu() for row in rows], found)
+        return responses_to_batch([row.cpu() for row in rows], found)
 
     def figures(self) -> dict[str, float]:
         """What happened to this rank's requests since the last call. Not collective."""

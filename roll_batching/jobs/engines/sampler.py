@@ -18,7 +18,7 @@ from roll_batching.jobs.engines.weights import engine_weights
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy
-from roll_batching.strategy.offload import Moved
+from roll_batching.strategy.offload import OffloadStats
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ class EngineSampler(EngineClient):
         self._bytes = 0
 
     @property
-    def moved(self) -> Moved:
+    def offload_stats(self) -> OffloadStats:
         """Nothing: an engine makes room in its own ways."""
-        return Moved()
+        return OffloadStats()
 
     def update(self, version: int) -> None:
         """The engine answers with the strategy's weights from now on, which are those of `version`.

@@ -21,7 +21,7 @@ from roll_batching.jobs.objectives.stateful import KlCoefficient
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.losses.estimators import ESTIMATORS, KL_BOUND, KlEstimator, k3
 from roll_batching.samples import FieldSpec, SampleBatch
-from roll_batching.samples.positions import counted_positions, sample_of
+from roll_batching.samples.token_masks import counted_positions, sample_of
 
 
 @dataclass(frozen=True, kw_only=True)

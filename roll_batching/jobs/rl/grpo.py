@@ -47,7 +47,7 @@ from roll_batching.losses import mask_overlong
 from roll_batching.planning import Plan
 from roll_batching.samples import FieldSpec, SampleBatch, mini_batches
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy, StepResult
-from roll_batching.strategy.offload import Moved
+from roll_batching.strategy.offload import OffloadStats
 
 PHASE = "rl"
 """Name of the phase in rows and checkpoints."""
@@ -175,10 +175,10 @@ class Grpo:
                 self.sampler.release_memory()
 
     @property
-    def _moved(self) -> Moved:
+    def _moved(self) -> OffloadStats:
         """Bytes and seconds of moving states between devices and host so far."""
         models = (self.strategy, self.reference, self.sampler)
-        return sum((model.moved for model in models if model is not None), Moved())
+        return sum((model.offload_stats for model in models if model is not None), OffloadStats())
 
     def _make_evaluator(self) -> Evaluator | None:
         inputs, config = self.context.inputs, self.config

@@ -16,8 +16,8 @@ from roll_batching.planning import batch_balance
 from roll_batching.samples import FieldSpec, LengthTable, SampleBatch, gather_lengths
 from roll_batching.samples.layout_exchange import LayoutExchange
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
-from roll_batching.strategy.offload import Moved
-from roll_batching.strategy.sampling import draws_of
+from roll_batching.strategy.offload import OffloadStats
+from roll_batching.strategy.sampling import uniform_draws
 from roll_batching.strategy.weights import Transfer
 
 _DRAWS = "draws"
@@ -54,9 +54,9 @@ class LayoutSampler:
         return self.strategy.layout
 
     @property
-    def moved(self) -> Moved:
+    def offload_stats(self) -> OffloadStats:
         """Offloading and reloading of its weights so far."""
-        return self.model.moved
+        return self.model.offload_stats
 
     def update(self, version: int) -> None:
         """Copies the strategy's weights, which are those of `version`.
@@ -110,10 +110,10 @@ class LayoutSampler:
         if settings.greedy:
             return prompts
         state, group = self.strategy.state, settings.num_return_sequences
-        draws = draws_of(
+        draws = uniform_draws(
             settings,
             len(prompts) * group,
-            part=state.layout.dp_rank,
+            dp_rank=state.layout.dp_rank,
             device=state.device,
             dtype=state.result_dtype,
         )

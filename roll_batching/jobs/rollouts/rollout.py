@@ -24,7 +24,7 @@ from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.planning import batch_balance
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import GenerationSettings
-from roll_batching.strategy.offload import Moved
+from roll_batching.strategy.offload import OffloadStats
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class SeparateSampler(Sampler, Protocol):
     """A sampler with a copy of the weights in training. Every method is collective."""
 
     @property
-    def moved(self) -> Moved:
+    def offload_stats(self) -> OffloadStats:
         """Bytes and seconds of moving its weights between devices and host so far."""
 
     def update(self, version: int) -> None:

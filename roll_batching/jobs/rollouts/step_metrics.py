@@ -12,7 +12,7 @@ from roll_batching.jobs.rollouts.rollout import StepScores
 from roll_batching.losses.metric_kinds import HostMetric, as_numbers, join_parts
 from roll_batching.planning import Plan
 from roll_batching.strategy import StepResult
-from roll_batching.strategy.offload import Moved
+from roll_batching.strategy.offload import OffloadStats
 
 _RESERVED = ("step", "phase")
 """Columns that identify a row."""
@@ -122,6 +122,6 @@ def merge_metrics(*parts: Metrics) -> Metrics:
     return merged
 
 
-def offload_metrics(before: Moved, after: Moved) -> Metrics:
+def offload_metrics(before: OffloadStats, after: OffloadStats) -> Metrics:
     """Bytes and seconds of moving states to the host and back between two readings, on the rank that records."""
     return {"offload_bytes": after.bytes - before.bytes, "offload_seconds": after.seconds - before.seconds}

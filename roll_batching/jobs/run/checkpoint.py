@@ -33,9 +33,9 @@ from roll_batching.jobs.run.job_digests import Digests, changes, check_tokenizer
 from roll_batching.planning import ParallelDims
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
 from roll_batching.strategy.checkpoint import check_saving, write_state
-from roll_batching.strategy.checkpoint_files import check_files, reading, words
-from roll_batching.strategy.checkpoint_folder import PARTIAL, Draft, write_text
-from roll_batching.strategy.checkpoint_writer import Writing
+from roll_batching.strategy.checkpoint_files import check_files, describe_cause, explain_read_errors
+from roll_batching.strategy.checkpoint_folder import PARTIAL, AtomicFolder, write_text
+from roll_batching.strategy.checkpoint_writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class JobCheckpoints:
         """What differs from the job that wrote the checkpoint, on that rank."""
         self.every = config.save_steps
         self.kept = config.save_total_limit
-        self.aside = config.async_save
+        self.background = config.async_save
         self.resumed: SavedPoint | None = None
         """The point that the run goes on from; None where it starts at the beginning."""
         self._group = strategy.layout.host_group
@@ -104,7 +104,7 @@ class JobCheckpoints:
                     self._changed = changes(self.resumed.job, self._job)
             facts.equal("the checkpoint that is found", self.resumed, "Save to a file system that all machines share")
         self.latest = self.resumed.path if self.resumed is not None else None
-        self._pending: tuple[Draft, list[Writing]] | None = None
+        self._pending: tuple[AtomicFolder, list[CheckpointWriter]] | None = None
 
     def _check(self) -> None:
         if self.every:
@@ -160,7 +160,7 @@ class JobCheckpoints:
             with consensus(self._group, "the job's checkpoints"):
                 stream.load_state_dict(point.position)
                 if point.layout == self.strategy.layout.dims:
-                    with reading(point.path / _random_file()):
+                    with explain_read_errors(point.path / _random_file()):
                         _set_random_states(torch.load(point.path / _random_file(), weights_only=True))
         if self._changed:
             logger.warning("%s goes on with what has changed since: %s", point.path, "; ".join(self._changed))
@@ -193,10 +193,10 @@ class JobCheckpoints:
             self._settle(wait=due)
             if not due:
                 return
-            aside = self.aside and step != last
-            draft = Draft(self.folder / f"{phase}-{step:06d}", self._group)
+            background = self.background and step != last
+            draft = AtomicFolder(self.folder / f"{phase}-{step:06d}", self._group)
             with draft.writing() as folder:
-                writings = [write_state(self.strategy.state, folder, aside=aside)]
+                writings = [write_state(self.strategy.state, folder, background=background)]
                 if isinstance(reference, RemoteReference):
                     reference.write(folder / "reference")
                 elif reference is not None:
@@ -204,12 +204,12 @@ class JobCheckpoints:
                         if dist.get_rank() == 0:
                             (folder / "reference").mkdir()
                     with reference.loaded("parameters"):
-                        writings.append(write_state(reference.state, folder / "reference", aside=aside))
+                        writings.append(write_state(reference.state, folder / "reference", background=background))
                 with consensus(self._group, "the job's checkpoints"):
                     self._write_own(folder, phase, step, stream)
-                    writings[0].add(_random_file())
+                    writings[0].add_to_manifest(_random_file())
             self._pending = draft, writings
-            self._settle(wait=not aside)
+            self._settle(wait=not background)
 
     def _settle(self, *, wait: bool) -> None:
         """Makes the checkpoint that is being written whole: when all ranks have written, or, with `wait`, now."""
@@ -225,7 +225,7 @@ class JobCheckpoints:
         with draft.writing():
             for writing in reversed(writings):  # the job's own lists the manifest of its reference
                 writing.finish()
-        draft.keep()
+        draft.commit()
         self.latest = draft.path
         if self.kept is not None and dist.get_rank() == 0:
             placed = sorted((place, path) for path in self.folder.iterdir() if (place := _place(path)) is not None)
@@ -241,7 +241,7 @@ class JobCheckpoints:
             with file.open("wb") as output:
                 torch.save(_random_states(), output)
         except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{file} cannot be written: {words(error)}") from None
+            raise CheckpointError(f"{file} cannot be written: {describe_cause(error)}") from None
         if dist.get_rank() == 0:
             layout = self.strategy.layout.to_dict()
             record = {"phase": phase, "step": step, "position": stream.state_dict(), "layout": layout}
@@ -329,7 +329,7 @@ def _candidates(path: Path) -> Iterator[Path]:
 
 def _read(path: Path) -> SavedPoint:
     file = path / _RECORD
-    with reading(file):
+    with explain_read_errors(file):
         record = json.loads(file.read_text(encoding="utf-8"))
         point = SavedPoint(path=path, **(record | {"layout": ParallelDims(**record["layout"])}))
         named = _NAME.fullmatch(path.name)

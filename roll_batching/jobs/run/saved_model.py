@@ -26,7 +26,7 @@ from roll_batching.settings import MegatronConfig
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS
 from roll_batching.strategy import GenerationSettings, MegatronInferStrategy
 from roll_batching.strategy.checkpoint import RECORD
-from roll_batching.strategy.checkpoint_files import reading
+from roll_batching.strategy.checkpoint_files import explain_read_errors
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 _BATCH_SIZE = 32
@@ -138,7 +138,7 @@ def _on_one_process(role: WorkerConfig, point: SavedPoint, pretrain: str | None,
     kept where the model runs.
     """
     file = point.path / RECORD
-    with reading(file):
+    with explain_read_errors(file):
         dtype = _DTYPES[json.loads(file.read_text(encoding="utf-8"))["dtype"]]
     changes = {"dtype": dtype} | ({} if pretrain is None else {"model_name_or_path": pretrain})
     attention = role.strategy_args.strategy_config.attention_backend

@@ -24,7 +24,7 @@ from roll_batching.planning import batch_balance as place_on_ranks
 from roll_batching.planning.arrays import Ints
 from roll_batching.samples import FieldSpec, LengthTable, SampleBatch, collect, distribute, gather_lengths
 from roll_batching.samples.layout_exchange import LayoutExchange
-from roll_batching.samples.membership import mini_batches, mini_batches_by_rank
+from roll_batching.samples.mini_batching import mini_batches, mini_batches_by_rank
 from roll_batching.settings.batching import refuse_without_old_log_probs
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy, StepResult
 

@@ -1,8 +1,8 @@
-"""Pipeline receives whose shapes come from the plan: no shape exchange, no device synchronisation.
+"""Pipeline p2p with receive shapes from the plan: no shape exchange, no device synchronisation.
 
-Megatron lets a communicator be handed to its schedules. With variable lengths it asks that
-communicator, before every transfer, to exchange shapes with the neighbours, and waits for the device.
-Every rank knows the plan, so the answer is known beforehand: receives follow the schedule's table.
+Under `variable_seq_lengths` Megatron's communicator sends three integers before every transfer and waits for the device
+to read them (18 exchanges for 4 micro-batches at PP2 x VPP2). All ranks have the plan, so that each knows the shapes
+already; receives follow the order of the schedule's table.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from roll_batching.errors import LayoutError
 
 Shape = tuple[int, int, int]
 
-_ASKED_WITH = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"]
+_EXPECTED_PARAMETERS = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"]
 
 
 class PlannedP2P(P2PCommunicator):
-    """A P2PCommunicator for one call of a schedule, answering the shape exchange from the plan.
+    """A P2PCommunicator for one call of a schedule, with the receive shapes of its plan.
 
-    Overrides the private `_communicate_shapes`, whose signature is the same from 0.16 to 0.19. Raises
-    `LayoutError` where it is another.
+    Overrides the private `_communicate_shapes`, whose signature is the same from 0.16 to 0.19.
+
+    Raises:
+        LayoutError: where the installed Megatron-Core has another signature.
     """
 
     def __init__(self, pp_group: Any, config: Any, shapes: Sequence[Shape], vpp_size: int, group_size: int) -> None:
         super().__init__(pp_group, config)
-        asked = getattr(P2PCommunicator, "_communicate_shapes", None)
-        if asked is None or list(inspect.signature(asked).parameters) != _ASKED_WITH:
+        overridden = getattr(P2PCommunicator, "_communicate_shapes", None)
+        if overridden is None or list(inspect.signature(overridden).parameters) != _EXPECTED_PARAMETERS:
             raise LayoutError(
                 "this Megatron-Core exchanges pipeline shapes in a way that planned shapes do not know: set "
                 "pipeline_shapes: exchanged, or use a version that this package was tried with"
@@ -42,6 +44,7 @@ class PlannedP2P(P2PCommunicator):
             if vpp_size > 1
             else [(micro_batch, 0) for micro_batch in range(count)]
         )
+        # The first stage's first chunk reads the data and receives nothing.
         self._activations: Iterator[Shape] = iter([shapes[m] for m, chunk in table if not (rank == 0 and chunk == 0)])
         # A backward pass visits the chunks in reverse: the table's chunk 0 is the model's last, whose gradient
         # the last rank computes itself.
@@ -52,11 +55,11 @@ class PlannedP2P(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Any, Any]:
-        nothing = [0, 0, 0]
+        no_shape = [0, 0, 0]
         try:
             return (
-                next(self._activations) if recv_prev else nothing,
-                next(self._gradients) if recv_next else nothing,
+                next(self._activations) if recv_prev else no_shape,
+                next(self._gradients) if recv_next else no_shape,
             )
         except StopIteration:
             raise LayoutError(
@@ -65,7 +68,7 @@ class PlannedP2P(P2PCommunicator):
             ) from None
 
     def check_exhausted(self, forward_only: bool) -> None:
-        """Raises `LayoutError` when planned receives did not happen: the schedule and the plan disagree."""
+        """Raises `LayoutError` if planned receives are left over: schedule and plan disagree."""
         left = [sum(1 for _ in self._activations), 0 if forward_only else sum(1 for _ in self._gradients)]
         if any(left):
             raise LayoutError(

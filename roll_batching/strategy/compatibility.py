@@ -1,157 +1,41 @@
-"""Taking over a model that exists: what must hold for it to train right, checked before anything runs.
+"""Checks that a model, its config and its optimizer can train under a strategy.
 
-Most checks stand for a defect that Megatron does not report: it hangs, or trains on wrong gradients.
+Most of them stand for a defect that Megatron does not report: it hangs, or trains on wrong gradients.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import megatron.core
-import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from roll_batching.distributed import consensus, host_group
-from roll_batching.distributed.parallel_layout import ParallelLayout, describe_layout
+from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
-from roll_batching.losses.runner import has_router_losses
 from roll_batching.modeling.attention.core import PackedCore
-from roll_batching.modeling.cost import model_cost
-from roll_batching.modeling.experts import expert_problems, router_loss_weights
-from roll_batching.modeling.head import defer_head as defer
+from roll_batching.modeling.experts import expert_problems
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.requirements import recomputed_modules, refusals_here
 from roll_batching.packing.attention_backend import AttentionBackend
-from roll_batching.planning import CostModel
-from roll_batching.planning.cost_model import require_cost
-from roll_batching.planning.plain_values import integer_of
+from roll_batching.planning.plain_values import kind_of
 from roll_batching.settings import BatchingConfig
-from roll_batching.strategy.optimizer_parts import optimizer_problems
-from roll_batching.strategy.part_arguments import check_arguments, shape_of
-from roll_batching.strategy.settings import StepSettings
-from roll_batching.strategy.state import ModelState, TrainingState
-
-logger = logging.getLogger(__name__)
+from roll_batching.strategy.model_state import ModelState, StepSettings
+from roll_batching.strategy.optimizer_step import has_loss_scale, optimizer_parts
 
 
-def require_processes() -> None:
-    """Raises `LayoutError` unless the processes have met."""
-    if not dist.is_initialized():
-        raise LayoutError("no process group: call torch.distributed.init_process_group and build the model first")
-
-
-def adopt_parts(
-    chunks: Sequence[Any],
-    batching: BatchingConfig,
-    settings: StepSettings,
-    *,
-    pg_collection: Any,
-    vocab_size: int | None,
-    cost: CostModel | None,
-    training: TrainingState,
-    defer_head: bool,
-    also: Sequence[str] = (),
-) -> ModelState:
-    """The state of chunks that somebody else built, checked; their head is deferred if asked. A collective call.
-
-    `cost` None derives one from the model's config. `also` holds problems that were found before.
-
-    Raises `LayoutError` (one rank) or `RankError` (several) that lists all that cannot work.
-    """
-    with consensus(host_group(), "from_parts") as facts:
-        check_arguments(chunks, batching, settings, pg_collection)
-        gpt = gpt_of(chunks[0])
-        config = gpt.config
-        if vocab_size is not None:
-            vocab_size = integer_of("vocab_size", vocab_size, error=LayoutError)
-        if cost is not None:
-            require_cost(cost)
-        facts.equal("vocab_size", vocab_size)
-        facts.equal("the model", shape_of(gpt))
-        facts.equal("how passes are batched", batching)
-        facts.equal("the settings", settings)
-    layout = describe_layout(
-        vpp_size=len(chunks),
-        sequence_parallel=config.sequence_parallel,
-        device=next(gpt.parameters()).device,
-        groups=pg_collection,
-    )
-    layout = replace(layout, fully_sharded=gathers_layers(getattr(chunks[0], "ddp_config", None)))
-    state = ModelState(
-        layout=layout,
-        chunks=chunks,
-        dtype=config.params_dtype,
-        cost=cost or model_cost(config, gpt.vocab_size, layout),
-        batching=batching,
-        settings=settings,
-        attention=next(iter(_backends(chunks)), None),
-        vocab_size=vocab_size,
-        pg_collection=pg_collection,
-        training=training,
-    )
-    with consensus(layout.host_group, "from_parts"):
-        check_parts(state, defer_head=defer_head, also=also)
-    if not settings.rows_form and gpt.position_embedding_type == "rope" and dist.get_rank() == 0:
-        logger.warning(
-            "the model rotates packed sequences itself, which without TransformerEngine's fused kernel waits for the "
-            "device in every layer; packed_layer_spec(config, RotarySettings(...)) with position_embedding_type='none' "
-            "does not"
-        )
-    if has_router_losses(config):
-        _notice_router_losses(config, pg_collection or ProcessGroupCollection.use_mpu_process_groups())
-    if defer_head:
-        for chunk in chunks:
-            _defer_in(chunk)
-    return state
-
-
-def _notice_router_losses(config: Any, groups: Any) -> None:
-    auxiliary, z_loss = router_loss_weights(config, groups.tp_cp)
-    if (auxiliary, z_loss) != (1.0, 1.0) and dist.get_rank() == 0:
-        logger.warning(
-            "with calculate_per_token_loss this Megatron-Core makes the routers' auxiliary loss %g times and their "
-            "z-loss %g times as strong as their coefficients say: divide moe_aux_loss_coeff and moe_z_loss_coeff by "
-            "that, or set calculate_per_token_loss=False",
-            auxiliary,
-            z_loss,
-        )
-
-
-def gathers_layers(ddp_config: Any) -> bool:
-    """Whether a DistributedDataParallelConfig shards parameters, so that ranks meet in every layer.
-
-    Megatron FSDP does with its strategy "optim_grads_params"; `overlap_param_gather` gathers once per step.
-    """
-    return bool(
-        getattr(ddp_config, "use_megatron_fsdp", False)
-        and ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
-    )
-
-
-def _defer_in(chunk: Any) -> None:
-    # DDP with overlapped parameter gathering keeps its hook handles by module object and class.
-    hooked = getattr(chunk, "use_forward_hook", False)
-    if hooked:
-        chunk.disable_forward_pre_hook()
-    defer(gpt_of(chunk))
-    if hooked:
-        chunk.enable_forward_pre_hook()
-
-
-def check_parts(state: ModelState, *, defer_head: bool = False, also: Sequence[str] = ()) -> None:
-    """Raises `LayoutError` with all of `part_problems` and `also`, if there are any."""
-    problems = [*part_problems(state, defer_head=defer_head), *also]
+def check_compatibility(state: ModelState, *, defer_head: bool = False, problems: Sequence[str] = ()) -> None:
+    """Raises `LayoutError` with all of `compatibility_problems` and `problems`, if there are any."""
+    problems = [*compatibility_problems(state, defer_head=defer_head), *problems]
     if problems:
-        raise LayoutError("the model cannot be trained as it is: " + "; ".join(problems))
+        raise LayoutError("the model cannot be trained: " + "; ".join(problems))
 
 
-def part_problems(state: ModelState, *, defer_head: bool = False) -> list[str]:
-    """Everything about model and config that cannot work, each with what to set; empty when all is well."""
+def compatibility_problems(state: ModelState, *, defer_head: bool = False) -> list[str]:
+    """Everything about model, config and optimizer that cannot work, each with the setting that cures it."""
     chunks, layout, settings = state.chunks, state.layout, state.settings
     config = gpt_of(chunks[0]).config
     return [
@@ -192,8 +76,10 @@ def _model_problems(chunks: Sequence[Any], layout: ParallelLayout, defer_head: b
         problems.append("fp8 is not supported for now: unset it")
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "cuda_graph_impl", "none") not in ("none", None):
         problems.append("CUDA graphs need one shape and packs have many: set cuda_graph_impl='none'")
-    gathers = any(getattr(getattr(gpt_of(chunk), "output_layer", None), "gather_output", False) for chunk in chunks)
-    if gathers and layout.tp_size > 1 and not defer_head:
+    gathers_output = any(
+        getattr(getattr(gpt_of(chunk), "output_layer", None), "gather_output", False) for chunk in chunks
+    )
+    if gathers_output and layout.tp_size > 1 and not defer_head:
         problems.append(
             "the output layer gathers its logits over tensor parallelism, whose ranks would each count the whole "
             "vocabulary: build with parallel_output=True, or pass defer_head=True"
@@ -224,7 +110,7 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
             problems.append(f"rows_form serves padded and dynamic batching only, and {' and '.join(packed)} is packed")
         if settings.pipeline_shapes == "shared":
             problems.append("rows_form and pipeline_shapes='shared' exclude each other: use 'planned' or 'exchanged'")
-        if names := [backend.name for backend in _backends(chunks)]:
+        if names := [backend.name for backend in attention_backends(chunks)]:
             problems.append(f"the attention core {names[0]} takes packs: leave rows_form out")
         return problems
     problems = []
@@ -235,7 +121,7 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
             "packed_layer_spec(config), use TransformerEngine's attention, or pass rows_form=True with padded or "
             "dynamic batching"
         )
-    if len(names := [backend.name for backend in _backends(chunks)]) > 1:
+    if len(names := [backend.name for backend in attention_backends(chunks)]) > 1:
         problems.append(f"layers attend with {' and '.join(names)}: build all of them with one attention backend")
     if any(getattr(core, "pack_rotates", False) for core in cores) and gpt.position_embedding_type != "none":
         problems.append(
@@ -258,14 +144,14 @@ def _cores(chunks: Sequence[Any]) -> list[Any]:
     return [attention.core_attention for attention in attentions if hasattr(attention, "core_attention")]
 
 
-def _backends(chunks: Sequence[Any]) -> list[AttentionBackend]:
-    """What the layers attend with, each backend once; cores that no backend built are not counted."""
-    found = [getattr(core, "pack_backend", None) for core in _cores(chunks)]
-    return list(dict.fromkeys(backend for backend in found if backend is not None))
+def attention_backends(chunks: Sequence[Any]) -> list[AttentionBackend]:
+    """The distinct attention backends of all layers, without those of a caller's own cores."""
+    backends = [getattr(core, "pack_backend", None) for core in _cores(chunks)]
+    return list(dict.fromkeys(backend for backend in backends if backend is not None))
 
 
 _ENGINE_MODULES = ("megatron.core.extensions.transformer_engine",)
-"""Where Megatron's layers of TransformerEngine stand."""
+"""Modules of Megatron's TransformerEngine layers."""
 
 
 def _installation_problems(state: ModelState) -> list[str]:
@@ -290,9 +176,10 @@ def _installation_problems(state: ModelState) -> list[str]:
 
 def _reduction_problems(chunks: Sequence[Any], layout: ParallelLayout) -> list[str]:
     config = gpt_of(chunks[0]).config
-    in_ddp = [hasattr(chunk, "finish_grad_sync") for chunk in chunks]
+    in_ddp = [hasattr(chunk, "finish_grad_sync") for chunk in chunks]  # Megatron FSDP's wrapper has it too
     problems = []
     if not all(in_ddp):
+        # Without DDP nothing reduces gradients: right for one rank of each of these groups only.
         if layout.dp_size * layout.cp_size > 1 or layout.sequence_parallel or layout.pp_size > 1:
             problems.append(
                 "chunks outside Megatron's DistributedDataParallel leave gradients unreduced over data, context, "
@@ -322,6 +209,8 @@ def _pipeline_problems(config: Any, layout: ParallelLayout, settings: StepSettin
     if layout.pp_size == 1:
         return []
     problems = []
+    # PP2 x VPP2: the previous and the next rank are one, and batched operations pair its transfers wrongly without an
+    # error (Megatron issue 1450). The guard is in Megatron's training arguments only, not in its core.
     if config.batch_p2p_comm:
         problems.append(
             "batch_p2p_comm=True crashes with planned shapes and pairs transfers wrongly at pipeline size 2 with "
@@ -332,6 +221,7 @@ def _pipeline_problems(config: Any, layout: ParallelLayout, settings: StepSettin
             "overlap_p2p_comm is not reproducible on CPU and races with freed outputs before Megatron-Core 0.18: set "
             "config.overlap_p2p_comm=False"
         )
+    # A race of the sends with the freed outputs, also on GPUs (Megatron PR 4047, in 0.18).
     if config.deallocate_pipeline_outputs and config.overlap_p2p_comm and _version() < (0, 18):
         problems.append("deallocate_pipeline_outputs corrupts overlapped transfers before 0.18: unset it")
     if config.num_moe_experts is None and config.moe_token_dispatcher_type == "allgather":
@@ -344,7 +234,7 @@ def _pipeline_problems(config: Any, layout: ParallelLayout, settings: StepSettin
 
 
 def _ratio_problems(config: Any, batching: BatchingConfig) -> list[str]:
-    """What makes a training pass compute other log-probs than the log-prob pass that shares its plan."""
+    """Settings under which a training pass computes other log-probs than a log-prob pass with the same plan."""
     if batching.logprob_plan != "train":
         return []
     differing = [
@@ -360,3 +250,77 @@ def _ratio_problems(config: Any, batching: BatchingConfig) -> list[str]:
         f"with {' and '.join(differing)} a training pass computes other log-probs than the log-prob pass, so the first "
         "ratio is not 1: unset that, or set logprob_plan to 'own' or 'none'"
     ]
+
+
+def scheduler_problems(optimizer: Any, scheduler: Any, scheduler_unit: str | None) -> list[str]:
+    """Problems of a learning-rate schedule, each with the setting that cures it."""
+    problems = []
+    if scheduler is not None and scheduler_unit is None:
+        problems.append(
+            "scheduler_unit, which says what the scheduler counts, was left out: pass 'samples' if its lr_warmup_steps "
+            "and lr_decay_steps are samples (as Megatron's training loop has them), 'steps' if they are optimizer steps"
+        )
+    if scheduler_unit not in (None, "steps", "samples"):
+        problems.append(f"scheduler_unit={scheduler_unit!r} is unknown: pass 'steps' or 'samples'")
+    if scheduler is None:
+        return problems
+    if not isinstance(scheduler, OptimizerParamScheduler):
+        problems.append(f"scheduler is {kind_of(scheduler)}: pass Megatron's OptimizerParamScheduler, or None")
+    elif optimizer is None:
+        problems.append("optimizer is None, so the scheduler is never stepped: leave it out, and step yours")
+    elif scheduler.optimizer is not optimizer:
+        problems.append("this is the scheduler of another optimizer: make it with the optimizer that is passed")
+    return problems
+
+
+def optimizer_problems(chunks: Sequence[Any], optimizer: Any) -> list[str]:
+    """Problems of an optimizer for the model of `chunks`, each with the setting that cures it."""
+    if optimizer is None:
+        return []
+    if not isinstance(optimizer, MegatronOptimizer):
+        name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        return [
+            f"{name} is not a Megatron optimizer: make one with megatron.core.optimizer.get_megatron_optimizer, or "
+            "pass optimizer=None and step yours after forward_backward"
+        ]
+    problems = _ownership_problems(chunks, optimizer)
+    if has_loss_scale(optimizer) and gpt_of(chunks[0]).config.grad_scale_func is None:
+        problems.append(
+            "the optimizer divides gradients by a loss scale, and config.grad_scale_func is None, so that the loss is "
+            "never multiplied by it: set config.grad_scale_func=optimizer.scale_loss"
+        )
+    return problems
+
+
+def _ownership_problems(chunks: Sequence[Any], optimizer: Any) -> list[str]:
+    if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks):
+        return []  # Megatron FSDP's optimizer steps its own shards, not the model's parameters
+    names = {parameter: name for chunk in chunks for name, parameter in gpt_of(chunk).named_parameters()}
+    stepped = {parameter for part in optimizer_parts(optimizer) for parameter in _model_parameters(part)}
+    problems = []
+    if foreign := len(stepped - names.keys()):
+        problems.append(
+            f"the optimizer holds {foreign} parameters of another model, which no gradient would reach: make it from "
+            "these model_chunks, after they are wrapped"
+        )
+    # Megatron's layer-wise optimizer distributes whole parameters over ranks: each rank's holds some of them.
+    is_layer_wise = type(optimizer).__module__.endswith("layer_wise_optimizer")
+    missing = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in stepped]
+    if missing and not foreign and not is_layer_wise:
+        problems.append(
+            f"the model has {len(missing)} trainable parameters that the optimizer does not hold, such as "
+            f"{missing[0]}: make it from all model_chunks, or freeze what it leaves out (requires_grad=False)"
+        )
+    return problems
+
+
+def _model_parameters(part: Any) -> list[Any]:
+    """The model parameters behind the fp32 copies or shards that an optimizer steps."""
+    if getattr(part, "is_stub_optimizer", False):
+        return []
+    if hasattr(part, "model_param_gbuf_map"):  # the distributed optimizer: its buffers have the parameters of all ranks
+        return [parameter for buffer in part.buffers for parameter in buffer.params]
+    groups = [group["params"] for group in part.optimizer.param_groups]
+    if hasattr(part, "float16_groups"):
+        groups = [*part.float16_groups, *part.fp32_from_fp32_groups]
+    return [parameter for group in groups for parameter in group]

@@ -1,7 +1,7 @@
-"""A model's parameters as the tensors of the model directory that it came from: whole, under their names there.
+"""A model's parameters as full tensors, under the names of the Hugging Face directory that it came from.
 
-Tensor-parallel shards meet on the first rank of their group, which owns the tensors that they make: every stage and
-every expert's rank owns what it has of the model.
+Tensor-parallel shards are gathered on the first rank of their group, which owns the full tensors: every pipeline stage
+and every expert-parallel rank owns its own part of the model.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from roll_batching.huggingface.families import HEAD, rules_of
 from roll_batching.huggingface.stored import StoredTensors, torch_dtype
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, pieces
 from roll_batching.modeling.pretrained import PlacedParameter, family_of, placed_parameters
-from roll_batching.strategy.state import ModelState
+from roll_batching.strategy.model_state import ModelState
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeTensors:
-    """The tensors of a model directory, and the parameters that they come from."""
+class FullTensors:
+    """Names, shapes and dtypes of a model directory's tensors, and this rank's parameters behind them."""
 
     origin: Path
     stored: StoredTensors
@@ -33,19 +33,20 @@ class WholeTensors:
     shapes: Mapping[str, tuple[int, ...]]
     """Of all tensors, by name."""
     dtypes: Mapping[str, torch.dtype]
-    """Of all tensors, by name: as the files have them."""
+    """Of all tensors, by name, as in the files."""
     parameters: tuple[PlacedParameter, ...]
-    """In which this rank has a part, owner or not, in an order that is the same on all that share one."""
+    """Parameters of which this rank has a shard, in the same order on all ranks that share one."""
 
     def bytes_of(self, name: str) -> int:
-        """What a tensor takes in its file."""
+        """Size of a tensor in its file."""
         return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
 
 
-def whole_tensors(state: ModelState, source: str) -> WholeTensors:
-    """What the model of `state` gives, in the names of the model directory `source`. Not collective.
+def describe_full_tensors(state: ModelState, source: str) -> FullTensors:
+    """The full tensors of a model, as the model directory `source` has them. Not collective.
 
-    Raises CheckpointError where the model did not come from that directory.
+    Raises:
+        CheckpointError: where the model did not come from that directory.
     """
     architecture = state.architecture
     if architecture is None:
@@ -57,7 +58,7 @@ def whole_tensors(state: ModelState, source: str) -> WholeTensors:
     problems = stored.misfits(expected, [HEAD.theirs[0][0]])
     if problems:
         raise CheckpointError(f"{origin} is not the directory that this model came from: {'; '.join(problems)}")
-    return WholeTensors(
+    return FullTensors(
         origin=origin,
         stored=stored,
         sizes=sizes,
@@ -66,55 +67,56 @@ def whole_tensors(state: ModelState, source: str) -> WholeTensors:
         parameters=tuple(
             placed
             for placed in placed_parameters(state.chunks, family, architecture)
+            # Under a pipeline the last stage has a copy of tied embeddings as its head: the first stage gives them.
             if placed.is_first_replica and not (tied and placed.rule.ours == HEAD.ours)
         ),
     )
 
 
-def owner_of(placed: PlacedParameter) -> int:
-    """The rank among all that gets the whole tensors of a parameter."""
+def owner_rank(placed: PlacedParameter) -> int:
+    """Global rank of the owner of a parameter's full tensors."""
     return dist.get_global_rank(placed.group, 0)
 
 
-def names_of(placed: PlacedParameter) -> list[str]:
-    """The tensors that a parameter is made of."""
+def tensor_names(placed: PlacedParameter) -> list[str]:
+    """Names of the directory's tensors that a parameter is fused from."""
     return [name for name, _ in placed.rule.theirs]
 
 
 @torch.no_grad()
-def gathered(placed: PlacedParameter, sizes: Sizes, device: torch.device) -> dict[str, torch.Tensor] | None:
-    """The whole tensors of a parameter on its owner, by name, on `device` and in the model's precision; None elsewhere.
+def gather_full_tensors(placed: PlacedParameter, sizes: Sizes, device: torch.device) -> dict[str, torch.Tensor] | None:
+    """A parameter's full tensors on its owner, by name, on `device`, in the model's dtype; None on other ranks.
 
-    Collective among the ranks that share the parameter.
+    Collective among the tensor-parallel ranks of the parameter.
     """
-    shards = _shards(placed, device)
+    shards = _gather_shards(placed, device)
     if shards is None:
         return None
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for rank, shard in enumerate(shards):
         for piece in pieces(placed.rule, sizes, rank, placed.ranks):
-            if piece.name not in found:
+            if piece.name not in tensors:
                 shape = next(sizes.shape(words) for name, words in placed.rule.theirs if name == piece.name)
-                found[piece.name] = torch.empty(shape, dtype=shard.dtype, device=device)
-            whole = found[piece.name]
-            target = whole[piece.rows] if piece.columns is None else whole[piece.rows, piece.columns]
+                tensors[piece.name] = torch.empty(shape, dtype=shard.dtype, device=device)
+            full = tensors[piece.name]
+            target = full[piece.rows] if piece.columns is None else full[piece.rows, piece.columns]
             target.copy_(shard[piece.at])
-    return found
+    return tensors
 
 
-def _shards(placed: PlacedParameter, device: torch.device) -> list[torch.Tensor] | None:
-    """The shards of a parameter, on its owner; None on the others."""
-    mine = placed.parameter.detach().contiguous()
+def _gather_shards(placed: PlacedParameter, device: torch.device) -> list[torch.Tensor] | None:
+    """All shards of a parameter on its owner; None on other ranks."""
+    local = placed.parameter.detach().contiguous()
     if placed.ranks == 1 or placed.rule.join == "copy":
-        return [mine.to(device)] * placed.ranks if placed.rank == 0 else None
-    raw = mine.view(torch.uint8)  # of any precision, whatever the group's backend knows
-    parts = [torch.empty_like(raw) for _ in range(placed.ranks)] if placed.rank == 0 else None
-    dist.gather(raw, parts, dst=owner_of(placed), group=placed.group)
-    return None if parts is None else [part.view(mine.dtype).to(device) for part in parts]
+        return [local.to(device)] * placed.ranks if placed.rank == 0 else None
+    raw = local.view(torch.uint8)  # bytes: a backend need not support the dtype
+    shards = [torch.empty_like(raw) for _ in range(placed.ranks)] if placed.rank == 0 else None
+    dist.gather(raw, shards, dst=owner_rank(placed), group=placed.group)
+    return None if shards is None else [shard.view(local.dtype).to(device) for shard in shards]
 
 
-def in_precision(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` as its file has it. Raises CheckpointError where the model's values are beyond it."""
+def cast_to_file_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` in the dtype of its file. Raises `CheckpointError` for values beyond fp16."""
     converted = tensor.to(dtype)
     if dtype is torch.float16 and not bool(converted.isfinite().all()) and bool(tensor.isfinite().all()):
         text = f"{name} has values beyond fp16, the precision of the files that the model came from"

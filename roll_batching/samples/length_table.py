@@ -12,7 +12,7 @@ import torch
 from roll_batching.distributed import digest
 from roll_batching.errors import DataError
 from roll_batching.samples.batch import SampleBatch
-from roll_batching.samples.peers import Peers
+from roll_batching.samples.exchange_group import Peers
 
 
 def require_batch(what: str, value: object, name: str = "batch") -> None:

@@ -19,10 +19,10 @@ from torch import Tensor
 from roll_batching.distributed import Facts
 from roll_batching.errors import DataError
 from roll_batching.samples.batch import SampleBatch
+from roll_batching.samples.exchange_group import Peers
 from roll_batching.samples.fields import FieldSpec
-from roll_batching.samples.peers import Peers
+from roll_batching.samples.length_table import require_batch
 from roll_batching.samples.ragged import place, row_indices, starts_of
-from roll_batching.samples.table import require_batch
 
 if TYPE_CHECKING:
     from roll_batching.planning import Plan

@@ -1,4 +1,4 @@
-"""What a pass takes: this rank's packs, checked against its model and against what other ranks have."""
+"""Inputs of a pass: this rank's packs and loss denominators, with the checks on samples and plan."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from roll_batching.packing.batch import StepPacks
 from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.checks import content_digest
-from roll_batching.samples.table import require_batch
-from roll_batching.strategy.state import ModelState
+from roll_batching.samples.length_table import require_batch
+from roll_batching.strategy.model_state import ModelState
 
 SAME_SAMPLES = "Give all tensor-, context- and pipeline-parallel ranks of a data-parallel rank the same samples"
 
@@ -25,9 +25,20 @@ SAME_SAMPLES = "Give all tensor-, context- and pipeline-parallel ranks of a data
 def pack_inputs(
     state: ModelState, facts: Facts, local: SampleBatch, plan: Plan, masks: Sequence[str] | None
 ) -> StepPacks:
-    """This rank's micro-batches; `facts` hears what other ranks must have as well. Inside a consensus.
+    """This rank's micro-batches, checked now and packed when the schedule asks for them.
 
-    What can be wrong with them is found here; they are packed when the schedule asks for them.
+    Call it inside a consensus: `facts` receives what all ranks must agree on.
+
+    Args:
+        state: the model.
+        facts: of the consensus around the call.
+        local: this rank's samples.
+        plan: the plan of all ranks.
+        masks: names of the fields that say which tokens count; None: all tokens that predict.
+
+    Raises:
+        DataError: for samples or masks that cannot be packed, or that the model cannot take.
+        LayoutError: for a plan of another layout.
     """
     require_batch("a pass", local)
     if isinstance(masks, str) or (masks is not None and not len(masks)):
@@ -61,27 +72,29 @@ def pack_inputs(
 def check_tokens(batch: SampleBatch, state: ModelState) -> None:
     """Raises `DataError` for a token outside the model's vocabulary.
 
-    Nobody else would, on all ranks: an embedding fails on the rank that has the token alone, and one that is divided by
-    tensor parallelism reads zeros; a label that no column stands for has the log-prob of nothing.
+    Megatron does not: a vocabulary-parallel embedding reads zeros for such a token, and one without tensor parallelism
+    fails on its rank alone while the others wait. As a label it has no logit.
     """
-    if not batch.num_tokens or "input_ids" not in batch:  # a stage that does not read them may have none
+    if not batch.num_tokens or "input_ids" not in batch:  # a pipeline stage may lack fields that it does not read
         return
     ids, count = batch["input_ids"], state.vocab_size or gpt_of(state.chunks[0]).vocab_size
     lowest, largest = (int(x) for x in ids.aminmax())
     if 0 <= lowest and largest < count:
         return
-    at = int(((ids < 0) | (ids >= count)).nonzero()[0])
-    row = int(torch.searchsorted(batch.offsets, at, right=True)) - 1
+    index = int(((ids < 0) | (ids >= count)).nonzero()[0])
+    sample = int(torch.searchsorted(batch.offsets, index, right=True)) - 1
     raise DataError(
-        f"sample {int(batch.ids[row])} has the token {int(ids[at])} at position {at - int(batch.offsets[row])}, and "
-        f"the model the tokens 0 to {count - 1}: encode with the tokenizer that belongs to the model, or give the "
-        "model the vocab_size that the tokenizer has with its added tokens"
+        f"sample {int(batch.ids[sample])} has the token {int(ids[index])} at position "
+        f"{index - int(batch.offsets[sample])}, and the model the tokens 0 to {count - 1}: encode with the "
+        "tokenizer that belongs to the model, or give the model the vocab_size that the tokenizer has with its added "
+        "tokens"
     )
 
 
 def check_positions(longest: int, state: ModelState) -> None:
-    """Raises `DataError` where a sequence of `longest` positions, its padding among them, is longer than the model's
-    table of learned positions: nobody but the pipeline's first stage would, and only on the ranks that have it.
+    """Raises `DataError` if `longest` positions, padding included, exceed the model's learned position embeddings.
+
+    Without the check only the first pipeline stage would fail, on the rank with that sequence.
     """
     gpt = gpt_of(state.chunks[0])
     if gpt.position_embedding_type == "learned_absolute" and longest > gpt.max_sequence_length:
@@ -105,8 +118,8 @@ def _check_plan(plan: Plan, layout: ParallelLayout) -> None:
 
 
 def check_window(longest: int, state: ModelState) -> None:
-    """Raises `LayoutError` where a sample of `longest` tokens reaches beyond a window that attention does not heed."""
-    window = _unheeded_window(state)
+    """Raises `LayoutError` if `longest` tokens exceed a sliding window that the attention core ignores."""
+    window = _ignored_window(state)
     if window is not None and longest > window:
         raise LayoutError(
             f"a sample has {longest} tokens and the model a sliding window of {window}: attention is full here, which "
@@ -114,21 +127,21 @@ def check_window(longest: int, state: ModelState) -> None:
         )
 
 
-def _unheeded_window(state: ModelState) -> int | None:
-    """Tokens that a position sees by the model's settings, itself included, where its attention is full."""
+def _ignored_window(state: ModelState) -> int | None:
+    """Size of the model's sliding window in tokens, if its attention core attends to all tokens; else None."""
     if state.architecture is not None:
         return state.architecture.sliding_window
     config = gpt_of(state.chunks[0]).config
-    heeds = state.attention is None or getattr(state.attention, "windows", False)
-    if heeds or config.window_size is None or config.window_size[0] < 0:
+    applies_window = state.attention is None or getattr(state.attention, "windows", False)
+    if applies_window or config.window_size is None or config.window_size[0] < 0:
         return None
-    return int(config.window_size[0]) + 1
+    return int(config.window_size[0]) + 1  # Megatron counts the tokens to the left
 
 
-def counts_here(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, spec: LossSpec) -> StepCounts:
-    """Denominators over this rank's planned samples, or over all of `local` where `plan` is None.
+def count_local(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, spec: LossSpec) -> StepCounts:
+    """Loss denominators over this rank's planned samples, or over all of `local` if `plan` is None.
 
-    A stage that was handed less than its replica's last one leaves it to that to count.
+    Pipeline stages before the last may lack the loss's fields: they contribute nothing, the last stage counts.
     """
     if plan is None:
         return local_counts(local, spec.masks, spec.sums)
@@ -136,7 +149,8 @@ def counts_here(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, s
         return StepCounts(
             tokens=dict.fromkeys(spec.masks, 0),
             sequences=dict.fromkeys(spec.masks, 0),
-            sums=dict.fromkeys(spec.sums, -0.0),  # below all that its last stage may say, as `Team.agree` compares
+            # `Team.agree` takes the maximum of the int64 bits within a replica: those of -0.0 are the lowest.
+            sums=dict.fromkeys(spec.sums, -0.0),
         )
     rows = local.rows_of(plan.ids[plan.rank_samples(layout.dp_rank)])
     return local_counts(local, spec.masks, spec.sums, truncated_lengths(plan, layout.dp_rank), rows)

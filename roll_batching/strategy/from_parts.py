@@ -1,0 +1,187 @@
+"""`from_parts`: an existing Megatron model, optimizer and process groups under a strategy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from roll_batching.distributed import consensus, host_group
+from roll_batching.distributed.parallel_layout import describe_layout
+from roll_batching.errors import LayoutError
+from roll_batching.losses.runner import has_router_losses
+from roll_batching.modeling.cost import model_cost
+from roll_batching.modeling.experts import router_loss_weights
+from roll_batching.modeling.head import defer_head as defer
+from roll_batching.modeling.head import gpt_of
+from roll_batching.planning import CostModel
+from roll_batching.planning.cost_model import require_cost
+from roll_batching.planning.plain_values import integer_of, kind_of
+from roll_batching.settings import BatchingConfig
+from roll_batching.strategy.compatibility import attention_backends, check_compatibility
+from roll_batching.strategy.model_state import ModelState, StepSettings, TrainingState
+
+logger = logging.getLogger(__name__)
+
+
+def require_process_group() -> None:
+    """Raises `LayoutError` unless torch.distributed is initialised."""
+    if not dist.is_initialized():
+        raise LayoutError("no process group: call torch.distributed.init_process_group and build the model first")
+
+
+def list_of_chunks(chunks: Any) -> list[Any]:
+    """`chunks` as a list; raises `LayoutError` for another type, such as a model that is not in a list."""
+    if not isinstance(chunks, list | tuple | torch.nn.ModuleList):
+        raise LayoutError(
+            "model_chunks must be a list of model chunks, one per virtual stage, and is "
+            f"{kind_of(chunks)}: pass [model]"
+        )
+    return list(chunks)
+
+
+def state_from_parts(
+    chunks: Sequence[Any],
+    batching: BatchingConfig,
+    settings: StepSettings,
+    *,
+    pg_collection: Any,
+    vocab_size: int | None,
+    cost: CostModel | None,
+    training: TrainingState,
+    defer_head: bool,
+    problems: Sequence[str] = (),
+) -> ModelState:
+    """The checked state of chunks that the caller built; defers their output head if asked. Collective.
+
+    Args:
+        chunks: this stage's model chunks.
+        batching: micro-batching of training and forward passes.
+        settings: settings of the schedule.
+        pg_collection: the model's process groups; None: those of Megatron's parallel state.
+        vocab_size: real vocabulary, when the head has padded columns.
+        cost: the planner's cost model; None derives one from the model's config.
+        training: optimizer and schedule.
+        defer_head: swap the output layer's class, so that losses compute log-probs from hidden states.
+        problems: of optimizer and schedule, listed with those found here.
+
+    Raises:
+        LayoutError: (one rank) or `RankError` (several) with all that cannot work.
+    """
+    with consensus(host_group(), "from_parts") as facts:
+        _check_types(chunks, batching, settings, pg_collection)
+        gpt = gpt_of(chunks[0])
+        config = gpt.config
+        if vocab_size is not None:
+            vocab_size = integer_of("vocab_size", vocab_size, error=LayoutError)
+        if cost is not None:
+            require_cost(cost)
+        facts.equal("vocab_size", vocab_size)
+        facts.equal("the model", _describe_architecture(gpt))
+        facts.equal("how passes are batched", batching)
+        facts.equal("the settings", settings)
+    layout = describe_layout(
+        vpp_size=len(chunks),
+        sequence_parallel=config.sequence_parallel,
+        device=next(gpt.parameters()).device,
+        groups=pg_collection,
+    )
+    layout = replace(layout, fully_sharded=gathers_every_layer(getattr(chunks[0], "ddp_config", None)))
+    state = ModelState(
+        layout=layout,
+        chunks=chunks,
+        dtype=config.params_dtype,
+        cost=cost or model_cost(config, gpt.vocab_size, layout),
+        batching=batching,
+        settings=settings,
+        attention=next(iter(attention_backends(chunks)), None),
+        vocab_size=vocab_size,
+        pg_collection=pg_collection,
+        training=training,
+    )
+    with consensus(layout.host_group, "from_parts"):
+        check_compatibility(state, defer_head=defer_head, problems=problems)
+    if not settings.rows_form and gpt.position_embedding_type == "rope" and dist.get_rank() == 0:
+        logger.warning(
+            "the model rotates packed sequences itself, which without TransformerEngine's fused kernel waits for the "
+            "device in every layer; packed_layer_spec(config, RotarySettings(...)) with position_embedding_type='none' "
+            "does not"
+        )
+    if has_router_losses(config):
+        _warn_of_router_loss_weights(config, pg_collection or ProcessGroupCollection.use_mpu_process_groups())
+    if defer_head:
+        for chunk in chunks:
+            _defer_head(chunk)
+    return state
+
+
+def gathers_every_layer(ddp_config: Any) -> bool:
+    """Whether a DistributedDataParallelConfig shards parameters, so that ranks meet in every layer.
+
+    Megatron FSDP does with its strategy "optim_grads_params"; `overlap_param_gather` gathers once per step.
+    """
+    return bool(
+        getattr(ddp_config, "use_megatron_fsdp", False)
+        and ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
+    )
+
+
+def _check_types(chunks: Sequence[Any], batching: Any, settings: Any, pg_collection: Any) -> None:
+    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+        raise LayoutError(
+            "model_chunks must be a list of model chunks, one per virtual stage, and is "
+            f"{[type(chunk).__name__ for chunk in chunks]}"
+        )
+    if len({id(chunk) for chunk in chunks}) < len(chunks):
+        raise LayoutError("model_chunks holds the same chunk twice: pass each virtual stage's chunk once")
+    other_models = [type(gpt_of(chunk)).__name__ for chunk in chunks if not _is_gpt(gpt_of(chunk))]
+    if other_models:
+        raise LayoutError(f"{', '.join(other_models)} is not a GPTModel: pass model_chunks of GPTModel")
+    if not isinstance(batching, BatchingConfig) or not isinstance(settings, StepSettings):
+        raise LayoutError(
+            f"batching is a {type(batching).__name__} and settings a {type(settings).__name__}: pass a BatchingConfig "
+            "and a StepSettings"
+        )
+    batching.load_algorithms()
+    if pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection):
+        raise LayoutError(f"pg_collection is a {type(pg_collection).__name__}: pass a ProcessGroupCollection, or None")
+
+
+def _is_gpt(gpt: Any) -> bool:
+    return all(hasattr(gpt, name) for name in ("config", "decoder", "post_process", "position_embedding_type"))
+
+
+def _describe_architecture(gpt: Any) -> str:
+    """Sizes that the chunks of one model have in common on all ranks, as text."""
+    config = gpt.config
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+    sizes = [f"{name} {getattr(config, name)}" for name in (*names, "num_moe_experts", "params_dtype")]
+    return ", ".join([*sizes, f"vocab_size {gpt.vocab_size}", f"positions {gpt.position_embedding_type}"])
+
+
+def _warn_of_router_loss_weights(config: Any, groups: Any) -> None:
+    auxiliary, z_loss = router_loss_weights(config, groups.tp_cp)
+    if (auxiliary, z_loss) != (1.0, 1.0) and dist.get_rank() == 0:
+        logger.warning(
+            "with calculate_per_token_loss this Megatron-Core makes the routers' auxiliary loss %g times and their "
+            "z-loss %g times as strong as their coefficients say: divide moe_aux_loss_coeff and moe_z_loss_coeff by "
+            "that, or set calculate_per_token_loss=False",
+            auxiliary,
+            z_loss,
+        )
+
+
+def _defer_head(chunk: Any) -> None:
+    # Under overlap_param_gather DDP's pre-forward hooks look modules up by object and class: swapping the output
+    # layer's class with the hooks in place ends in a KeyError in a later forward pass.
+    hooked = getattr(chunk, "use_forward_hook", False)
+    if hooked:
+        chunk.disable_forward_pre_hook()
+    defer(gpt_of(chunk))
+    if hooked:
+        chunk.enable_forward_pre_hook()

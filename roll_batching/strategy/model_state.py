@@ -1,0 +1,111 @@
+"""The state of a strategy: its model in a parallel layout, its optimizer, and how steps run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from roll_batching.distributed.parallel_layout import ParallelLayout
+from roll_batching.errors import LayoutError
+from roll_batching.packing.attention_backend import AttentionBackend
+from roll_batching.planning import CostModel
+from roll_batching.planning.plain_values import integer_of, switch_of
+from roll_batching.settings import ArchitectureConfig, BatchingConfig, RoleSettings
+
+SchedulerUnit = Literal["steps", "samples"]
+"""Unit in which an OptimizerParamScheduler counts."""
+PipelineShapes = Literal["planned", "exchanged", "shared"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """Settings of the forward-backward schedule, from `from_parts` or from a role's settings.
+
+    Raises:
+        LayoutError: for a value of the wrong type or outside its choices.
+    """
+
+    pipeline_shapes: PipelineShapes = "planned"
+    """How pipeline stages learn the shapes that they receive: see `run_schedule`."""
+    group_size: int | Literal["auto"] | None = None
+    """Micro-batches per group of the interleaved schedule; None: Megatron's default, the pipeline size."""
+    apply_loss_scale: bool = True
+    """False: keep Megatron's own scaling, which divides by micro-batches x data-parallel ranks."""
+    rows_form: bool = False
+    """Pass rectangles to the model as [rows, length], for models that cannot take packs."""
+
+    def __post_init__(self) -> None:
+        if self.pipeline_shapes not in (known := get_args(PipelineShapes)):
+            raise LayoutError(f"pipeline_shapes={self.pipeline_shapes!r} is unknown: choose one of {', '.join(known)}")
+        if self.group_size not in (None, "auto"):
+            object.__setattr__(self, "group_size", integer_of("group_size", self.group_size, error=LayoutError))
+        for name in ("apply_loss_scale", "rows_form"):
+            object.__setattr__(self, name, switch_of(name, getattr(self, name), error=LayoutError))
+
+    @classmethod
+    def of(cls, config: RoleSettings) -> StepSettings:
+        """The step settings of a role."""
+        megatron = config.strategy_args.strategy_config
+        return cls(
+            pipeline_shapes=megatron.pipeline_shapes,
+            group_size=megatron.microbatch_group_size_per_vp_stage,
+            apply_loss_scale=config.apply_loss_scale,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingState:
+    """Optimizer, learning-rate schedule and step counters."""
+
+    optimizer: Any = None
+    """A Megatron optimizer; None for loops that step it themselves."""
+    scheduler: Any = None
+    """An OptimizerParamScheduler, stepped after every optimizer step that was not skipped."""
+    scheduler_unit: SchedulerUnit = "steps"
+    skipped_steps: int = 0
+    """Steps skipped so far: the gradient norm was not finite, or no token counted."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelState:
+    """One model in its parallel layout, with its batching and step settings."""
+
+    layout: ParallelLayout
+    chunks: Sequence[Any]
+    """This pipeline stage's model chunks, one per virtual stage, with their DDP wrappers if any."""
+    dtype: torch.dtype
+    """Of the parameters."""
+    cost: CostModel
+    """The planner's cost model for this architecture."""
+    batching: BatchingConfig
+    settings: StepSettings
+    attention: AttentionBackend | None
+    """Attention backend of all layers; None for a caller's own core, which gets plain PackedSeqParams."""
+    vocab_size: int | None = None
+    """Real vocabulary, when the head has padded columns; None counts all."""
+    pg_collection: Any = None
+    """Megatron's process groups; None: those of its parallel state."""
+    architecture: ArchitectureConfig | None = None
+    """The settings that the model was built from; None for a model that the caller built."""
+    own_family: str | None = None
+    """`ModelArgs.family`, for models of a family that is not among the supported ones."""
+    training: TrainingState | None = None
+    """None in a strategy that only infers."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return self.layout.device
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """Dtype of per-token results: fp32, or fp64 for an fp64 model."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, or None without one."""
+        return None if self.training is None else self.training.optimizer

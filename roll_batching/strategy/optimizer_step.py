@@ -1,0 +1,81 @@
+"""One optimizer step, skipped on all ranks alike if the gradient norm is not finite."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_MAX_GRAD_SQUARE = torch.finfo(torch.float32).max / 2
+"""Megatron adds the squares in fp32: below this its norm is finite in any order of summation."""
+
+
+def grad_square_sum(chunks: Sequence[Any]) -> torch.Tensor:
+    """The sum of squares of the gradients of `chunks`: fp64 scalar on their device, without a host read.
+
+    Call it after the schedule, when gradients are reduced.
+    """
+    norms = [torch.linalg.vector_norm(gradient, dtype=_at_least_fp32(gradient)) for gradient in _gradients(chunks)]
+    # A stage whose parameters are all frozen has no gradients.
+    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+
+
+def step_optimizer(optimizer: Any, chunks: Sequence[Any], grad_square: float) -> float | None:
+    """Steps a Megatron optimizer and returns the gradient norm before clipping; None for a skipped step. Collective.
+
+    A skipped step leaves weights and moments untouched. Megatron's optimizers look for infinities only where they have
+    a loss scale; without one they would step on NaN. With one, a dynamic scale still comes down, as in Megatron's loop.
+
+    Args:
+        optimizer: a Megatron optimizer over the parameters of `chunks`.
+        chunks: this stage's model chunks, with reduced gradients.
+        grad_square: `grad_square_sum`, added up over all ranks.
+    """
+    if not grad_square < _MAX_GRAD_SQUARE:  # NaN included
+        if has_loss_scale(optimizer):
+            # The optimizer's own overflow check lowers the scale. Each chained optimizer checks its own gradients over
+            # its own group of ranks: infinities in all of them keep the scales equal.
+            for gradient in _gradients(chunks):
+                gradient.fill_(float("inf"))
+            optimizer.step()
+        return None
+    stepped, norm, _ = optimizer.step()
+    if not stepped:
+        return None
+    return float(norm) if norm is not None else float(optimizer.get_grad_norm())
+
+
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """The members of a ChainedOptimizer (dense and expert parameters, say), or the optimizer itself."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def has_loss_scale(optimizer: Any) -> bool:
+    """Whether the optimizer divides gradients by a loss scale (fp16, or bf16 with a constant one)."""
+    return any(getattr(part, "grad_scaler", None) is not None for part in optimizer_parts(optimizer))
+
+
+def free_optimizer_memory(chunks: Sequence[Any]) -> None:
+    """Frees what an optimizer without references has left on the parameters of `chunks`."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if hasattr(parameter, "main_param"):  # its fp32 copy
+                del parameter.main_param
+    gc.collect()  # Megatron's optimizers are reference cycles
+
+
+def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _gradients(chunks: Sequence[Any]) -> list[torch.Tensor]:
+    return [gradient for chunk in chunks for gradient in _chunk_gradients(chunk)]
+
+
+def _chunk_gradients(chunk: Any) -> list[torch.Tensor]:
+    """The gradients of a chunk: DDP's flat buffers, or those of each parameter without DDP."""
+    if hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers"):
+        return [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return [p.grad for p in chunk.parameters() if p.grad is not None]
