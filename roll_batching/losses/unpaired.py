@@ -26,7 +26,7 @@ from roll_batching.errors import DataError, LossError
 from roll_batching.losses.contract import LossOutput, Mean
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
-from roll_batching.samples.exchange_group import Peers
+from roll_batching.samples.exchange_group import ExchangeGroup
 from roll_batching.samples.length_table import require_batch
 from roll_batching.samples.ragged import row_indices
 from roll_batching.samples.token_masks import counted_positions, mask_of, sample_of
@@ -42,7 +42,7 @@ def mismatched(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
         RankError: on all ranks (`DataError` in a single process) if any rank has a sample without prompt or response,
             a batch of one sample, or no such mask.
     """
-    with Peers.of().consensus("mismatched"):
+    with ExchangeGroup.of().consensus("mismatched"):
         return _mismatched(batch, mask)
 
 

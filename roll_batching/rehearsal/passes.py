@@ -58,8 +58,8 @@ class _RehearsedStrategy(MegatronInferStrategy):
     def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
         return super()._pack_for(facts, local, plan, dataclasses.replace(spec, check=_on_host(spec.check)))
 
-    def _finite(self, batch: SampleBatch) -> SampleBatch:
-        return super()._finite(batch) if self.with_values else batch
+    def _require_finite(self, outputs: SampleBatch) -> SampleBatch:
+        return super()._require_finite(outputs) if self.with_values else outputs
 
     def _run(self, plan: Plan, packs: Packs, bind: Any, **options: Any) -> list[Any]:
         phase = contextlib.nullcontext() if options.get("forward_only") else self.recorder.during("step")

@@ -1,4 +1,4 @@
-"""Samples and how they move: ragged batches, exchange between ranks, which of them share an optimizer step."""
+"""Ragged sample batches, their exchange between ranks, and their division into mini-batches."""
 
 from __future__ import annotations
 

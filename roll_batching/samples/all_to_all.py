@@ -1,7 +1,7 @@
-"""Samples travel to the ranks that a plan chose, and results travel home: `distribute` and `collect`.
+"""`distribute` sends samples to the ranks that a plan gives them to; `collect` brings results back. By all-to-all.
 
-Both first agree (see `distributed.consensus`), then move each field in one all-to-all of bytes, so that every dtype
-travels on every backend. Nothing about shapes is exchanged: the plan knows all lengths.
+Both check their input in a consensus first, then send each field in one all-to-all of bytes, so that every backend can
+send every dtype. No shapes are exchanged: the plan has all lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from roll_batching.distributed import Facts
 from roll_batching.errors import DataError
 from roll_batching.samples.batch import SampleBatch
-from roll_batching.samples.exchange_group import Peers
+from roll_batching.samples.exchange_group import ExchangeGroup
 from roll_batching.samples.fields import FieldSpec
 from roll_batching.samples.length_table import require_batch
 from roll_batching.samples.ragged import place, row_indices, starts_of
@@ -29,133 +29,130 @@ if TYPE_CHECKING:
 
 
 def distribute(batch: SampleBatch, plan: Plan, group: Any = None) -> SampleBatch:
-    """Move samples to the data-parallel ranks that `plan` chose. Collective.
+    """Sends samples to the data-parallel ranks that `plan` gives them to. Collective.
 
     Args:
-        batch: the samples that lie here now; may be empty, and may hold more samples than the plan names
-            (the others stay behind), so that a mini-batch is taken out of a rollout batch.
-        plan: the same on all ranks. `plan.location` (from a `LengthTable`) says who holds what; when it is
-            None, the ranks find out in one more small exchange.
+        batch: the samples that this rank holds now; may be empty, and may hold samples that are not in the plan, as
+            when a mini-batch is taken out of a rollout batch.
+        plan: the same on all ranks. `plan.location` (from a `LengthTable`) has the rank that holds each sample; if it
+            is None, one more small exchange finds out.
         group: by default Megatron's data-parallel group, else all processes, else this one alone.
 
     Returns:
-        This rank's samples in plan order (`plan.rank_samples`), whole (truncation takes effect when they are
-        packed), on the device they came from. Samples in `plan.dropped` are not sent.
+        This rank's samples in plan order (`plan.rank_samples`), on the device that they came from. They are not
+        truncated yet: packing does that. Samples in `plan.dropped` are not sent.
 
     Raises:
-        RankError: on all ranks alike, before data move (`DataError` in a single process): ids that nobody
-            holds or two ranks hold, a batch or lengths that contradict the plan, plans, schemas, dtypes or
-            static values that differ between ranks.
+        RankError: on all ranks, before anything is sent (`DataError` in a single process): ids that no rank or two
+            ranks hold, a batch or lengths that contradict the plan, plans, schemas, dtypes or static values that
+            differ between ranks.
     """
-    peers = Peers.of(group)
-    with peers.consensus("distribute") as facts:
+    dp_group = ExchangeGroup.of(group)
+    with dp_group.consensus("distribute") as facts:
         require_batch("distribute", batch)
         require_plan(plan)
         state_facts(facts, batch, plan)
-        routes = _routes(plan, peers, batch)
-    routes = _locate(routes, plan, peers, batch, "distribute")
-    send = routes.outgoing
-    samples = batch.select_ids(plan.ids[send])
-    mine = routes.mine
-    order = np.argsort(routes.location[mine], kind="stable")
-    fields = exchange_fields(samples, plan, peers, routes.rank_of[send], mine[order], routes.location[mine[order]])
-    inverse = np.argsort(order, kind="stable")
-    arrived = SampleBatch(plan.ids[mine[order]], plan.lengths[mine[order]], fields, batch.schema)
-    return arrived.select(inverse)
+        routes = _routes(plan, dp_group, batch)
+    routes = _locate(routes, plan, dp_group, batch, "distribute")
+    outgoing = routes.outgoing
+    samples = batch.select_ids(plan.ids[outgoing])
+    order = np.argsort(routes.location[routes.assigned], kind="stable")
+    incoming = routes.assigned[order]
+    fields = exchange_fields(samples, plan, dp_group, routes.rank_of[outgoing], incoming, routes.location[incoming])
+    received = SampleBatch(plan.ids[incoming], plan.lengths[incoming], fields, batch.schema)
+    return received.select(np.argsort(order, kind="stable"))  # from the order of senders back to plan order
 
 
 def collect(results: SampleBatch, plan: Plan, group: Any = None, *, like: SampleBatch | None = None) -> SampleBatch:
-    """Bring results home, into the order of the batch that was distributed. Collective.
+    """Sends results back to the ranks of their samples, in the order of the distributed batch. Collective.
 
     Args:
-        results: what this rank computed for its samples, in any order. Fields of every kind travel.
-        plan: the plan that `distribute` followed, the same on all ranks.
+        results: of this rank's samples, in any order, with fields of any kind.
+        plan: the plan of `distribute`, the same on all ranks.
         group: as for `distribute`.
-        like: the batch that was handed to `distribute`. Needed when the plan has no location; with it the
-            order is that of `like`, without it that of the plan's samples (which for a plan made from
-            `gather_lengths` is the same). Only its ids and lengths are read.
+        like: the batch that was passed to `distribute`. Needed if the plan has no location. The result has its order;
+            without it, that of the plan's samples, which is the same for a plan from `gather_lengths`. Only its ids
+            and lengths are read.
 
     Returns:
-        One row for each of the plan's samples whose data lie on this rank, with the length it has at home.
-        Where nothing was computed, fields read their pad value: all rows of dropped samples (see
-        `plan.dropped`), the rows behind the cut of truncated ones.
+        One row for each of the plan's samples that this rank holds, with its original length. Fields have their pad
+        value where nothing was computed: in all rows of dropped samples (`plan.dropped`), and in the truncated rows
+        of others.
 
     Raises:
-        RankError: on all ranks alike, before data move (`DataError` in a single process): results missing
-            for a sample of this rank, or for another rank's, or longer than the sample, and all of
-            `distribute`.
+        RankError: on all ranks, before anything is sent (`DataError` in a single process): missing results of a
+            sample of this rank, results of another rank's sample or longer than the sample, and all of `distribute`.
     """
-    peers = Peers.of(group)
-    with peers.consensus("collect") as facts:
+    dp_group = ExchangeGroup.of(group)
+    with dp_group.consensus("collect") as facts:
         require_batch("collect", results)
         require_plan(plan)
         if like is not None:
             require_batch("collect", like, "like")
-        elif plan.location is None and peers.size > 1:
+        elif plan.location is None and dp_group.size > 1:
             raise DataError("The plan does not say where samples lie: pass like=, the batch that was distributed.")
         state_facts(facts, results, plan)
         facts.equal("whether like= is given", like is not None)
-        routes = _routes(plan, peers, like)
+        routes = _routes(plan, dp_group, like)
         computed = results_in_plan_order(results, plan, routes)
     if like is not None:
-        routes = _locate(routes, plan, peers, like, "collect")
-    home = np.flatnonzero(routes.location == peers.rank)
+        routes = _locate(routes, plan, dp_group, like, "collect")
+    held = np.flatnonzero(routes.location == dp_group.rank)
     if like is not None:
-        rows = like.rows_of(plan.ids[home])
-        home = home[np.argsort(rows.numpy(), kind="stable")]
-    mine = routes.mine
-    order = np.argsort(routes.location[mine], kind="stable")
-    arriving = routes.outgoing  # what left this rank is what comes back, in the same order
-    fields = exchange_fields(
-        computed.select(order), plan, peers, routes.location[mine[order]], arriving, routes.rank_of[arriving]
-    )
-    return assemble(fields, results, plan, home, arriving)
+        rows = like.rows_of(plan.ids[held])
+        held = held[np.argsort(rows.numpy(), kind="stable")]
+    order = np.argsort(routes.location[routes.assigned], kind="stable")
+    to_rank = routes.location[routes.assigned[order]]
+    incoming = routes.outgoing  # results come back in the order in which the samples were sent
+    fields = exchange_fields(computed.select(order), plan, dp_group, to_rank, incoming, routes.rank_of[incoming])
+    return assemble(fields, results, plan, held, incoming)
 
 
-# ---- who sends what to whom
+# ---- routes
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the plan's samples lie and go. All arrays are int64; samples are indices into the plan."""
+    """Holder and computing rank of each sample of a plan. All arrays are int64; samples are indices into the plan."""
 
     location: np.ndarray
-    """`[n]`: the rank that holds the data; -1 where not known yet."""
+    """`[n]`: the rank that holds the sample; -1 if not known yet."""
 
     rank_of: np.ndarray
-    """`[n]`: the rank that the plan chose; -1 for dropped samples."""
+    """`[n]`: the rank that computes the sample; -1 for dropped samples."""
 
     placed: np.ndarray
-    """All placed samples by (rank, plan order)."""
+    """All samples that are not dropped, by (computing rank, plan order)."""
 
-    me: int
+    rank: int
+    """This rank."""
 
     @property
-    def mine(self) -> np.ndarray:
+    def assigned(self) -> np.ndarray:
         """The samples that this rank computes, in plan order."""
-        return self.placed[self.rank_of[self.placed] == self.me]
+        return self.placed[self.rank_of[self.placed] == self.rank]
 
     @property
     def outgoing(self) -> np.ndarray:
-        """The samples that lie here and are computed anywhere, by (rank, plan order)."""
-        return self.placed[self.location[self.placed] == self.me]
+        """The samples that this rank holds and any rank computes, by (computing rank, plan order)."""
+        return self.placed[self.location[self.placed] == self.rank]
 
 
-def _routes(plan: Plan, peers: Peers, held: SampleBatch | None) -> Routes:
-    rank_of, placed = placement_of(plan, peers.size)
+def _routes(plan: Plan, dp_group: ExchangeGroup, held: SampleBatch | None) -> Routes:
+    rank_of, placed = placement_of(plan, dp_group.size)
     if plan.location is not None:
         location = np.asarray(plan.location, dtype=np.int64)
         if held is not None:
-            check_location(plan, location, peers.rank, held)
+            check_location(plan, location, dp_group.rank, held)
     else:
         location = np.full(len(plan.ids), 0 if held is None else -1, dtype=np.int64)
     if held is not None:
         check_lengths(plan, held)
-    return Routes(location, rank_of, placed, peers.rank)
+    return Routes(location, rank_of, placed, dp_group.rank)
 
 
 def placement_of(plan: Plan, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """`Routes.rank_of` and `Routes.placed` of a plan for `size` ranks, else `DataError`."""
+    """`Routes.rank_of` and `Routes.placed` of a plan. Raises `DataError` unless it is for `size` ranks."""
     if len(plan.micro_batches) != size:
         raise DataError(f"The plan is for {len(plan.micro_batches)} data-parallel ranks, the group has {size}.")
     per_rank = [np.asarray(plan.rank_samples(rank), dtype=np.int64) for rank in range(size)]
@@ -165,13 +162,13 @@ def placement_of(plan: Plan, size: int) -> tuple[np.ndarray, np.ndarray]:
     return rank_of, placed
 
 
-def check_location(plan: Plan, location: np.ndarray, me: int, held: SampleBatch) -> None:
-    """Raises `DataError` unless `held` are the samples of `plan` whose `location` is `me`."""
-    found = held.find(plan.ids)[1].numpy()
-    here = location == me
-    if (absent := plan.ids[here & ~found]).size:
+def check_location(plan: Plan, location: np.ndarray, rank: int, held: SampleBatch) -> None:
+    """Raises `DataError` unless `held` has exactly the samples of `plan` whose `location` is `rank`."""
+    is_held = held.find(plan.ids)[1].numpy()
+    is_local = location == rank
+    if (absent := plan.ids[is_local & ~is_held]).size:
         raise DataError(f"The plan locates sample ids {_few(absent)} here, but this rank's batch lacks them.")
-    if (foreign := np.flatnonzero(~here & found)).size:
+    if (foreign := np.flatnonzero(~is_local & is_held)).size:
         raise DataError(
             f"This rank's batch holds sample ids {_few(plan.ids[foreign])}, which the plan locates on rank "
             f"{location[foreign[0]]}: each sample lies on one rank."
@@ -179,142 +176,153 @@ def check_location(plan: Plan, location: np.ndarray, me: int, held: SampleBatch)
 
 
 def check_lengths(plan: Plan, held: SampleBatch) -> None:
-    """Raises `DataError` where samples of `held` have other lengths than in `plan`."""
-    rows, found = held.find(plan.ids)
-    index = np.flatnonzero(found.numpy())
-    here, planned = held.lengths[rows[index]].numpy(), plan.lengths[index]
-    if (bad := np.flatnonzero(here != planned)).size:
+    """Raises `DataError` if samples of `held` have other lengths than in `plan`."""
+    rows, is_held = held.find(plan.ids)
+    index = np.flatnonzero(is_held.numpy())
+    actual, planned = held.lengths[rows[index]].numpy(), plan.lengths[index]
+    if (bad := np.flatnonzero(actual != planned)).size:
         first = bad[0]
         raise DataError(
-            f"Sample id {plan.ids[index[first]]} has {here[first]} tokens here, but the plan was made for "
+            f"Sample id {plan.ids[index[first]]} has {actual[first]} tokens here, but the plan was made for "
             f"{planned[first]} ({bad.size} samples differ in all). Plan again, from gather_lengths of the batch."
         )
 
 
-def _locate(routes: Routes, plan: Plan, peers: Peers, held: SampleBatch, what: str) -> Routes:
-    """Fill in where samples lie, when the plan does not say: all ranks tell which of its ids they hold."""
+def _locate(routes: Routes, plan: Plan, dp_group: ExchangeGroup, held: SampleBatch, what: str) -> Routes:
+    """`routes` with `location`; if the plan has none, from an all-gather of the ids that each rank holds."""
     if plan.location is not None:
         return routes
-    holders = peers.all_gather(held.find(plan.ids)[1].to(torch.uint8)).numpy()
-    times = holders.sum(0, dtype=np.int64)
-    with peers.consensus(what):
-        if (twice := np.flatnonzero(times > 1)).size:
-            ranks = np.flatnonzero(holders[:, twice[0]]).tolist()
+    holders = dp_group.all_gather(held.find(plan.ids)[1].to(torch.uint8)).numpy()
+    counts = holders.sum(0, dtype=np.int64)
+    with dp_group.consensus(what):
+        if (repeated := np.flatnonzero(counts > 1)).size:
+            ranks = np.flatnonzero(holders[:, repeated[0]]).tolist()
             raise DataError(
-                f"Sample id {plan.ids[twice[0]]} is held by data-parallel ranks {ranks} "
-                f"({twice.size} such ids in all). Each sample lies on one rank."
+                f"Sample id {plan.ids[repeated[0]]} is held by data-parallel ranks {ranks} "
+                f"({repeated.size} such ids in all). Each sample lies on one rank."
             )
-        if (nobody := np.flatnonzero((times == 0) & (routes.rank_of >= 0))).size:
-            raise DataError(f"No rank holds sample ids {_few(plan.ids[nobody])} of the plan.")
-    location = np.where(times == 1, holders.argmax(0), -1).astype(np.int64)
-    return Routes(location, routes.rank_of, routes.placed, routes.me)
+        if (missing := np.flatnonzero((counts == 0) & (routes.rank_of >= 0))).size:
+            raise DataError(f"No rank holds sample ids {_few(plan.ids[missing])} of the plan.")
+    location = np.where(counts == 1, holders.argmax(0), -1).astype(np.int64)
+    return Routes(location, routes.rank_of, routes.placed, routes.rank)
 
 
 def results_in_plan_order(results: SampleBatch, plan: Plan, routes: Routes) -> SampleBatch:
-    """This rank's results in plan order, each stretched to its sample's length."""
-    rows, found = results.find(plan.ids)
-    here = found.numpy()
-    elsewhere = np.flatnonzero(here & (routes.rank_of >= 0) & (routes.rank_of != routes.me))
-    if elsewhere.size:
+    """This rank's results in plan order, padded from a truncated sample's length to its full one."""
+    rows, is_present = results.find(plan.ids)
+    has_result = is_present.numpy()
+    foreign = np.flatnonzero(has_result & (routes.rank_of >= 0) & (routes.rank_of != routes.rank))
+    if foreign.size:
         raise DataError(
-            f"Results for sample ids {_few(plan.ids[elsewhere])}, which the plan gives to rank "
-            f"{routes.rank_of[elsewhere[0]]}: hand in the results of this rank's own samples."
+            f"Results for sample ids {_few(plan.ids[foreign])}, which the plan gives to rank "
+            f"{routes.rank_of[foreign[0]]}: hand in the results of this rank's own samples."
         )
-    mine = routes.mine
-    if (absent := plan.ids[mine[~here[mine]]]).size:
+    assigned = routes.assigned
+    if (absent := plan.ids[assigned[~has_result[assigned]]]).size:
         raise DataError(f"No results for sample ids {_few(absent)}, which the plan gives to this rank.")
-    own = results.select(rows[mine])
-    full = torch.from_numpy(plan.lengths[mine])
-    if (longer := (own.lengths > full).nonzero().flatten()).numel():
+    ordered = results.select(rows[assigned])
+    full_lengths = torch.from_numpy(plan.lengths[assigned])
+    if (longer := (ordered.lengths > full_lengths).nonzero().flatten()).numel():
         first = int(longer[0])
         raise DataError(
-            f"The result for sample id {int(own.ids[first])} has {int(own.lengths[first])} rows, the sample "
-            f"{int(full[first])} tokens ({longer.numel()} results are too long in all)."
+            f"The result for sample id {int(ordered.ids[first])} has {int(ordered.lengths[first])} rows, the sample "
+            f"{int(full_lengths[first])} tokens ({longer.numel()} results are too long in all)."
         )
-    if bool((own.lengths == full).all()):
-        return own
-    starts = starts_of(full)
-    index = row_indices(starts[:-1], own.lengths)
+    if bool((ordered.lengths == full_lengths).all()):
+        return ordered
+    starts = starts_of(full_lengths)
+    index = row_indices(starts[:-1], ordered.lengths)
     fields = {
-        name: place(own[name], index, int(starts[-1]), spec.pad) if spec.per_token else own[name]
-        for name, spec in own.schema.items()
+        name: place(ordered[name], index, int(starts[-1]), spec.pad) if spec.per_token else ordered[name]
+        for name, spec in ordered.schema.items()
     }
-    return SampleBatch(own.ids, full, fields, own.schema)
+    return SampleBatch(ordered.ids, full_lengths, fields, ordered.schema)
 
 
-# ---- the journey
+# ---- exchange
 
 
 def exchange_fields(
     samples: SampleBatch,
     plan: Plan,
-    peers: Peers,
+    dp_group: ExchangeGroup,
     to_rank: np.ndarray,
-    arriving: np.ndarray,
+    incoming: np.ndarray,
     from_rank: np.ndarray,
 ) -> dict[str, Any]:
-    """Send `samples` (sorted by `to_rank`) and return the fields of those `arriving` (by `from_rank`)."""
-    lengths = samples.lengths.numpy()
-    new_lengths = plan.lengths[arriving]
+    """Sends `samples` and returns the received fields. Collective.
+
+    Args:
+        samples: sorted by `to_rank`.
+        plan: has the lengths of all samples.
+        dp_group: the group.
+        to_rank: int64 `[samples]`.
+        incoming: the plan's samples that this rank receives, sorted by `from_rank`.
+        from_rank: int64 `[incoming]`.
+    """
+    sent_lengths = samples.lengths.numpy()
+    received_lengths = plan.lengths[incoming]
 
     def per_rank(ranks: np.ndarray, weights: np.ndarray) -> list[int]:
-        sums = np.zeros(peers.size, dtype=np.int64)
+        sums = np.zeros(dp_group.size, dtype=np.int64)
         np.add.at(sums, ranks, weights)
         return sums.tolist()
 
-    one, new_one = np.ones_like(lengths), np.ones_like(new_lengths)
-    by_sample = per_rank(to_rank, one), per_rank(from_rank, new_one)
-    by_token = per_rank(to_rank, lengths), per_rank(from_rank, new_lengths)
+    by_sample = per_rank(to_rank, np.ones_like(sent_lengths)), per_rank(from_rank, np.ones_like(received_lengths))
+    by_token = per_rank(to_rank, sent_lengths), per_rank(from_rank, received_lengths)
     fields: dict[str, Any] = {}
     for name, spec in samples.schema.items():
         values = samples.fields[name]
         if spec.kind == "static":
             fields[name] = values
         else:
-            fields[name] = _all_to_all(values.detach(), *(by_token if spec.per_token else by_sample), peers)
+            fields[name] = _all_to_all(values.detach(), *(by_token if spec.per_token else by_sample), dp_group)
     return fields
 
 
-def _all_to_all(values: Tensor, send: list[int], receive: list[int], peers: Peers) -> Tensor:
-    """Exchange rows of `values` `[sum(send), ...]`: gives `[sum(receive), ...]`, on the same device."""
-    if peers.size == 1:
+def _all_to_all(values: Tensor, send: list[int], receive: list[int], dp_group: ExchangeGroup) -> Tensor:
+    """`[sum(receive), ...]` from rows of `values` `[sum(send), ...]`, on the same device. Collective."""
+    if dp_group.size == 1:
         return values
     shape = values.shape[1:]
-    width = shape.numel() * values.element_size()
-    if width == 0:
+    row_bytes = shape.numel() * values.element_size()
+    if row_bytes == 0:
         return values.new_empty(sum(receive), *shape)
-    device = peers.device_for(values)
-    outgoing = values.contiguous().to(device).view(-1).view(torch.uint8)
-    incoming = torch.empty(sum(receive) * width, dtype=torch.uint8, device=device)
+    device = dp_group.device_for(values)
+    sent = values.contiguous().to(device).view(-1).view(torch.uint8)
+    received = torch.empty(sum(receive) * row_bytes, dtype=torch.uint8, device=device)
     dist.all_to_all_single(
-        incoming, outgoing, [n * width for n in receive], [n * width for n in send], group=peers.group
+        received, sent, [n * row_bytes for n in receive], [n * row_bytes for n in send], group=dp_group.group
     )
-    return incoming.view(values.dtype).view(sum(receive), *shape).to(values.device)
+    return received.view(values.dtype).view(sum(receive), *shape).to(values.device)
 
 
 def assemble(
-    fields: dict[str, Any], results: SampleBatch, plan: Plan, home: np.ndarray, arrived: np.ndarray
+    fields: dict[str, Any], results: SampleBatch, plan: Plan, held: np.ndarray, received: np.ndarray
 ) -> SampleBatch:
-    """Put the rows that `arrived` in their places among `home`; the others read pad."""
-    lengths = torch.from_numpy(plan.lengths[home])
+    """The samples `held`, with the fields of those `received` and padding elsewhere.
+
+    `results` has the schema; `held` and `received` are indices into the plan.
+    """
+    lengths = torch.from_numpy(plan.lengths[held])
     starts = starts_of(lengths)
     row_of = np.full(len(plan.ids), -1, dtype=np.int64)
-    row_of[home] = np.arange(home.size)
-    rows = torch.from_numpy(row_of[arrived])
+    row_of[held] = np.arange(held.size)
+    rows = torch.from_numpy(row_of[received])
     tokens = row_indices(starts[:-1][rows], lengths[rows])
 
-    def put(values: Any, spec: FieldSpec) -> Any:
+    def scatter(values: Any, spec: FieldSpec) -> Any:
         if spec.kind == "static":
             return values
         if spec.per_token:
             return place(values, tokens, int(starts[-1]), spec.pad)
-        return place(values, rows, home.size, spec.pad)
+        return place(values, rows, held.size, spec.pad)
 
-    placed = {name: put(fields[name], spec) for name, spec in results.schema.items()}
-    return SampleBatch(plan.ids[home], lengths, placed, results.schema)
+    scattered = {name: scatter(fields[name], spec) for name, spec in results.schema.items()}
+    return SampleBatch(plan.ids[held], lengths, scattered, results.schema)
 
 
-# ---- words
+# ---- checks
 
 
 def require_plan(value: object) -> None:
@@ -324,13 +332,13 @@ def require_plan(value: object) -> None:
 
 
 def state_facts(facts: Facts, batch: SampleBatch, plan: Plan) -> None:
-    """What all ranks must have alike before `batch` moves by `plan`."""
-    for name, words in batch.describe(static_values=True).items():
-        facts.equal(f"field {name!r}", words)
+    """States what must be equal on all ranks before `batch` is sent by `plan`."""
+    for name, description in batch.describe(static_values=True).items():
+        facts.equal(f"field {name!r}", description)
     facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths, or on one and send the plan")
-    # A plan's fingerprint covers all but where samples lie, and a rank that is wrong there would hang.
-    places = None if plan.location is None else hashlib.sha256(plan.location.tobytes()).hexdigest()[:16]
-    facts.equal("the plan's location", places)
+    # The fingerprint does not cover the location, and ranks with different ones would wait for each other forever.
+    location = None if plan.location is None else hashlib.sha256(plan.location.tobytes()).hexdigest()[:16]
+    facts.equal("the plan's location", location)
 
 
 def _few(ids: np.ndarray | Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""`SampleBatch`: ragged samples as flat values plus lengths, with the meaning of every field stated."""
+"""`SampleBatch`: ragged samples as flat values plus lengths, with a schema of their fields."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ class SampleBatch:
     """Samples of different lengths, without padding. Immutable: every change makes a new batch.
 
     Ids and lengths are int64 tensors on the host, whatever the device of the fields, so that planning
-    never waits for a device. A batch may be empty (a rank without samples).
+    needs no device synchronisation. A batch may be empty (a rank without samples).
 
     Raises:
-        DataError: for lengths or ids that are not one-dimensional integers, a sample without tokens, an id
-            that occurs twice, a field whose rows do not fit its kind, a field without a kind, a dtype that its pad
-            does not fit.
+        DataError: for lengths or ids that are not one-dimensional integers, a sample without tokens, a repeated id,
+            a field whose shape does not fit its kind, a field without a kind, a pad value out of the dtype's range.
     """
 
     ids: Tensor
@@ -45,8 +44,8 @@ class SampleBatch:
     """Name to `FieldSpec`, for exactly the names in `fields`. A plain kind (`"token"`) is accepted."""
 
     origin: str | None = None
-    """Names what was handed out to the ranks of a replica: batches of one origin hold the same samples, though a
-    pipeline's stages may have been given no more fields than they read. A batch made from this one has none."""
+    """Tag of a batch that a driver sent to all ranks of a replica. Batches with one tag have the same samples, although
+    pipeline stages may have only the fields that they read. Batches derived from this one have no tag."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", as_index(self.ids, "ids"))
@@ -57,10 +56,10 @@ class SampleBatch:
             raise DataError(f"{self.ids.numel()} ids for {self.lengths.numel()} lengths.")
         if (empty := (self.lengths < 1).nonzero().flatten()).numel():
             raise DataError(f"No token in {name_rows(empty, self.ids)}: a sample has at least one.")
-        repeated = self._sorted_ids[1:] == self._sorted_ids[:-1]
-        if repeated.any():
-            twice = self._sorted_ids[1:][repeated].unique().tolist()
-            raise DataError(f"Ids occur more than once in one batch: {twice[:8]}. Ids name samples uniquely.")
+        is_repeated = self._sorted_ids[1:] == self._sorted_ids[:-1]
+        if is_repeated.any():
+            repeated = self._sorted_ids[1:][is_repeated].unique().tolist()
+            raise DataError(f"Ids occur more than once in one batch: {repeated[:8]}. Ids name samples uniquely.")
         flatten.check_field_names(self.fields, self.schema)
         for name, spec in self.schema.items():
             self._check_field(name, spec)
@@ -72,17 +71,17 @@ class SampleBatch:
         if not isinstance(values, Tensor):
             raise DataError(f"Field {name!r} must be a tensor; got {type(values).__name__}.")
         check_dtype(name, spec, values.dtype)
-        rows, what = (self.num_tokens, "tokens") if spec.per_token else (len(self), "samples")
+        rows, unit = (self.num_tokens, "tokens") if spec.per_token else (len(self), "samples")
         if spec.kind == "next_token" and values.dim() and len(self) and values.shape[0] == rows - len(self):
             self.fields[name] = flatten.append_pad(values, self.lengths, spec)
             return
         if values.dim() < 1 or values.shape[0] != rows:
             raise DataError(
-                f"Field {name!r} is a {spec.kind} field of {rows} {what}, so its shape must be "
+                f"Field {name!r} is a {spec.kind} field of {rows} {unit}, so its shape must be "
                 f"[{rows}, ...]; got {tuple(values.shape)}."
             )
 
-    # ---- making one
+    # ---- constructors
 
     @classmethod
     def from_padded(
@@ -98,11 +97,11 @@ class SampleBatch:
 
         Args:
             tensors: by field name: `[B, S, ...]` for token fields, `[B, S, ...]` or `[B, S - 1, ...]` for
-                next_token fields (column j speaks of column j + 1), `[B, ...]` for sample fields.
+                next_token fields (column j belongs to token j + 1), `[B, ...]` for sample fields.
             attention_mask: bool or 0/1 `[B, S]`, contiguous in every row.
             schema: name to `FieldSpec` or kind, for exactly the names in `tensors`.
             ids: `[B]` integers; by default 0 to B-1.
-            padding_side: where all rows are padded.
+            padding_side: the side on which all rows are padded.
 
         Raises:
             DataError: for an all-padding row, a mask with holes, padding on the other side, a wrong width.
@@ -130,11 +129,11 @@ class SampleBatch:
             lengths: n integers; by default those of the first token field.
 
         Raises:
-            DataError: for rows that do not fit their sample's length, values that are no numbers, empty rows.
+            DataError: for rows that do not fit their sample's length, values that are not numbers, empty rows.
         """
         schema = normalise_schema(schema)
-        given = None if lengths is None else as_index(lengths, "lengths")
-        lengths, fields = flatten.from_lists(columns, schema, given)
+        lengths = None if lengths is None else as_index(lengths, "lengths")
+        lengths, fields = flatten.from_lists(columns, schema, lengths)
         return cls(_ids_or_range(ids, lengths.numel()), lengths, fields, schema)
 
     @classmethod
@@ -149,8 +148,7 @@ class SampleBatch:
     ) -> SampleBatch:
         """Make a batch from a TensorDict (or any mapping) of padded tensors, as `from_padded` does.
 
-        The entries that `schema` names are taken, others are left behind. `attention_mask` and `ids` may
-        be names of entries.
+        Entries outside `schema` are ignored. `attention_mask` is the name of an entry, and `ids` may be one.
 
         Raises:
             DataError: for an entry that is missing, and all of `from_padded`.
@@ -179,9 +177,9 @@ class SampleBatch:
         if not batches:
             raise DataError("Nothing to join: concat needs at least one batch.")
         first = batches[0]
-        words = first.describe(static_values=True)
+        description = first.describe(static_values=True)
         for number, batch in enumerate(batches[1:], 1):
-            if difference := describe_difference(words, batch.describe(static_values=True), "field "):
+            if difference := describe_difference(description, batch.describe(static_values=True), "field "):
                 raise DataError(f"Batches 0 (here) and {number} (there) do not fit: {difference}.")
         fields = {
             name: first[name] if spec.kind == "static" else torch.cat([batch[name] for batch in batches])
@@ -190,7 +188,7 @@ class SampleBatch:
         ids = torch.cat([batch.ids for batch in batches])
         return cls(ids, torch.cat([batch.lengths for batch in batches]), fields, first.schema)
 
-    # ---- looking at it
+    # ---- reading
 
     def __len__(self) -> int:
         return self.lengths.numel()
@@ -210,7 +208,7 @@ class SampleBatch:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """int64 `[n + 1]`, on the host: where each sample begins in token fields, and their end."""
+        """int64 `[n + 1]`, on the host: start of each sample in token fields; the last is their length."""
         return starts_of(self.lengths)
 
     @property
@@ -225,7 +223,7 @@ class SampleBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where the fields are (the first tensor's device; the host when there is none)."""
+        """Device of the fields (of the first tensor; the host without any)."""
         for values in self.fields.values():
             if isinstance(values, Tensor):
                 return values.device
@@ -240,29 +238,29 @@ class SampleBatch:
         return self.ids[self._id_order]
 
     def rows_of(self, ids: Any) -> Tensor:
-        """Rows that hold `ids`: int64, on the host, in the order asked.
+        """Rows of the samples `ids`, in that order: int64, on the host.
 
         Raises:
-            DataError: naming the ids that this batch does not hold.
+            DataError: with the ids that this batch does not hold.
         """
-        wanted = as_index(ids, "ids")
-        rows, found = self.find(wanted)
-        if not found.all():
-            raise DataError(f"This batch of {len(self)} samples does not hold ids {wanted[~found].tolist()[:8]}.")
+        ids = as_index(ids, "ids")
+        rows, is_present = self.find(ids)
+        if not is_present.all():
+            raise DataError(f"This batch of {len(self)} samples does not hold ids {ids[~is_present].tolist()[:8]}.")
         return rows
 
     def find(self, ids: Any) -> tuple[Tensor, Tensor]:
-        """`(rows, found)` for `ids`: int64 rows (meaningless where not found) and bool, both on the host."""
-        wanted = as_index(ids, "ids")
+        """(rows, is_present) of `ids`: int64 rows, undefined for absent ids, and bool; both on the host."""
+        ids = as_index(ids, "ids")
         if not len(self):
-            return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
-        place_ = torch.searchsorted(self._sorted_ids, wanted).clamp_(max=len(self) - 1)
-        return self._id_order[place_], self._sorted_ids[place_] == wanted
+            return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        position = torch.searchsorted(self._sorted_ids, ids).clamp_(max=len(self) - 1)
+        return self._id_order[position], self._sorted_ids[position] == ids
 
     def describe(self, *, static_values: bool = False) -> dict[str, str]:
-        """Kind, pad, dtype and shape of one value for every field, in words: batches that fit agree in them.
+        """Kind, pad, dtype and shape of one value of every field, as text. Equal for batches that can be joined.
 
-        With `static_values` also the static values (tensors by a digest of their bytes).
+        With `static_values` also the static values (tensors as a digest of their bytes).
         """
         return describe_fields(self.schema, self.fields, static_values=static_values)
 
@@ -275,12 +273,12 @@ class SampleBatch:
         return list(values.split(self.lengths.tolist()) if spec.per_token else values.unbind(0))
 
     def to_padded(self, name: str, length: int | None = None, *, padding_side: PaddingSide = "right") -> Tensor:
-        """A token or next_token field as `[n, length, ...]`, gaps read the field's pad value.
+        """A token or next_token field as `[n, length, ...]`, filled with the field's pad value.
 
         Args:
             name: the field.
             length: the width; by default the longest sample's length.
-            padding_side: where the gaps go.
+            padding_side: the side of the padding.
 
         Raises:
             DataError: for another kind of field, or a sample longer than `length`.
@@ -311,23 +309,23 @@ class SampleBatch:
         return row_indices(starts if side == "right" else starts + width - self.lengths, self.lengths)
 
     def require_finite(self, names: Iterable[str] | str | None = None) -> None:
-        """Refuse NaN and infinities in the fields `names` (by default all floating point fields).
+        """Raises for NaN and infinities in the fields `names` (by default all floating-point fields).
 
-        The last row of a sample in a next_token field speaks of no token and is not looked at. One device
+        A sample's last row of a next_token field belongs to no token and is not checked. Costs one device
         synchronisation per field.
 
         Raises:
-            DataError: naming field, samples and, per token, the first position.
+            DataError: with field, samples and, for fields per token, the first position.
         """
         if names is None:
             names = [n for n, v in self.fields.items() if isinstance(v, Tensor) and v.is_floating_point()]
         for name in [names] if isinstance(names, str) else names:
             require_finite(name, self[name], self.schema[name], self.ids, self.lengths, self.offsets)
 
-    # ---- making another
+    # ---- derived batches
 
     def select(self, index: Any, ids: Any = None) -> SampleBatch:
-        """The samples at rows `index`, in that order; new `ids` allow a row to be taken more than once.
+        """The samples at rows `index`, in that order. Rows may repeat if new `ids` are given.
 
         Raises:
             DataError: for rows outside the batch, or rows repeated without new ids.
@@ -352,7 +350,7 @@ class SampleBatch:
         """The samples with these ids, in that order.
 
         Raises:
-            DataError: naming the ids that this batch does not hold.
+            DataError: with the ids that this batch does not hold.
         """
         return self.select(self.rows_of(ids))
 
@@ -361,7 +359,7 @@ class SampleBatch:
         return SampleBatch(as_index(ids, "ids"), self.lengths, self.fields, self.schema)
 
     def with_fields(self, fields: Mapping[str, Any], schema: SchemaLike) -> SampleBatch:
-        """This batch with `fields` (flat, as stored) added or replaced; `schema` names each one's kind."""
+        """This batch with `fields` (flat, as stored) added or replaced; `schema` has the kind of each."""
         added = normalise_schema(schema)
         flatten.check_field_names(fields, added)
         return SampleBatch(self.ids, self.lengths, {**self.fields, **fields}, {**self.schema, **added})
@@ -370,25 +368,25 @@ class SampleBatch:
         """This batch without the fields `names`.
 
         Raises:
-            DataError: for a name that is not there.
+            DataError: for an unknown name.
         """
-        gone = {names} if isinstance(names, str) else set(names)
-        if unknown := sorted(gone - self.fields.keys()):
+        removed = {names} if isinstance(names, str) else set(names)
+        if unknown := sorted(removed - self.fields.keys()):
             raise DataError(f"No field {', '.join(map(repr, unknown))}; this batch has {', '.join(self.fields)}.")
-        return self.only(name for name in self.fields if name not in gone)
+        return self.only(name for name in self.fields if name not in removed)
 
     def only(self, names: Iterable[str]) -> SampleBatch:
-        """This batch with no other fields than `names`, in that order."""
-        kept = list(names)
-        return SampleBatch(self.ids, self.lengths, {n: self[n] for n in kept}, {n: self.schema[n] for n in kept})
+        """This batch with only the fields `names`, in that order."""
+        names = list(names)
+        return SampleBatch(self.ids, self.lengths, {n: self[n] for n in names}, {n: self.schema[n] for n in names})
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SampleBatch:
         """This batch with its tensors on `device`; ids and lengths stay on the host."""
-        moved = {
+        fields = {
             name: values.to(device, non_blocking=non_blocking) if isinstance(values, Tensor) else values
             for name, values in self.fields.items()
         }
-        return SampleBatch(self.ids, self.lengths, moved, self.schema)
+        return SampleBatch(self.ids, self.lengths, fields, self.schema)
 
 
 def _ids_or_range(ids: Any, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Words about batches: what their fields are, how two differ, which samples are not finite."""
+"""Descriptions of batches for errors and for comparison between ranks; check for non-finite values."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from roll_batching.samples.fields import FieldSpec, Schema
 
 
 def name_rows(rows: Tensor, ids: Tensor, limit: int = 8) -> str:
-    """`row 3 (id 17), row 5 (id 20)` for a message: the first few of `rows`, and how many more."""
+    """`row 3 (id 17), row 5 (id 20) and 7 more`: the first of `rows`, for an error."""
     shown = ", ".join(f"row {int(row)} (id {int(ids[row])})" for row in rows[:limit])
     more = rows.numel() - limit
     return shown + (f" and {more} more" if more > 0 else "")
 
 
 def describe_fields(schema: Schema, fields: Mapping[str, Any], *, static_values: bool) -> dict[str, str]:
-    """Kind, pad, dtype and shape of one value for every field, in words; static values too when asked."""
-    words = {}
+    """Kind, pad, dtype and shape of one value of every field, as text; with `static_values` those too."""
+    texts = {}
     for name, spec in schema.items():
         values = fields[name]
         if spec.kind != "static":
             dtype = str(values.dtype).removeprefix("torch.")
-            words[name] = f"{spec.kind} {dtype}{list(values.shape[1:]) or ''} pad {spec.pad}"
+            texts[name] = f"{spec.kind} {dtype}{list(values.shape[1:]) or ''} pad {spec.pad}"
         else:
-            words[name] = f"static {_value(values)}" if static_values else "static"
-    return words
+            texts[name] = f"static {_describe_static(values)}" if static_values else "static"
+    return texts
 
 
-def _value(value: Any) -> str:
+def _describe_static(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -44,7 +44,7 @@ def _value(value: Any) -> str:
 
 
 def describe_difference(one: Mapping[str, str], other: Mapping[str, str], noun: str = "") -> str:
-    """What differs between two descriptions, in words; empty when nothing does."""
+    """The differences between two descriptions as text; empty if they are equal."""
     return "; ".join(
         f"{noun}{name} is {one.get(name, 'absent')} here and {other.get(name, 'absent')} there"
         for name in sorted(one.keys() | other.keys())
@@ -53,7 +53,7 @@ def describe_difference(one: Mapping[str, str], other: Mapping[str, str], noun: 
 
 
 def require_finite(name: str, values: Any, spec: FieldSpec, ids: Tensor, lengths: Tensor, offsets: Tensor) -> None:
-    """Refuse NaN and infinities in one field; see `SampleBatch.require_finite`."""
+    """Raises `DataError` for NaN and infinities in one field; see `SampleBatch.require_finite`."""
     if not isinstance(values, Tensor):
         raise DataError(f"Field {name!r} is not a tensor, so it cannot be checked for NaN.")
     bad = ~torch.isfinite(values)
@@ -63,21 +63,24 @@ def require_finite(name: str, values: Any, spec: FieldSpec, ids: Tensor, lengths
         return
     bad = (bad.flatten(1).any(1) if bad.dim() > 1 else bad).cpu()
     if spec.kind == "next_token":
-        bad[offsets[1:] - 1] = False
-    where = bad.nonzero().flatten()
-    if not where.numel():
+        bad[offsets[1:] - 1] = False  # a sample's last row predicts nothing
+    positions = bad.nonzero().flatten()
+    if not positions.numel():
         return
     detail = ""
     if spec.per_token:
-        samples = torch.searchsorted(offsets, where, right=True) - 1
+        samples = torch.searchsorted(offsets, positions, right=True) - 1
         first = int(samples[0])
-        detail = f"; the first at position {int(where[0] - offsets[first])} of {int(lengths[first])}"
-        where = samples.unique_consecutive()
-    raise DataError(f"Field {name!r} is not finite in {name_rows(where, ids)}{detail}.")
+        detail = f"; the first at position {int(positions[0] - offsets[first])} of {int(lengths[first])}"
+        positions = samples.unique_consecutive()
+    raise DataError(f"Field {name!r} is not finite in {name_rows(positions, ids)}{detail}.")
 
 
 def content_digest(ids: Tensor, lengths: Tensor, fields: Mapping[str, Any]) -> int:
-    """Of samples and their fields; what lies on a device is left out, `input_ids` excepted: it would be waited for."""
+    """Digest of samples and their fields.
+
+    Fields on a device are left out, except `input_ids`: each would cost a synchronisation.
+    """
     parts = []
     for name, values in sorted({"ids": ids, "lengths": lengths, **fields}.items()):
         if not isinstance(values, Tensor):

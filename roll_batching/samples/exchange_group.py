@@ -1,4 +1,4 @@
-"""The ranks that data move between, and those that must agree before anything moves."""
+"""The process group of a sample exchange, and the ranks that must agree before it."""
 
 from __future__ import annotations
 
@@ -15,59 +15,63 @@ from roll_batching.errors import DataError
 
 
 @dataclass(frozen=True)
-class Peers:
-    """The data-parallel group, seen from this rank."""
+class ExchangeGroup:
+    """The data-parallel group in which samples are exchanged, with this rank's place in it."""
 
     group: Any
     """A `torch.distributed` group, or None for a single process."""
 
-    everyone: Any
-    """The ranks that leave an operation together: where the job moves data in several groups at once (one per
-    tensor-parallel rank, say), the ranks of all of them. None for a single process."""
+    consensus_group: Any
+    """The ranks that raise errors together: those of all groups in which the job exchanges data at once (one per
+    tensor-parallel rank, say). None for a single process."""
 
     rank: int
-    """This rank's place in the group."""
+    """This rank's number in the group."""
 
     size: int
-    """Ranks in the group."""
+    """Number of ranks in the group."""
 
     device: torch.device
-    """Where the group's backend wants small tensors."""
+    """Device of small tensors for the group's backend."""
 
     @classmethod
-    def of(cls, group: Any = None, *, everyone: Any = None) -> Peers:
-        """The peers in `group`.
+    def of(cls, group: Any = None, *, consensus_group: Any = None) -> ExchangeGroup:
+        """The exchange group of a process group.
 
-        None stands for Megatron's data-parallel group (without context parallelism) where Megatron is
-        initialised, else for all processes of `torch.distributed`, else for this process alone; all processes
-        then call together. With `group`, its ranks do, or those of the larger group `everyone`.
+        Args:
+            group: None: Megatron's data-parallel group (without context parallelism) if Megatron is initialised, else
+                all processes of `torch.distributed`, else this process alone.
+            consensus_group: None: the ranks of `group`, or all processes where that is None too.
+
+        Raises:
+            DataError: for a group without torch.distributed, or without this process.
         """
         if not (dist.is_available() and dist.is_initialized()):
             if group is not None:
                 raise DataError("A process group was given, but torch.distributed is not initialised.")
             return cls(None, None, 0, 1, torch.device("cpu"))
-        everyone = everyone or group
+        consensus_group = consensus_group or group
         if group is None:
-            everyone = host_group()
+            consensus_group = host_group()
             group = megatron_data_parallel_group() or dist.group.WORLD
         rank = dist.get_rank(group)
         if rank < 0:
             raise DataError(f"Process {dist.get_rank()} is not in the group that data are to move in.")
-        return cls(group, everyone, rank, dist.get_world_size(group), group_device(group, torch.device("cpu")))
+        return cls(group, consensus_group, rank, dist.get_world_size(group), group_device(group, torch.device("cpu")))
 
     def consensus(self, what: str) -> contextlib.AbstractContextManager[Facts]:
-        """See `distributed.consensus`, among `everyone`."""
-        return consensus(self.everyone, what)
+        """`distributed.consensus` among `consensus_group`."""
+        return consensus(self.consensus_group, what)
 
     def device_for(self, values: Tensor) -> torch.device:
-        """Where `values` must be to travel in this group: where they are if the backend can, else nearby."""
+        """Device on which `values` can be sent in this group: their own if the backend supports it."""
         return values.device if self.group is None else group_device(self.group, values.device)
 
     def all_gather(self, values: Tensor) -> Tensor:
         """`[size, *values.shape]` on the host, from `values` of the same shape and dtype on every rank."""
         if self.size == 1:
             return values[None].cpu()
-        mine = values.to(self.device).contiguous()
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self.group)
-        return torch.stack(everyone).cpu()
+        local = values.to(self.device).contiguous()
+        gathered = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(gathered, local, group=self.group)
+        return torch.stack(gathered).cpu()

@@ -1,4 +1,4 @@
-"""What a field of a batch means: one of four kinds, and the value that fills its gaps."""
+"""Schema of a batch: the kind of each field (token, next_token, sample, static) and its pad value."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ FieldKind = Literal["token", "next_token", "sample", "static"]
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """The meaning of one field.
+    """Kind and pad value of a field.
 
     Raises:
-        DataError: for a kind that does not exist or a pad value that is not a number.
+        DataError: for an unknown kind or a pad value that is not a number.
     """
 
     kind: FieldKind
     """`token`: one value per token, stored flat as `[sum(lengths), ...]`.
 
-    `next_token`: value i of a sample speaks of its token i+1. Stored flat with as many rows as `token`; the
-    last row of a sample speaks of nothing (made from padded tensors or lists, it holds `pad`).
+    `next_token`: value i of a sample belongs to its token i+1 (log-probs, for example). Stored flat with as many rows
+    as `token`; a sample's last row has no token (made from padded tensors or lists, it is `pad`).
     `sample`: one value per sample, `[n, ...]`.
     `static`: one value for the whole batch, of any type, equal on all ranks.
     """
 
     pad: int | float | bool = 0
-    """What a place without a value reads, in the field's dtype: padding, rows behind a truncation, samples left out."""
+    """Fill value, in the field's dtype, of padding, truncated rows and dropped samples."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(FieldKind):
@@ -46,35 +46,37 @@ class FieldSpec:
         return self.kind in ("token", "next_token")
 
 
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-DTYPES = (torch.bool, *_WHOLE, *_FRACTIONS)
-"""What torch can select, place and pad on every device; fields of other dtypes are refused."""
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+DTYPES = (torch.bool, *_INTEGERS, *_FLOATS)
+"""Dtypes that torch can index and fill on every device; fields of other dtypes are refused."""
 
 
 def check_dtype(name: str, spec: FieldSpec, dtype: torch.dtype) -> None:
-    """Refuse a dtype that cannot be moved and a pad value that it cannot hold: nothing is promoted or wrapped.
+    """Raises for an unsupported dtype, or a pad value out of its range: values are never promoted or wrapped.
 
     Raises:
         DataError: naming field, dtype and pad.
     """
-    word = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
-        raise DataError(f"Field {name!r} is {word}, which cannot be selected or padded; cast it to one of {known}.")
+        raise DataError(
+            f"Field {name!r} is {dtype_name}, which cannot be selected or padded; cast it to one of {known}."
+        )
     if not _holds(dtype, spec.pad):
         raise DataError(
-            f"Field {name!r}: its pad value {spec.pad} does not fit its dtype {word}. Give FieldSpec({spec.kind!r}, "
-            "pad=...) a value that it holds, or cast the field."
+            f"Field {name!r}: its pad value {spec.pad} does not fit its dtype {dtype_name}. Give "
+            f"FieldSpec({spec.kind!r}, pad=...) a value that it holds, or cast the field."
         )
 
 
 def _holds(dtype: torch.dtype, pad: int | float | bool) -> bool:
     if dtype is torch.bool:
         return pad in (0, 1)
-    if dtype in _WHOLE:
-        whole = isinstance(pad, int) or pad.is_integer()
-        return whole and torch.iinfo(dtype).min <= pad <= torch.iinfo(dtype).max
+    if dtype in _INTEGERS:
+        is_whole = isinstance(pad, int) or pad.is_integer()
+        return is_whole and torch.iinfo(dtype).min <= pad <= torch.iinfo(dtype).max
     return (isinstance(pad, float) and not math.isfinite(pad)) or abs(pad) <= torch.finfo(dtype).max
 
 
@@ -83,7 +85,7 @@ SchemaLike = Mapping[str, "FieldSpec | FieldKind"]
 
 
 def normalise_schema(schema: SchemaLike) -> Schema:
-    """Return `schema` with every plain kind (`"token"`) turned into a `FieldSpec`."""
+    """`schema` with every plain kind (`"token"`) turned into a `FieldSpec`."""
     result: Schema = {}
     for name, spec in schema.items():
         try:

@@ -1,7 +1,6 @@
-"""From the shapes that people have (padded rectangles, lists, TensorDicts) to flat ragged fields.
+"""Flat ragged fields from padded tensors or lists, for the constructors of `SampleBatch`.
 
-Every function returns `(lengths, fields)`; `SampleBatch` adds ids and checks the whole. Rows are
-named by number and id in every error.
+Errors name rows by number and id.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def as_index(values: Any, what: str) -> Tensor:
 
 
 def check_field_names(given: Iterable[str], schema: Schema) -> None:
-    """Refuse fields without a kind and kinds without a field."""
+    """Raises `DataError` for fields without a kind and kinds without a field."""
     given = set(given)
     if unknown := sorted(given - schema.keys()):
         raise DataError(
@@ -96,7 +95,7 @@ def lengths_from_mask(attention_mask: Tensor, ids: Tensor, side: PaddingSide) ->
 def from_padded(
     tensors: Mapping[str, Any], attention_mask: Tensor, schema: Schema, ids: Tensor, side: PaddingSide
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Flatten `[B, S, ...]` tensors; see `SampleBatch.from_padded`."""
+    """(lengths, fields) from `[B, S, ...]` tensors; see `SampleBatch.from_padded`."""
     check_field_names(tensors, schema)
     batch, width = attention_mask.shape
     lengths = lengths_from_mask(attention_mask, ids, side)
@@ -127,19 +126,18 @@ def from_padded(
             fields[name] = take(flat, token_index)
         else:
             columns = firsts - torch.arange(batch) * (width - values.shape[1])
-            spoken = take(flat, row_indices(columns, lengths - 1))
-            fields[name] = append_pad(spoken, lengths, spec)
+            fields[name] = append_pad(take(flat, row_indices(columns, lengths - 1)), lengths, spec)
     return lengths, fields
 
 
 def append_pad(values: Tensor, lengths: Tensor, spec: FieldSpec) -> Tensor:
-    """Give every sample of `lengths` L a last row, the pad, behind the L-1 rows that `values` holds."""
+    """Adds a last row of padding to each sample: from L-1 rows per sample in `values` to L."""
     offsets = starts_of(lengths)
     return place(values, row_indices(offsets[:-1], lengths - 1), int(offsets[-1]), spec.pad)
 
 
 def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
-    """Flatten per-sample lists; see `SampleBatch.from_lists`."""
+    """(lengths, fields) from per-sample lists; see `SampleBatch.from_lists`."""
     check_field_names(columns, schema)
     if lengths is None:
         lengths = _lengths_of_lists(columns, schema)
@@ -155,17 +153,17 @@ def from_lists(columns: Mapping[str, Any], schema: Schema, lengths: Tensor | Non
         if spec.kind == "sample":
             fields[name] = values if isinstance(values, Tensor) else _tensor(name, values)
             continue
-        own = torch.tensor([len(row) for row in values], dtype=torch.int64)
+        row_lengths = torch.tensor([len(row) for row in values], dtype=torch.int64)
         flat = _concatenate(name, values)
         check_dtype(name, spec, flat.dtype)
         if spec.kind == "token":
-            _check_row_lengths(name, own, lengths, "")
+            _check_row_lengths(name, row_lengths, lengths, "")
             fields[name] = flat
         else:
-            short = own == lengths - 1
-            _check_row_lengths(name, own + short, lengths, " or one less")
-            keep = row_indices(starts_of(own)[:-1], lengths - 1)
-            fields[name] = append_pad(take(flat, keep), lengths, spec)
+            is_short = row_lengths == lengths - 1
+            _check_row_lengths(name, row_lengths + is_short, lengths, " or one less")
+            index = row_indices(starts_of(row_lengths)[:-1], lengths - 1)
+            fields[name] = append_pad(take(flat, index), lengths, spec)
     return lengths, fields
 
 
@@ -176,11 +174,11 @@ def _lengths_of_lists(columns: Mapping[str, Any], schema: Schema) -> Tensor:
     raise DataError("Without a token field, pass lengths: nothing else says how long the samples are.")
 
 
-def _check_row_lengths(name: str, own: Tensor, lengths: Tensor, note: str) -> None:
-    if (bad := (own != lengths).nonzero().flatten()).numel():
+def _check_row_lengths(name: str, row_lengths: Tensor, lengths: Tensor, note: str) -> None:
+    if (bad := (row_lengths != lengths).nonzero().flatten()).numel():
         row = int(bad[0])
         raise DataError(
-            f"Field {name!r}, row {row}: {int(own[row])} values for a sample of {int(lengths[row])} tokens "
+            f"Field {name!r}, row {row}: {int(row_lengths[row])} values for a sample of {int(lengths[row])} tokens "
             f"(as many{note} are needed); {bad.numel()} such row{'s' if bad.numel() > 1 else ''}."
         )
 

@@ -1,7 +1,7 @@
-"""Samples of one role's layout computed in another's, on the same ranks: out by a plan of the other, results back.
+"""Exchange of samples between two parallel layouts of the same processes, such as policy and reference.
 
-A process belongs to a replica of each layout. What a replica of the one holds lies on all of its ranks, so each rank of
-a replica of the other finds it on itself, or takes it from one of them; the askers are spread over those that hold it.
+A process belongs to a replica in each layout. All ranks of a replica hold its samples. A rank that needs them in the
+other layout takes its own copy if it has one, else one of theirs; receivers are spread evenly over the holders.
 """
 
 from __future__ import annotations
@@ -27,124 +27,145 @@ from roll_batching.samples.all_to_all import (
     state_facts,
 )
 from roll_batching.samples.batch import SampleBatch
-from roll_batching.samples.exchange_group import Peers
+from roll_batching.samples.exchange_group import ExchangeGroup
 from roll_batching.samples.length_table import LengthTable, require_batch
 
 
 @dataclass(frozen=True, eq=False)
 class LayoutExchange:
-    """Two layouts of all processes: where samples lie, and where they are computed."""
+    """Data-parallel ranks of all processes in the layout that holds samples and in the one that computes them."""
 
-    home: np.ndarray
-    """int64 [processes]: each one's data-parallel rank where samples lie."""
-    away: np.ndarray
-    """int64 [processes]: and where they are computed."""
+    source: np.ndarray
+    """int64 [processes]: data-parallel rank of each process in the layout that holds the samples."""
+    target: np.ndarray
+    """int64 [processes]: data-parallel rank of each process in the layout that computes them."""
 
     @classmethod
-    def of(cls, home: int, away: int) -> LayoutExchange:
-        """From this process's data-parallel ranks. Collective."""
-        places = np.array(exchange(host_group(), "two layouts", lambda: (home, away)), dtype=np.int64)
-        return cls(places[:, 0], places[:, 1])
+    def of(cls, source: int, target: int) -> LayoutExchange:
+        """From this process's data-parallel ranks in both layouts. Collective."""
+        dp_ranks = np.array(exchange(host_group(), "two layouts", lambda: (source, target)), dtype=np.int64)
+        return cls(dp_ranks[:, 0], dp_ranks[:, 1])
 
-    def seen(self, table: LengthTable) -> LengthTable:
-        """`table` for plans of the other layout: each sample lies on one of its ranks that hold it."""
-        first = np.array([np.flatnonzero(self.home == part)[0] for part in range(int(self.home.max()) + 1)])
-        return LengthTable(table.ids, table.lengths, self.away[first[table.location]])
+    def in_target(self, table: LengthTable) -> LengthTable:
+        """`table` for plans of the target layout, with the location of each sample there."""
+        first = np.array([np.flatnonzero(self.source == rank)[0] for rank in range(int(self.source.max()) + 1)])
+        return LengthTable(table.ids, table.lengths, self.target[first[table.location]])
 
     @property
-    def back(self) -> LayoutExchange:
-        """The way from the other layout into this one."""
-        return LayoutExchange(self.away, self.home)
+    def inverse(self) -> LayoutExchange:
+        """The exchange from the target layout to the source."""
+        return LayoutExchange(self.target, self.source)
 
-    def plan_of(self, table: LengthTable, parts: np.ndarray) -> Plan:
-        """The plan by which each sample of `table` goes to a data-parallel rank of the other layout, int64 [n].
+    def transfer_plan(self, table: LengthTable, dp_ranks: np.ndarray) -> Plan:
+        """A plan that sends each sample of `table` to a data-parallel rank of the target, int64 [n].
 
-        For samples that are moved and not packed there. A rank's come in the order of the table.
+        For samples that are moved but not packed. Each rank's samples are in the order of the table.
         """
-        size = int(self.away.max()) + 1
-        bins = [[np.flatnonzero(parts == part).tolist()] for part in range(size)]
+        size = int(self.target.max()) + 1
+        bins = [[np.flatnonzero(dp_ranks == rank).tolist()] for rank in range(size)]
         one_each = BatchingSpec(max_tokens=int(table.lengths.sum()), algorithm="none")
         constraints = PlanConstraints.of(ParallelDims(dp_size=size), one_each)
         return Plan.from_bins(bins, table.lengths, constraints, ids=table.ids)
 
     def distribute(self, batch: SampleBatch, plan: Plan, table: LengthTable) -> SampleBatch:
-        """As `data.distribute`, where `plan` is of the other layout, from `seen(table)`. Collective.
+        """`samples.distribute` by a plan of the target layout. Collective.
 
-        `table`, as `gather_lengths` gives it, says where samples lie. Raises `RankError` on all ranks alike.
+        Args:
+            batch: the samples that this rank holds in the source layout.
+            plan: from `in_target(table)`.
+            table: of the source layout, from `gather_lengths`.
+
+        Raises:
+            RankError: on all ranks, as `samples.distribute`.
         """
-        peers, me = self._peers, dist.get_rank()
-        with peers.consensus("distribute between layouts") as facts:
+        group, me = self._group, dist.get_rank()
+        with group.consensus("distribute between layouts") as facts:
             require_batch("distribute", batch)
             routes = self._routes(facts, plan, table, batch, batch)
-        senders = _senders(self.home, peers.size)
-        going, to_rank = _going(routes.placed, self.away, routes.rank_of, routes.location, senders, me)
-        mine = routes.mine
-        order = np.argsort(senders[me, routes.location[mine]], kind="stable")
-        arriving = mine[order]
-        samples = _rows(batch, plan, going)
-        fields = exchange_fields(samples, plan, peers, to_rank, arriving, senders[me, routes.location[arriving]])
-        arrived = SampleBatch(plan.ids[arriving], plan.lengths[arriving], fields, batch.schema)
-        return arrived.select(np.argsort(order, kind="stable"))
+        senders = _senders(self.source, group.size)
+        outgoing, to_rank = _outgoing(routes.placed, self.target, routes.rank_of, routes.location, senders, me)
+        order = np.argsort(senders[me, routes.location[routes.assigned]], kind="stable")
+        incoming = routes.assigned[order]
+        samples = _select(batch, plan, outgoing)
+        fields = exchange_fields(samples, plan, group, to_rank, incoming, senders[me, routes.location[incoming]])
+        received = SampleBatch(plan.ids[incoming], plan.lengths[incoming], fields, batch.schema)
+        return received.select(np.argsort(order, kind="stable"))
 
     def collect(self, results: SampleBatch, plan: Plan, table: LengthTable, *, like: SampleBatch) -> SampleBatch:
-        """As `data.collect`, for what `distribute` brought to its ranks. Collective."""
-        peers, me = self._peers, dist.get_rank()
-        with peers.consensus("collect between layouts") as facts:
+        """`samples.collect` for results of samples that `distribute` has sent. Collective."""
+        group, me = self._group, dist.get_rank()
+        with group.consensus("collect between layouts") as facts:
             require_batch("collect", results)
             require_batch("collect", like, "like")
             routes = self._routes(facts, plan, table, results, like)
             computed = results_in_plan_order(results, plan, routes)
-        senders = _senders(self.away, peers.size)
-        going, to_rank = _going(routes.placed, self.home, routes.location, routes.rank_of, senders, me)
-        home = np.flatnonzero(routes.location == self.home[me])
-        home = home[np.argsort(like.rows_of(plan.ids[home]).numpy(), kind="stable")]
-        arriving = routes.placed[routes.location[routes.placed] == self.home[me]]
-        from_rank = senders[me, routes.rank_of[arriving]]
+        senders = _senders(self.target, group.size)
+        outgoing, to_rank = _outgoing(routes.placed, self.source, routes.location, routes.rank_of, senders, me)
+        held = np.flatnonzero(routes.location == self.source[me])
+        held = held[np.argsort(like.rows_of(plan.ids[held]).numpy(), kind="stable")]
+        incoming = routes.placed[routes.location[routes.placed] == self.source[me]]
+        from_rank = senders[me, routes.rank_of[incoming]]
         order = np.argsort(from_rank, kind="stable")
-        samples = _rows(computed, plan, going)
-        fields = exchange_fields(samples, plan, peers, to_rank, arriving[order], from_rank[order])
-        return assemble(fields, results, plan, home, arriving[order])
+        samples = _select(computed, plan, outgoing)
+        fields = exchange_fields(samples, plan, group, to_rank, incoming[order], from_rank[order])
+        return assemble(fields, results, plan, held, incoming[order])
 
     def _routes(self, facts: Facts, plan: Plan, table: LengthTable, moved: SampleBatch, held: SampleBatch) -> Routes:
         require_plan(plan)
         state_facts(facts, moved, plan)
-        rank_of, placed = placement_of(plan, int(self.away.max()) + 1)
+        rank_of, placed = placement_of(plan, int(self.target.max()) + 1)
         if not np.array_equal(plan.ids, table.ids):
-            raise DataError(
-                "The plan has other samples than the table that says where they lie: plan from seen(table)."
-            )
+            raise DataError("The plan and the table have different samples: plan from in_target(table).")
         me = dist.get_rank()
-        check_location(plan, table.location, int(self.home[me]), held)
+        check_location(plan, table.location, int(self.source[me]), held)
         check_lengths(plan, held)
-        return Routes(table.location, rank_of, placed, int(self.away[me]))
+        return Routes(table.location, rank_of, placed, int(self.target[me]))
 
     @cached_property
-    def _peers(self) -> Peers:
-        return Peers.of(dist.group.WORLD, everyone=host_group())
+    def _group(self) -> ExchangeGroup:
+        return ExchangeGroup.of(dist.group.WORLD, consensus_group=host_group())
 
 
-def _senders(holding: np.ndarray, size: int) -> np.ndarray:
-    """int64 [size, parts]: who hands each process what a part holds; itself, where it holds it."""
-    found = np.empty((size, int(holding.max()) + 1), dtype=np.int64)
-    for part in range(found.shape[1]):
-        holders = np.flatnonzero(holding == part)
-        found[:, part] = holders[np.arange(size) % holders.size]
-        found[holders, part] = holders
-    return found
+def _senders(dp_rank_of: np.ndarray, size: int) -> np.ndarray:
+    """int64 [size, dp_size]: the process that sends each process the samples of each data-parallel rank.
 
-
-def _going(
-    placed: np.ndarray, wanting: np.ndarray, wanted_by: np.ndarray, held_by: np.ndarray, senders: np.ndarray, me: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """(samples that this process sends, to whom), by receiver, then in plan order.
-
-    `wanted_by` and `held_by` are the parts of each sample, `wanting` the part of each process that wants.
+    `dp_rank_of` has the data-parallel rank of every process in the sending layout. A process with a copy is its own
+    sender.
     """
-    parts = [placed[wanted_by[placed] == part] for part in range(int(wanting.max()) + 1)]
-    chosen = [parts[part][senders[rank, held_by[parts[part]]] == me] for rank, part in enumerate(wanting)]
-    return np.concatenate(chosen), np.repeat(np.arange(len(chosen)), [one.size for one in chosen])
+    senders = np.empty((size, int(dp_rank_of.max()) + 1), dtype=np.int64)
+    for dp_rank in range(senders.shape[1]):
+        holders = np.flatnonzero(dp_rank_of == dp_rank)
+        senders[:, dp_rank] = holders[np.arange(size) % holders.size]
+        senders[holders, dp_rank] = holders
+    return senders
 
 
-def _rows(batch: SampleBatch, plan: Plan, samples: np.ndarray) -> SampleBatch:
-    """The plan's `samples` out of `batch`, as often as they are named."""
+def _outgoing(
+    placed: np.ndarray,
+    receiving: np.ndarray,
+    received_by: np.ndarray,
+    held_by: np.ndarray,
+    senders: np.ndarray,
+    rank: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(samples that process `rank` sends, their receivers), by receiver, then in plan order.
+
+    Args:
+        placed: samples that take part, in plan order.
+        receiving: data-parallel rank of each process in the receiving layout.
+        received_by: data-parallel rank of each sample in the receiving layout.
+        held_by: data-parallel rank of each sample in the sending layout.
+        senders: from `_senders`.
+        rank: this process.
+    """
+    by_dp_rank = [placed[received_by[placed] == dp_rank] for dp_rank in range(int(receiving.max()) + 1)]
+    sent = [
+        by_dp_rank[dp_rank][senders[process, held_by[by_dp_rank[dp_rank]]] == rank]
+        for process, dp_rank in enumerate(receiving)
+    ]
+    return np.concatenate(sent), np.repeat(np.arange(len(sent)), [samples.size for samples in sent])
+
+
+def _select(batch: SampleBatch, plan: Plan, samples: np.ndarray) -> SampleBatch:
+    """The plan's `samples` out of `batch`; they may repeat."""
     return batch.select(batch.rows_of(plan.ids[samples]), ids=np.arange(samples.size))

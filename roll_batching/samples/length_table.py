@@ -1,4 +1,4 @@
-"""What planning needs to know about samples: ids, lengths, and which rank holds them."""
+"""`LengthTable`: ids, lengths and locations of all ranks' samples, the input of planning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from roll_batching.distributed import digest
 from roll_batching.errors import DataError
 from roll_batching.samples.batch import SampleBatch
-from roll_batching.samples.exchange_group import Peers
+from roll_batching.samples.exchange_group import ExchangeGroup
 
 
 def require_batch(what: str, value: object, name: str = "batch") -> None:
@@ -36,31 +36,31 @@ class LengthTable:
     """int64 `[n]`: tokens per sample."""
 
     location: np.ndarray
-    """int64 `[n]`: the data-parallel rank that holds the sample now (not where it must stay)."""
+    """int64 `[n]`: the data-parallel rank that holds the sample now, not a constraint (`home_rank`) on the plan."""
 
     def __post_init__(self) -> None:
         for name in ("ids", "lengths", "location"):
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.int64))
         if not (self.ids.shape == self.lengths.shape == self.location.shape and self.ids.ndim == 1):
             shapes = self.ids.shape, self.lengths.shape, self.location.shape
-            raise DataError(f"ids, lengths and location must be one-dimensional and as long: {shapes}.")
+            raise DataError(f"ids, lengths and location must be one-dimensional and of one length: {shapes}.")
         self._refuse_repeated_ids()
 
     def _refuse_repeated_ids(self) -> None:
         order = np.argsort(self.ids, kind="stable")
         ids = self.ids[order]
-        again = np.flatnonzero(ids[1:] == ids[:-1])
-        if again.size:
-            first, second = order[again[0]], order[again[0] + 1]
+        repeated = np.flatnonzero(ids[1:] == ids[:-1])
+        if repeated.size:
+            first, second = order[repeated[0]], order[repeated[0] + 1]
             raise DataError(
                 f"Sample id {self.ids[first]} is held twice, by data-parallel ranks "
-                f"{self.location[first]} and {self.location[second]} ({again.size} such ids in all). "
+                f"{self.location[first]} and {self.location[second]} ({repeated.size} such ids in all). "
                 "Ids must be unique over all ranks: number_globally(batch) gives such ids."
             )
 
     @classmethod
     def of(cls, batch: SampleBatch, rank: int = 0) -> LengthTable:
-        """The table of one batch that lies whole on `rank`, without communication."""
+        """The table of one batch, all of which `rank` holds. Not collective."""
         location = np.full(len(batch), rank, dtype=np.int64)
         return cls(batch.ids.numpy().copy(), batch.lengths.numpy().copy(), location)
 
@@ -76,7 +76,7 @@ class LengthTable:
 
 
 def gather_lengths(batch: SampleBatch, group: Any = None) -> LengthTable:
-    """The samples of all ranks, ordered by data-parallel rank, then row. Collective.
+    """The length table of all ranks' samples, ordered by data-parallel rank, then row. Collective.
 
     Args:
         batch: this rank's samples; may be empty.
@@ -84,19 +84,19 @@ def gather_lengths(batch: SampleBatch, group: Any = None) -> LengthTable:
 
     Raises:
         RankError: on all ranks alike (`DataError` in a single process): an id that two samples have,
-            something that is no `SampleBatch` on any rank, ranks of a replica with different samples.
+            an argument that is not a `SampleBatch` on any rank, ranks of a replica with different samples.
     """
-    peers = Peers.of(group)
-    with peers.consensus("gather_lengths"):
+    dp_group = ExchangeGroup.of(group)
+    with dp_group.consensus("gather_lengths"):
         require_batch("gather_lengths", batch)
-    counts = _sizes(peers, len(batch))
+    counts = _gather_number(dp_group, len(batch))
     rows = torch.zeros(2, int(counts.max()), dtype=torch.int64)
     rows[0, : len(batch)] = batch.ids
     rows[1, : len(batch)] = batch.lengths
     valid = torch.arange(rows.shape[1]) < counts[:, None]
-    ids, lengths = peers.all_gather(rows).unbind(1)
-    location = torch.arange(peers.size).repeat_interleave(counts)
-    with peers.consensus("gather_lengths") as facts:
+    ids, lengths = dp_group.all_gather(rows).unbind(1)
+    location = torch.arange(dp_group.size).repeat_interleave(counts)
+    with dp_group.consensus("gather_lengths") as facts:
         table = LengthTable(ids[valid].numpy(), lengths[valid].numpy(), location.numpy())
         facts.equal(
             "the table of all samples",
@@ -108,16 +108,16 @@ def gather_lengths(batch: SampleBatch, group: Any = None) -> LengthTable:
 
 def number_globally(batch: SampleBatch, group: Any = None) -> SampleBatch:
     """The same samples with ids 0, 1, 2, ... over all ranks, by data-parallel rank, then row. Collective."""
-    peers = Peers.of(group)
-    with peers.consensus("number_globally"):
+    dp_group = ExchangeGroup.of(group)
+    with dp_group.consensus("number_globally"):
         require_batch("number_globally", batch)
-    counts = _sizes(peers, len(batch))
-    first = int(counts[: peers.rank].sum())
+    counts = _gather_number(dp_group, len(batch))
+    first = int(counts[: dp_group.rank].sum())
     return batch.with_ids(torch.arange(first, first + len(batch)))
 
 
 def gather_bins(batch: SampleBatch, sizes: Sequence[int], group: Any = None) -> list[list[list[int]]]:
-    """Micro-batches that each rank formed for itself, as `Plan.from_bins` takes them. Collective.
+    """The bins of `Plan.from_bins` for micro-batches that each rank has formed itself. Collective.
 
     Args:
         batch: this rank's samples, micro-batch after micro-batch.
@@ -132,21 +132,21 @@ def gather_bins(batch: SampleBatch, sizes: Sequence[int], group: Any = None) -> 
         RankError: on all ranks alike (`DataError` in a single process): when any rank's sizes are not those
             of its batch.
     """
-    peers = Peers.of(group)
-    with peers.consensus("gather_bins"):
+    dp_group = ExchangeGroup.of(group)
+    with dp_group.consensus("gather_bins"):
         require_batch("gather_bins", batch)
-        own = torch.tensor(list(sizes), dtype=torch.int64)
-        if bool((own < 0).any()) or int(own.sum()) != len(batch):
+        local = torch.tensor(list(sizes), dtype=torch.int64)
+        if bool((local < 0).any()) or int(local.sum()) != len(batch):
             raise DataError(f"Micro-batches of {list(sizes)} samples do not make up a batch of {len(batch)}.")
-    counts = _sizes(peers, own.numel())
-    everyone = peers.all_gather(torch.nn.functional.pad(own, (0, int(counts.max()) - own.numel())))
-    ends = everyone.flatten().cumsum(0).view_as(everyone)
+    counts = _gather_number(dp_group, local.numel())
+    per_rank = dp_group.all_gather(torch.nn.functional.pad(local, (0, int(counts.max()) - local.numel())))
+    ends = per_rank.flatten().cumsum(0).view_as(per_rank)
     return [
-        [list(range(end - size, end)) for size, end in zip(row.tolist(), row_ends.tolist(), strict=True)]
-        for row, row_ends in zip(everyone, ends, strict=True)
+        [list(range(end - size, end)) for size, end in zip(rank_sizes.tolist(), rank_ends.tolist(), strict=True)]
+        for rank_sizes, rank_ends in zip(per_rank, ends, strict=True)
     ]
 
 
-def _sizes(peers: Peers, own: int) -> torch.Tensor:
-    """int64 `[size]` on the host: the `own` of every rank."""
-    return peers.all_gather(torch.tensor(own))
+def _gather_number(dp_group: ExchangeGroup, number: int) -> torch.Tensor:
+    """int64 `[size]` on the host: every rank's `number`."""
+    return dp_group.all_gather(torch.tensor(number))

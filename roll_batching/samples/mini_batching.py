@@ -1,4 +1,4 @@
-"""Which samples share an optimizer step: random with a seed, decided before and apart from balancing."""
+"""Division of an epoch into mini-batches, one per optimizer step: random with a seed, independent of balancing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MEMBERSHIP_STREAM = 2
 
 @dataclass(frozen=True, eq=False)
 class MiniBatches(Sequence[np.ndarray]):
-    """The mini-batches of one epoch: int64 indices, each sample in exactly one."""
+    """The mini-batches of one epoch: int64 indices, with each sample in exactly one."""
 
     batches: tuple[np.ndarray, ...]
     size: int
@@ -42,7 +42,7 @@ class MiniBatches(Sequence[np.ndarray]):
 
     @property
     def notice(self) -> str | None:
-        """What to tell the user about mini-batches smaller than asked; None when there are none."""
+        """Warning about mini-batches smaller than `size`; None without any."""
         small = [batch.size for batch in self.batches if batch.size != self.size]
         if not small:
             return None
@@ -61,13 +61,13 @@ class MiniBatches(Sequence[np.ndarray]):
 def mini_batches(
     count: int, size: int, *, seed: int, epoch: int = 0, group_ids: ArrayLike | None = None
 ) -> MiniBatches:
-    """Draw the mini-batches of an epoch over `count` samples: a pure function of its arguments.
+    """Random mini-batches of one epoch over `count` samples, a pure function of its arguments.
 
     Args:
         count: samples, at least 1.
-        size: samples per mini-batch, over all ranks; at least 1. What remains is a smaller last mini-batch.
-        seed: not negative; a run that draws for several rollout batches passes another seed for each.
-        epoch: which pass over the same samples, from 0.
+        size: samples per mini-batch, over all ranks; at least 1. The last mini-batch may be smaller.
+        seed: not negative; pass a different one for each rollout batch.
+        epoch: number of the pass over the same samples, from 0.
         group_ids: int `[count]`; samples with one id share a mini-batch, side by side in their given order
             (DPO's pairs, say). A group that would overfill a mini-batch begins the next.
 
@@ -88,14 +88,14 @@ def mini_batches(
 
 
 def mini_batches_by_rank(home_rank: ArrayLike, ranks: int, size: int, *, seed: int, epoch: int = 0) -> MiniBatches:
-    """Mini-batches in which each rank's samples are drawn among its own, ROLL's way.
+    """Mini-batches with an equal share of each rank's own samples, as in ROLL.
 
     Args:
         home_rank: int `[count]`: the rank that each sample stays on, from 0.
-        ranks: how many there are.
-        size: samples per mini-batch, over all ranks; a multiple of the ranks, which have equal shares. A rank whose
-            samples run short has fewer in the last mini-batch.
-        seed, epoch: as of `mini_batches`.
+        ranks: number of data-parallel ranks.
+        size: samples per mini-batch, over all ranks; a multiple of `ranks`. A rank with fewer samples has a smaller
+            share of the last mini-batch.
+        seed, epoch: as for `mini_batches`.
 
     Raises:
         DataError: as `mini_batches`, and for a size that the ranks cannot share.
@@ -103,16 +103,16 @@ def mini_batches_by_rank(home_rank: ArrayLike, ranks: int, size: int, *, seed: i
     home = np.asarray(home_rank, dtype=np.int64)
     order = np.concatenate(list(mini_batches(home.size, size, seed=seed, epoch=epoch)))
     if size % ranks:
-        raise DataError(f"Mini-batches of {size} samples cannot be shared by {ranks} ranks alike.")
-    place = np.empty(home.size, dtype=np.int64)
+        raise DataError(f"Mini-batches of {size} samples do not divide into equal shares of {ranks} ranks.")
+    batch_of = np.empty(home.size, dtype=np.int64)
     for rank in range(ranks):
-        own = order[home[order] == rank]
-        place[own] = np.arange(own.size) // (size // ranks)
-    return MiniBatches(tuple(order[place[order] == number] for number in range(int(place.max()) + 1)), size)
+        local = order[home[order] == rank]
+        batch_of[local] = np.arange(local.size) // (size // ranks)
+    return MiniBatches(tuple(order[batch_of[order] == number] for number in range(int(batch_of.max()) + 1)), size)
 
 
 def _grouped(group_ids: np.ndarray, count: int, size: int, random: np.random.Generator) -> tuple[np.ndarray, list[int]]:
-    """The samples in the order drawn, groups side by side, and where one mini-batch ends and the next begins."""
+    """(samples in random order with groups kept together, boundaries of the mini-batches)."""
     if group_ids.shape != (count,):
         raise DataError(f"group_ids needs one id for each of the {count} samples; its shape is {group_ids.shape}.")
     names, group_of = np.unique(group_ids, return_inverse=True)
@@ -123,9 +123,9 @@ def _grouped(group_ids: np.ndarray, count: int, size: int, random: np.random.Gen
             f"Group {names[largest]} has {members[largest]} samples, more than a mini-batch of {size} holds."
         )
     draw = random.permutation(names.size)
-    place = np.empty_like(draw)
-    place[draw] = np.arange(names.size)
-    order = np.argsort(place[group_of], kind="stable").astype(np.int64)
+    position = np.empty_like(draw)
+    position[draw] = np.arange(names.size)
+    order = np.argsort(position[group_of], kind="stable").astype(np.int64)
     cuts, used, end = [], 0, 0
     for number in members[draw].tolist():
         if used + number > size:

@@ -1,4 +1,4 @@
-"""Index arithmetic on ragged rows: all of it on the host, none of it a loop over samples."""
+"""Vectorised index arithmetic on ragged rows, on the host."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def row_indices(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
-    """`values[index]` along the first dimension, with a host index moved to where the values are."""
+    """`values[index]` along the first dimension; a host index is copied to the device of `values`."""
     return values.index_select(0, index.to(values.device, non_blocking=True))
 
 
 def place(values: Tensor, index: Tensor, rows: int, pad: int | float | bool) -> Tensor:
-    """A tensor of `rows` rows that reads `values` at `index` and `pad` elsewhere.
+    """A tensor of `rows` rows with `values` at `index` and `pad` elsewhere.
 
     `values` is `[len(index), ...]`, the result `[rows, ...]` of the same dtype and device.
     """

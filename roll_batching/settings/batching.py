@@ -11,8 +11,7 @@ from roll_batching.errors import ConfigError, PlanError
 from roll_batching.planning import BatchingSpec
 from roll_batching.planning.batching_spec import Mode, Objective, Oversize, load_algorithm
 from roll_batching.planning.registry import ALGORITHMS
-from roll_batching.settings.fields import Pass, Settings, setting
-from roll_batching.settings.fields import RegisteredName
+from roll_batching.settings.fields import Pass, RegisteredName, Settings, setting
 
 LogprobPlan = Literal["train", "own", "rollout", "none"]
 

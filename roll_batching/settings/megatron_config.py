@@ -9,8 +9,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from roll_batching.planning import ParallelDims
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS
-from roll_batching.settings.fields import Settings, setting
-from roll_batching.settings.fields import RegisteredName
+from roll_batching.settings.fields import RegisteredName, Settings, setting
 
 MEGATRON_STRATEGIES = ("megatron_train", "megatron_infer")
 ENGINE_STRATEGIES = ("vllm", "sglang", "hf_infer")

@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from roll_batching.settings.batching import BatchingConfig, LogprobPlan, RoleBatching
 from roll_batching.settings.fields import Roles, Settings, setting
+from roll_batching.settings.megatron_config import StrategyArgs
 from roll_batching.settings.model import ModelArgs
 from roll_batching.settings.training import TrainingArgs
 

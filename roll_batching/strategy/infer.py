@@ -251,7 +251,7 @@ class MegatronInferStrategy(ModelIOMixin):
             dist.broadcast(outputs, last, group=layout.pp_group)
         fields = {name: outputs[:, i].contiguous().cpu() for i, name in enumerate(names)}
         schema = dict.fromkeys(names, FieldSpec("next_token"))
-        return require_finite_outputs(self.state, SampleBatch(local.ids, local.lengths, fields, schema))
+        return self._require_finite(SampleBatch(local.ids, local.lengths, fields, schema))
 
     def compute_log_probs(self, local: SampleBatch, plan: Plan, masks: Sequence[str] | None = None) -> SampleBatch:
         """Log-probs of all tokens given the tokens before them; see `forward`."""
@@ -283,7 +283,7 @@ class MegatronInferStrategy(ModelIOMixin):
             check_generation(facts, prompts, settings, self.state, draws)
         self.gather_parameters()  # here, as a rank without prompts may run no forward pass that would
         with self._evaluating():
-            return require_finite_outputs(self.state, generate(self.state, prompts, settings, draws))
+            return self._require_finite(generate(self.state, prompts, settings, draws))
 
     # ---- shared by the strategies
 
@@ -330,6 +330,9 @@ class MegatronInferStrategy(ModelIOMixin):
             micro_batches = [mb for mb in plan.micro_batches[self.layout.dp_rank] if not mb.is_filler]
             spec.check(local, [local.rows_of(plan.ids[mb.samples]).numpy() for mb in micro_batches])
         return packs
+
+    def _require_finite(self, outputs: SampleBatch) -> SampleBatch:
+        return require_finite_outputs(self.state, outputs)
 
     def _warn_of_fillers(self, plan: Plan) -> None:
         if len(plan.samples) < self.layout.dp_size and dist.get_rank() == 0 and not self._warned_of_fillers:

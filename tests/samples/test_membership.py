@@ -102,5 +102,5 @@ def test_ranks_draw_their_shares_of_a_mini_batch_among_their_own_samples():
     assert [np.bincount(home[batch], minlength=3).tolist() for batch in drawn] == [[2, 2, 2], [2, 2, 1]]
     assert all((a == b).all() for a, b in zip(drawn, mini_batches_by_rank(home, 3, 6, seed=4), strict=True))
     assert len({tuple(np.concatenate(list(mini_batches_by_rank(home, 3, 6, seed=s)))) for s in range(4)}) == 4
-    with pytest.raises(DataError, match="cannot be shared by 3 ranks"):
+    with pytest.raises(DataError, match="do not divide into equal shares of 3 ranks"):
         mini_batches_by_rank(home, 3, 8, seed=4)

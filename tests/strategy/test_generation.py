@@ -183,7 +183,7 @@ def in_waves(payload: tuple[dict[str, Any], bool]) -> tuple[list[list[int]], flo
     mine = prompts if place.dp_size == 1 else prompts.select([0, 1, 2, 3, 4, 5] if place.dp_rank == 0 else [6])
     caches: list[Any] = []
     logits: list[int] = []
-    whole, cache = generation._whole, decode.KeyValueCache
+    whole, cache = generation._gather_vocabulary, decode.KeyValueCache
 
     class Watched(cache):  # type: ignore[misc, valid-type]
         def buffers(self, layer: int, keys: Any) -> Any:
@@ -199,7 +199,7 @@ def in_waves(payload: tuple[dict[str, Any], bool]) -> tuple[list[list[int]], flo
         logits.append(len(part))
         return whole(part, gpt)
 
-    generation.KeyValueCache, generation._whole = Watched, counted  # type: ignore[misc]
+    generation.KeyValueCache, generation._gather_vocabulary = Watched, counted  # type: ignore[misc]
     widths: set[int] = set()
     strategy.chunks[0].register_forward_hook(lambda module, inputs, output: widths.add(output.shape[-1]))
     runs = []

@@ -18,8 +18,8 @@ from roll_batching.jobs.config.key_paths import all_keys
 from roll_batching.jobs.config.stream import TrainPolicy, TrainSection
 from roll_batching.jobs.config.worker import DataArgs, GeneratingArgs, WorkerConfig
 from roll_batching.settings.fields import Settings, nested_settings
-from roll_batching.settings.model import ArchitectureConfig, ModelArgs
 from roll_batching.settings.megatron_config import ENGINE_STRATEGIES, MegatronConfig
+from roll_batching.settings.model import ArchitectureConfig, ModelArgs
 from roll_batching.settings.training import TrainingArgs
 
 

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from roll_batching.jobs.config.advantages import ADVANTAGE_ESTIMATORS
 from roll_batching.jobs.config.losses import LOSSES
-from roll_batching.settings.fields import Settings, setting
-from roll_batching.settings.fields import RegisteredName
+from roll_batching.settings.fields import RegisteredName, Settings, setting
 
 
 class ObjectiveKeys(Settings):

@@ -22,8 +22,7 @@ from roll_batching.jobs.config.key_paths import ANY_NAME, heading_of, schema_key
 from roll_batching.jobs.config.losses import LOSSES, ROLLOUT_FIELDS
 from roll_batching.jobs.config.notices import unread_in
 from roll_batching.jobs.config.worker import WorkerConfig
-from roll_batching.settings.fields import Settings, named_settings, nested_settings, ordered_fields
-from roll_batching.settings.fields import registered_name
+from roll_batching.settings.fields import Settings, named_settings, nested_settings, ordered_fields, registered_name
 from roll_batching.settings.training import TrainingArgs
 
 INTRODUCTION = """# Configuration

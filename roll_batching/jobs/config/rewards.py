@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.registry import Entry, Registry
-from roll_batching.settings.fields import Settings, setting
-from roll_batching.settings.fields import RegisteredName
+from roll_batching.settings.fields import RegisteredName, Settings, setting
 
 REWARDS: Registry[Entry] = Registry(
     "reward function",

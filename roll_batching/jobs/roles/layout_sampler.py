@@ -85,7 +85,9 @@ class LayoutSampler:
         """
         group, to_sampler = settings.num_return_sequences, self._exchange
         table = gather_lengths(prompts)
-        plan = to_sampler.plan_of(to_sampler.seen(table), batch_balance(table.lengths, self.model.layout.dp_size))
+        plan = to_sampler.transfer_plan(
+            to_sampler.in_target(table), batch_balance(table.lengths, self.model.layout.dp_size)
+        )
         requests = to_sampler.distribute(self._with_draws(prompts, settings), plan, table)
         draws = requests[_DRAWS].flatten(0, 1) if _DRAWS in requests.schema else None
         generated = self.model.generate(requests, settings, draws)
@@ -93,8 +95,8 @@ class LayoutSampler:
         response_table = self._length_table(generated)
         prompt_rank = dict(zip(table.ids.tolist(), table.location.tolist(), strict=True))
         ranks = np.array([prompt_rank[number // group] for number in response_table.ids.tolist()], dtype=np.int64)
-        to_trainer = to_sampler.back
-        plan = to_trainer.plan_of(to_trainer.seen(response_table), ranks)
+        to_trainer = to_sampler.inverse
+        plan = to_trainer.transfer_plan(to_trainer.in_target(response_table), ranks)
         responses = to_trainer.distribute(generated, plan, response_table)
         return responses.select_ids(_response_ids(prompts.ids, group)).with_ids(torch.arange(len(responses)))
 

@@ -20,8 +20,8 @@ from roll_batching.packing.prefetch import one_ahead
 from roll_batching.planning import Plan
 from roll_batching.planning.arrays import Ints
 from roll_batching.samples import SampleBatch, gather_lengths
-from roll_batching.samples.mini_batching import rank_slice
 from roll_batching.samples.length_table import LengthTable
+from roll_batching.samples.mini_batching import rank_slice
 from roll_batching.strategy import MegatronInferStrategy
 
 

@@ -203,7 +203,7 @@ def with_log_probs_over(
     masks: Sequence[str] | None,
 ) -> SampleBatch:
     """As `with_log_probs`, by a strategy in another layout than that of `local_batch` and `table`. Collective."""
-    plan = agree_on_plan(strategy, lambda: strategy.plan(layout_exchange.seen(table), forward=True))
+    plan = agree_on_plan(strategy, lambda: strategy.plan(layout_exchange.in_target(table), forward=True))
     placed = layout_exchange.distribute(local_batch, plan, table)
     results = layout_exchange.collect(
         strategy.compute_log_probs(placed, plan, masks=masks), plan, table, like=local_batch
