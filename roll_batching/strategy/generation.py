@@ -381,13 +381,10 @@ def responses_to_batch(
         empty = {name: torch.zeros(0, dtype=dtype) for name, dtype in fields.items()}
         return SampleBatch(lengths, lengths, empty, schema)
     ids = torch.cat([part for p, (r, _) in zip(prompts, responses, strict=True) for part in (p, r)]).cpu()
-    mask = torch.cat(
-        [
-            torch.cat([torch.zeros(len(p), dtype=torch.bool), torch.ones(len(r), dtype=torch.bool)])
-            for p, (r, _) in zip(prompts, responses, strict=True)
-        ]
-    )
-    # Row i of a next_token field speaks of token i + 1: a response's first token is row len(prompt) - 1.
+    is_response = torch.tensor([False, True]).repeat(len(prompts))
+    sizes = torch.tensor([len(part) for p, (r, _) in zip(prompts, responses, strict=True) for part in (p, r)])
+    mask = is_response.repeat_interleave(sizes)
+    # Row i of a next_token field belongs to token i + 1: a response's first token is row len(prompt) - 1.
     recorded = torch.cat(
         [
             torch.cat([lp.new_zeros(len(p) - 1), lp, lp.new_zeros(1)]).cpu()
