@@ -1,14 +1,15 @@
-# Sourced by the other scripts: prepares the environment that they run in.
+# Sourced by the other scripts: sets up their Python environment.
 #
+#   take_no_install "$@"        sets INSTALL=no for --no-install; the other arguments become the array `arguments`
 #   use_environment EXTRAS      for example `use_environment megatron,dev`; sets $python
 #
-# The environment is .venv at the repository's root: made when absent, reused when present, completed when
-# pyproject.toml or constraints.txt has changed. PYTHON=python3.12 picks another interpreter, with a folder of its
-# own (.venv-3.12). INSTALL=no (the scripts' option --no-install) takes the current interpreter as it is.
-# pip is called without any index: your own pip settings decide where packages come from.
+# The environment is .venv in the repository's root. It is created if absent, and updated if pyproject.toml or
+# constraints.txt has changed. PYTHON=python3.12 selects another interpreter with its own folder (.venv-3.12).
+# INSTALL=no (option --no-install) uses the current interpreter without installing.
+# pip is called without an index, so that your pip settings decide where packages come from.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # one process per core: more threads only get in each other's way
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # one process per core: further threads would compete with it
 
 say() { printf '\n== %s\n' "$*" >&2; }
 
@@ -30,12 +31,20 @@ find_interpreter() {
     return 1
 }
 
+take_no_install() {
+    local argument
+    arguments=()
+    for argument in "$@"; do
+        if [ "$argument" = --no-install ]; then INSTALL=no; else arguments+=("$argument"); fi
+    done
+}
+
 use_environment() {
     local extras=$1 interpreter folder stamp wanted
     if [ "${INSTALL:-yes}" = no ]; then
         python=${PYTHON:-python3}
         usable "$python" || { say "--no-install: $python does not run, or is older than Python 3.11"; exit 1; }
-        say "using $(command -v "$python") as it is"
+        say "using $(command -v "$python") without installing"
         return
     fi
     folder=$root/.venv
@@ -53,7 +62,7 @@ use_environment() {
     fi
     python=$folder/bin/python
     usable "$python" || { say "${folder#"$root"/} is broken or too old: delete it and run again"; exit 1; }
-    # What was installed, and from what. "megatron,dev" holds all other extras.
+    # The stamp has the installed extras and a checksum of their sources. The extra dev includes all others.
     wanted=$({ cat "$root/pyproject.toml" "$root/constraints.txt"; echo "$root"; } | cksum)
     stamp=$folder/installed
     if [ -f "$stamp" ] && [ "$(tail -n 1 "$stamp")" = "$wanted" ]; then

@@ -1,18 +1,14 @@
 #!/usr/bin/env bash
-# Runs the demos of fine-tuning and of learning from pairs, and a control of each, and says whether they learn. Exits 0
-# when all holds.
+# Trains the SFT and DPO demos and a control of each, and checks that only the demos learn. Exits 0 if all checks hold.
 #
 #   ./scripts/check_supervised.sh                 about 6 minutes on two cores
-#   ./scripts/check_supervised.sh --judge-only    judge the runs that are there
-#   ./scripts/check_supervised.sh --no-install    in the current interpreter, as it is
+#   ./scripts/check_supervised.sh --judge-only    check existing runs
+#   ./scripts/check_supervised.sh --no-install    in the current interpreter, without installing
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"
 
-arguments=()
-for argument in "$@"; do
-    if [ "$argument" = --no-install ]; then INSTALL=no; else arguments+=("$argument"); fi
-done
+take_no_install "$@"
 use_environment megatron
 export INSTALL=${INSTALL:-yes}
 exec "$python" scripts/check_supervised.py ${arguments[@]+"${arguments[@]}"} </dev/null

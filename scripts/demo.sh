@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The main job: teach a small model a task with GRPO on Megatron-Core, packed, on two CPU cores (or GPUs).
+# The demo: GRPO of a small model on Megatron-Core with packing, on two CPU cores or GPUs.
 #
-#   ./scripts/demo.sh                          seed 1, into runs/demo-seed1
-#   ./scripts/demo.sh --seed 2                 another seed, into runs/demo-seed2
-#   ./scripts/demo.sh --control shuffled       advantages shuffled among samples: nothing may be learned
-#   ./scripts/demo.sh --seed 2 --resume        go on with that run from its last checkpoint
-#   ./scripts/demo.sh --name mine max_steps=5  a name for the run; name.path=value changes any setting
-#   ./scripts/demo.sh --launcher ray           its ranks as actors of a Ray that lives as long as the run
-#   ./scripts/demo.sh --no-install             in the current interpreter, as it is
+#   ./scripts/demo.sh                          seed 1; writes runs/demo-seed1
+#   ./scripts/demo.sh --seed 2                 another seed; writes runs/demo-seed2
+#   ./scripts/demo.sh --control shuffled       control: advantages shuffled among samples, nothing is learned
+#   ./scripts/demo.sh --seed 2 --resume        resume that run from its last checkpoint
+#   ./scripts/demo.sh --name mine max_steps=5  name of the run; name.path=value changes any setting
+#   ./scripts/demo.sh --launcher ray           ranks are actors of a Ray that ends with the run
+#   ./scripts/demo.sh --no-install             in the current interpreter, without installing
 #   PYTHON=python3.12 ./scripts/demo.sh        another interpreter, in .venv-3.12
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"
@@ -43,7 +43,7 @@ if [ "$(cat "$data/version" 2>/dev/null)" != "$version" ]; then
     echo "$version" >"$data/version"
 fi
 
-# Megatron says on every import that it does without these; on a CPU it always does.
+# Megatron warns on every import that these are missing; on a CPU they always are.
 export PYTHONWARNINGS=${PYTHONWARNINGS:-"ignore:Transformer Engine and Apex,ignore:Apex is not installed,ignore:MimoModelConfig is experimental"}
 say "training: runs/$name"
 exec "$python" -m roll_batching.cli train --config configs/demo_grpo.yaml --launcher "$launcher" \

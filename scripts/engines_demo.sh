@@ -3,7 +3,7 @@
 # transformers on the CPU), and train with GRPO on two processes that ask them.
 #
 #   ./scripts/engines_demo.sh                 about five minutes on two CPU cores, once everything is installed
-#   ./scripts/engines_demo.sh --no-install    in the current interpreter, as it is
+#   ./scripts/engines_demo.sh --no-install    in the current interpreter, without installing
 #   ./scripts/engines_demo.sh max_steps=5     name.path=value changes any setting
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in about ten minutes on one H100 or H200; see scripts/gpu_checks.py.
+# Checks that need a GPU: about ten minutes on one H100 or H200. benchmarks/gpu/checks.py has the list.
 #
 #   ./scripts/gpu_checks.sh                    all checks, into results/<device>.json; then scripts/results_page.py
-#   ./scripts/gpu_checks.sh --only attention   some of them; the others stay as the file has them
-#   ./scripts/gpu_checks.sh --dry              everything tiny on the CPU
-#   ./scripts/gpu_checks.sh --no-install ...   in the current interpreter, as it is
+#   ./scripts/gpu_checks.sh --only attention   selected checks; the file keeps its other records
+#   ./scripts/gpu_checks.sh --dry              all checks at tiny sizes on the CPU
+#   ./scripts/gpu_checks.sh --no-install ...   in the current interpreter, without installing
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"

@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# Slow tests, which the default run leaves out. Further arguments go to pytest:
+# Slow tests, which scripts/test.sh skips. Further arguments go to pytest:
 #
-#   ./scripts/slow_suite.sh cluster      one suite, whole: layouts, models, streams, rehearse, cluster, pages,
+#   ./scripts/slow_suite.sh cluster      one whole suite: layouts, models, streams, rehearse, cluster, pages,
 #                                        rest, te
-#   ./scripts/slow_suite.sh              the turn that the number of commits gives, as .ci/run does
+#   ./scripts/slow_suite.sh              the turn selected by the number of commits, as in .ci/run
 #   ./scripts/slow_suite.sh --turn 3     another turn
 #   ./scripts/slow_suite.sh --turns      lists all turns
 #
-# A turn is a suite, or a part of a long one, and may take SLOW_SUITE_MINUTES (25): then pytest is interrupted, and the
-# exit status is 124. Parts have equal numbers of tests, not equal times. `rest` holds the slow tests of no suite. `te`
-# needs the environment that te_environment.sh makes, and has a turn where it exists. The environment is that of
-# test.sh, with PYTHON and --no-install as there.
+# A turn is a suite or a part of a long one. After SLOW_SUITE_MINUTES (25) pytest is interrupted, and the exit status is
+# 124. Parts have equal numbers of tests, not equal times. `rest` has the slow tests without a suite. `te` needs the
+# environment of te_environment.sh, and has a turn only if it exists. PYTHON and --no-install work as in test.sh.
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv-te, an environment of its own with TransformerEngine beside Megatron-Core, with or without a GPU:
+# Creates .venv-te, an environment with TransformerEngine and Megatron-Core, with or without a GPU:
 #
-#   ./scripts/te_environment.sh                compiles the part that binds to torch: some 20 minutes of processor time
-#   ./scripts/te_environment.sh --wheel FILE   takes a wheel of that part (transformer-engine-torch) that you have
-#   .venv-te/bin/python -m pytest -m te        the tests of TransformerEngine's layers; none of them runs a kernel
+#   ./scripts/te_environment.sh                compiles the torch extension: about 20 minutes of processor time
+#   ./scripts/te_environment.sh --wheel FILE   installs your wheel of it (transformer-engine-torch)
+#   .venv-te/bin/python -m pytest -m te        tests of TransformerEngine's layers; they run no kernel
 #
-# An environment of its own, because Megatron-Core takes other paths where TransformerEngine is installed. Neither a
-# CUDA toolkit nor a driver is needed: headers and libraries come from NVIDIA's wheels. PYTHON names another
-# interpreter than python3.12. pip is called without any index: your own pip settings decide where packages come from.
+# It is separate because Megatron-Core takes other code paths when TransformerEngine is installed. No CUDA toolkit and no
+# driver are needed: headers and libraries come from NVIDIA's wheels. PYTHON selects an interpreter (python3.12). pip is
+# called without an index, so that your pip settings decide where packages come from.
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"
@@ -23,7 +23,7 @@ python=$folder/bin/python
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 "$python" -m pip install --editable "$root[megatron,dev]" --constraint "$root/constraints.txt" </dev/null
 "$python" -m pip install onnxscript onnx einops nvidia-cudnn-frontend </dev/null
-# Without their dependencies: transformer-engine asks for no part that binds to torch, and that one for any torch.
+# --no-deps: transformer-engine does not require its torch extension, and the extension accepts any torch.
 "$python" -m pip install --no-deps "transformer-engine==$engine" "transformer-engine-cu13==$engine" </dev/null
 if [ -z "$wheel" ]; then
     say "compiling transformer-engine-torch $engine"

@@ -6,15 +6,12 @@
 #   ./scripts/test.sh -m equality            only the tests that carry a marker (see pyproject.toml)
 #   ./scripts/test.sh tests/planning -k karp
 #   PYTHON=python3.12 ./scripts/test.sh      another interpreter, in .venv-3.12
-#   ./scripts/test.sh --no-install           in the current interpreter, as it is
+#   ./scripts/test.sh --no-install           in the current interpreter, without installing
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"
 
-arguments=()
-for argument in "$@"; do
-    if [ "$argument" = --no-install ]; then INSTALL=no; else arguments+=("$argument"); fi
-done
+take_no_install "$@"
 use_environment megatron,dev
 
 if [ ${#arguments[@]} -eq 0 ]; then

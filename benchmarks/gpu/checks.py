@@ -1,13 +1,13 @@
-"""Everything that only a GPU can show, in one command and one file.
+"""Run the checks that need a GPU and record their figures in one file.
 
     scripts/gpu_checks.sh                     on one H100 or H200, about ten minutes
-    python scripts/gpu_checks.py --dry        everything tiny, on the CPU: does the command itself work?
+    python scripts/gpu_checks.py --dry        all checks at tiny sizes on the CPU, to test the command itself
     python scripts/gpu_checks.py --only attention,equality
 
-The file (results/<device>.json) is written anew after every check, so that a run that is cut off leaves what it had.
-Each check runs in a process of its own under a time limit; one that fails is recorded with its last words, and the
-others go on. `python scripts/results_page.py` makes docs/results.md of all files in results/. Exits 1 when a check
-failed or a limit was broken.
+The file (results/<device>.json) is written after every check, so that an interrupted run keeps its records. Each check
+runs in its own process under a time limit. If one fails, the end of its output is recorded, and the others run.
+`python scripts/results_page.py` writes docs/results.md from all files in results/. Exits 1 if a check failed or a
+figure exceeds its limit.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Case = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One entry of the file."""
+    """A check: a function or a benchmark script, with a time limit."""
 
     name: str
     what: str
     seconds: float
-    """Its process is killed after this time."""
+    """Time limit, after which its process is killed."""
     function: str | None = None
-    """`module:function(device, dry) -> an iterable of cases`, called in a fresh process."""
+    """`module:function`; called in a new process with (device, dry), returns an iterable of cases."""
     command: Callable[[Path, bool], list[str]] | None = None
-    """Or a script that writes JSON to this path; what it wrote is recorded."""
+    """Command for (output file, dry), which writes the recorded JSON into the file."""
 
 
 def benchmark(name: str, *full: str, dry: Sequence[str] = ()) -> Callable[[Path, bool], list[str]]:
@@ -65,7 +65,7 @@ SHORT = ("--tokens", "256", "--vocabulary", "1024", "--rounds", "1")
 CHECKS = (
     Check(
         name="attention",
-        what="Attention backends against attention in fp32, outputs and gradients",
+        what="Attention backends against fp32 attention: outputs and gradients",
         seconds=120,
         function="benchmarks.gpu.attention:run",
     ),
@@ -83,13 +83,13 @@ CHECKS = (
     ),
     Check(
         name="memory",
-        what="Rehearsed memory against what the step takes",
+        what="Rehearsed memory against measured memory of a step",
         seconds=240,
         function="benchmarks.gpu.memory:run",
     ),
     Check(
         name="demo",
-        what="The demo under NCCL on one GPU, shortened, saved and resumed",
+        what="The shortened demo with NCCL on one GPU: training, checkpoint, resuming",
         seconds=300,
         function="benchmarks.gpu.demo:run",
     ),
@@ -101,19 +101,19 @@ CHECKS = (
     ),
     Check(
         name="where_time_goes",
-        what="Where a packed step of the Qwen3-1.7B shape spends its time",
+        what="Time per kernel of a packed step of the Qwen3-1.7B shape",
         seconds=150,
         function="benchmarks.gpu.step:where_time_goes",
     ),
     Check(
         name="logprob",
-        what="Log-probs and entropies against the plain path",
+        what="Log-probs and entropies against a plain implementation",
         seconds=90,
         command=benchmark("bench_logprob.py", dry=SHORT),
     ),
     Check(
         name="loss",
-        what="A policy loss on one pack against a loop over its sequences",
+        what="Policy loss on one pack against a loop over its sequences",
         seconds=90,
         command=benchmark("bench_loss.py", dry=SHORT),
     ),
@@ -121,7 +121,7 @@ CHECKS = (
 
 
 def machine() -> dict[str, Any]:
-    """Device, versions and commit, without importing torch into this process."""
+    """GPUs, versions and commit; does not import torch into this process."""
     names = ("roll-batching", "torch", "triton", "megatron-core", "numpy", "transformer-engine", "flash-attn")
     versions = {"python": platform.python_version()}
     for name in names:
@@ -145,7 +145,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that is checked out, with a + when files differ from it."""
+    """Commit of the checkout, with a + if files differ from it."""
     try:
         git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -153,8 +153,8 @@ def commit() -> str:
         return "unknown"
 
 
-def run_here(check: Check, out: Path, dry: bool) -> None:
-    """In the check's own process: call it and write its cases."""
+def run_function(check: Check, out: Path, dry: bool) -> None:
+    """Call the function of `check` in this process and write its cases to `out`."""
     import torch
 
     from roll_batching.distributed.parallel_layout import start_processes
@@ -163,18 +163,18 @@ def run_here(check: Check, out: Path, dry: bool) -> None:
     module, function = check.function.split(":")
     device = start_processes()
     if not dry and device.type != "cuda":
-        raise SystemExit("no GPU is visible: --dry runs everything tiny on the CPU")
+        raise SystemExit("no GPU is visible. --dry runs all checks at tiny sizes on the CPU")
     torch.backends.cuda.matmul.allow_tf32 = False
     cases: list[Case] = []
     for case in getattr(importlib.import_module(module), function)(device, dry):
-        cases.append(case)  # written one by one: what a time limit cuts off is not lost
+        cases.append(case)  # written after every case, so that a time limit loses only the current one
         out.write_text(json.dumps({"cases": cases}))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def perform(check: Check, dry: bool) -> dict[str, Any]:
-    """What is recorded of a check: its status, its cases, and its last words when it failed."""
+def run_check(check: Check, dry: bool) -> dict[str, Any]:
+    """Run a check in a new process; returns its record: status, cases, and the end of the output if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "out.json", Path(folder) / "log"
         if check.command is not None:
@@ -209,10 +209,10 @@ def perform(check: Check, dry: bool) -> dict[str, Any]:
     return record
 
 
-def broken(record: dict[str, Any]) -> list[str]:
-    """Limits that a check's figures do not keep."""
+def exceeded_limits(record: dict[str, Any]) -> list[str]:
+    """Messages for the figures of a record that exceed their limits; NaN exceeds every limit."""
     return [
-        f"{case['case']}: {name} is {value:.3g}, at most {limit:g} is right"
+        f"{case['case']}: {name} is {value:.3g}, above the limit {limit:g}"
         for case in record.get("result", {}).get("cases", [])
         for name, (value, limit) in case["limits"].items()
         if not value <= limit
@@ -221,38 +221,38 @@ def broken(record: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the file; default: results/<device>.json")
-    parser.add_argument("--dry", action="store_true", help="everything tiny on the CPU")
-    parser.add_argument("--only", help="names of checks, separated by commas; others stay as the file has them")
+    parser.add_argument("--out", type=Path, help="output file; default: results/<device>.json")
+    parser.add_argument("--dry", action="store_true", help="run all checks at tiny sizes on the CPU")
+    parser.add_argument("--only", help="comma-separated names of checks; the file keeps its other records")
     parser.add_argument("--inside", choices=[c.name for c in CHECKS], help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.inside:
-        run_here(next(c for c in CHECKS if c.name == given.inside), given.out, given.dry)
+    args = parser.parse_args()
+    if args.inside:
+        run_function(next(c for c in CHECKS if c.name == args.inside), args.out, args.dry)
         return 0
-    names = given.only.split(",") if given.only else [c.name for c in CHECKS]
+    names = args.only.split(",") if args.only else [c.name for c in CHECKS]
     if unknown := set(names) - {c.name for c in CHECKS}:
-        parser.error(f"no such checks: {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in CHECKS)}")
-    here = machine()
-    if not here["gpus"] and not given.dry:
-        parser.error("nvidia-smi shows no GPU here; --dry runs everything tiny on the CPU")
-    device = re.sub(r"[^a-z0-9]+", "-", (here["gpus"] or ["dry"])[0].split(",")[0].lower())
-    path = given.out or ROOT / "results" / f"{device}.json"
+        parser.error(f"no such checks: {', '.join(sorted(unknown))}; choose from {', '.join(c.name for c in CHECKS)}")
+    this_machine = machine()
+    if not this_machine["gpus"] and not args.dry:
+        parser.error("nvidia-smi shows no GPU. --dry runs all checks at tiny sizes on the CPU")
+    device = re.sub(r"[^a-z0-9]+", "-", (this_machine["gpus"] or ["dry"])[0].split(",")[0].lower())
+    path = args.out or ROOT / "results" / f"{device}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = json.loads(path.read_text()) if given.only and path.exists() else {"checks": {}}
+    report = json.loads(path.read_text()) if args.only and path.exists() else {"checks": {}}
     failed = False
     for check in CHECKS:
         if check.name not in names:
             continue
         print(f"{check.name:<16} {check.what} ...", flush=True)
         try:
-            record = perform(check, given.dry)
-        except Exception:  # whatever it is, the others go on
+            record = run_check(check, args.dry)
+        except Exception:  # the other checks still run
             record = {"what": check.what, "status": "failed to start", "last words": traceback.format_exc()}
-        record["machine"] = here
+        record["machine"] = this_machine
         report["checks"][check.name] = record
         path.write_text(json.dumps(report, indent=1) + "\n")
-        # Figures of a benchmark of tiny sizes say nothing.
-        complaints = [] if given.dry and check.command else broken(record)
+        # The limits of benchmarks hold for full sizes only.
+        complaints = [] if args.dry and check.command else exceeded_limits(record)
         failed |= record["status"] != "ok" or bool(complaints)
         print(f"{'':<16} {record['status']}, {record.get('seconds', 0):.0f} s", flush=True)
         for line in complaints + record.get("last words", "").splitlines()[-12:]:

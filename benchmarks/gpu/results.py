@@ -1,4 +1,4 @@
-"""The page docs/results.md: outcomes of the GPU checks by device, from the files in results/."""
+"""The page docs/results.md: records of the GPU checks by device, from the files in results/."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.checks import CHECKS, broken
+from benchmarks.gpu.checks import CHECKS, exceeded_limits
 
-HEAD = """# What was tried on GPUs
+HEAD = """# GPU results
 
-Written by `python scripts/results_page.py` from the files in `results/`, which `scripts/gpu_checks.sh` writes on a
-machine with a GPU. A limit that is broken stands here as it was found; a row that says "not yet run" was not.
+`scripts/gpu_checks.sh` writes a file into `results/` on a machine with a GPU. `python scripts/results_page.py` writes
+this page from these files. Exceeded limits are shown as measured.
 """
 
 
@@ -24,7 +24,7 @@ def number(value: Any) -> str:
 def verdict(record: dict[str, Any]) -> str:
     if record["status"] != "ok":
         return f"**failed**: {record['status']}"
-    return f"{len(broken(record))} limits broken" if broken(record) else "passed"
+    return f"{len(exceeded_limits(record))} limits exceeded" if exceeded_limits(record) else "passed"
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -32,7 +32,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def steps(result: dict[str, Any]) -> list[str]:
-    """The table of bench_step.py."""
+    """Table of a record of bench_step.py."""
     load = result["workload"]
     shape = load["architecture"]
     rows = [
@@ -53,24 +53,24 @@ def steps(result: dict[str, Any]) -> list[str]:
         f"{load['samples']} samples a step, at most {load['longest']:,} tokens each, micro-batches of at most "
         f"{load['cap']:,} tokens; {shape['num_layers']} layers of width {shape['hidden_size']:,}, vocabulary "
         f"{shape['vocab_size']:,}, {result['modes'][0]['dtype']}, AdamW with fp32 copies, no recomputation. "
-        f"{load['steps']} steps timed after {load['warm_up']}. The formula of MFU stands in "
-        "`roll_batching/modeling/cost.py`. Losses differ between modes by at most "
-        f"{result['largest_relative_loss_difference']:.1e} of themselves.",
+        f"{load['steps']} steps timed after {load['warm_up']} of warm-up. `roll_batching/modeling/cost.py` has the "
+        "formula of MFU. The largest relative difference of a loss between modes is "
+        f"{result['largest_relative_loss_difference']:.1e}.",
         "",
         *table(head, rows),
     ]
 
 
 def cases(result: dict[str, Any]) -> list[str]:
-    """One row per case: its limits with the figures beside them, then its other figures; and what is noted in words."""
+    """Table with a row per case, its limited figures and other figures; then the notes of the cases."""
     rows = []
     for case in result["cases"]:
-        kept = [f"{name} {value:.2g} (≤ {limit:g})" for name, (value, limit) in case["limits"].items()]
+        limited = [f"{name} {value:.2g} (≤ {limit:g})" for name, (value, limit) in case["limits"].items()]
         rows.append(
-            [case["case"], "; ".join(kept) or "-", "; ".join(f"{k} {number(v)}" for k, v in case["figures"].items())]
+            [case["case"], "; ".join(limited) or "-", "; ".join(f"{k} {number(v)}" for k, v in case["figures"].items())]
         )
-    said = dict.fromkeys(case["notes"] for case in result["cases"] if isinstance(case.get("notes"), str))
-    return [*table(["case", "limits", "figures"], rows), *(line for note in said for line in ("", f"Note: {note}."))]
+    notes = dict.fromkeys(case["notes"] for case in result["cases"] if isinstance(case.get("notes"), str))
+    return [*table(["case", "limits", "figures"], rows), *(line for note in notes for line in ("", f"Note: {note}."))]
 
 
 def section(name: str, what: str, record: dict[str, Any]) -> list[str]:
@@ -85,7 +85,7 @@ def section(name: str, what: str, record: dict[str, Any]) -> list[str]:
 
 
 def page(folder: Path) -> str:
-    """The whole page."""
+    """The page for all files in `folder`."""
     lines = [HEAD.rstrip()]
     files = sorted(folder.glob("*.json"), key=lambda path: path.stem)
     reports = {path.stem: json.loads(path.read_text())["checks"] for path in files}

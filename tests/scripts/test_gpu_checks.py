@@ -38,7 +38,7 @@ def test_what_checks_come_to_is_recorded_one_by_one(monkeypatch, tmp_path, capsy
     assert [found[c.name]["status"] for c in mine] == ["exit code 1", "not done after 2 s", "ok"]
     assert "no such kernel" in found["fails"]["last words"] and "no such kernel" in capsys.readouterr().out
     assert found["hangs"]["result"]["cases"][0]["case"] == "one"  # what it had is not lost
-    assert len(checks.broken(found["fine"])) == 2  # NaN keeps no limit
+    assert len(checks.exceeded_limits(found["fine"])) == 2  # NaN exceeds every limit
     assert found["fine"]["machine"]["versions"]["torch"]
 
 
@@ -49,7 +49,7 @@ def test_the_page_says_what_was_tried_and_what_was_not(tmp_path):
     report = {"checks": {"attention": {**record, "machine": machine}, "equality": failed}}
     (tmp_path / "a-gpu.json").write_text(json.dumps(report))
     text = page(tmp_path)
-    assert "| 2 limits broken |" in text and "| **failed**: exit code 1 |" in text and "\nwhy\n" in text
+    assert "| 2 limits exceeded |" in text and "| **failed**: exit code 1 |" in text and "\nwhy\n" in text
     assert text.count("| not yet run |") == len(checks.CHECKS) - 2
     assert "gap 0.5 (≤ 0.1)" in text and "commit abc" in text
 
