@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""ROLL's way to balance an RL step, beside ours: with `batch_balance: true`, and without.
+"""Balance of an RL step: ROLL's `batch_balance` against ours, with and without `batch_balance: true`.
 
     python benchmarks/bench_batch_balance.py --roll CHECKOUT
 
-A step of 1,024 samples on 8 data-parallel ranks: four optimizer steps of 256 samples, packs of 16,384 tokens. The rows
-of ROLL come from its own partition function (`get_seqlen_balanced_partitions`), called as its `batch_balance` and its
-`LoadBalancePacker` call it: over ranks with equal counts, then, of each rank's random mini-batches, over micro-batches.
+A step has 1,024 samples on 8 data-parallel ranks: four optimizer steps of 256 samples, in packs of 16,384 tokens.
+ROLL's rows call its own partition function (`get_seqlen_balanced_partitions`) as its `batch_balance` and
+`LoadBalancePacker` do: over ranks with equal counts, then over micro-batches for the random mini-batches of each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from roll_batching.samples.mini_batching import mini_batches, mini_batches_by_ra
 
 DP, SAMPLES, MINI_BATCH = 8, 1024, 256
 Step = Iterator[tuple[np.ndarray, Callable[[np.ndarray, int, int], Bins]]]
-"""Of each optimizer step: the lengths of its samples, and how they are placed."""
+"""For each optimizer step: the lengths of its samples, and a function that places them."""
 
 
 def ours(lengths: np.ndarray, seed: int, *, balanced: bool) -> Step:

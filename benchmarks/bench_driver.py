@@ -1,14 +1,14 @@
-"""A step of GRPO by a driver on Ray: its processor time, bytes in the object store, and messages.
+"""Cost of a GRPO step for a driver on Ray: processor time, bytes in the object store, and calls.
 
     python benchmarks/bench_driver.py                       # 16,384 samples of 2k tokens on average, 64 ranks
-    python benchmarks/bench_driver.py --check               # exit 0 exactly when every figure is reached
+    python benchmarks/bench_driver.py --check               # exit 1 if a figure exceeds its limit
     python benchmarks/bench_driver.py --json driver.json
 
-Eight actors without torch stand for 64 ranks: each is called as eight of them, reads what these read, and makes
-log-probs where they would. The Ray is a real one, of this machine; the driver's code is that of `WorkerGroup`. A step
-plans, hands samples out, has log-probs made under two weights (old and reference), adds advantages, and trains. Time is
-processor time of the driver's process with all of its threads; bytes are what Ray says that its object store holds at
-the step's end, when nothing was freed yet.
+Eight actors without torch represent 64 ranks: each is called as eight of them, reads their samples, and returns
+log-probs where they would. Ray runs on this machine, and the driver's code is that of `WorkerGroup`. A step plans,
+distributes samples, computes log-probs under two models (old and reference), adds advantages, and trains. Time is
+processor time of all threads of the driver. Bytes are those in Ray's object store at the end of the step, before
+anything is freed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ import numpy as np
 ACTORS = 8
 CAP = 16384
 SECONDS, SHARE = 2.0, 1.1
-"""What --check asks: processor time per step, and bytes in the object store by those of the samples."""
+"""Limits of --check: processor seconds per step, and stored bytes over bytes of the samples."""
 
 
-class StandIn:
-    """Ranks without a model: what they read is read, and log-probs are zeros."""
+class FakeRanks:
+    """Actor that represents several ranks without a model; it reads samples and returns zeros as log-probs."""
 
     def as_rank(self, rank: int, dp_rank: int, reports: bool, method: str, _: Any, name: str, *handed: Any) -> Any:
-        """What `StrategyRank.call_with_samples` does, for the rank of this number."""
+        """Do what `StrategyRank.call_with_samples` does on `rank`, without a model."""
         from roll_batching.jobs.driver.columns import Column, replica_samples
 
         assert "torch" not in sys.modules
@@ -51,30 +51,30 @@ class StandIn:
         return None, {name: made} if reports else None
 
 
-class AsRank:
-    """An actor, called as one of the ranks that it stands for."""
+class FakeRank:
+    """Handle of one rank that an actor represents; counts calls."""
 
     def __init__(self, actor: Any, rank: int, layout: Any) -> None:
         self.actor, self.place, self.calls = actor, (rank, layout.dp_rank, layout.is_replica_leader), 0
 
     @property
-    def call_with_samples(self) -> AsRank:
-        """As an actor has it."""
+    def call_with_samples(self) -> FakeRank:
+        """Method handle, as of an actor."""
         return self
 
-    def options(self, **given: Any) -> AsRank:
-        """As a method of an actor has it."""
+    def options(self, **given: Any) -> FakeRank:
+        """Options of the method handle, as of an actor."""
         assert given == {"num_returns": 2}
         return self
 
     def remote(self, *arguments: Any) -> Any:
-        """One message."""
+        """Call the actor as this rank."""
         self.calls += 1
         return self.actor.as_rank.options(num_returns=2).remote(*self.place, *arguments)
 
 
 def rollouts(samples: int, mean: int) -> Any:
-    """A step's samples: prompts with answers, and the log-probs that they were drawn with."""
+    """Samples of a step: prompts, responses and rollout log-probs."""
     import torch
 
     from roll_batching.samples import SampleBatch
@@ -92,7 +92,7 @@ def rollouts(samples: int, mean: int) -> Any:
 
 
 def stored() -> int:
-    """Bytes in the object store, by what Ray says is free of it, once that has settled."""
+    """Bytes in the object store, once the free memory that Ray reports is stable."""
     import ray
 
     found, last = 0, -1
@@ -104,7 +104,7 @@ def stored() -> int:
 
 
 def measure(batch: Any, ranks: int, tp_size: int, actors: list[Any]) -> dict[str, Any]:
-    """The figures of one step on `ranks` ranks."""
+    """Figures of one step on `ranks` ranks."""
     import torch
 
     from roll_batching.jobs.driver.shard_distribution import (
@@ -125,7 +125,7 @@ def measure(batch: Any, ranks: int, tp_size: int, actors: list[Any]) -> dict[str
         for rank in range(ranks)
     ]
     each = ranks // len(actors)
-    called = [AsRank(actors[rank // each], rank, layouts[rank]) for rank in range(ranks)]
+    called = [FakeRank(actors[rank // each], rank, layouts[rank]) for rank in range(ranks)]
     team = RankActors(called)
     before = stored()
     marks = {"start": time.process_time()}
@@ -170,10 +170,10 @@ def measure(batch: Any, ranks: int, tp_size: int, actors: list[Any]) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=16384)
-    parser.add_argument("--mean", type=int, default=2048, help="tokens of a sample, on average")
+    parser.add_argument("--mean", type=int, default=2048, help="mean tokens of a sample")
     parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--check", action="store_true", help="exit 1 unless every figure is reached")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a figure exceeds its limit")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     given = parser.parse_args()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
@@ -182,11 +182,11 @@ def main() -> None:
     batch = rollouts(given.samples, given.mean)
     room = 2 * sum(field.nbytes for field in batch.fields.values()) + 200_000_000
     ray.init("local", num_cpus=ACTORS, object_store_memory=room, include_dashboard=False, logging_level="error")
-    actors = [ray.remote(StandIn).options(num_cpus=1).remote() for _ in range(ACTORS)]
+    actors = [ray.remote(FakeRanks).options(num_cpus=1).remote() for _ in range(ACTORS)]
     ray.get([actor.__ray_ready__.remote() for actor in actors])
     small = rollouts(64, given.mean)
     for tp_size in (8, 1):
-        measure(small, given.ranks, tp_size, actors)  # everything imported and compiled
+        measure(small, given.ranks, tp_size, actors)  # imports and compiles
     runs = [measure(batch, given.ranks, tp_size, actors) for tp_size in (8, 1)]
     growth = [measure(small, ranks, 1, actors) for ranks in (8, 16, 32, 64)]
     ray.shutdown()

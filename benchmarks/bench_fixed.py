@@ -1,11 +1,11 @@
-"""Measure what a micro-batch costs beside its sequences: `fixed` of the planner's cost, which decides K in a pipeline.
+"""Measure the fixed cost of a micro-batch in tokens: `fixed` of the planner's cost model.
 
     python benchmarks/bench_fixed.py --json benchmarks/fixed_cpu.json
     python benchmarks/bench_fixed.py --device cuda --workload qwen3-1.7b
 
-Training steps of one and of several equal micro-batches give the time of each micro-batch: what a step does once
-cancels. Times of many sizes are fitted by `fit_cost`. On a CPU they are processor time of one thread, because other
-work may share the machine.
+The difference between training steps of one and of several equal micro-batches is the time of a micro-batch; costs per
+step cancel. `fit_cost` fits the times of many sizes. On a CPU they are processor time of one thread, because other work
+may share the machine. The fixed cost decides K in a pipeline.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checkout that is not installed
 
 MORE = 5
-"""Micro-batches of the longer step; the shorter has one."""
+"""Micro-batches of the longer step; the shorter step has one."""
 REPEATS = 5
-"""Steps of each kind, of which the fastest counts."""
+"""Timed steps of each kind; the fastest counts."""
 SHAPES = ((32,), (32, 32), (128,), (64,) * 4, (256,), (32,) * 16, (512,), (128,) * 8, (1024,), (512,) * 4, (2048,))
-"""Sequence lengths of the measured micro-batches, in parts of the cap: each is `length * cap / 2560`."""
+"""Sequence lengths of the measured micro-batches at a cap of 2,560; scaled by `cap / 2560`."""
 
 
 def seconds_of(strategy: Any, lengths: tuple[int, ...], count: int, device: str) -> float:
-    """Time of a training step over `count` micro-batches of `lengths`."""
+    """Seconds of a training step of `count` micro-batches of `lengths`."""
     import numpy as np
     import torch
 
@@ -53,7 +53,7 @@ def seconds_of(strategy: Any, lengths: tuple[int, ...], count: int, device: str)
 
 
 def measure(load: Any, device: str) -> dict[str, Any]:
-    """Times of all shapes, and the cost fitted to them."""
+    """Times of all shapes, and the fitted cost."""
     from benchmarks.bench_step import worker_config
     from roll_batching.planning import fit_cost
     from roll_batching.strategy import MegatronTrainStrategy
@@ -87,8 +87,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--workload", choices=WORKLOADS, help="default: that of the device's name")
-    parser.add_argument("--json", type=Path, help="write the results into this file")
+    parser.add_argument("--workload", choices=WORKLOADS, help="default: the workload named as the device")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     if args.device == "cpu":
         import torch

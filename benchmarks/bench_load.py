@@ -1,13 +1,13 @@
-"""What loading a model directory costs a rank: peak memory against its own weights, time against `cat` on the files.
+"""Load a model directory: peak memory over the rank's own weights, and time over `cat` of the files.
 
     python benchmarks/bench_load.py                     a 3B-shaped bf16 model at TP 2 (6.2 GB are written to --folder)
     python benchmarks/bench_load.py --layers 4 --cold   fewer layers; page cache dropped before each reading
 
-Writes random safetensors in the shape of Qwen2.5-3B where they are not there, builds the model on as many processes as
-`--tp` says, and loads them. Memory is the peak resident set above what the process had before the model was built, the
-files' mapped pages counted; a rank's time is that of `load_pretrained`. `cat` is run beside it in the same cache state:
-warm after one reading, or, with --cold, after the kernel was asked to forget the files. Into fresh memory on the CPU,
-the kernel's clearing of the pages is part of the time; loading a second time, into the same memory, shows it without.
+Writes random safetensors in the shape of Qwen2.5-3B if they are missing, builds the model on `--tp` processes, and
+loads them. Memory is the peak resident set, with mapped pages of the files, minus that before the model was built. Time
+is that of `load_pretrained`. `cat` runs in the same state of the page cache: warm after a first reading, or cold with
+--cold. On the CPU, the time includes the kernel's clearing of new memory pages; a second load into the same memory does
+not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LARGEST_FILE = 4 * 10**9
 
 
 def write_model(folder: Path, layers: int) -> None:
-    """Random tensors in files of up to 4 GB, as transformers would write them."""
+    """Write random tensors into files of up to 4 GB, as transformers does."""
 
     from roll_batching.huggingface.families import FAMILIES, rules_of
     from roll_batching.huggingface.tensors import Sizes, expected_tensors
@@ -76,7 +76,7 @@ def _write(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Asks the kernel to drop the files from its page cache."""
+    """Drop the files from the page cache."""
     for file in folder.glob("*.safetensors"):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -85,7 +85,7 @@ def forget(folder: Path) -> None:
 
 
 def cat(folder: Path) -> float:
-    """Seconds that `cat` takes for the files."""
+    """Seconds of `cat` on the files."""
     files = sorted(map(str, folder.glob("*.safetensors")))
     started = time.perf_counter()
     subprocess.run(["cat", *files], stdout=subprocess.DEVNULL, check=True)
@@ -93,13 +93,13 @@ def cat(folder: Path) -> float:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process by a field of /proc/self/status."""
+    """Bytes in a field of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def load_on_a_rank(folder: Path, out: Path, tp: int) -> None:
-    """On a rank: builds and loads, and writes down what it took."""
+    """On a rank: build and load the model, and write seconds and bytes to `out`."""
     import torch.distributed as dist
 
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
@@ -114,7 +114,7 @@ def load_on_a_rank(folder: Path, out: Path, tp: int) -> None:
     architecture = ModelArgs(model_name_or_path=str(folder)).architecture
     assert architecture is not None
     kernels = choose_kernels(megatron, architecture, device)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
     before = resident("VmRSS")
     options: dict[str, Any] = {"kernels": kernels, "seed": 0, "initialize": False}
     chunks = build_chunks(architecture, megatron, layout, torch.bfloat16, **options)
@@ -133,7 +133,7 @@ def load_on_a_rank(folder: Path, out: Path, tp: int) -> None:
 
 
 def measure(folder: Path, tp: int, port: int) -> list[dict[str, float]]:
-    """What each rank wrote down."""
+    """Figures of each rank."""
     command = [sys.executable, __file__, "--folder", str(folder), "--tp", str(tp), "--rank-of", str(folder)]
     ranks = []
     for rank in range(tp):
@@ -147,11 +147,11 @@ def measure(folder: Path, tp: int, port: int) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--folder", type=Path, default=Path("data/bench_load"), help="of the model")
-    parser.add_argument("--layers", type=int, default=36, help="of the 36 that the 3B shape has")
+    parser.add_argument("--folder", type=Path, default=Path("data/bench_load"), help="folder of the model")
+    parser.add_argument("--layers", type=int, default=36, help="number of layers; the 3B shape has 36")
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--cold", action="store_true", help="out of the page cache before each reading")
+    parser.add_argument("--cold", action="store_true", help="drop the page cache before each reading")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of is not None:
@@ -166,7 +166,7 @@ def main() -> None:
         cat(args.folder)
     for number in range(args.repeat):
         reading, ranks = 0.0, []
-        # By turns: what lies below the page cache may remember the one that came first.
+        # Alternate the order: a cache below the page cache may favour the second reader.
         for first in (number % 2 == 0, number % 2 == 1):
             if args.cold:
                 forget(args.folder)

@@ -1,11 +1,10 @@
-"""Log-probs and entropies, forward and backward, against the plain path: time, memory, gradients.
+"""Log-probs and entropies, forward and backward, against a plain implementation: time, memory, gradients.
 
     python benchmarks/bench_logprob.py --device cpu --check
     python benchmarks/bench_logprob.py --device cuda --json bench_logprob.json
 
-The plain path is what one writes first: whole logits in fp32, `log_softmax`, a gather for the log-prob,
--sum(p log p) for the entropy. Memory is what is alive at the peak beyond the inputs and their gradients, which
-both paths must make.
+The plain implementation computes all logits in fp32, `log_softmax`, a gather for the log-prob, and -sum(p log p) for
+the entropy. Memory is the peak beyond the inputs and their gradients, which both implementations need.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def ours(logits: torch.Tensor, labels: torch.Tensor) -> Statistics:
 def step(
     statistics: Callable[[], Statistics], leaves: list[torch.Tensor], weights: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients by the leaves of a weighted sum of log-probs and entropies."""
+    """Gradients of a weighted sum of log-probs and entropies with respect to the leaves."""
     log_probs, entropies = statistics()
     return torch.autograd.grad((log_probs * weights[0]).sum() + (entropies * weights[1]).sum(), leaves)
 

@@ -1,12 +1,12 @@
-"""A policy loss on one micro-batch of packed sequences: one pass over all tokens, against a loop over sequences.
+"""Policy loss of one pack: one pass over all tokens, against a loop over sequences.
 
     python benchmarks/bench_loss.py --device cpu --check
     python benchmarks/bench_loss.py --device cuda --json bench_loss.json
 
-All start from the same logits of the pack. The loop is how the peers compute it, rendered here in plain torch:
-ROLL's `loss_wrapper` (megatron_strategy.py) and NeMo-RL's `SequencePackingLossWrapper` (algorithms/loss/wrapper.py)
-cut out one sequence at a time, call the loss on it, and read its metrics with `.item()`. A second loop cuts the
-sequences with one `torch.split`. Memory is what is alive at the peak beyond the inputs, gradients included.
+All start from the same logits of the pack. The loop does in plain torch what ROLL's `loss_wrapper`
+(megatron_strategy.py) and NeMo-RL's `SequencePackingLossWrapper` (algorithms/loss/wrapper.py) do: slice one sequence at
+a time, call the loss on it, and read its metrics with `.item()`. A second loop slices with one `torch.split`. Memory is
+the peak beyond the inputs, with gradients.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ CLIP_LOW, CLIP_HIGH, KL, ENTROPY = 0.2, 0.28, 0.05, 0.01
 
 
 def make_pack(tokens: int, vocabulary: int, device: str) -> tuple[PackedBatch, Any]:
-    """64 sequences of lognormal lengths in one pack of about `tokens`, and the step's counts."""
+    """Pack of 64 sequences with lognormal lengths and about `tokens` tokens, and the counts of the step."""
     draw = np.random.default_rng(0)
     shares = draw.lognormal(0.0, 0.7, SEQUENCES)
     lengths = np.maximum(4, (shares * tokens / shares.sum()).astype(np.int64))
     g = torch.Generator().manual_seed(0)
     total = int(lengths.sum())
-    level = -math.log(vocabulary) - 0.5  # where random logits put log-probs
+    level = -math.log(vocabulary) - 0.5  # log-probs of random logits are near this
     positions = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     prompt = positions < np.repeat(lengths // 4, lengths)
     batch = SampleBatch(

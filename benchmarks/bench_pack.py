@@ -1,10 +1,10 @@
-"""Host work around the first micro-batch of an optimizer step: what a device waits for before it can begin.
+"""Host time before the first micro-batch of an optimizer step, for which the device waits.
 
     python benchmarks/bench_pack.py                 one rank with all samples
-    python benchmarks/bench_pack.py --replica       and the digest that ranks of a replica compare
+    python benchmarks/bench_pack.py --replica       with the digest that ranks of a replica compare
 
-Processor time of this process, which is what a host with nothing else to do waits. The samples are those of a long RL
-step: 256 of them, 2.2 million tokens, six fields.
+Times are processor time of this process. The samples are those of a long RL step: 256 samples, 2.2 million tokens, six
+fields.
 """
 
 from __future__ import annotations

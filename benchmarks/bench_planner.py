@@ -1,18 +1,17 @@
-"""Our planner beside the peers that are given: quality, cap violations and time.
+"""The planner against other projects' planners: balance, cap violations and time.
 
-    python benchmarks/bench_planner.py                         # the table on all workloads
-    python benchmarks/bench_planner.py --check                 # exit 0 exactly when every figure is reached
+    python benchmarks/bench_planner.py                         # table of all workloads
+    python benchmarks/bench_planner.py --check                 # exit 1 if a figure exceeds its limit
     python benchmarks/bench_planner.py --lengths FILE --json out.json
     python benchmarks/bench_planner.py --verl PATH --slime PATH --trl PATH --prtpy
     python benchmarks/bench_planner.py --sweep --check --verl PATH --slime PATH --prime-rl PATH --nemo-rl PATH \
-        --trl PATH --megatron PATH --lengths FILE --cache FOLDER       # thousands of cases: is a peer ahead anywhere?
+        --trl PATH --megatron PATH --lengths FILE --cache FOLDER       # thousands of cases; exit 1 if a peer is ahead
 
-Time is wall time, and planning runs on one core. On a machine that others use at the same moment, `--slack 2`
-doubles the limits of time.
+Time is wall time, and planning runs on one core. `--slack 2` doubles the time limits for a busy machine.
 
-Peers are called through their own functions, in this process, from a checkout's path; what they exceed is
-shown. Columns: `lockstep` = sum over k of the largest cost among ranks / (total / dp) - 1; `rank` = largest
-rank total / mean - 1; `K` = micro-batches per rank; `over` = packs above the cap.
+Peers are called in this process through their own functions, from a checkout. Columns: `lockstep` = sum over k of the
+largest cost among ranks / (total / dp) - 1; `rank` = largest rank total / mean - 1; `K` = micro-batches per rank;
+`over` = packs above the cap.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def compare(planners: dict[str, Planner], inputs: dict[str, list[np.ndarray]], d
     for workload, batches in inputs.items():
         for name, planner in planners.items():
             try:
-                measure(planner, batches[0], dp, cap)  # compiled, caches warm
+                measure(planner, batches[0], dp, cap)  # compiles and warms caches
                 found = [measure(planner, lengths, dp, cap) for lengths in batches]
             except (AssertionError, ValueError) as error:
                 rows.append({"workload": workload, "planner": name, "error": str(error)[:60]})
@@ -111,21 +110,23 @@ def sweep(options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="hold every figure; exit 1 when one is missed")
-    parser.add_argument("--slack", type=float, default=1.0, help="multiply time limits (2 on a noisy machine)")
-    parser.add_argument("--json", type=Path, help="write all rows here")
-    parser.add_argument("--lengths", type=Path, action="append", default=[], help="a file of lengths")
-    parser.add_argument("--batch", type=int, default=1024, help="sequences of a batch from a file")
-    parser.add_argument("--dp", type=int, default=8, help="data-parallel ranks of the table")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a figure exceeds its limit")
+    parser.add_argument("--slack", type=float, default=1.0, help="factor on time limits, for a busy machine")
+    parser.add_argument("--json", type=Path, help="write all rows to this file")
+    parser.add_argument("--lengths", type=Path, action="append", default=[], help="file of lengths; repeatable")
+    parser.add_argument("--batch", type=int, default=1024, help="sequences per batch of a file")
+    parser.add_argument("--dp", type=int, default=8, help="data-parallel ranks in the table")
     parser.add_argument("--seeds", type=int, default=5, help="seeds per workload in the table")
     for project in PROJECTS:
         parser.add_argument(f"--{project.replace('_', '-')}", type=Path, help=f"path of a checkout of {project}")
     parser.add_argument("--prtpy", action="store_true", help="use the installed prtpy")
-    parser.add_argument("--sweep", action="store_true", help="the wide grid; with --check, no peer may be ahead")
+    parser.add_argument(
+        "--sweep", action="store_true", help="run the large grid; with --check, exit 1 if a peer is ahead"
+    )
     parser.add_argument("--sweep-seeds", type=int, default=20, help="lognormal seeds of the sweep")
-    parser.add_argument("--sweep-every", type=int, default=1, help="each N-th case of the sweep, in a fixed order")
-    parser.add_argument("--time-limit", type=float, default=10.0, help="a peer's seconds of processor time per case")
-    parser.add_argument("--cache", type=Path, help="a folder that keeps peers' results by commit and case")
+    parser.add_argument("--sweep-every", type=int, default=1, help="run every N-th case of the sweep, in a fixed order")
+    parser.add_argument("--time-limit", type=float, default=10.0, help="processor seconds of a peer per case")
+    parser.add_argument("--cache", type=Path, help="folder that caches results of peers by commit and case")
     options = parser.parse_args()
     if options.sweep:
         missing = [project for project in PROJECTS if getattr(options, project) is None]
@@ -151,7 +152,7 @@ def main() -> int:
     rows = compare(planners, inputs, options.dp, CAP)
     for file in options.lengths:
         lengths = read_lengths(file)
-        # Up to five batches in the file's order; the cap is the power of two that holds the longest.
+        # Up to five batches in the order of the file; the cap is the power of two above the longest.
         cap = max(CAP, 1 << int(lengths.max() - 1).bit_length())
         n = min(options.batch, len(lengths))
         batches = [lengths[i : i + n] for i in range(0, min(len(lengths) - n + 1, 5 * n), n)]

@@ -5,21 +5,20 @@
     python benchmarks/bench_step.py --device cuda --json bench.json
     python benchmarks/bench_step.py --device cuda --workload qwen3-1.7b --modes packed --cap 16384
 
-Every mode trains the same model from the same weights on the same mini-batches, in a process of its own, so that
-peak memory is its own too. Tokens per second count real tokens: padding is work, not output. The losses of the
-modes are compared, because a mode that is fast and wrong is no mode.
+Every mode trains the same model from the same weights on the same mini-batches. Each runs in its own process, so that
+peak memory is measured per mode. Tokens per second count real tokens, not padding. Losses of the modes are compared.
 
-- padded: rows of the longest sample there may be, as many as the cap holds;
-- padded_micro: eight rows at a time, in order, to the longest of them;
+- padded: rows padded to the largest possible length, as many as the cap holds;
+- padded_micro: eight rows at a time, in order, padded to the longest of them;
 - dynamic: rectangles of sorted samples under the cap;
 - packed: packs under the cap;
 - packed_peer: packs as ROLL and NeMo-RL make them for a pipeline: every sequence a multiple of 2 x CP x TP, every pack
   as long as the longest, by modified first-fit-decreasing;
 - equal_length: packs of sequences of one length, as many and as long as have the same tokens and the same model FLOPs:
-  what packed could reach if lengths cost nothing.
+  an upper bound for packed.
 
-On CUDA the share of the device's arithmetic that was useful (MFU) stands beside it; `roll_batching/modeling/cost.py`
-has the formula, and counts nothing for padding and recomputation.
+On CUDA the table also has MFU. `roll_batching/modeling/cost.py` has its formula, which does not count padding or
+recomputation.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checko
 MODES = ("padded", "padded_micro", "dynamic", "packed", "packed_peer", "equal_length")
 USUAL = ("padded", "dynamic", "packed")
 OF_OTHER_SAMPLES = ("equal_length",)
-"""Modes whose losses are not those of the others."""
+"""Modes with other samples, whose losses are not compared."""
 FASTER = {("packed", "padded"): 2.8, ("packed", "padded_micro"): 2.0, ("dynamic", "padded"): 2.3}
 FASTER |= {("packed", "equal_length"): 1 / 1.10}
-"""What `--check` asks: real tokens per second of the first, in those of the second."""
+"""Limits of `--check`: smallest ratio of real tokens per second between two modes."""
 HOST_SHARE = 0.01
-"""And of planning, packing and unpacking in the time of a packed step, at most."""
+"""Limit of `--check`: largest share of planning, packing and unpacking in a packed step."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, and mini-batches of samples whose lengths a seed and the step decide."""
+    """A model and mini-batches, whose sample lengths depend on seed and step."""
 
     architecture: dict[str, Any]
     """Settings under `model_args.architecture`."""
     draw: Callable[[np.random.Generator, int], np.ndarray]
-    """From a generator and a number of samples to their lengths, int64."""
+    """From a generator and a number of samples to int64 lengths."""
     samples: int
     longest: int
     cap: int
@@ -69,10 +68,10 @@ class Workload:
     settings: dict[str, Any] = field(default_factory=dict)
     """Further settings under `strategy_args.strategy_config`."""
     warm_up_samples: int | None = None
-    """Of a step before the clock runs; None: as many as of any."""
+    """Samples of a warm-up step; None: as many as of a timed step."""
 
     def lengths(self, step: int, mode: str = "packed") -> np.ndarray:
-        """int64 `[samples]` of a step, timed ones from 0 on: the same for every mode but `equal_length`."""
+        """int64 `[samples]`: lengths of a step, equal for all modes except `equal_length`. Timed steps start at 0."""
         lengths = self.draw(np.random.default_rng(abs(step)), self.samples)
         if step < 0:
             lengths = lengths[: self.warm_up_samples]
@@ -93,7 +92,7 @@ def lognormal(median: float, sigma: float, shortest: int, longest: int) -> Calla
 
 
 def trl_lengths(r: np.random.Generator, count: int) -> np.ndarray:
-    """The lengths of TRL's document on long completions: mean 1,597, at most 5,120, a tenth of the answers at 4,096."""
+    """Lengths of TRL's document on long completions: mean 1,597, at most 5,120, a tenth of the responses at 4,096."""
     answers = r.lognormal(np.log(700), 0.9, count).clip(16, 4096)
     answers[r.random(count) < 0.1] = 4096
     prompts = r.lognormal(np.log(256), 0.43, count).clip(16, 1024)
@@ -172,7 +171,7 @@ def batch_of(load: Workload, step: int, mode: str = "packed") -> Any:
 
 
 def measure(load: Workload, mode: str, device: str) -> dict[str, Any]:
-    """Train the workload's steps in one mode and report on them."""
+    """Train the steps of the workload in one mode and return its figures."""
     import torch
 
     from roll_batching.losses import SFTLoss
@@ -227,7 +226,7 @@ def measure(load: Workload, mode: str, device: str) -> dict[str, Any]:
 
 
 def unpacking(batch: Any, plan: Any) -> float:
-    """Seconds to bring one number per token from packs back to samples, as a pass of log-probs does."""
+    """Seconds to unpack one number per token into samples, as after a log-prob pass."""
     import torch
 
     from roll_batching.packing.batch import pack_step, unpack_results
@@ -251,7 +250,7 @@ def versions() -> dict[str, str]:
 
 
 def check(results: list[dict[str, Any]]) -> bool:
-    """Prints what is asked of the modes beside what they reached; whether all of it holds."""
+    """Print the figures of `--check` with their limits; returns whether all hold."""
     by_mode = {r["mode"]: r for r in results}
     rows = []
     for (fast, slow), least in FASTER.items():
@@ -283,13 +282,15 @@ def shown(r: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, help="write the results into this file")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--steps", type=int, help="timed steps per mode")
-    parser.add_argument("--workload", choices=WORKLOADS, help="default: that of the device's name; with --check, trl")
+    parser.add_argument(
+        "--workload", choices=WORKLOADS, help="default: the workload named as the device; with --check, trl"
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES, help=f"default: {' '.join(USUAL)}; with --check, all")
-    parser.add_argument("--check", action="store_true", help="hold the figures; exit 1 when one is missed")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a figure misses its limit")
     parser.add_argument("--cap", type=int, help="tokens of a micro-batch")
-    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)  # what each child process is given
+    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)  # set for the child process of a mode
     args = parser.parse_args()
     changes = {name: value for name in ("steps", "cap") if (value := getattr(args, name)) is not None}
     load = replace(WORKLOADS[args.workload or ("trl" if args.check else args.device)], **changes)

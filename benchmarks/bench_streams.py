@@ -1,10 +1,10 @@
-"""Batches of streams and queues: how even, how full, how fast, and whether resuming is exact.
+"""Batches of streams and queues: balance, fill, speed, and exact resuming.
 
-    python benchmarks/bench_streams.py                       # every figure, a table each
-    python benchmarks/bench_streams.py --only balance        # one of them
-    python benchmarks/bench_streams.py --check --trl PATH --cosmos_rl PATH    # exit 0 exactly when every limit holds
+    python benchmarks/bench_streams.py                       # all benchmarks, one table each
+    python benchmarks/bench_streams.py --only balance        # one benchmark
+    python benchmarks/bench_streams.py --check --trl PATH --cosmos_rl PATH    # exit 1 if a limit does not hold
 
-Other projects' own classes are called in this process, from a checkout's path. Times are CPU times.
+Classes of other projects are called in this process, from a checkout. Times are CPU times.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from benchmarks.streams.formation import formation
 from benchmarks.streams.resume import resume
 
 FIGURES = {"balance": balance, "formation": formation, "resume": resume}
-"""By name, a function of the peers' checkouts that returns its `Table`."""
+"""Benchmarks by name: functions of the peers' checkouts that return a `Table`."""
 PEERS = ("trl", "cosmos_rl")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 when a limit is missed")
-    parser.add_argument("--only", choices=FIGURES, action="append", help="a figure to look at, instead of all")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a limit does not hold")
+    parser.add_argument("--only", choices=FIGURES, action="append", help="benchmark to run; repeatable. Default: all")
     for name in PEERS:
         parser.add_argument(f"--{name}", type=Path, help=f"a checkout of {name}")
     arguments = parser.parse_args()

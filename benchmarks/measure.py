@@ -1,4 +1,4 @@
-"""What the benchmarks of the loss path share: time, memory, the machine, and the check of their figures."""
+"""Time, memory and limits of the benchmarks of the loss path."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive at the same time, by following every operator's outputs.
+    """Counts the bytes of live tensors, from the outputs of every operator.
 
-    Memory that a kernel takes and returns inside one operator is not seen.
+    Memory that a kernel allocates and frees inside one operator is not counted.
     """
 
     def __init__(self) -> None:
@@ -33,30 +33,30 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor):
-                self._see(value.untyped_storage(), 0)  # older than this mode, or counted already
+                self._track(value.untyped_storage(), 0)  # allocated before this mode: counts nothing
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
-                self._see(storage, storage.nbytes())
+                self._track(storage, storage.nbytes())
         return result
 
-    def _see(self, storage: torch.UntypedStorage, size: int) -> None:
+    def _track(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata
         if key in self._known:
             return
         self._known.add(key)
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key, size)
+        weakref.finalize(storage, self._release, key, size)
 
-    def _gone(self, key: int, size: int) -> None:
+    def _release(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
 
 
 def peak_bytes(run: Callable[[], Any], device: str) -> int:
-    """Most bytes alive during `run` beyond those alive before it; its result counts until it returns."""
+    """Peak bytes that `run` allocates, including its result."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -70,7 +70,7 @@ def peak_bytes(run: Callable[[], Any], device: str) -> int:
 
 
 def seconds(runs: Mapping[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:
-    """Least time of each, the candidates taking turns so that they meet the same machine.
+    """Smallest time of each candidate; candidates alternate, so that all meet the same load of the machine.
 
     On the CPU the process's own CPU time on one thread, which other programs disturb least; on CUDA the time
     on the clock with the device drained before and after.
@@ -85,27 +85,27 @@ def seconds(runs: Mapping[str, Callable[[], Any]], device: str, rounds: int) -> 
             run()
             if device == "cuda":
                 torch.cuda.synchronize()
-            if turn:  # the first warms up
+            if turn:  # the first round is a warm-up
                 best[name] = min(best[name], clock() - start)
     return best
 
 
 def relative(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Largest norm of a difference over the norm of what is expected."""
+    """Largest relative error: norm of the difference over norm of the expected tensor."""
     return max(_relative(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """In pieces: copies in fp64 of the gradient of a large vocabulary's logits would not fit beside it."""
-    apart = whole = 0.0
+    """Relative error, in pieces: an fp64 copy of the gradient of large logits would not fit."""
+    difference = norm = 0.0
     for a, b in zip(found.flatten().split(1 << 24), expected.flatten().split(1 << 24), strict=True):
-        apart += float((a.double() - b.double()).square().sum())
-        whole += float(b.double().square().sum())
-    return (apart / max(whole, 1e-60)) ** 0.5
+        difference += float((a.double() - b.double()).square().sum())
+        norm += float(b.double().square().sum())
+    return (difference / max(norm, 1e-60)) ** 0.5
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Machine and versions, for the JSON file."""
+    """Machine and versions for the JSON file."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -117,14 +117,14 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """The command line of both benchmarks; one thread on the CPU."""
+    """Parse the command line of a benchmark; set one thread on the CPU."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--check", action="store_true", help="exit 1 unless every figure keeps its limit")
-    parser.add_argument("--rounds", type=int, default=3, help="times each candidate is timed; the least counts")
-    parser.add_argument("--tokens", type=int, help="tokens, for a quicker run")
-    parser.add_argument("--vocabulary", type=int, help="columns, for a quicker run")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a figure exceeds its limit")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each candidate; the fastest counts")
+    parser.add_argument("--tokens", type=int, help="number of tokens, to shorten the run")
+    parser.add_argument("--vocabulary", type=int, help="vocabulary size, to shorten the run")
     given = parser.parse_args()
     if given.device == "cpu":
         torch.set_num_threads(1)
@@ -132,21 +132,21 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 
 def finish(given: argparse.Namespace, cases: list[dict[str, Any]]) -> None:
-    """Prints the table, writes the file, and, with --check, exits by the limits.
+    """Print the cases, write the JSON file, and with --check exit 1 if a figure exceeds its limit.
 
-    A case is {"case": name, "figures": {name: value}, "limits": {name: [value, limit]}}, kept when value <= limit.
+    A case is {"case": name, "figures": {name: value}, "limits": {name: [value, limit]}}; value <= limit must hold.
     """
-    broken = []
+    exceeded = []
     for case in cases:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in case["figures"].items())
         print(f"{case['case']}: {shown}")
         for name, (value, limit) in case["limits"].items():
-            kept = value <= limit
-            print(f"    {name}: {value:.3g} (at most {limit:g}) {'ok' if kept else 'BROKEN'}")
-            if not kept:
-                broken.append(f"{case['case']}: {name}")
+            holds = value <= limit
+            print(f"    {name}: {value:.3g} (at most {limit:g}) {'ok' if holds else 'EXCEEDED'}")
+            if not holds:
+                exceeded.append(f"{case['case']}: {name}")
     if given.json:
         content = {"environment": environment(given.device), "cases": cases}
         given.json.write_text(json.dumps(content, indent=1) + "\n")
-    if given.check and broken:
-        sys.exit("limits broken: " + "; ".join(broken))
+    if given.check and exceeded:
+        sys.exit("limits exceeded: " + "; ".join(exceeded))

@@ -1,4 +1,4 @@
-"""What a figure of `bench_streams.py` comes to: a table, and the limits that it misses."""
+"""A Markdown table with limits that must hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Table:
-    """One figure's table. `require` notes a limit and whether it holds."""
+    """Table of one benchmark; `require` records a limit and whether it holds."""
 
     title: str
     header: Sequence[str]
@@ -16,23 +16,23 @@ class Table:
     checks: list[tuple[str, bool]] = field(default_factory=list)
 
     def add(self, *cells: object) -> None:
-        """A line of the table."""
+        """Add a row."""
         self.rows.append([str(cell) for cell in cells])
 
-    def require(self, holds: bool, words: str) -> None:
-        """`words` say what must hold, with the figure that was found."""
-        self.checks.append((words, bool(holds)))
+    def require(self, holds: bool, message: str) -> None:
+        """Record a limit; `message` states it with the measured figure."""
+        self.checks.append((message, bool(holds)))
 
     @property
     def missed(self) -> list[str]:
-        """The limits that do not hold."""
-        return [words for words, holds in self.checks if not holds]
+        """Messages of the limits that do not hold."""
+        return [message for message, holds in self.checks if not holds]
 
     def show(self) -> None:
-        """Prints the table in Markdown, then every limit."""
+        """Print the table in Markdown, then every limit."""
         print(f"\n{self.title}\n")
         for line in (self.header, ["---"] * len(self.header), *self.rows):
             print("| " + " | ".join(line) + " |")
         print()
-        for words, holds in self.checks:
-            print(f"{'holds ' if holds else 'MISSED'}  {words}", flush=True)
+        for message, holds in self.checks:
+            print(f"{'holds ' if holds else 'MISSED'}  {message}", flush=True)

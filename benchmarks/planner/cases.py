@@ -1,4 +1,4 @@
-"""What planners are measured on: workloads, our planner and a plain one, and how a placement is judged."""
+"""Workloads of the planner benchmark, two planners, and the figures of a placement."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ WORKLOADS = {
 
 
 def heavy_tailed(seed: int, n: int) -> np.ndarray:
-    """Most short, some up to eight times the usual cap, as in traces of requests with long contexts."""
+    """Mostly short lengths, some up to eight times the usual cap, as in request traces with long contexts."""
     return np.clip(2000 * (1 + np.random.default_rng(seed).pareto(1.1, n)), 16, 8 * CAP).astype(int)
 
 
@@ -66,7 +66,7 @@ def ours(lengths: np.ndarray, dp: int, cap: int) -> Bins:
 
 
 def ours_with_experts(lengths: np.ndarray, dp: int, cap: int) -> Bins:
-    """All ranks share experts, and so wait for each other at every micro-batch."""
+    """Our planner for ranks that share experts, which wait for each other at every micro-batch."""
     plan = plan_step(lengths, PlanConstraints(dp_size=dp, max_tokens=cap, ep_size=dp), cost=COST)
     return [[mb.samples.tolist() for mb in rank] for rank in plan.micro_batches]
 

@@ -1,4 +1,4 @@
-"""The planner's figures: each found, compared with its limit."""
+"""Figures of the planner, each with its limit."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_balance(checks: Checks) -> None:
 
 
 def check_heavy_tails(checks: Checks) -> None:
-    """Rank totals by `auto` beside those of a planner that looks at nothing else, with costs L^2."""
+    """Rank totals of `auto` against a planner that balances only totals, with costs L^2."""
     found, beside, lockstep, more = [], [], {"auto": [], "rank_total": []}, 0
     for seed in range(11):
         plans = {
@@ -79,7 +79,7 @@ def check_heavy_tails(checks: Checks) -> None:
             for objective in lockstep
         }
         found.append(1 + plans["auto"].report.imbalance)
-        # A giant can cost more than any ranks' totals level out.
+        # One giant sequence can cost more than the mean rank total.
         beside.append(found[-1] / max(1.0005, 1 + plans["rank_total"].report.imbalance))
         more += plans["auto"].num_micro_batches > plans["rank_total"].num_micro_batches
         for objective, plan in plans.items():
@@ -127,7 +127,7 @@ print(time.process_time() - start)
 
 
 def compiling() -> float:
-    """Processor time of a first plan where nothing is kept of earlier ones, less that of a process which loads."""
+    """Seconds of processor time to compile: a first plan without a cache, minus a plan with a cache."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = {**os.environ, "NUMBA_CACHE_DIR": f"{folder}/cache", "TMPDIR": folder, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", COMPILE]
@@ -139,16 +139,16 @@ def compiling() -> float:
 
 
 def peak_memory(n: int) -> int:
-    """Bytes that planning n sequences adds to a fresh process at its peak; Linux only."""
+    """Peak bytes that planning n sequences adds to a new process; Linux only."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_added_memory, (n,))
 
 
 def _added_memory(n: int) -> int:
     constraints = PlanConstraints(dp_size=n // 1000, max_tokens=CAP)
-    plan_step(w1(0, 1024), constraints, cost=COST)  # compiling takes memory of its own
+    plan_step(w1(0, 1024), constraints, cost=COST)  # compile first, because compiling takes memory
     lengths = w1(0, n)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
     before = _status("VmRSS")
     plan_step(lengths, constraints, cost=COST)
     return _status("VmHWM") - before
@@ -174,7 +174,7 @@ def check_partition(checks: Checks) -> None:
 
 
 def largest_by_heap(weights: np.ndarray, k: int) -> int:
-    """The largest sum of the textbook's largest differencing method."""
+    """Largest sum of the largest differencing method, implemented with a heap."""
     heap = [(-int(weight), tie, [int(weight)] + [0] * (k - 1)) for tie, weight in enumerate(weights)]
     heapq.heapify(heap)
     for tie in range(len(weights), 2 * len(weights) - 1):
@@ -198,7 +198,7 @@ def check_bins(checks: Checks) -> None:
 
 
 def pipeline_costs(kind: str, count: int, seed: int) -> np.ndarray:
-    """Mean 1 and coefficient of variation 0.4, in millionths."""
+    """Costs with mean 1 and coefficient of variation 0.4, times a million, as int64."""
     rng = np.random.default_rng(seed)
     if kind == "normal":
         drawn = np.maximum(rng.normal(1, 0.4, count), 0.1)
@@ -233,13 +233,13 @@ def check_order(checks: Checks) -> None:
 
 
 def least_makespan(costs: np.ndarray, stages: int) -> float:
-    """By trying every order in the simulation's own recurrence: stage s runs forward i when stage s-1 has."""
+    """Smallest 1F1B makespan over all orders of the micro-batches."""
     orders = np.array(list(itertools.permutations(costs.tolist())), dtype=np.int64)
     return float(makespans(orders, stages).min())
 
 
 def makespans(orders: np.ndarray, stages: int) -> np.ndarray:
-    """Makespan of 1F1B for every row of forward times (backward: twice), all rows at once."""
+    """Makespan of 1F1B for every row of forward times; backward takes twice as long."""
     lists = [stage_operations(stage, stages, orders.shape[1]) for stage in range(stages)]
     clock = [np.zeros(len(orders), dtype=np.int64) for _ in range(stages)]
     ends: dict = {}
@@ -258,7 +258,7 @@ def makespans(orders: np.ndarray, stages: int) -> np.ndarray:
 
 
 def run_checks(slack: float) -> list[dict]:
-    """Every figure as a row: figure, found, limit, holds. `slack` multiplies the limits of time."""
+    """All figures as rows: figure, found, limit, holds. `slack` multiplies time limits."""
     pack_bins([3, 2, 1], 4)
     karmarkar_karp([3, 2, 1], 2)
     checks = Checks(slack)

@@ -1,7 +1,7 @@
-"""Other projects' planners, called through their own functions from a checkout's path.
+"""Planners of other projects, called through their own functions from a checkout.
 
-Every maker takes the checkout and the cost of one sequence, the same for all, and returns a planner. A project that
-only packs has its packs dealt to ranks as it deals them itself; the docstrings say how.
+Every function takes the checkout and the cost of a sequence, and returns a planner. For projects that only pack, packs
+are assigned to ranks as the project does it; the docstrings say how.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LIGHT = ("copy", "heapq", "math", "random", "enum")
 
 
 def functions_of(path: Path, names: set[str], given: dict[str, Any] | None = None) -> types.SimpleNamespace:
-    """Functions and classes of a file by name (and what they use), without importing the package around it.
+    """Functions and classes of a file by name, with their dependencies, without importing its package.
 
-    `given` stands for what the chosen definitions import or, where it has the name of one, in its place.
+    `given` supplies imported names, and replaces definitions of the same name.
     """
     given = given or {}
     tree = ast.parse(path.read_text())
@@ -47,7 +47,7 @@ def functions_of(path: Path, names: set[str], given: dict[str, Any] | None = Non
     imports = [node for node in tree.body if isinstance(node, ast.Import)]
     light = [node for node in imports if all(alias.name in LIGHT for alias in node.names)]
     future = ast.parse("from __future__ import annotations").body
-    # What the chosen definitions name from torch and logging; nothing of it computes.
+    # Names from torch and logging in annotations; they compute nothing.
     data = types.SimpleNamespace(IterableDataset=object)
     torch = types.SimpleNamespace(utils=types.SimpleNamespace(data=data))
     space: dict[str, Any] = {"torch": torch, "logger": logging.getLogger(path.stem), **given}
@@ -56,7 +56,7 @@ def functions_of(path: Path, names: set[str], given: dict[str, Any] | None = Non
 
 
 def round_robin(packs: list[list[int]], dp: int) -> Bins:
-    """Pack i to rank i % dp; ranks that get one fewer have an empty micro-batch at the end."""
+    """Assign pack i to rank i % dp; ranks with one pack fewer end with an empty micro-batch."""
     packs = packs + [[] for _ in range(-len(packs) % dp)]
     return [packs[rank::dp] for rank in range(dp)]
 
@@ -83,7 +83,7 @@ def verl(root: Path, cost: LinearQuadraticCost = COST) -> Planner:
 def slime(root: Path, cost: LinearQuadraticCost = COST, *, by_flops: bool = False) -> Planner:
     """slime's `build_dp_schedule` with `balance_data`: first fit in the given order, Karmarkar-Karp of packs over DP.
 
-    `by_flops`: packs by Karmarkar-Karp of costs instead, which knows no cap.
+    `by_flops`: packs by Karmarkar-Karp of costs, which has no cap.
     """
     balancing = functions_of(
         root / "slime/utils/seqlen_balancing.py",
@@ -109,7 +109,7 @@ def slime(root: Path, cost: LinearQuadraticCost = COST, *, by_flops: bool = Fals
 def prime_rl(root: Path, cost: LinearQuadraticCost = COST) -> Planner:
     """prime-rl's `prepare_batch` without its tensors: first-fit-decreasing, splits, Karmarkar-Karp, best swaps.
 
-    Where the count cannot be split to a multiple of the ranks, copies of the first pack fill up, as there.
+    If the count cannot become a multiple of the ranks, copies of the first pack fill up, as in prime-rl.
     """
     given = {
         "dataclass": dataclass,
@@ -138,7 +138,7 @@ def prime_rl(root: Path, cost: LinearQuadraticCost = COST) -> Planner:
 
 
 def nemo_rl(root: Path, algorithm: str) -> Planner:
-    """One of NeMo-RL's packers, told that bins be a multiple of the ranks; `shard_by_batch_size` deals round-robin."""
+    """One of NeMo-RL's packers with a multiple of the ranks as bin count; `shard_by_batch_size` assigns round-robin."""
     names = {
         "concatenative": "ConcatenativePacker",
         "first_fit_decreasing": "FirstFitDecreasingPacker",
@@ -148,7 +148,7 @@ def nemo_rl(root: Path, algorithm: str) -> Planner:
     given = {"ABC": object, "abstractmethod": lambda method: method, "bisect": bisect}
     peer = functions_of(root / "nemo_rl/data/packing/algorithms.py", {names[algorithm]}, given)
     make = vars(peer)[names[algorithm]]
-    random = make.pack.__globals__["random"]  # the shuffle's order is drawn here
+    random = make.pack.__globals__["random"]  # draws the order of the shuffle
 
     def plan(lengths: np.ndarray, dp: int, cap: int) -> Bins:
         random.seed(0)
@@ -159,7 +159,7 @@ def nemo_rl(root: Path, algorithm: str) -> Planner:
 
 
 def trl(root: Path) -> Planner:
-    """TRL's token-budget batcher: online, a sample joins the row with the smallest sum of L^2 that has room."""
+    """TRL's online token-budget batcher: a sample joins the fitting row with the smallest sum of L^2."""
     peer = functions_of(
         root / "trl/experimental/async_grpo/async_grpo_trainer.py",
         {"TokenBudgetBatcher", "_balance_by_squared_length"},
@@ -174,9 +174,9 @@ def trl(root: Path) -> Planner:
 
 
 def trl_packed(root: Path) -> Planner:
-    """TRL's `pack_dataset(strategy="bfd")`: best-fit-decreasing; its trainers' loader deals packs round-robin.
+    """TRL's `pack_dataset(strategy="bfd")`: best-fit-decreasing; the trainer's loader assigns packs round-robin.
 
-    A pack's samples are read off the packed column, which holds every sample's number at each of its tokens.
+    Every token holds the number of its sample, so the packed column names the samples of a pack.
     """
     import pyarrow
     import pyarrow.compute
@@ -208,7 +208,7 @@ def trl_packed(root: Path) -> Planner:
 
 
 def megatron(root: Path) -> Planner:
-    """Megatron-LM's `DpBalancedScheduler`: next fit in the given order; it deals ranks packs in order."""
+    """Megatron-LM's `DpBalancedScheduler`: next fit in the given order; packs are assigned to ranks in order."""
     peer = functions_of(root / "megatron/core/datasets/data_schedule.py", {"DpBalancedScheduler"})
 
     def plan(lengths: np.ndarray, dp: int, cap: int) -> Bins:
@@ -220,7 +220,7 @@ def megatron(root: Path) -> Planner:
 
 
 def prtpy_planner() -> Planner:
-    """prtpy's first-fit-decreasing bins, dealt round-robin (it knows no ranks)."""
+    """prtpy's first-fit-decreasing bins, assigned round-robin, because prtpy has no ranks."""
     import prtpy
 
     def plan(lengths: np.ndarray, dp: int, cap: int) -> Bins:
@@ -233,7 +233,7 @@ def prtpy_planner() -> Planner:
 
 @dataclass(frozen=True)
 class Peer:
-    """A planner of another project, and the option that names its checkout."""
+    """Planner of another project."""
 
     project: str
     maker: Callable[..., Planner]
@@ -241,7 +241,7 @@ class Peer:
 
     @property
     def by_cost(self) -> bool:
-        """Whether it looks at costs, or at lengths alone."""
+        """Whether it reads costs; otherwise it reads only lengths."""
         return "cost" in inspect.signature(self.maker).parameters
 
     def make(self, root: Path, cost: LinearQuadraticCost) -> Planner:

@@ -1,7 +1,7 @@
-"""A grid of cases, planned by us and by every peer whose checkout is given.
+"""A grid of cases, planned by this package and by every given peer.
 
-A case is a batch of lengths, a number of data-parallel ranks, a cap and a cost. Peers' plans are judged by the same
-function as ours, and kept in `--cache`, one file per peer, by commit and case: what a peer does cannot change.
+A case is a batch of lengths, a number of data-parallel ranks, a cap and a cost. The same function measures
+all plans. Results of peers are cached in `--cache`, one file per peer, by commit and case.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
 CAPS = (8192, 16384, 32768)
 COSTS = {"L": token_cost(), "L^2": quadratic_cost(), "both": LinearQuadraticCost()}
 OBJECTIVES = {"rank": "auto", "lockstep": "ep"}
-"""The axis that counts, and the layout whose plan is judged by it."""
+"""Objectives, each with the layout whose plan it measures."""
 BATCHES = 5
-"""Of a file, in its order, per size."""
+"""Batches per file and size, in the order of the file."""
 
 
 @dataclass(frozen=True)
 class Case:
     source: str
-    """ "lognormal", or a file of lengths."""
+    """ "lognormal", or a path of a file with lengths."""
     seed: int
-    """Of the lognormal lengths; of a file, the number of the batch."""
+    """Seed of the lognormal lengths, or number of the file's batch."""
     n: int
     ranks: int
     cap: int
@@ -64,7 +64,7 @@ class Case:
         return cls(source, int(seed), int(n), int(ranks), int(cap), cost)
 
     def at_least_as_hard_as(self, other: Case) -> bool:
-        """As many sequences or more of the same source, on the same ranks, in packs as small or smaller."""
+        """Whether it has at least as many sequences of the same source, as many ranks, and no larger cap."""
         same = (self.source, self.ranks) == (other.source, other.ranks)
         return same and self.n >= other.n and self.cap <= other.cap
 
@@ -74,7 +74,7 @@ class Case:
 
 @lru_cache(maxsize=64)
 def _lengths(source: str, seed: int, n: int, cap: int) -> np.ndarray:
-    """int64[n], each at most `cap`."""
+    """int64 `[n]`, each at most `cap`."""
     if source == "lognormal":
         drawn = np.random.default_rng(seed).lognormal(np.log(2400), 0.9, n)
         return np.clip(drawn, 16, cap).astype(np.int64)
@@ -106,15 +106,15 @@ def grid(seeds: int, files: list[Path], every: int) -> list[Case]:
         for cost in (COSTS if ranks > 1 else ("L",))
         if ranks <= n
     ]
-    # By a digest of the case itself: a smaller grid's cases come in the same order.
+    # Ordered by a digest of the case, so that a smaller grid has the same order.
     cases.sort(key=lambda case: hashlib.sha256(case.key.encode()).digest())
     return cases[::every]
 
 
 def judge(bins: Bins, lengths: np.ndarray, cap: int, cost: LinearQuadraticCost, *, sort: bool) -> dict[str, float]:
-    """What a plan costs: rank total and lockstep over the mean, K, packs over the cap, sequences not placed once.
+    """Figures of a plan: rank total and lockstep over the mean, K, packs over the cap, misplaced sequences.
 
-    `sort` takes each rank's packs by falling cost, the order that makes lockstep least.
+    `sort`: order the packs of each rank by falling cost, which minimizes lockstep.
     """
     work = cost.linear * lengths + cost.quadratic * lengths * lengths
     count = max(map(len, bins))
@@ -139,7 +139,7 @@ def judge(bins: Bins, lengths: np.ndarray, cap: int, cost: LinearQuadraticCost, 
 
 
 def plan_ours(case: Case) -> dict[str, dict[str, float]]:
-    """Our plans of a case, by layout: plain data parallelism ("auto"), and experts shared by all ranks ("ep")."""
+    """Our plans of a case by layout: plain data parallelism ("auto"), or experts shared by all ranks ("ep")."""
     lengths, cost = case.lengths(), COSTS[case.cost]
     found = {}
     for layout, sizes in {"auto": {}, "ep": {"ep_size": case.ranks}}.items():
@@ -155,18 +155,18 @@ def plan_ours(case: Case) -> dict[str, dict[str, float]]:
 
 @lru_cache(maxsize=256)
 def our_bins(source: str, seed: int, n: int, cap: int) -> dict[str, int]:
-    """Bins that our packers need for all sequences of a batch."""
+    """Number of bins of our packers for all sequences of a batch."""
     lengths = _lengths(source, seed, n, cap)
     return {name: len(pack_bins(lengths, cap, name)) for name in ("best", "modified_first_fit_decreasing")}
 
 
 class OverTheLimit(BaseException):
-    """Raised in a peer's function; a peer that catches `Exception` does not hold it up."""
+    """A peer exceeded its time limit. A BaseException, so that `except Exception` of a peer does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Of this thread's processor time; Linux and macOS, main thread only."""
+    """Limit the processor time of the block; Linux and macOS, main thread only."""
     end = time.thread_time() + seconds
 
     def look(signum: int, frame: Any) -> None:
@@ -185,7 +185,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 class PeerRuns:
-    """One peer on cases: its plans' figures, from the cache where they are there.
+    """Figures of one peer on cases, cached.
 
     A result is {"rank", "lockstep", ...} as of `judge` with "seconds", or {"refused": why}, or {"limit": seconds}.
     A peer that was over the limit is not tried on as many sequences or more of that source, with the same ranks and
@@ -204,7 +204,7 @@ class PeerRuns:
         self.file: Path | None = None
         if cache is not None:
             cache.mkdir(parents=True, exist_ok=True)
-            # How the peer is called, and how its plans are judged, are part of the result.
+            # The cache key includes the code that calls the peer and measures its plans.
             code = inspect.getsource(self.peer.maker) + inspect.getsource(judge)
             digest = hashlib.sha256(code.encode()).hexdigest()[:8]
             self.file = cache / f"{name.replace(' ', '_')}-{self.commit[:12]}-{digest}.jsonl"
@@ -229,7 +229,7 @@ class PeerRuns:
         return self.results[case.key]
 
     def plan(self, case: Case) -> dict[str, dict]:
-        """Results by cost: one plan serves all of them where the peer looks at lengths alone."""
+        """Results by cost; one plan serves all costs if the peer reads only lengths."""
         lengths = case.lengths()
         costs = [case.cost] if self.peer.by_cost else list(COSTS)
         if any(case.at_least_as_hard_as(other) for other in self.too_slow):
@@ -257,10 +257,10 @@ def commit_of(root: Path) -> str:
 
 
 def run_sweep(cases: list[Case], peers: dict[str, PeerRuns], progress: Any) -> list[dict]:
-    """A row per case: the case, ours by layout, peers' results by name, and on one rank our packers' bins."""
-    plan_ours(cases[0])  # compiled
+    """A row per case: the case, our figures by layout, peers' figures by name, and bins on one rank."""
+    plan_ours(cases[0])  # compiles
     rows = []
-    # The easy ones first: who is over the limit there is spared the hard ones.
+    # Easy cases first: a peer that exceeds the limit there is not tried on harder ones.
     for i, case in enumerate(sorted(cases, key=lambda case: (case.n, -case.cap))):
         row = {"case": asdict(case), "ours": plan_ours(case), "peers": {name: run(case) for name, run in peers.items()}}
         if case.ranks == 1:

@@ -1,4 +1,4 @@
-"""The sweep's rows judged and printed: per peer, the worst cases, bins, gaps and times."""
+"""Report of the sweep: per peer the worst cases, bins, gaps and times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANYTHING, A_TENTH_OF_A_PERCENT = 1e-9, 1e-3
 
 
 def verdict(ours: dict, theirs: dict) -> str:
-    """Whether a peer's plan stands beside ours, or why it is shown apart."""
+    """Whether a peer's plan is comparable with ours, or the reason why not."""
     if "limit" in theirs:
         return "over the time limit"
     if "refused" in theirs:
@@ -31,7 +31,7 @@ VERDICTS = ("beside ours", "larger K", "over the cap", "not all placed", "refuse
 
 
 def pairs(rows: list[dict], axis: str) -> list[dict]:
-    """Every peer's plan beside ours on more than one rank; `ahead` is the share of our cost that it saves."""
+    """Comparable plans on more than one rank; `ahead` is the share of our cost that the peer saves."""
     found = []
     for row in rows:
         if row["case"]["ranks"] == 1:
@@ -47,7 +47,7 @@ def pairs(rows: list[dict], axis: str) -> list[dict]:
 
 
 def by_case(beside: list[dict]) -> dict[tuple, float]:
-    """The most that any peer is ahead, by case."""
+    """Largest `ahead` of any peer, by case."""
     most: dict[tuple, float] = {}
     for pair in beside:
         key = tuple(pair["case"].values())
@@ -56,7 +56,7 @@ def by_case(beside: list[dict]) -> dict[tuple, float]:
 
 
 def figures(rows: list[dict]) -> list[dict]:
-    """What `--sweep --check` holds, as rows of the form of `Checks`."""
+    """Figures of `--sweep --check`, as rows of `Checks`."""
     found = []
 
     def at_most(name: str, value: float, limit: float) -> None:
@@ -141,7 +141,7 @@ def show_axis(rows: list[dict], axis: str, worst: int) -> None:
 
 
 def worst_pairs(beside: list[dict]) -> list[dict]:
-    """Cases with a peer ahead, the furthest first, each with the peer that is."""
+    """Cases with a peer ahead, largest `ahead` first, each with its best peer."""
     found: dict[tuple, dict] = {}
     for pair in sorted(beside, key=lambda pair: -pair["ahead"]):
         if pair["ahead"] > ANYTHING:
@@ -150,7 +150,7 @@ def worst_pairs(beside: list[dict]) -> list[dict]:
 
 
 def behind(rows: list[dict]) -> dict[str, list[dict]]:
-    """By axis, every case in which a peer is ahead, the furthest first: what there is to win."""
+    """By objective, all cases with a peer ahead, largest `ahead` first."""
     return {
         axis: worst_pairs([pair for pair in pairs(rows, axis) if pair["verdict"] == "beside ours"])
         for axis in OBJECTIVES
@@ -158,7 +158,7 @@ def behind(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def show_bins(rows: list[dict]) -> None:
-    """Plans on one rank are bins: their number beside our packers'."""
+    """Print the number of bins on one rank, of peers and of our packers."""
     single = [row for row in rows if "bins" in row]
     print("\nBins of all sequences (plans on one rank): batches in which a peer needs fewer than ours, or more")
     print('| peer | batches | fewer than "best" | more | fewer than MFFD | more | fewer than our plan | more |')

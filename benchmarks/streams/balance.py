@@ -1,4 +1,4 @@
-"""How even and how full the rows of micro-batches are, beside TRL's own classes where they are given.
+"""Balance and fill of micro-batch rows, compared with TRL's classes if a checkout is given.
 
 TRL's lengths (its pull request 6092: completions lognormal of median 700 and sigma 0.9, a tenth at 4,096, prompts of
 median 256), seed 0, 8 ranks. Imbalance is (largest - smallest) / mean of the sums of squares over the rows of a
@@ -25,7 +25,7 @@ TRAINER = "trl/experimental/async_grpo/async_grpo_trainer.py"
 
 
 def trl_lengths(count: int, seed: int = 0) -> list[int]:
-    """Prompt and completion of `count` samples."""
+    """int64 `[count]`: tokens of prompt and completion."""
     r = np.random.default_rng(seed)
     completions = np.clip(r.lognormal(np.log(700), 0.9, count), 16, 4096)
     completions[r.random(count) < 0.1] = 4096
@@ -34,7 +34,7 @@ def trl_lengths(count: int, seed: int = 0) -> list[int]:
 
 
 def balance(peers: dict[str, Path]) -> Table:
-    """Even and full rows."""
+    """Table of balance and fill."""
     table = Table(
         f"Rows of micro-batches: {MICRO_BATCHES} of each, {RANKS} ranks",
         ["batcher", "imbalance, mean", "median", "largest", "tokens per row", "fill", "held back", "ms"],

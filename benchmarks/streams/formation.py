@@ -1,6 +1,6 @@
-"""How fast and how full micro-batches are formed from a pool, beside cosmos-rl's own class where it is given.
+"""Speed and fill of micro-batches formed from a pool, compared with cosmos-rl's class if a checkout is given.
 
-TRL's lengths, seed 0, one rank, a pool of 128, a cap of 32,768 tokens; tokenising aside. Times are CPU times, medians
+TRL's lengths, seed 0, one rank, a pool of 128, a cap of 32,768 tokens; without tokenizing. Times are CPU times, medians
 of five passes.
 """
 
@@ -33,7 +33,7 @@ STRATEGIES = ("prefer_closest", "prefer_first", "packed")
 
 
 class _Texts:
-    """Samples whose tokens take no time: ranges of the right lengths."""
+    """Samples of given lengths without tokenization: ranges."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self._lengths = lengths.tolist()
@@ -46,7 +46,7 @@ class _Texts:
 
 
 class _Tokens(list[int]):
-    """As many tokens as it says."""
+    """A sequence with a given number of tokens."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -56,7 +56,7 @@ class _Tokens(list[int]):
 
 
 def formation(peers: dict[str, Path]) -> Table:
-    """Samples per second, fill and padding."""
+    """Table of samples per second, fill and padding."""
     table = Table(
         f"Micro-batches from a pool of {POOL}, at most {CAP:,} tokens: by lengths alone, and whole samples through the "
         "datasets",
@@ -91,7 +91,7 @@ def formation(peers: dict[str, Path]) -> Table:
 def _figures(sizes: list[np.ndarray], strategy: str) -> tuple[str, str, str]:
     real = np.array([batch.sum() for batch in sizes])
     computed = real if strategy == "packed" else np.array([len(batch) * batch.max() for batch in sizes])
-    full = computed[:-1].mean() / CAP  # the last holds what is left
+    full = computed[:-1].mean() / CAP  # the last micro-batch holds the remainder
     return f"{np.mean([len(b) for b in sizes]):.1f}", f"{full:.1%}", f"{1 - real.sum() / computed.sum():.1%}"
 
 
@@ -102,7 +102,7 @@ def _formed(lengths: np.ndarray, strategy: Any) -> Iterator[np.ndarray]:
 
 
 def _timed(make: Callable[[], Iterable[Any]]) -> tuple[list[Any], float]:
-    """What one pass over `make()` gives, and the median of the seconds that passes take."""
+    """Items of one pass over `make()`, and the median seconds of a pass."""
     seconds = []
     for _ in range(PASSES):
         steps = make()

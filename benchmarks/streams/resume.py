@@ -1,7 +1,7 @@
-"""A stream that is killed again and again: from each saved state on it gives what the unbroken stream gives.
+"""Resume a killed stream from its saved states, and compare it with the uninterrupted stream.
 
-A process of its own draws batches through a DataLoader, notes which samples each holds, and saves its state every 50.
-It is killed (SIGKILL) at random batches, and another one goes on from the last saved state.
+A process draws batches through a DataLoader, records their samples, and saves its state every 50 batches. It is killed
+(SIGKILL) at random batches, and a new process resumes from the last saved state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECONDS = 600.0
 
 
 class _Numbers:
-    """Samples that are their own numbers, as often as they have tokens."""
+    """Samples that repeat their own number, once per token."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self.lengths = lengths
@@ -44,7 +44,7 @@ class _Numbers:
 
 
 def resume(peers: dict[str, Path]) -> Table:
-    """Killed and resumed, by number of loader processes."""
+    """Table of killed and resumed streams, by number of loader processes."""
     table = Table(
         f"{BATCHES:,} batches, saved every {EVERY}, killed {KILLS} times",
         ["loader processes", "batches drawn again", "batches that differ", "epochs", "samples not once per epoch"],
@@ -58,7 +58,7 @@ def resume(peers: dict[str, Path]) -> Table:
 
 
 def killed_and_resumed(workers: int, batches: int, kills: int, *, seed: int = 0) -> tuple[int, int, int, int]:
-    """Batches drawn again, batches that differ from the unbroken stream's, its whole epochs, samples miscounted."""
+    """(repeated batches, batches that differ from the uninterrupted stream, complete epochs, miscounted samples)."""
     unbroken = [step for _, step in zip(range(batches), _dataset(), strict=False)]
     expected, end = [step.indices[0] for step in unbroken], unbroken[-1].state
     points = sorted(random.Random(f"{seed}/{workers}").sample(range(1, batches), kills))
@@ -72,7 +72,7 @@ def killed_and_resumed(workers: int, batches: int, kills: int, *, seed: int = 0)
             if not child:
                 _end_as(lambda notes=notes: _draw(Path(folder) / "state", notes, workers, batches))
             _watch(child, notes, point, batches)
-            lines = notes.read_text().split("\n")[:-1]  # what a killed process left unfinished has no end
+            lines = notes.read_text().split("\n")[:-1]  # a line cut off by the kill has no newline
             for place, indices in (json.loads(line) for line in lines):
                 again += place in drawn
                 differing += indices != expected[place]
@@ -94,7 +94,7 @@ def _as_it_is(step: Any) -> Any:
 
 
 def _draw(state: Path, notes: Path, workers: int, batches: int) -> None:
-    """Draws, notes and saves, from the saved state on."""
+    """Draw batches from the saved state on, record them and save states."""
     warnings.simplefilter("ignore")
     dataset, place = _dataset(), 0
     if state.exists():
@@ -115,7 +115,7 @@ def _draw(state: Path, notes: Path, workers: int, batches: int) -> None:
 
 
 def _end_as(work: Any) -> None:
-    """In a forked process: does the work and ends, whatever becomes of it."""
+    """Run `work` in a forked process, which exits also after an error."""
     code = 1
     try:
         work()
@@ -125,7 +125,7 @@ def _end_as(work: Any) -> None:
 
 
 def _watch(child: int, notes: Path, point: int, batches: int) -> None:
-    """Kills the process once it is at batch `point` or beyond; at the last one it ends by itself."""
+    """Kill the process at batch `point` or later; after the last batch it exits by itself."""
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -150,9 +150,9 @@ def _last(notes: Path) -> int:
 
 
 def _miscounted(batches: list[list[int]], end: dict[str, Any]) -> int:
-    """Samples that were not given once per whole epoch, and once or not at all in the one that was not over.
+    """Number of samples not drawn once per complete epoch, or more than once in the incomplete one.
 
-    What waits in the pool at the end was drawn, and not given yet.
+    Samples in the pool at the end were read, but are in no batch yet.
     """
     counts = Counter(index for batch in [*batches, end["pool"]] for index in batch)
     wrong = sum(counts[index] - end["epoch"] not in (0, 1) for index in range(SAMPLES))
