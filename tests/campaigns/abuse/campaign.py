@@ -1,14 +1,13 @@
-"""What happens to a job of two processes that is abused: each failure has to be reported, once, and in time.
+"""Run abuses of a job of two processes: every failure must be reported once and in time.
 
-    python scripts/abuse.py                     # all of it: half an hour on two idle cores
-    python scripts/abuse.py --only reward       # the abuses whose names hold the word
-    python scripts/abuse.py --part 2/3          # of the chosen ones every third, from the second on
+    python scripts/abuse.py                     # all abuses: half an hour on two idle cores
+    python scripts/abuse.py --only reward       # abuses whose names contain the word
+    python scripts/abuse.py --part 2/3          # every third of the selected abuses, from the second on
     python scripts/abuse.py --json out.json
 
-Each abuse is done to a job of its own: the example examples/own_task, made small, started by the command that its users
-type. Exits 0 when every one ended with the right code, in time, with one message that says what is needed, when
-nothing outlived it and nothing was lost; else 1. On a machine that others use at the same moment, `--slack 2` doubles
-the limits of time.
+Each abuse has its own job: a small copy of examples/own_task, started from the command line. Exits 0 if every job ends
+with the expected exit code, in time, with one message that has the expected text, leaves no process alive and loses no
+data; otherwise 1. `--slack 2` doubles the time limits for a busy machine.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tests.campaigns.abuse.runner import Abuse, Outcome, carry_out
 
 
 def tabulate(outcomes: Sequence[Outcome], shorten: str) -> Table:
-    """One line per abuse; of messages, `shorten` (the folder that all worked in) is left out."""
+    """Table with one row per abuse; the path `shorten` is abbreviated in messages."""
     table = Table(title="A job of two processes, abused", show_lines=False)
     for heading in ("abuse", "exit", "seconds", "first line of the message", "verdict"):
         right = heading in ("exit", "seconds")
@@ -57,15 +56,21 @@ def _part(text: str) -> slice:
 
 def main(arguments: Sequence[str] | None = None, cases: Sequence[Abuse] = CASES) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="WORD", help="the abuses whose names hold this")
-    parser.add_argument("--part", default="1/1", type=_part, metavar="NUMBER/COUNT", help="for runs side by side")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there, too")
-    parser.add_argument("--slack", type=float, default=1.0, help="multiplies the limits of time")
+    parser.add_argument("--only", metavar="WORD", help="select abuses whose names contain this word")
+    parser.add_argument(
+        "--part",
+        default="1/1",
+        type=_part,
+        metavar="NUMBER/COUNT",
+        help="run every COUNT-th abuse, from NUMBER on",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the outcomes to this file")
+    parser.add_argument("--slack", type=float, default=1.0, help="factor on time limits, for a busy machine")
     args = parser.parse_args(arguments)
     chosen = [case for case in cases if args.only is None or args.only.lower() in case.name.lower()]
     chosen = chosen[args.part]
     if not chosen:
-        parser.error(f"no abuse is named like {args.only!r}")
+        parser.error(f"no abuse has {args.only!r} in its name")
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     begun, outcomes = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="abuse-") as folder:

@@ -1,4 +1,4 @@
-"""The abuses, and what has to happen to each."""
+"""All abuses with their expected outcomes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.campaigns.abuse.scenes import (
 )
 
 SOON = 30.0
-"""Seconds for what is found before a process is started."""
+"""Time limit in seconds for errors that are found before any rank starts."""
 GIBI = 1 << 30
 
 
@@ -41,12 +41,12 @@ def _rewarding(text: str) -> dict[str, str]:
 
 
 def _call(body: str) -> dict[str, str]:
-    """A module whose reward does `body`."""
+    """Reward module whose function runs `body`."""
     return _rewarding(f"def reward(completion):\n    {body}")
 
 
 def _failing(name: str, body: str, *words: str) -> Abuse:
-    where = ("rank ", "reward function scoring:reward failed on sample ")  # of each rank one, in a line each
+    where = ("rank ", "reward function scoring:reward failed on sample ")  # one line per rank
     return Abuse(name=f"reward: {name}", code=FAILED, files=_call(body), words=(*where, *words), lines=1)
 
 
@@ -68,7 +68,7 @@ def reward(completion):
         time.sleep(20)
     return completion.tokens / 10"""
 
-# What the model wrote: more folders than any stack has frames, and a writer in a session of its own.
+# Code of a model: folders nested deeper than the recursion limit, and a writer in its own session.
 JUDGED = """from dataclasses import replace
 from roll_batching.jobs.rewards.code import code_tests
 CODE = '''
@@ -201,7 +201,7 @@ HUGE = "a" * 10_000_000 + "="
 
 
 def _badly_fed(name: str, file: str, row: dict[str, str], *words: str) -> Abuse:
-    """A fault on the last line but one of `file`."""
+    """Abuse with a fault on the second to last line of `file`."""
     answers = "response" if file == "corpus.jsonl" else "answer"
     good = [{"prompt": one["prompt"], answers: one["answer"]} for one in GOOD]
     warmup = {"warmup.file_name": file, "warmup.training_args.max_steps": 1}
@@ -228,7 +228,7 @@ DATA = [
 
 
 def _written(name: str, text: str, *words: str, lines: int = 3) -> Abuse:
-    """The settings' file holds `text`, and nothing else."""
+    """Abuse whose settings file contains only `text`."""
     return Abuse(
         name=f"YAML: {name}",
         code=REFUSED,

@@ -1,4 +1,4 @@
-"""Abuses of `convert-config`: files that pass for ROLL's or NeMo-RL's."""
+"""Abuses of `convert-config`: malformed files of ROLL and NeMo-RL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECRET = "sk-7f3a9"
 
 @contextlib.contextmanager
 def clean(home: Path) -> Iterator[Lost]:
-    """What is written has neither keys nor numbers that are none, but in its comments."""
+    """The output has no invalid keys or numbers outside its comments."""
 
     def left() -> str:
         if not (home / "out.yaml").exists():

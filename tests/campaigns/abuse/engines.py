@@ -1,4 +1,4 @@
-"""Abuses of rollouts by engines: a job of two processes asks servers that fail, lie, or are no engines at all."""
+"""Abuses of rollouts by engines: servers that fail, answer wrongly, or are not engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.campaigns.abuse.runner import DONE, FAILED, Abuse, Lost, NotReachedEr
 from tests.campaigns.abuse.scenes import METRICS, WAITING, faults_of
 
 _PLACE = "http://server-{}"
-"""What a job's URLs are until its servers run."""
+"""Placeholder of a URL until its server runs."""
 _MODEL = """
 from pathlib import Path
 from tests.huggingface import tiny
@@ -23,11 +23,11 @@ tiny.write_model(Path({folder!r}), {name!r})
 tiny.write_tokenizer(Path({folder!r}))
 """
 Server = Callable[[Path], AbstractContextManager[str]]
-"""Starts a server for the abuse in a folder; its URL."""
+"""Starts a server for the abuse in a folder; yields its URL."""
 
 
 def _model(home: Path, name: str) -> Path:
-    """A model directory that the abuses of a campaign share."""
+    """Model directory shared by the abuses of a campaign."""
     folder = home.parent / f"model-{name}"
     if not folder.exists():
         with started(home, "-c", _MODEL.format(folder=str(folder), name=name), log="model") as process:
@@ -53,7 +53,7 @@ def _order(url: str, fault: str, times: int = 1000) -> None:
 
 
 def engine(fault: str | None = None, *, kind: str = "sglang", log: str = "engine") -> Server:
-    """A whole engine of the tests', which commits `fault` at every request for a response."""
+    """Test engine with `fault` at every generation request."""
 
     @contextlib.contextmanager
     def server(home: Path) -> Iterator[str]:
@@ -66,18 +66,18 @@ def engine(fault: str | None = None, *, kind: str = "sglang", log: str = "engine
 
 
 def stranger(kind: str, at: str = "/generate") -> Server:
-    """A server that is no engine. It passes for one at other paths than those that begin with `at`."""
+    """Server that answers like an engine, except on paths that begin with `at`."""
     return lambda home: _serving(home, "strange_server", "--at", at, kind, log="stranger")
 
 
 @contextlib.contextmanager
 def nobody(home: Path) -> Iterator[str]:
-    """A port at which nothing listens."""
+    """URL of a port without a listener."""
     yield f"http://127.0.0.1:{free_port()}"
 
 
 def _among(*servers: Server, steps: int = 0) -> Callable[[Path], AbstractContextManager[Lost]]:
-    """The job asks these servers. Afterwards its metrics hold `steps` steps."""
+    """Start the servers and set their URLs in the job; check `steps` steps in the metrics afterwards."""
 
     @contextlib.contextmanager
     def scene(home: Path) -> Iterator[Lost]:
@@ -95,7 +95,7 @@ def _among(*servers: Server, steps: int = 0) -> Callable[[Path], AbstractContext
 
 
 def _asked(name: str, *servers: Server, code: int = FAILED, words: tuple[str, ...], **options: Any) -> Abuse:
-    """A job whose rollouts these servers sample."""
+    """Abuse of a job with rollouts by these servers."""
     changes: Mapping[str, Any] = options.pop("settings", {})
     settings = {
         "pretrain": "MODEL",
@@ -112,7 +112,7 @@ def _asked(name: str, *servers: Server, code: int = FAILED, words: tuple[str, ..
 
 
 def stop_server(home: Path, process: subprocess.Popen[bytes]) -> None:
-    """The first server ends while the first step's rewards are computed."""
+    """Stop the first server while the rewards of the first step are computed."""
     reached((home / "here").exists, process, "the first step")
     _order(json.loads((home / "urls.json").read_text())[0], "die")
     (home / "go").touch()

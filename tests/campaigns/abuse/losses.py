@@ -1,4 +1,4 @@
-"""Abuses of what a job's loss is made of: its gradient, its masks."""
+"""Abuses of a job's loss: its gradient and its masks."""
 
 from __future__ import annotations
 

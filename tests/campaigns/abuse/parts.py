@@ -1,4 +1,4 @@
-"""Abuses of `MegatronTrainStrategy.from_parts`: short programs that hand over what is no model, optimizer or loss."""
+"""Abuses of `MegatronTrainStrategy.from_parts`: programs that pass invalid models, optimizers or losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.campaigns.abuse.runner import FAILED, Abuse
 _PROGRAM = """
 import os, socket, sys
 size, rank = {size}, 0
-with socket.socket() as listener:  # chosen now: a port that was free an hour ago is another's by then
+with socket.socket() as listener:  # chosen at run time, because a port chosen earlier may be in use by then
     listener.bind(("127.0.0.1", 0))
     os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
 for other in range(1, size):
@@ -64,7 +64,7 @@ sys.exit(code if all(one == code for one in codes) else f"ranks ended with {{[co
 
 
 def _handed(name: str, body: str, *words: str, size: int = 1, tp: int = 1, start: bool = True) -> Abuse:
-    """A program of `size` processes that does `body`: every one gets an error of ours, and the first prints it."""
+    """Program of `size` processes that run `body`; each gets a RollBatchingError, and the first prints it."""
     text = _PROGRAM.format(size=size, tp=tp, start=start, body=textwrap.indent(body, " " * 4))
     return Abuse(
         name=f"from_parts: {name}",

@@ -1,4 +1,4 @@
-"""Abuses of checkpoints and of resuming, and of what a job's processes stand on: terminal, open files, collectives."""
+"""Abuses of checkpoints, resuming, terminals, open files and collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _before(checkpoint: Path) -> Path:
 
 
 def exchanged(name: str) -> Callable[[Path], None]:
-    """A file is that of the checkpoint before."""
+    """Replace a file by that of the previous checkpoint."""
     return lambda checkpoint: shutil.copy(_before(checkpoint) / name, checkpoint / name) and None
 
 
@@ -57,7 +57,7 @@ def bit_flipped(checkpoint: Path) -> None:
 
 
 def edited(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """A file of JSON says something else."""
+    """Change values in a JSON file."""
 
     def act(checkpoint: Path) -> None:
         content = json.loads((checkpoint / name).read_text())
@@ -96,7 +96,7 @@ def pack(items):
 
 
 def _started_with(code: str) -> tuple[str, ...]:
-    """The command, in a process in which `code` was run."""
+    """Command line that runs `code` before the command."""
     imports = "import os, resource, sys"
     return ("-c", f"{imports}; {code}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])", *TRAIN)
 

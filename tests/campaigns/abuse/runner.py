@@ -1,4 +1,4 @@
-"""One abuse of a real job: what is started, how it ended, and whether that was right."""
+"""Run one abuse of a real job and check its outcome."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = Path("runs/own_task")
-"""Where the job writes, below the folder that it works in."""
+"""Folder of the run, below the working folder of the job."""
 TRAIN = ("-m", "roll_batching.cli", "train", "--config", "job.yaml")
 SECONDS_TO_BE_GONE = 5.0
-"""How long after the command's end something of it may live."""
+"""Time limit for child processes after the end of the command."""
 _SLACK: ContextVar[float] = ContextVar("slack", default=1.0)
-"""Multiplies the limits of time while an abuse is carried out, those of its scene included."""
+"""Factor on the time limits of the current abuse and its scene."""
 DONE, FAILED, REFUSED = 0, 1, 2
-"""Exit codes: the job is complete, the job failed, the command or the settings are wrong."""
+"""Exit codes: complete job, failed job, wrong command or settings."""
 SAVING = {"max_steps": 2, "save_steps": 1}
-"""Settings of a job that leaves two checkpoints."""
+"""Settings of a job that writes two checkpoints."""
 _MARK = "ROLL_BATCHING_ABUSE"
-"""Holds the folder of an abuse, in the environment of all that belongs to it: so they are found in any session."""
+"""Environment variable with the log of an abuse; it identifies its processes in every session."""
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SECONDS_BETWEEN_LOOKS = 0.05
 _ASIDE = ("notice: ", "compiling the planner")
-"""How lines begin that tell of progress, and are no failure."""
+"""Prefixes of lines about progress."""
 
-# A reward that only ever works; the abuses replace it.
+# A correct reward; abuses replace it.
 _REWARD = "def reward(completion):\n    return completion.tokens / 10\n"
 _SETTINGS: dict[str, Any] = {
     "max_steps": 1,
@@ -57,28 +57,28 @@ _SETTINGS: dict[str, Any] = {
     "actor_train.data_args.file_name": "prompts.jsonl",
     "actor_train.data_args.eval_file_name": None,
 }
-"""What makes the example's job small: two processes, one step, a second of work."""
+"""Settings that make the example's job small: two processes, one step, a second of work."""
 LAUGHS = "a0: &a0 [x]\n" + "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12))
-"""A short YAML file of 10^11 values."""
+"""Short YAML text that expands to 10^11 values."""
 
 
 def limit(seconds: float) -> float:
-    """A limit of time on this machine, with the slack that it was given."""
+    """`seconds` times the slack of the campaign."""
     return seconds * _SLACK.get()
 
 
 class SkippedError(Exception):
-    """The machine cannot do this; the text says why."""
+    """This machine does not support the abuse; the text is the reason."""
 
 
 class NotReachedError(Exception):
-    """What was to be disturbed did not come to pass."""
+    """The job did not reach the state that the abuse needs."""
 
 
 Lost = Callable[[], str]
-"""Says what was lost or left behind; an empty text when nothing was."""
+"""Returns a description of lost or left-over data; empty if there is none."""
 Scene = Callable[[Path], AbstractContextManager[Lost]]
-"""What is there before the abuse, and beside it; afterwards says what was lost."""
+"""Context of an abuse in a folder; yields a check to run after the abuse."""
 
 
 @contextlib.contextmanager
@@ -88,47 +88,47 @@ def nothing_there(home: Path) -> Iterator[Lost]:
 
 @dataclass(frozen=True, kw_only=True)
 class Abuse:
-    """What is done to a job, and what has to happen then."""
+    """An abuse of a job and its expected outcome."""
 
     name: str
     code: int
-    """The exit code; of a killed command, the signal's number, negative."""
+    """Expected exit code; for a killed command, the negative signal number."""
     words: tuple[str, ...] = ()
-    """What the messages on standard error must hold; where the job succeeds, standard output may."""
+    """Texts that stderr must contain; if the job succeeds, stdout counts too."""
     seconds: float = 120.0
-    """The longest it may take until the command has ended."""
+    """Time limit of the command."""
     lines: int = 1
-    """The most lines on standard error, notices aside: a message, once."""
+    """Largest number of lines on stderr, without notices."""
     warnings: int = 0
-    """The same where the job succeeds."""
+    """Largest number of lines on stderr if the job succeeds."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of the job; `a.b` is b in the section a."""
+    """Changed settings by dotted path."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
-    """What stands in the folder where the job is started; among them may be `job.yaml` itself."""
+    """Files in the working folder of the job, by name; `job.yaml` may be among them."""
     arguments: tuple[str, ...] = TRAIN
-    """Of python."""
+    """Arguments of python."""
     variables: Mapping[str, str] = field(default_factory=dict)
     memory: int | None = None
-    """The most bytes of address space, where that is part of the abuse."""
+    """Limit of the address space in bytes."""
     foreign: bool = False
-    """Another program reports beside ours, in its own way: neither lines nor tracebacks are counted."""
+    """Whether another program also writes to stderr; lines and tracebacks are not counted then."""
     scene: Scene = nothing_there
     meddle: Callable[[Path, subprocess.Popen[bytes]], None] | None = None
-    """What is done to the command while it runs."""
+    """Disturbs the running command."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How an abuse ended."""
+    """Outcome of an abuse."""
 
     abuse: str
     code: int | None
-    """None when it had to be ended, or was not begun."""
+    """None if the command was killed at its time limit or skipped."""
     seconds: float
     message: str
-    """The first line of its messages."""
+    """First line of the error."""
     verdict: str
-    """"ok", "skipped: " and why, or what is wrong."""
+    """"ok", "skipped: <reason>", or the faults."""
 
     @property
     def fine(self) -> bool:
@@ -136,7 +136,7 @@ class Outcome:
 
 
 def carry_out(abuse: Abuse, home: Path, slack: float = 1.0) -> Outcome:
-    """Does it in the empty folder `home`, and judges what happened. `slack` multiplies all limits of time."""
+    """Run the abuse in the new folder `home` and check its outcome. `slack`: factor on all time limits."""
     token = _SLACK.set(slack)
     try:
         return _carry_out(abuse, home)
@@ -178,7 +178,7 @@ def _carry_out(abuse: Abuse, home: Path) -> Outcome:
 
 
 def _first(own: list[str]) -> str:
-    """The first line about a failure; with the next one, where it only announces it."""
+    """First line of an error; with the next line if it ends in a colon."""
     at = next((number for number, line in enumerate(own) if "error: " in line), 0)
     first, *more = own[at:] or [""]
     return f"{first} {more[0].strip()}" if first.endswith(":") and more else first
@@ -198,7 +198,7 @@ def _wrong(abuse: Abuse, code: int, told: list[str], own: list[str]) -> list[str
 
 
 def write_job(home: Path, settings: Mapping[str, Any], files: Mapping[str, str | bytes]) -> None:
-    """The example's job, made small and changed, with its data."""
+    """Write the small, changed job of the example and its data."""
     words = ["".join("abcdef"[(i * j + i // 6) % 6] for j in range(1, 5)) for i in range(24)]
     rows = [{"prompt": f"{word}=", "answer": "".join(sorted(word))} for word in words]
     documents = [{"prompt": row["prompt"], "response": row["answer"]} for row in rows]
@@ -228,7 +228,7 @@ def lines_of(rows: list[dict[str, str]]) -> str:
 def started(
     home: Path, *arguments: str, log: str = "stderr", memory: int | None = None, **variables: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`python ARGUMENTS` at work in `home`, its messages in the file `log`; afterwards nothing of it is left."""
+    """Run `python ARGUMENTS` in `home` with stderr in the file `log`; kill all its processes at the end."""
     kept = {key: value for key, value in os.environ.items() if key not in _OF_RANKS}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
     environment = {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", _MARK: str(home / log), **variables}
@@ -253,7 +253,7 @@ def started(
 
 
 def finish(home: Path, *overrides: str, log: str) -> str:
-    """Trains the job of `home`, aside from its abuse; what went wrong with it, or an empty text."""
+    """Train the job in `home` without abuse; returns a fault, or an empty text."""
     with started(home, *TRAIN, *overrides, log=log) as process:
         try:
             code = process.wait(limit(120))
@@ -263,24 +263,24 @@ def finish(home: Path, *overrides: str, log: str) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine at which nothing listens."""
+    """Free TCP port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def processes(mark: Path) -> list[psutil.Process]:
-    """What is alive of the command whose messages are in the file `mark`."""
-    found = []
+    """Live processes of the command whose log is `mark`."""
+    alive = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == str(mark):
-                found.append(process)
-    return found
+                alive.append(process)
+    return alive
 
 
 def gone(home: Path, pid: int) -> bool:
-    """Whether all that the ended command `pid` has started is gone, in time."""
+    """Whether all processes of the ended command exit in time."""
     until = time.monotonic() + limit(SECONDS_TO_BE_GONE)
     while processes(home / "stderr"):
         if time.monotonic() > until:
@@ -290,7 +290,7 @@ def gone(home: Path, pid: int) -> bool:
 
 
 def reached(happened: Callable[[], Any], process: subprocess.Popen[bytes], what: str, seconds: float = 120) -> None:
-    """Returns once `happened()`. Raises NotReachedError when `process` has ended before, or after `seconds`."""
+    """Wait for `happened()`. Raises NotReachedError if `process` ends first, or after `seconds`."""
     until = time.monotonic() + limit(seconds)
     while not happened():
         if process.poll() is not None or time.monotonic() > until:
@@ -299,11 +299,11 @@ def reached(happened: Callable[[], Any], process: subprocess.Popen[bytes], what:
 
 
 def ranks_of(process: subprocess.Popen[bytes], home: Path) -> list[psutil.Process]:
-    """The ranks that the launcher `process` has started, in their order."""
+    """Processes of the ranks that the launcher `process` started, by rank."""
     own = [one for one in processes(home / "stderr") if one.ppid() == process.pid and "RANK" in one.environ()]
     return sorted(own, key=lambda one: int(one.environ()["RANK"]))
 
 
 def send(process: subprocess.Popen[bytes], number: signal.Signals, *, group: bool = False) -> None:
-    """The signal, to the command alone or, as a terminal does, to its group."""
+    """Send a signal to the command or, as a terminal does, to its process group."""
     os.killpg(process.pid, number) if group else process.send_signal(number)

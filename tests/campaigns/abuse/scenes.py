@@ -1,4 +1,4 @@
-"""What is there before an abuse or beside it, what is done to a running job, and what must not be lost."""
+"""Scenes of abuses: earlier and parallel runs, disturbances of a running job, checks for lost data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reward(completion):
         time.sleep(0.1)
     return completion.tokens / 10
 """
-"""Says that it was called, and waits until it may return."""
+"""Reward that creates the file `here`, and returns once the file `go` exists."""
 WAITING = {"scoring.py": WAITING_REWARD}
 RESUMING = {**SAVING, "resume_from_checkpoint": True}
 FILLING_REWARD = """
@@ -50,10 +50,10 @@ def reward(completion):
             file.write(bytes(max(0, room.f_bavail * room.f_frsize - 24576)))
     return completion.tokens / 10
 """
-"""Leaves little room on the disk once there is a checkpoint."""
+"""Reward that fills the disk once a checkpoint exists."""
 
 
-# ---- what must not be lost
+# ---- checks for lost data
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def faults_of(path: Path, steps: int) -> str:
-    """What is wrong with a file of metrics that is to hold `steps` steps of one run."""
+    """Faults of a metrics file that must have `steps` steps of one run."""
     try:
         found = [row["step"] for row in rows(path)]
     except (OSError, ValueError, KeyError) as error:
@@ -71,27 +71,27 @@ def faults_of(path: Path, steps: int) -> str:
 
 @contextlib.contextmanager
 def complete(home: Path) -> Iterator[Lost]:
-    """The job ends well: its step is in the metrics."""
+    """The job must succeed, with its step in the metrics."""
     yield lambda: faults_of(home / METRICS, 1)
 
 
 @contextlib.contextmanager
 def not_begun(home: Path) -> Iterator[Lost]:
-    """Found before a process was started: the run has left nothing but its lock."""
+    """The error must come before any rank starts: the run leaves only its lock."""
 
     def left() -> str:
         found = {path.name for path in (home / RUN).glob("*")} - {".lock"}
-        return f"found too late: there is {', '.join(sorted(found))}" if found else ""
+        return f"found too late: the run wrote {', '.join(sorted(found))}" if found else ""
 
     yield left
 
 
-# ---- several runs of one name
+# ---- several runs of the same name
 
 
 @contextlib.contextmanager
 def other_run(home: Path) -> Iterator[Lost]:
-    """A run of the same name is at work; afterwards it may finish, undisturbed."""
+    """Another run of the same name is running; it must finish afterwards."""
     with started(home, *TRAIN, log="other") as other:
         reached((home / "here").exists, other, "the other run's first step")
 
@@ -108,7 +108,7 @@ def other_run(home: Path) -> Iterator[Lost]:
 
 @contextlib.contextmanager
 def earlier_run(home: Path) -> Iterator[Lost]:
-    """A run of the same name is complete; its metrics have to be kept."""
+    """An earlier run of the same name is complete; its metrics must be kept."""
     _finished(home, "earlier")
     before = (home / METRICS).read_bytes()
 
@@ -121,7 +121,7 @@ def earlier_run(home: Path) -> Iterator[Lost]:
 
 @contextlib.contextmanager
 def two_checkpoints(home: Path) -> Iterator[Lost]:
-    """A run has ended with two checkpoints: the same one for all abuses of a campaign."""
+    """A complete run with two checkpoints, shared by the abuses of a campaign."""
     kept = home.parent / "two-checkpoints"
     if not kept.exists():
         making = kept.with_suffix(".partial")
@@ -134,7 +134,7 @@ def two_checkpoints(home: Path) -> Iterator[Lost]:
 
 
 def damaged(damage: Callable[[Path], object]) -> Callable[[Path], contextlib.AbstractContextManager[Lost]]:
-    """A run has left two checkpoints, and `damage` befalls the later one."""
+    """Scene of a run with two checkpoints, the later one changed by `damage`."""
 
     @contextlib.contextmanager
     def scene(home: Path) -> Iterator[Lost]:
@@ -154,13 +154,13 @@ def damaged(damage: Callable[[Path], object]) -> Callable[[Path], contextlib.Abs
 
 
 def cut(checkpoint: Path) -> None:
-    """Half of the largest file is gone."""
+    """Truncate the largest file to half."""
     largest = max(checkpoint.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
 
 
 def scribbled(checkpoint: Path) -> None:
-    """Other bytes stand in the index."""
+    """Overwrite the index."""
     (checkpoint / ".metadata").write_bytes(b"no index\n")
 
 
@@ -174,12 +174,12 @@ def _finished(home: Path, log: str, *overrides: str) -> None:
 
 @contextlib.contextmanager
 def small_disk(home: Path) -> Iterator[Lost]:
-    """The runs are written to a disk of their own; what was half written has to be gone afterwards."""
+    """Runs are on a small tmpfs; incomplete checkpoints must be removed."""
     place = home / "runs"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        raise SkippedError("file systems cannot be mounted here (root may)")
+        raise SkippedError("mounting a file system needs root")
 
     def lost() -> str:
         found = sorted(path.name for path in (home / CHECKPOINTS).iterdir())
@@ -191,12 +191,12 @@ def small_disk(home: Path) -> Iterator[Lost]:
         subprocess.run(["umount", str(place)], capture_output=True)
 
 
-# ---- a running job is disturbed
+# ---- disturbances of a running job
 
 
 @contextlib.contextmanager
 def goes_on(home: Path) -> Iterator[Lost]:
-    """What was killed can be resumed from its checkpoint."""
+    """The killed run must resume from its checkpoint."""
 
     def lost() -> str:
         (home / "go").touch()
@@ -206,7 +206,7 @@ def goes_on(home: Path) -> Iterator[Lost]:
 
 
 def kill_launcher(home: Path, process: subprocess.Popen[bytes]) -> None:
-    """After the first step and its checkpoint, in the second's reward."""
+    """Kill the launcher after the first checkpoint, during the second step's reward."""
     (home / "go").touch()
     reached((home / CHECKPOINTS / "rl-000001").exists, process, "the first checkpoint")
     (home / "go").unlink()

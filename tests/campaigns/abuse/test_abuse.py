@@ -1,4 +1,4 @@
-"""`scripts/abuse.py`: what is right passes, and whatever an abused job gets wrong is seen."""
+"""`scripts/abuse.py`: correct outcomes pass, and every kind of fault of an abused job is reported."""
 
 from __future__ import annotations
 

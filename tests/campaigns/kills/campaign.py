@@ -1,9 +1,9 @@
-"""Kill processes of small real jobs at random moments, and hold what must be so.
+"""Kill processes of small real jobs at random moments, and check what they lose.
 
-    python scripts/kill_campaign.py --check              # twenty kills; exit 0 exactly when all holds
-    python scripts/kill_campaign.py --only engine        # kinds of victims, one or several
+    python scripts/kill_campaign.py --check              # twenty kills; exit 1 if a check fails
+    python scripts/kill_campaign.py --only engine        # kinds of victims; repeatable
     python scripts/kill_campaign.py --kills 5 --seed 3 --json kills.json
-    python scripts/kill_campaign.py --slack 3            # three times as much time, on a machine that others use
+    python scripts/kill_campaign.py --slack 3            # factor on time limits, for a busy machine
 
 Victims are ranks (under our launcher, torchrun and Ray), launchers, agents and drivers, a node of Ray's with all that
 runs on it, a server that samples rollouts, processes of rewards and of a data loader; every kind once, the rest as the
@@ -37,14 +37,14 @@ from tests.jobs.launch.clusters import cluster
 from tests.jobs.launch.commands import started
 
 LIMIT = 30.0
-"""Seconds until a job has ended, or goes on."""
+"""Time limit in seconds for a job to end, restart or go on after a kill."""
 PATIENCE = 400.0
-"""Seconds for anything that is not measured: a whole small job on a busy machine."""
+"""Time limit in seconds for other waits, such as a whole job on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Which kind of process of which job is killed."""
+    """A job, its launcher, and the kind of process to kill."""
 
     job: str
     way: str
@@ -67,22 +67,22 @@ SCENES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job that was hit."""
+    """Outcome of a kill."""
 
     kind: str
     moment: str
     became: str
-    """ended, went on, or restarted."""
+    """State of the job after the kill: ended, went on, or restarted."""
     seconds: float
-    """Until then."""
+    """Seconds until that state."""
     left: int
-    """Processes that were alive after the limit."""
+    """Number of processes alive after the time limit."""
     rows: bool
-    """Whether its rows are those of the undisturbed run, each step once."""
+    """Whether its metrics equal those of the undisturbed run, each step once."""
     samples: bool
-    """Whether its samples are."""
+    """Whether its samples equal those of the undisturbed run."""
     fault: str = ""
-    """What else was wrong."""
+    """Another fault; empty if there is none."""
 
     @property
     def holds(self) -> bool:
@@ -91,14 +91,14 @@ class Outcome:
 
 @dataclass
 class Undisturbed:
-    """A run that nothing happened to."""
+    """Metrics and samples of a run without kills."""
 
     rows: list[dict[str, Any]]
     samples: list[str]
 
 
 class Campaign:
-    """Runs and their references, in folders under `base`."""
+    """Runs kills on jobs in folders under `base`, and compares them with undisturbed runs."""
 
     def __init__(self, base: Path, slack: float, ray: Callable[[], Any]) -> None:
         self.base, self.slack, self._ray = base, slack, ray
@@ -106,18 +106,18 @@ class Campaign:
         self._number = 0
 
     def reference(self, job: str) -> Undisturbed:
-        """The run of `job` that nothing happens to, made once."""
+        """Undisturbed run of `job`, made once."""
         if job not in self._references:
             with self._prepared(Scene(job, "launcher", "")) as (running, _):
                 code = running.process.wait(timeout=PATIENCE * self.slack)
                 if code:
-                    raise SystemExit(f"the undisturbed run of {job} failed:\n{running.said}")
+                    raise SystemExit(f"the undisturbed run of {job} failed:\n{running.output}")
                 self._references[job] = Undisturbed(rows_of(running.run), samples_of(running.run))
         return self._references[job]
 
     @contextlib.contextmanager
     def _prepared(self, scene: Scene) -> Any:
-        """The job of `scene` at work, and what starts it again from its last checkpoint."""
+        """Start the job of `scene`; yields it and a function that resumes it from its last checkpoint."""
         self._number += 1
         folder = self.base / f"{self._number:02d}"
         folder.mkdir()
@@ -135,7 +135,7 @@ class Campaign:
             yield Running(folder, process, ray, engines), again
 
     def hit(self, kind: str, chance: random.Random) -> Outcome:
-        """One kill, and what became of it. A moment at which the victim has ended by itself is drawn again."""
+        """Kill once and return the outcome. If the victim ended by itself before, another moment is drawn."""
         while (outcome := self._hit(kind, chance)) is None:
             print(f"{kind}: had ended before it was hit; another moment", file=sys.stderr, flush=True)
         return outcome
@@ -163,33 +163,33 @@ class Campaign:
             fault = "" if became else f"nothing happened within {LIMIT * self.slack:g} s"
             code, left = self._ended(running, became)
             if became == "ended":
-                seconds = time.monotonic() - hit  # with all that it had started
+                seconds = time.monotonic() - hit  # includes the end of its child processes
             if code and not fault:
                 with again() as process:
                     code = process.wait(timeout=PATIENCE * self.slack)
                 if code:
-                    fault = f"it did not go on: {_last(running.said)}"
+                    fault = f"it did not go on: {_last(running.output)}"
             if fault:
-                print(running.said[-3000:], file=sys.stderr)
+                print(running.output[-3000:], file=sys.stderr)
             same = not fault and rows_of(running.run) == expected.rows
             once = not fault and samples_of(running.run) == expected.samples
         return Outcome(kind, moment, became or "hung", seconds, left, same, once, fault)
 
     def _became(self, running: Running, before: int) -> str:
-        """ended, restarted or went on; empty where none of it happened in time."""
+        """State of the job after a kill: ended, restarted or went on; empty after the time limit."""
         until = time.monotonic() + LIMIT * self.slack
         while time.monotonic() < until:
             if running.process.poll() is not None:
                 return "ended"
-            if "restart 1 of" in running.said:
+            if "restart 1 of" in running.output:
                 return "restarted"
-            if running.cluster is None and running.steps() > before + 1:  # the step that was under way may be lost
+            if running.cluster is None and running.steps() > before + 1:  # the current step may be lost
                 return "went on"
             time.sleep(0.02)
         return ""
 
     def _ended(self, running: Running, became: str) -> tuple[int, int]:
-        """The exit code of what went on, and how many processes outlived it."""
+        """Exit code of the job, and the number of processes that outlive it."""
         if not became:
             return 1, 0
         code = running.process.wait(timeout=PATIENCE * self.slack)
@@ -202,17 +202,17 @@ class Campaign:
         until = time.monotonic() + seconds * self.slack
         while not (found := happened()):
             if time.monotonic() > until or running.process.poll() is not None:
-                raise SystemExit(f"the job never came so far:\n{running.said}")
+                raise SystemExit(f"the job never came so far:\n{running.output}")
             time.sleep(0.01)
         return found
 
 
 def _last(said: str) -> str:
-    return said.strip().splitlines()[-1] if said.strip() else "it said nothing"
+    return said.strip().splitlines()[-1] if said.strip() else "no output"
 
 
 class Ray:
-    """A cluster of three machines of a CPU each, started when it is asked for, made whole after a loss."""
+    """Ray cluster of three machines with one CPU each; starts at first use and replaces lost machines."""
 
     def __init__(self, until_the_end: contextlib.ExitStack) -> None:
         self._until_the_end, self._made = until_the_end, None
@@ -226,22 +226,22 @@ class Ray:
 
 
 def drawn(kills: int, only: list[str], seed: int) -> list[str]:
-    """Kinds of victims: each once, then as the seed says."""
+    """Kinds of victims: each once, then random ones by seed."""
     chance = random.Random(seed)
     return [*only, *(chance.choice(only) for _ in range(kills - len(only)))][:kills]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit 1 when something does not hold")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a check fails")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=SCENES, action="append", help="a kind of victim, instead of all")
-    parser.add_argument("--slack", type=float, default=1.0, help="how many times as long anything may take")
-    parser.add_argument("--json", type=Path, help="file for what was found")
+    parser.add_argument("--only", choices=SCENES, action="append", help="kind of victim; repeatable. Default: all")
+    parser.add_argument("--slack", type=float, default=1.0, help="factor on time limits, for a busy machine")
+    parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     arguments = parser.parse_args()
     header = ["kill", "victim", "moment", "the job", "after s", "left alive", "rows", "samples"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the jobs end with this command
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # runs the context managers, which end the jobs
     table = Table(f"{arguments.kills} kills, seed {arguments.seed}", header)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="kills-") as base, contextlib.ExitStack() as until_the_end:

@@ -1,4 +1,4 @@
-"""The small real jobs of `kill_campaign.py`: what runs, who of it can be killed, what it has left behind."""
+"""Small real jobs of the kill campaign: their processes, metrics and samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.jobs.streams.jobs import write_data as write_stream_data
 
 RANKS = 2
 COUNTS = ("engine_replicas", "engine_dropped", "engine_requests", "engine_failed_attempts")
-"""Columns that count servers and attempts, and so differ after a kill."""
+"""Metrics of servers and attempts, which differ after a kill."""
 
 
 SMALL = {
@@ -35,11 +35,11 @@ SMALL = {
     "eval_samples": 0,
     "reward_function": "tests.jobs.rl.jobs:length",
 }
-"""Of the RL jobs: every response is written, with its reward."""
+"""Settings of the RL jobs; every response is written with its reward."""
 
 
 def grpo(folder: Path) -> dict[str, Any]:
-    """Synchronous GRPO after a warm-up, rewards by two processes per rank."""
+    """Synchronous GRPO after a warm-up, with two reward processes per rank."""
     write_rl_data(folder)
     return rl_settings(
         folder,
@@ -49,7 +49,7 @@ def grpo(folder: Path) -> dict[str, Any]:
 
 
 def pairs(folder: Path) -> dict[str, Any]:
-    """DPO through a stream, a loader process per rank."""
+    """DPO on a stream, with one loader process per rank."""
     write_stream_data(folder, 37)
     job = stream_settings(folder, "dpo", save_steps=3, eval_steps=0)
     del job["max_steps"], job["actor_train"]["use_sequence_packing"], job["actor_train"]["sequence_packing_args"]
@@ -65,7 +65,7 @@ def pairs(folder: Path) -> dict[str, Any]:
 
 
 def engine(folder: Path) -> dict[str, Any]:
-    """Synchronous GRPO whose rollouts two servers sample; their URLs are in `urls` of the folder."""
+    """Synchronous GRPO with rollouts by two servers, whose URLs are in the file `urls`."""
     write_rl_data(folder)
     tiny.write_model(folder / "model", "qwen3")
     tiny.write_tokenizer(folder / "model")
@@ -87,7 +87,7 @@ JOBS = {"grpo": grpo, "pairs": pairs, "engine": engine}
 
 @contextlib.contextmanager
 def servers(folder: Path, count: int = 2) -> Iterator[list[psutil.Process]]:
-    """So many engine processes, of one server each, over the model of the `engine` job; their URLs go to `urls`."""
+    """Start `count` engine servers with the model of the job `engine`; write their URLs to `urls`."""
     tiny.write_model(folder / "model", "qwen3")
     tiny.write_tokenizer(folder / "model")
     started = []
@@ -105,7 +105,7 @@ def servers(folder: Path, count: int = 2) -> Iterator[list[psutil.Process]]:
 
 
 def command(way: str, job: Path, address: str) -> list[str]:
-    """Arguments of python that run `job` on two ranks."""
+    """Arguments of python to run `job` on two ranks."""
     cli = ["-m", "roll_batching.cli", "train", "--config", str(job)]
     if way == "torchrun":
         return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *cli]
@@ -116,7 +116,7 @@ def command(way: str, job: Path, address: str) -> list[str]:
 
 @dataclass
 class Running:
-    """A job at work: its folder, its command's process, and the others that it needs."""
+    """A running job: folder, process of its command, Ray cluster, engines."""
 
     folder: Path
     process: subprocess.Popen[str]
@@ -125,21 +125,21 @@ class Running:
 
     @property
     def run(self) -> Path:
-        """The run's folder."""
+        """Folder of the run."""
         return self.folder / "runs" / "tiny"
 
     @property
-    def said(self) -> str:
-        """The command's output so far."""
+    def output(self) -> str:
+        """Output of the command so far."""
         return (self.folder / "said").read_text()
 
     def steps(self) -> int:
-        """Rows that it has written."""
+        """Number of rows in the metrics."""
         metrics = self.run / "metrics.jsonl"
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
     def victims(self, kind: str) -> list[psutil.Process]:
-        """The processes of a kind that are alive; none once the job has ended."""
+        """Live processes of a kind; none after the end of the job."""
         if self.process.poll() is not None:
             return []
         if kind == "engine":
@@ -157,7 +157,7 @@ class Running:
         return sorted(mine, key=lambda one: one.pid)
 
     def kill(self, kind: str, victim: psutil.Process) -> None:
-        """SIGKILL; a node goes with all of its processes."""
+        """Send SIGKILL; a node is killed with all its processes."""
         if kind != "node":
             victim.kill()
             return
@@ -171,7 +171,7 @@ class Running:
                 one.kill()
 
     def left(self) -> list[psutil.Process]:
-        """What is alive of it."""
+        """Live processes of the job."""
         return [*processes(self.folder), *(ranks() if self.cluster is not None else [])]
 
 
@@ -187,13 +187,13 @@ def _is(kind: str, process: psutil.Process, of_launcher: set[int]) -> bool:
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    """What a job wrote of its steps, without times and counts of failures."""
+    """Metrics of a run, without times and counts of failures."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     left_out = {*TIMES, *COUNTS}
     return [{key: value for key, value in json.loads(line).items() if key not in left_out} for line in lines]
 
 
 def samples_of(run: Path) -> list[str]:
-    """What it said of its samples: which step trained on which response."""
+    """Lines of rollouts.jsonl: the responses that each step trained on."""
     file = run / "rollouts.jsonl"
     return file.read_text().splitlines() if file.exists() else []

@@ -1,4 +1,4 @@
-"""The campaign of kills: what it draws, what it takes for a failure, and one kill of its own."""
+"""The kill campaign: its draws, its failures, and single kills."""
 
 from __future__ import annotations
 

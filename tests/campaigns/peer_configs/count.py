@@ -1,7 +1,7 @@
-"""How many of the peers' example files convert, and what keeps the others from it.
+"""Count example files of ROLL and NeMo-RL that convert and start, and the reasons of those that do not.
 
-    python scripts/count_peer_configs.py --roll ROLL --nemo-rl NEMO_RL      two checkouts; either alone will do
-    ... --list    what is left out of every file, by name, and what stops it
+    python scripts/count_peer_configs.py --roll ROLL --nemo-rl NEMO_RL      two checkouts, or one of them
+    ... --list    omitted keys of every file, and errors that stop it
 
 A converted file starts once its model and data are there if it passes all that `roll-batching train` checks before it
 makes a process group or a model: `jobs.py` supplies each model's true config.json and lines of data.
@@ -45,7 +45,7 @@ def nemo_rl_files(root: Path) -> Iterator[Path]:
 
 
 def _batched(data: dict[str, Any]) -> bool:
-    """Whether NeMo-RL's settings switch sequence packing or dynamic batching on."""
+    """Whether NeMo-RL's settings enable sequence packing or dynamic batching."""
     policy = data.get("policy")
     sections = (
         [policy.get(name) for name in ("sequence_packing", "dynamic_batching")] if isinstance(policy, dict) else []
@@ -62,7 +62,7 @@ def _composed(path: Path, origin: Origin) -> dict[str, Any]:
 
 
 def kind_of(path: Path) -> str:
-    """The pipeline of one of ROLL's files, by its sections."""
+    """Pipeline of a file of ROLL, by its sections."""
     data = _composed(path, ORIGINS["roll"])
     for kind, keys in {
         "agentic": {"custom_envs", "train_env_manager"},
@@ -125,7 +125,7 @@ def count(title: str, files: list[Path], origin: Origin, root: Path, scratch: Pa
 
 
 def lacking_of(missing: list[str]) -> set[str]:
-    """The keys of what is to be filled in."""
+    """Keys that must be filled in."""
     return {text.split(":")[0] for text in missing}
 
 
@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--roll", type=Path, help="checkout of alibaba/ROLL")
     parser.add_argument("--nemo-rl", type=Path, help="checkout of NVIDIA-NeMo/RL")
-    parser.add_argument("--list", action="store_true", help="what is left out of every file")
+    parser.add_argument("--list", action="store_true", help="print the omitted keys of every file")
     args = parser.parse_args()
     os.environ.setdefault("HF_HOME", "/nonexistent")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Whether a converted file of a peer starts once its model and data are there, by the checks of its own job.
+"""Start-up checks of converted files, with the model and data that they name.
 
 Model directories hold the true `config.json` of the models that the files name (models.json) and a small
 tokenizer; data files hold a line for every tag that theirs have. No weights: they are read after all checks.
@@ -40,7 +40,7 @@ class PeerModels:
         self._folder = folder
 
     def path(self, name: str) -> Path | None:
-        """The directory of the model `name`; None for one whose config.json is unknown here."""
+        """Directory of the model `name`; None if its config.json is unknown."""
         name = FACTS["same_as"].get(name, name)
         config = FACTS["configs"].get(name)
         if config is None:
@@ -67,20 +67,20 @@ def _write_tokenizer(path: Path) -> None:
 
 
 def model_names(settings: dict[str, Any]) -> set[str]:
-    """The models and tokenizers that a job's settings name."""
+    """Models and tokenizers that the settings name."""
     named = {settings.get("pretrain"), (settings.get("tokenizer") or {}).get("name_or_path")}
     named |= {((settings.get(role) or {}).get("model_args") or {}).get("model_name_or_path") for role in ROLES}
     return {name for name in named if name}
 
 
 def is_placeholder(settings: dict[str, Any]) -> bool:
-    """Whether the file leaves its model to whoever starts it."""
+    """Whether the name is a placeholder for the user's model."""
     names = model_names(settings)
     return not names or any(name.startswith(tuple(FACTS["placeholders"])) for name in names)
 
 
 def what_stops(settings: dict[str, Any], models: PeerModels, folder: Path) -> list[str]:
-    """What keeps the job from starting, in short; nothing of one that starts."""
+    """Short reasons why the job does not start; empty if it starts."""
     if is_placeholder(settings):
         return ["its model is a placeholder"]
     if unknown := sorted(name for name in model_names(settings) if models.path(name) is None):
@@ -96,11 +96,11 @@ def what_stops(settings: dict[str, Any], models: PeerModels, folder: Path) -> li
 
 
 def _start(job: JobConfig) -> None:
-    """What `roll-batching train` and the ranks check before a process group or a model is made.
+    """Run the checks of `roll-batching train` and its ranks before a process group or a model is made.
 
-    Not that trackers are installed and as many devices are here: those are of the machine.
+    Installed trackers and the number of devices are not checked, because they depend on the machine.
     """
-    # Here: they import Megatron, whose warnings a script hides first.
+    # Imported here, because they import Megatron, whose warnings the script hides first.
     from roll_batching.jobs.inputs import check_inputs, load_inputs
     from roll_batching.jobs.objectives.from_config import advantages_of, loss_of
     from roll_batching.jobs.rewards.contract import load_reward
@@ -122,7 +122,7 @@ def _start(job: JobConfig) -> None:
 
 
 def _supplied(settings: dict[str, Any], models: PeerModels, folder: Path) -> dict[str, Any]:
-    """`settings` with directories of models, and files of data where theirs are or must be filled in."""
+    """`settings` with model directories and data files for those that are named or must be filled in."""
     settings = copy.deepcopy(settings)
     for section, key in [
         (settings, "pretrain"),
@@ -143,7 +143,7 @@ def _supplied(settings: dict[str, Any], models: PeerModels, folder: Path) -> dic
 
 
 def _write_data(settings: dict[str, Any], name: str, path: Path) -> Path:
-    """Lines as the file `name` has them, one of every tag."""
+    """Write a data file like `name`, with one line per tag."""
     path = path.with_suffix(".json" if name.endswith(".json") else ".jsonl")
     stem = Path(name).stem
     lines = [_line(settings, tag) for tag in FACTS["tags_of_files"].get(stem) or _tags(settings)] * 2
@@ -155,7 +155,7 @@ def _write_data(settings: dict[str, Any], name: str, path: Path) -> Path:
 
 
 def _tags(settings: dict[str, Any]) -> list[str]:
-    """Tags of a file that whoever starts the job writes: all that rewards judge."""
+    """Tags of a data file of the user: all tags that rewards score."""
     rewards = (settings.get("rewards") or {}).values()
     judged: Iterator[str] = (tag for one in rewards for tag in one.get("tag_included") or ())
     return list(judged) or ["any"]
@@ -175,7 +175,7 @@ def _line(settings: dict[str, Any], tag: str) -> dict[str, Any]:
 
 
 def _short(text: str, folder: Path) -> str:
-    """A reason without the names of folders and the numbers that differ between files."""
+    """`text` without folder names and numbers that differ between files."""
     text = " ".join(text.replace(str(folder.parent), "").split())
     if family := re.search(r"model_type '\w+' is not supported", text):
         return family[0]

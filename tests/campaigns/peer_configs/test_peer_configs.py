@@ -1,4 +1,4 @@
-"""The counter of peers' files says that a job starts only where the job's own checks do."""
+"""The counter of peers' files: a job starts exactly if its own start-up checks pass."""
 
 from __future__ import annotations
 
