@@ -1,4 +1,4 @@
-"""A loss of your own on Megatron-Core: subclass the strategy and write `token_loss`.
+"""A custom loss on Megatron-Core: subclass the strategy and write `token_loss`.
 
 python examples/custom_loss.py
 torchrun --nproc-per-node 2 examples/custom_loss.py
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 class FocalStrategy(MegatronTrainStrategy):
-    """Dwells on tokens that the model finds hard (focal loss, Lin et al. 2017, arXiv 1708.02002)."""
+    """Focal loss, which weights improbable tokens (Lin et al. 2017, arXiv 1708.02002)."""
 
     masks = ("response_mask",)
 

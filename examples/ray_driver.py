@@ -1,9 +1,9 @@
-"""Your own training loop on Ray: a driver that has the samples, and a policy whose ranks are actors.
+"""A custom training loop on Ray: the driver has the samples, the ranks of the policy are actors.
 
     python examples/ray_driver.py                                # the driver; TP 2 x DP 2 = four actors
-    torchrun --nproc-per-node 4 examples/ray_driver.py           # the same steps by ranks that have no driver
+    torchrun --nproc-per-node 4 examples/ray_driver.py           # the same steps without a driver
 
-Both print the same losses, to the last bit. Needs `pip install 'roll-batching[megatron,ray]'`.
+Both print bitwise equal losses. Needs `pip install 'roll-batching[megatron,ray]'`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POLICY = WorkerConfig.model_validate(
 
 
 def rollouts(step: int) -> SampleBatch:
-    """Stands for your engine: prompts and answers of very different lengths."""
+    """Replace with your engine: prompts and responses of very different lengths."""
     g = torch.Generator().manual_seed(step)
     lengths = torch.empty(20).log_normal_(2.8, 0.9, generator=g).clamp(2, 90).int().tolist()
     return SampleBatch.from_lists(
@@ -47,7 +47,7 @@ def rollouts(step: int) -> SampleBatch:
 
 
 def advantages(batch: SampleBatch) -> torch.Tensor:
-    """Stands for your rewards: even tokens are good. One number per token."""
+    """Replace with your rewards: here the share of even tokens, normalized. One number per token."""
     good = torch.stack([(tokens % 2 == 0).float().mean() for tokens in batch.to_lists("input_ids")])
     return torch.repeat_interleave((good - good.mean()) / good.std(), batch.lengths)
 
@@ -58,24 +58,24 @@ def drive() -> None:
 
     from roll_batching.jobs.driver.group import WorkerGroup
 
-    # Or ray.init("auto"): the Ray that runs on this machine.
+    # Or ray.init("auto"): the running Ray.
     ray.init("local", num_cpus=RANKS, object_store_memory=200_000_000, logging_level="error")
     with WorkerGroup(POLICY, RANKS, seed=5) as policy:
         for step in range(STEPS):
             batch = rollouts(step)
-            shared = policy.distribute(batch)  # each replica's samples go into the object store, once
-            shared = policy.with_log_probs(shared, "old_log_probs", masks=["response_mask"])  # these stay there
+            shared = policy.distribute(batch)  # stores each replica's samples once in the object store
+            shared = policy.with_log_probs(shared, "old_log_probs", masks=["response_mask"])  # stay there
             shared = policy.with_fields(shared, {"advantages": advantages(batch)}, {"advantages": "token"})
             result = policy.train_step(shared, PolicyLoss())
             print(f"step {step}: loss {result.loss.hex()}, gradient norm {result.grad_norm.hex()}", flush=True)
             if step == STEPS - 1:
-                log_probs = policy.compute_log_probs(shared)  # in the order of `batch`, wherever samples were
+                log_probs = policy.compute_log_probs(shared)  # in the order of `batch`
                 assert torch.equal(log_probs.ids, batch.ids)
                 print(f"log-prob of its samples: {log_probs['log_probs'].sum().item().hex()}")
 
 
-def be_a_rank() -> None:
-    """The same without a driver: every rank has the batch, and finds its share by the plan."""
+def run_rank() -> None:
+    """The same loop without a driver: every rank has the batch and takes its share by the plan."""
     from roll_batching.samples import LengthTable, collect
     from roll_batching.strategy import MegatronTrainStrategy
 
@@ -84,19 +84,19 @@ def be_a_rank() -> None:
     for step in range(STEPS):
         batch = rollouts(step)
         plan = policy.plan(LengthTable.of(batch))
-        whole = batch.with_fields({"advantages": advantages(batch)}, {"advantages": "token"})
-        local = plan.shard(whole, policy.layout.dp_rank)
+        full = batch.with_fields({"advantages": advantages(batch)}, {"advantages": "token"})
+        local = plan.shard(full, policy.layout.dp_rank)
         old = policy.compute_log_probs(local, plan, ["response_mask"])["log_probs"]
         local = local.with_fields({"old_log_probs": old}, {"old_log_probs": "next_token"})
         result = policy.train_step(local, plan, PolicyLoss())
         if policy.layout.dp_rank == policy.layout.tp_rank == 0:
             print(f"step {step}: loss {result.loss.hex()}, gradient norm {result.grad_norm.hex()}", flush=True)
         if step == STEPS - 1:
-            home = batch if policy.layout.dp_rank == 0 else batch.select([])
-            log_probs = collect(policy.compute_log_probs(local, plan), plan, like=home)
+            local_batch = batch if policy.layout.dp_rank == 0 else batch.select([])
+            log_probs = collect(policy.compute_log_probs(local, plan), plan, like=local_batch)
             if policy.layout.dp_rank == policy.layout.tp_rank == 0:
                 print(f"log-prob of its samples: {log_probs['log_probs'].sum().item().hex()}")
 
 
 if __name__ == "__main__":
-    be_a_rank() if "RANK" in os.environ else drive()
+    run_rank() if "RANK" in os.environ else drive()

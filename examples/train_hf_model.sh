@@ -1,23 +1,15 @@
 #!/usr/bin/env bash
-# From a model directory to a trained model directory: make a tiny Qwen3 with transformers, train it with GRPO on two
-# processes, write it, and load what was written in transformers again.
+# From a model directory to a trained one: create a tiny Qwen3 with transformers, train it with GRPO on two processes,
+# export it, and load the export in transformers.
 #
 #   ./examples/train_hf_model.sh                 about two minutes on two CPU cores, once everything is installed
-#   ./examples/train_hf_model.sh --no-install    in the current interpreter, as it is
+#   ./examples/train_hf_model.sh --no-install    in the current interpreter, without installing
 #   ./examples/train_hf_model.sh max_steps=5     name.path=value changes any setting
 set -euo pipefail
 source "$(dirname "$0")/../scripts/_env.sh"
 cd "$root"
 
-overrides=()
-for argument in "$@"; do
-    case $argument in
-        --no-install) INSTALL=no ;;
-        -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
-        *=*) overrides+=("$argument") ;;
-        *) echo "$0: what is '$argument'? See $0 --help" >&2; exit 2 ;;
-    esac
-done
+take_overrides "$@"
 use_environment megatron,dev # dev brings transformers
 
 export PYTHONWARNINGS=${PYTHONWARNINGS:-"ignore:Transformer Engine and Apex,ignore:Apex is not installed,ignore:MimoModelConfig is experimental"}

@@ -1,4 +1,4 @@
-"""A short Megatron training loop, first as it is, then with the lines that put roll-batching under it.
+"""A short Megatron training loop: without roll-batching, then with it.
 
     python examples/your_megatron_loop.py
     torchrun --nproc-per-node 2 examples/your_megatron_loop.py
@@ -44,7 +44,7 @@ def build(packed: bool) -> tuple[DistributedDataParallel, object]:
         use_cpu_initialization=not cuda, params_dtype=dtype, bf16=cuda, gradient_accumulation_fusion=False,
         masked_softmax_fusion=False, bias_dropout_fusion=False, bias_activation_fusion=False, apply_rope_fusion=False,
     )  # fmt: skip
-    # Megatron's own local attention refuses packs; ours takes them. With TransformerEngine its spec does, too.
+    # Megatron's local attention refuses packs, this spec takes them. Megatron's spec for TransformerEngine does too.
     spec = packed_layer_spec(config) if packed else get_gpt_layer_local_spec(normalization="RMSNorm")
     model = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LONGEST, position_embedding_type="rope")
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
@@ -60,7 +60,7 @@ def samples(step: int) -> list[torch.Tensor]:
 
 
 def ordinary_loop() -> list[float]:
-    """Every sample padded to the longest, one micro-batch each."""
+    """Pad every sample to the largest length, one micro-batch each."""
     model, optimizer = build(packed=False)
     device = torch.cuda.current_device()
     losses = []
@@ -91,12 +91,12 @@ def ordinary_loop() -> list[float]:
 
 
 def packed_loop() -> list[float]:
-    """The same training, packed and balanced."""
+    """Train the same with packing and balancing."""
     model, optimizer = build(packed=True)
     # --- roll-batching from here
     batching = BatchingSpec(mode="packed", max_tokens=96)
     strategy = MegatronTrainStrategy.from_parts([model], optimizer, BatchingConfig(train=batching, infer=batching))
-    loss = SFTLoss(aggregation="sequence_mean")  # what the loop above computes: the mean of per-sample means
+    loss = SFTLoss(aggregation="sequence_mean")  # as in the loop above: the mean of per-sample means
     losses, rank = [], parallel_state.get_data_parallel_rank()
     for step in range(STEPS):
         rows = samples(step)
@@ -110,9 +110,9 @@ def packed_loop() -> list[float]:
 
 
 def main() -> None:
-    """Both loops, side by side."""
+    """Run both loops and compare their losses."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    start_processes()  # torch.distributed, and on a machine without CUDA what Megatron needs to run there
+    start_processes()  # torch.distributed; without CUDA also the patches that let Megatron run on the CPU
     parallel_state.initialize_model_parallel()
     ordinary, packed = ordinary_loop(), packed_loop()
     if torch.distributed.get_rank() == 0:

@@ -1,6 +1,7 @@
 # Sourced by the other scripts: sets up their Python environment.
 #
 #   take_no_install "$@"        sets INSTALL=no for --no-install; the other arguments become the array `arguments`
+#   take_overrides "$@"         the same for scripts with --help and overrides, which become the array `overrides`
 #   use_environment EXTRAS      for example `use_environment megatron,dev`; sets $python
 #
 # The environment is .venv in the repository's root. It is created if absent, and updated if pyproject.toml or
@@ -29,6 +30,19 @@ find_interpreter() {
     done
     say "No Python 3.11 or newer was found. Install one, or name it: PYTHON=/path/to/python3.12 $0"
     return 1
+}
+
+take_overrides() { # for scripts whose other arguments are overrides of settings; --help prints the script's head
+    local argument
+    overrides=()
+    for argument in "$@"; do
+        case $argument in
+        --no-install) INSTALL=no ;;
+        -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
+        *=*) overrides+=("$argument") ;;
+        *) echo "$0: unknown argument '$argument'. See $0 --help" >&2; exit 2 ;;
+        esac
+    done
 }
 
 take_no_install() {

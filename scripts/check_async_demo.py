@@ -1,12 +1,12 @@
-"""Run the demo with rollouts ahead of training and without, on the same samples, and hold what must be so.
+"""Train the demo with asynchronous and with synchronous rollouts, and compare the runs.
 
     python scripts/check_async_demo.py                 # seed 1, about eight minutes on two cores
     python scripts/check_async_demo.py --seeds 1 2 3
-    python scripts/check_async_demo.py --judge-only    # judge the runs that are there
+    python scripts/check_async_demo.py --judge-only    # check existing runs
 
-What must hold, per seed: held-out reward rises by at least 0.25 and ends no more than 0.05 below the synchronous run's
-after as many samples; no sample is older than the configuration allows; both trained on every prompt as often; each run
-takes at most five minutes (`--slack 3`: three times that, on a machine that others use).
+Checks per seed: held-out reward rises by at least 0.25 and ends at most 0.05 below that of the synchronous run after as
+many samples; no sample exceeds the allowed staleness; both runs train on every prompt equally often; each run takes at
+most five minutes (`--slack 3`: three times that, for a busy machine).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONFIG = "configs/grpo_async_demo.yaml"
 
 
 def run_demo(seed: int, ratio: int) -> None:
-    """One run; both differ in the ratio alone."""
+    """Train once; the two runs differ only in async_generation_ratio."""
     data, name = ROOT / "data" / "ledger" / f"seed{seed}", name_of(seed, ratio)
     if not (data / "heldout.jsonl").exists():
         subprocess.run([sys.executable, "examples/ledger/make_data.py", "--out", data, "--seed", str(seed)], cwd=ROOT)
@@ -43,7 +43,7 @@ def run_demo(seed: int, ratio: int) -> None:
     start = time.monotonic()
     command = [sys.executable, "-m", "roll_batching.cli", "train", "--config", CONFIG, *words]
     if subprocess.run(command, cwd=ROOT).returncode:
-        raise SystemExit(f"the run {name} failed; its output is above")
+        raise SystemExit(f"the run {name} failed. Its output is above")
     (ROOT / "runs" / name / "seconds.json").write_text(json.dumps(time.monotonic() - start))
 
 
@@ -56,7 +56,7 @@ def lines_of(name: str, file: str) -> list[dict[str, Any]]:
 
 
 def judge(seed: int, slack: float) -> bool:
-    """Print what the two runs did and what of it does not hold; whether all holds."""
+    """Print the figures of both runs and the failed checks; returns whether all checks hold."""
     names = {ratio: name_of(seed, ratio) for ratio in (0, 1)}
     rl = {
         ratio: [row for row in lines_of(name, "metrics.jsonl") if row["phase"] == "rl"] for ratio, name in names.items()
@@ -94,8 +94,8 @@ def judge(seed: int, slack: float) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--slack", type=float, default=1.0, help="factor on the limit of time")
-    parser.add_argument("--judge-only", action="store_true", help="do not run, judge runs/check-async-* as they are")
+    parser.add_argument("--slack", type=float, default=1.0, help="factor on the time limit")
+    parser.add_argument("--judge-only", action="store_true", help="do not train, check existing runs/check-async-*")
     arguments = parser.parse_args()
     if not arguments.judge_only:
         for seed in arguments.seeds:

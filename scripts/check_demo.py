@@ -1,6 +1,6 @@
-"""Run the demo with three seeds and a control (or judge runs that are there), and give a verdict per run.
+"""Train the demo with three seeds and a control, or take existing runs, and print a verdict per run.
 
-What must hold: held-out reward starts below 0.5 and rises under GRPO alone by at least 0.25 on each seed and
+Checks: held-out reward starts below 0.5 and rises under GRPO by at least 0.25 on each seed and
 0.30 on average; with shuffled advantages it rises by no more than 0.1; each evaluation holds 512 sampled
 answers to problems that occur neither among the prompts nor in the corpus; in most batches the longest sample
 is at least three times the mean; each run takes at most eight minutes.
@@ -26,7 +26,7 @@ ANSWERS, TAIL, SECONDS = 512, 3.0, 8 * 60.0
 
 
 def run_demo(name: str, seed: int, control: str) -> None:
-    """One run, timed without installation (the environment is there already)."""
+    """Train once and record the seconds; the environment is installed before."""
     start = time.monotonic()
     command = [str(ROOT / "scripts/demo.sh"), "--seed", str(seed), "--control", control, "--name", name]
     if os.environ.get("INSTALL") == "no":
@@ -45,7 +45,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def unseen(seed: int) -> bool:
-    """Whether no held-out problem occurs in what this seed trains on."""
+    """Whether no held-out problem occurs in the training data of this seed."""
     folder = ROOT / "data" / "ledger" / f"seed{seed}"
 
     def prompts(file: str) -> set[str]:
@@ -56,7 +56,7 @@ def unseen(seed: int) -> bool:
 
 
 def judge(name: str, seed: int, *, control: bool) -> tuple[float, bool]:
-    """Print what a run did and what of it does not hold; its rise, and whether all holds."""
+    """Print the figures of a run and the failed checks; returns its rise, and whether all checks hold."""
     rl = [row for row in rows_of(name) if row["phase"] == "rl"]
     evaluated = [row for row in rl if row.get("eval_reward") is not None]
     first, last = evaluated[0], evaluated[-1]
@@ -90,7 +90,7 @@ def judge(name: str, seed: int, *, control: bool) -> tuple[float, bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--judge-only", action="store_true", help="do not run, judge runs/check-* as they are")
+    parser.add_argument("--judge-only", action="store_true", help="do not train, check existing runs/check-*")
     args = parser.parse_args()
     plan = [(f"check-seed{seed}", seed, "none") for seed in SEEDS]
     plan.append((f"check-seed{CONTROL_SEED}-shuffled", CONTROL_SEED, "shuffled"))

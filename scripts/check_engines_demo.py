@@ -1,12 +1,12 @@
-"""Train the engines' demo under torchrun and on Ray, both asking one server, and hold their rewards together.
+"""Train the engines demo under torchrun and on Ray with one server, and compare the rewards.
 
     python scripts/check_engines_demo.py                # about ten minutes on two cores
     python scripts/check_engines_demo.py max_steps=5    # name.path=value changes any setting of both
-    python scripts/check_engines_demo.py --judge-only   # judge the runs that are there
+    python scripts/check_engines_demo.py --judge-only   # check existing runs
 
-Two training ranks and one process of the tests' server, which speaks as SGLang documents it. What must hold: at every
-step both runs have the same reward to the bit, and the reward has risen by at least 0.1 (mean of the last five steps
-over that of the first five).
+Two training ranks use one server of the tests, which implements SGLang's documented API. Checks: both runs have bitwise
+equal rewards at every step, and the reward rises by at least 0.1 (mean of the last five steps minus mean of the first
+five).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rewards(way: str) -> list[float]:
 
 
 def judge() -> bool:
-    """Print what the two runs did and what of it does not hold; whether all holds."""
+    """Print the figures of both runs and the failed checks; returns whether all checks hold."""
     torchrun, ray = rewards("torchrun"), rewards("ray")
     apart = max(abs(one - other) for one, other in zip(torchrun, ray, strict=True))
     first, last = (sum(part) / len(part) for part in (torchrun[:ENDS], torchrun[-ENDS:]))
@@ -60,7 +60,7 @@ def judge() -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("overrides", nargs="*", metavar="name.path=value")
-    parser.add_argument("--judge-only", action="store_true", help="do not run, judge runs/check-engines-* as they are")
+    parser.add_argument("--judge-only", action="store_true", help="do not train, check existing runs/check-engines-*")
     arguments = parser.parse_args()
     if not arguments.judge_only:
         if not (ROOT / MODEL).exists():

@@ -1,8 +1,8 @@
-"""Run the supervised demos and a control of each (or judge runs that are there), and give a verdict per run.
+"""Train the SFT and DPO demos and a control of each, or take existing runs, and print a verdict per run.
 
-What must hold: fine-tuning takes the held-out loss from above 2 nats per token to below 0.1; of held-out pairs at least
-95% are told apart after preference training, whose loss starts at log 2. On data from which nothing can be learnt the
-held-out loss stays above 0.8, and no more than 65% of the pairs are told apart. Held-out texts are no training texts.
+Checks: SFT reduces the held-out loss from above 2 nats per token to below 0.1. DPO starts at a loss of log 2 and ranks
+at least 95% of the held-out pairs correctly. On the control data, from which nothing can be learned, the held-out loss
+stays above 0.8, and at most 65% of the pairs are ranked correctly. Held-out texts do not occur in the training data.
 Each run takes at most five minutes.
 """
 
@@ -34,7 +34,7 @@ def data_of(control: bool) -> Path:
 
 
 def run(task: str, control: bool) -> None:
-    """One run by its command, timed."""
+    """Train once and record the seconds."""
     data, name = data_of(control), name_of(task, control)
     subprocess.run(
         [sys.executable, "examples/supervised/make_data.py", "--out", str(data), *(["--control"] if control else [])],
@@ -53,14 +53,14 @@ def run(task: str, control: bool) -> None:
 
 
 def unseen(task: str, control: bool) -> bool:
-    """Whether no held-out prompt is trained on."""
+    """Whether no held-out prompt occurs in the training data."""
     files = [ROOT / data_of(control) / f"{task}{part}.jsonl" for part in ("", "_heldout")]
     trained, held = ({json.loads(line)["prompt"] for line in file.read_text().splitlines()} for file in files)
     return len(held) == 256 and not trained & held
 
 
 def judge(task: str, control: bool) -> bool:
-    """Print what a run did and what of it does not hold."""
+    """Print the figures of a run and the failed checks; returns whether all checks hold."""
     name = name_of(task, control)
     lines = (ROOT / "runs" / name / "metrics.jsonl").read_text().splitlines()
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
@@ -94,7 +94,7 @@ def judge(task: str, control: bool) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--judge-only", action="store_true", help="do not run, judge runs/check-* as they are")
+    parser.add_argument("--judge-only", action="store_true", help="do not train, check existing runs/check-*")
     args = parser.parse_args()
     if not args.judge_only:
         for task, control in RUNS:

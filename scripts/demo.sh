@@ -24,7 +24,7 @@ while [ $# -gt 0 ]; do
         --no-install) INSTALL=no; shift ;;
         -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
         *=*) overrides+=("$1"); shift ;;
-        *) echo "$0: what is '$1'? See $0 --help" >&2; exit 2 ;;
+        *) echo "$0: unknown argument '$1'. See $0 --help" >&2; exit 2 ;;
     esac
 done
 if [ -z "$name" ]; then

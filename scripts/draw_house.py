@@ -19,7 +19,7 @@ def first_line(path: Path) -> str:
 
 
 def tree(folder: Path, depth: int = 0) -> list[str]:
-    """The folder's line, those of its modules, those of the folders in it."""
+    """Lines of a folder, its modules and its subfolders."""
     indent = "    " * depth
     lines = [f"{indent}{folder.name + '/':<{34 - len(indent)}}{first_line(folder / '__init__.py')}".rstrip()]
     for path in sorted(folder.glob("*.py")):
@@ -31,7 +31,7 @@ def tree(folder: Path, depth: int = 0) -> list[str]:
 
 
 def page() -> str:
-    """The page with today's tree."""
+    """The page docs/files.md for the current tree."""
     return "\n".join([HEAD, "```text", *tree(ROOT / "roll_batching"), "```", ""])
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Rollouts by engines: make a tiny Qwen3, start two servers that speak as SGLang documents it (the tests' own, over
-# transformers on the CPU), and train with GRPO on two processes that ask them.
+# Rollouts by engines: create a tiny Qwen3, start two servers with SGLang's documented API (the tests' servers, which run
+# transformers on the CPU), and train with GRPO on two ranks that sample from them.
 #
 #   ./scripts/engines_demo.sh                 about five minutes on two CPU cores, once everything is installed
 #   ./scripts/engines_demo.sh --no-install    in the current interpreter, without installing
@@ -9,15 +9,7 @@ set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"
 
-overrides=()
-for argument in "$@"; do
-    case $argument in
-        --no-install) INSTALL=no ;;
-        -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
-        *=*) overrides+=("$argument") ;;
-        *) echo "$0: what is '$argument'? See $0 --help" >&2; exit 2 ;;
-    esac
-done
+take_overrides "$@"
 use_environment megatron,dev # dev brings transformers and aiohttp
 
 export PYTHONWARNINGS=${PYTHONWARNINGS:-"ignore:Transformer Engine and Apex,ignore:Apex is not installed,ignore:MimoModelConfig is experimental"}

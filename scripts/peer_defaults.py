@@ -1,10 +1,10 @@
-"""Fields and defaults of another framework's configuration classes, read from its source without importing it.
+"""Extract fields and defaults of another framework's configuration classes from its source, without importing it.
 
     python scripts/peer_defaults.py CHECKOUT COMMIT FILE:CLASS [FILE:CLASS ...] [--reads FOLDER ...] > defaults.json
 
-Per class: fields with a default, and (of TypedDicts) fields that may be absent. `--reads` adds what code below these
-folders takes for such a field where it is absent: the second argument of `.get("FIELD", ...)`. Tests of the converters
-keep the output and walk it, so that a default that is added there and forgotten here is found.
+Per class: fields with a default, and optional fields of TypedDicts. `--reads` adds the fallbacks of optional fields in
+the code below these folders: the second argument of `.get("FIELD", ...)`. Tests of the converters read the output, so
+that a new default of the framework that the converter does not know fails a test.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REQUIRED = object()
 
 
 def _default(value: ast.expr) -> Any:
-    """The plain value of a default; of a factory its name in angle brackets; of other code that code."""
+    """Value of a default; for a factory its name in angle brackets, for other code its source."""
     if isinstance(value, ast.Call) and ast.unparse(value.func) in ("Field", "field", "dataclasses.field"):
         given = {one.arg: one.value for one in value.keywords}
         if "default" in given:

@@ -1,8 +1,8 @@
-"""Load what a run wrote with transformers alone, ask it, and compare it with the model that it came from.
+"""Load an exported model in transformers, sample from it, and compare its tensors with the initial model.
 
     python examples/hf_model/check_export.py runs/hf_model/model data/hf_model/tiny-qwen3
 
-Ends with 1 where the model does not answer with digits, or does not have the tensors of the other.
+Exits 1 if the model does not respond with digits, or its tensors have other names or shapes.
 """
 
 from __future__ import annotations

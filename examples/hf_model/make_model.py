@@ -1,9 +1,9 @@
-"""Write a tiny model directory with transformers, in the shape of Qwen3, random weights, and chats to train it on.
+"""Write a tiny Qwen3 model directory with random weights, and chats for training.
 
     python examples/hf_model/make_model.py
 
-The directory is like one that was downloaded: config.json, generation_config.json, model.safetensors, a tokenizer and
-its chat template. Any other of a supported family goes in its place.
+The directory has the files of a downloaded model: config.json, generation_config.json, model.safetensors, a tokenizer
+and its chat template. A model directory of any supported family can replace it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """One token per character, and marks of the turns as in Qwen's chats."""
+    """One token per character, and Qwen's special tokens for turns."""
     vocabulary = {token: number for number, token in enumerate([*MARKS, *CHARACTERS])}
     fast = Tokenizer(WordLevel(vocabulary, unk_token="<|unknown|>"))
     fast.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")

@@ -1,4 +1,4 @@
-"""What a good answer is: digits."""
+"""Reward for digits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from roll_batching.jobs.rewards import Completion
 
 
 def share_of_digits(text: str) -> float:
-    """Digits among the characters of a text; 0 without any character."""
+    """Share of digits among the characters of `text`; 0 for an empty text."""
     return sum(character.isdigit() for character in text) / max(len(text), 1)
 
 
 def reward(completion: Completion) -> float:
-    """The share of digits in the response."""
+    """Share of digits in the response."""
     return share_of_digits(completion.response)

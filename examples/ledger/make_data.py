@@ -1,20 +1,20 @@
-"""Write the data of the demo: running sums that can be answered at once, or worked out step by step.
+"""Write the data of the demo: running sums, answered directly or step by step.
 
     python examples/ledger/make_data.py --out data/ledger --seed 1
 
 The prompt `a+9b+7c-4=` lists the entries of a ledger that starts at 0; the answer is its final total. A
 *terse* response names the total at once, `#12`. A *worked* one carries it along, entry by entry, and then
-names it: `a00+9=09;b09+7=16;c16-4=12;#12`. Both are right; only one of them is within reach of a small model.
+names it: `a00+9=09;b09+7=16;c16-4=12;#12`. Both are correct; a small model learns only the worked form.
 Totals stay between 0 and 99 and the number of entries follows a clipped lognormal, so that a few responses
 are very long.
 
-Three files are written, JSON lines all of them, the same for the same arguments on every machine:
+It writes three JSONL files, which are equal on every machine for equal arguments:
 
     corpus.jsonl    documents for the supervised warm-up: prompt, response
     prompts.jsonl   problems for reinforcement learning: prompt, answer, entries
-    heldout.jsonl   problems to measure with, none of them a prompt of the other two: prompt, answer, entries
+    heldout.jsonl   held-out problems, none of them in the other two: prompt, answer, entries
 
-The held-out problems come from a seed of their own: runs with different seeds are measured on the same ones.
+The held-out problems have a fixed seed, so that runs with different seeds are evaluated on the same problems.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HELDOUT_SEED = 1_000_003
 
 
 class Problem(NamedTuple):
-    """One ledger: the question, both ways to answer it, and the total."""
+    """One ledger: the prompt, both responses, and the total."""
 
     prompt: str
     worked: str
@@ -58,7 +58,7 @@ def draw(rng: random.Random, fewest: int, most: int, median: float, sigma: float
 
 
 def distinct(rng: random.Random, taken: set[str], args: argparse.Namespace) -> Iterator[Problem]:
-    """Problems without end, none of them in `taken`."""
+    """Endless random problems whose prompts are not in `taken`."""
     while True:
         problem = draw(rng, args.fewest, args.most, args.median, args.sigma)
         if problem.prompt not in taken:
@@ -77,15 +77,15 @@ def as_question(problem: Problem) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data/ledger"), help="folder for the three files")
-    parser.add_argument("--seed", type=int, default=1, help="of the corpus and the prompts")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the corpus and the prompts")
     parser.add_argument("--documents", type=int, default=60_000, help="lines of the corpus")
     parser.add_argument("--worked-share", type=float, default=0.35, help="share of documents that show their work")
     parser.add_argument("--prompts", type=int, default=4096)
     parser.add_argument("--heldout", type=int, default=512)
     parser.add_argument("--fewest", type=int, default=5, help="entries of the shortest problem")
     parser.add_argument("--most", type=int, default=len(TAGS), help="entries of the longest problem (at most 26)")
-    parser.add_argument("--median", type=float, default=3.0, help="of the lognormal before it is clipped")
-    parser.add_argument("--sigma", type=float, default=1.2, help="of the lognormal before it is clipped")
+    parser.add_argument("--median", type=float, default=3.0, help="of the lognormal before clipping")
+    parser.add_argument("--sigma", type=float, default=1.2, help="of the lognormal before clipping")
     args = parser.parse_args()
     if not 1 <= args.fewest <= args.most <= len(TAGS):
         parser.error(f"1 <= --fewest <= --most <= {len(TAGS)} must hold")

@@ -2,8 +2,8 @@
 
     python examples/own_task/make_data.py
 
-Three files of JSON lines: prompts to learn from, others to measure with (`prompt`, `answer`; further keys are
-kept for the reward), and documents for the supervised warm-up (`prompt`, `response`).
+Three JSONL files: prompts for training and held-out prompts (`prompt`, `answer`; further keys are passed to the
+reward), and documents for the supervised warm-up (`prompt`, `response`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a good answer is: here, the letters of the prompt in alphabetical order."""
+"""Reward for the letters of the prompt in alphabetical order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from roll_batching.jobs.rewards import Completion
 
 
 def reward(completion: Completion) -> float:
-    """The share of the answer's letters that stand in their place; 0 for a response of another length."""
+    """Share of letters at the right position; 0 for a response of another length."""
     answer, response = completion.record["answer"], completion.response
     if len(response) != len(answer):
         return 0.0

@@ -1,11 +1,11 @@
-"""Write the data of the supervised demos: letters to be sorted, `dcab=` with `abcd`, a few of them very many.
+"""Write the data of the SFT and DPO demos: letters to sort, such as `dcab=` with the response `abcd`.
 
     python examples/supervised/make_data.py
 
-Four files of JSON lines: texts (`prompt`, `response`) to learn from and others to measure with, and pairs (`prompt`,
-`chosen`: the letters sorted, `rejected`: the same letters, two of them out of place) likewise. The number of letters
-follows a clipped lognormal. With `--control` nothing can be learnt: responses belong to other prompts, and a coin
-decides which of a pair's answers is the chosen one; the held-out files stay as they are.
+Four JSONL files: texts (`prompt`, `response`) for training and held-out texts; pairs (`prompt`, `chosen`: the sorted
+letters, `rejected`: two of them exchanged) likewise. The number of letters follows a clipped lognormal. With
+`--control` nothing can be learned: responses are shuffled among prompts, and chosen and rejected are exchanged at
+random. The held-out files do not change.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ LETTERS = "abcdefgh"
 HELDOUT, TEXTS, PAIRS = 256, 6000, 4000
 
 
-def drawn(rng: random.Random) -> str:
-    """Letters, of which at least two differ."""
+def draw_word(rng: random.Random) -> str:
+    """Random letters, at least two of them different."""
     count = min(48, max(3, round(math.exp(rng.gauss(math.log(9), 0.6)))))
     while len(set(word := "".join(rng.choices(LETTERS, k=count)))) < 2:
         pass
     return word
 
 
-def with_a_fault(rng: random.Random, answer: str) -> str:
-    """The answer with two different letters exchanged."""
+def exchange_letters(rng: random.Random, answer: str) -> str:
+    """`answer` with two different letters exchanged."""
     while True:
         one, two = rng.sample(range(len(answer)), 2)
         if answer[one] != answer[two]:
@@ -41,15 +41,15 @@ def with_a_fault(rng: random.Random, answer: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("data/supervised"), help="folder for the four files")
-    parser.add_argument("--control", action="store_true", help="training files from which nothing can be learnt")
+    parser.add_argument("--control", action="store_true", help="training files from which nothing can be learned")
     args = parser.parse_args()
     rng = random.Random(1)
     words: dict[str, None] = {}
     while len(words) < HELDOUT + TEXTS:
-        words[drawn(rng)] = None
+        words[draw_word(rng)] = None
     texts = [{"prompt": f"{word}=", "response": "".join(sorted(word))} for word in words]
     pairs = [
-        {"prompt": row["prompt"], "chosen": row["response"], "rejected": with_a_fault(rng, row["response"])}
+        {"prompt": row["prompt"], "chosen": row["response"], "rejected": exchange_letters(rng, row["response"])}
         for row in texts[: HELDOUT + PAIRS]
     ]
     if args.control:
