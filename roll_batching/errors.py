@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each message says what is wrong, where, and what to do.
+"""Errors of this package. Each message has the problem, its place and the cure.
 
 All of them derive from `RollBatchingError`. Errors that a caller could have avoided by passing other
 values are `ValueError`s too, so that generic code can catch them.
@@ -10,7 +10,7 @@ import re
 
 
 class RollBatchingError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of all errors of this package."""
 
 
 class ConfigError(RollBatchingError, ValueError):
@@ -34,19 +34,19 @@ class LossError(RollBatchingError, ValueError):
 
 
 class CheckpointError(RollBatchingError, ValueError):
-    """A checkpoint that cannot be written, found, or read into the model at hand."""
+    """A checkpoint that cannot be written, found, or loaded into the model."""
 
 
 class DeviceMemoryError(RollBatchingError, RuntimeError):
-    """A device ran out of memory: what it was computing, and what to lower."""
+    """A device ran out of memory; the message has the micro-batch and the setting to lower."""
 
 
 class EngineError(RollBatchingError, RuntimeError):
-    """A rollout engine that cannot be reached, refuses a request, or answers what is no answer."""
+    """A rollout engine that cannot be reached, refuses a request, or sends an invalid reply."""
 
 
 class RankError(RollBatchingError, RuntimeError):
-    """An error seen by at least one rank and raised, with the same message, on all of them."""
+    """An error of at least one rank, raised with the same message on all ranks."""
 
 
 _LOST = re.compile(
@@ -54,17 +54,17 @@ _LOST = re.compile(
     r"|remote process exited|failed to pass monitoredBarrier|has died",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and torch's store say when the other end is gone."""
+"""Messages of gloo, NCCL and torch's store after the other end is gone."""
 
 
 _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
-def waited_in_vain(error: BaseException) -> bool:
-    """Whether `error`, of a collective, says that other ranks did not come in time."""
+def is_collective_timeout(error: BaseException) -> bool:
+    """Whether `error` is the timeout of a collective that other ranks did not join."""
     return isinstance(error, RuntimeError) and bool(_LATE.search(str(error)))
 
 
-def lost_a_peer(error: BaseException) -> bool:
-    """Whether `error`, of a collective, may say no more than that another rank is gone."""
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether `error` of a collective is a lost connection to another rank, whose own error is the cause."""
     return bool(_LOST.search(str(error)))

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: nobody ever reads what a killed process or a full disk left half written."""
+"""Atomic file writes: a killed process or a full disk never leaves a half-written file under the final name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def whole_file(path: str | Path) -> Iterator[Path]:
-    """A path to write to that becomes `path` when the block has ended well, and is removed when it has not.
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """Context with a temporary path, renamed to `path` if the block succeeds and removed if it fails.
 
-    What lay at `path` stays until then. A device or pipe is written to directly.
+    An existing file stays until then. Devices and pipes are written directly.
     """
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
@@ -28,6 +28,6 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def cause(error: OSError) -> str:
-    """`No space left on device (ENOSPC)`."""
+    """The cause of an OSError as text: `No space left on device (ENOSPC)`."""
     name = errno.errorcode.get(error.errno or 0)
     return f"{error.strerror or error}" + (f" ({name})" if name else "")

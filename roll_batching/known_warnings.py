@@ -1,4 +1,4 @@
-"""Warnings of libraries that a user can do nothing about."""
+"""Filters for library warnings that users cannot act on."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ _LOGGED = {
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
     "torch.utils.cpp_extension": "No CUDA runtime is found",
 }
-"""How such records begin, by logger: of Megatron 0.19 on what it is used through, and of torch without a GPU."""
+"""Prefixes of log records to drop, by logger: deprecations in Megatron 0.19, and torch without a GPU."""
 
 
 def hide_known_warnings() -> None:
-    """What Megatron says several times per process that it lacks, and torch of old names that Megatron uses."""
+    """Hides Megatron's warnings of missing packages, and torch's of deprecated names that Megatron uses."""
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"\w+ is experimental and still under active development")
-    # One process reads a checkpoint of many, and Megatron calls torch in an older order.
+    # When one process loads a checkpoint of several; and Megatron passes torch's arguments in their old order.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
     warnings.filterwarnings("ignore", message="The argument order of load has been changed")
     for name, beginning in _LOGGED.items():
         logger = logging.getLogger(name)
-        if not any(isinstance(one, _Without) for one in logger.filters):
-            logger.addFilter(_Without(beginning))
+        if not any(isinstance(existing, _DropPrefix) for existing in logger.filters):
+            logger.addFilter(_DropPrefix(beginning))
 
 
-class _Without(logging.Filter):
+class _DropPrefix(logging.Filter):
     """Drops records whose message begins with `beginning`."""
 
     def __init__(self, beginning: str) -> None:

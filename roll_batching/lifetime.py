@@ -1,4 +1,4 @@
-"""No process outlives the one that it works for, however that one ended."""
+"""Ends child processes with their parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from typing import NoReturn
 
 _SET_PARENT_DEATH_SIGNAL = 1
 """`PR_SET_PDEATHSIG` of prctl(2)."""
-_SECONDS_BETWEEN_LOOKS = 0.5
+_POLL_SECONDS = 0.5
 
 
 def die_with_parent(parent: int) -> None:
-    """From now on the kernel kills this process when `parent`, which started it, ends. Linux only."""
+    """Has the kernel kill this process when its parent, the process `parent`, ends. Linux only."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before the kernel knew
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)
 
 
 def forks_die_with_us() -> None:
-    """Processes that this one's main thread forks end with it: a checkpoint's writers, the loaders of data.
+    """Ends processes that the main thread forks (checkpoint writers, data loaders) with this process.
 
-    The kernel looks at the thread that forked. Those of other threads may live longer than their thread does.
+    The kernel's signal follows the forking thread, not the process: children of other threads are left alone, as they
+    may outlive their thread.
     """
     forker = 0
 
@@ -46,15 +47,15 @@ def forks_die_with_us() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """This process and all of its session end within a second after `parent` has ended.
+    """Ends this process and its session within a second after `parent` has ended.
 
-    A thread watches, so that what this process has started can be ended first: the kernel's signal would leave no
-    time for it. Where the session is not this process's own, as in a shell, only the process itself ends.
+    A thread polls, so that children can be ended first: the kernel's signal would leave no time for that. If another
+    process leads the session, such as a shell, only this process ends.
     """
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(_POLL_SECONDS)
         _end_here()
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
@@ -71,9 +72,9 @@ def end_session(session: int) -> None:
     """Kills every process of `session` other than this one."""
     import psutil
 
-    living = True
-    while living:  # again, for what was forked meanwhile
-        living = False
+    alive = True
+    while alive:  # again, for processes that were forked meanwhile
+        alive = False
         for pid in psutil.pids():
             with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
                 if pid == os.getpid() or os.getsid(pid) != session:
@@ -81,20 +82,20 @@ def end_session(session: int) -> None:
                 if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                     continue
                 os.kill(pid, signal.SIGKILL)
-                living = True
+                alive = True
 
 
 def run_under(parent: int, command: Sequence[str]) -> NoReturn:
-    """Runs `command` until it or `parent`, which started this process in a session of its own, has ended.
+    """Runs `command` until it ends or `parent`, which started this process in a new session, ends.
 
-    Then everything in this session is killed, and this process ends with the command's exit code. SIGTERM is for the
-    command: this process stays until it has followed.
+    Then kills all processes of the session and exits with the command's exit code. SIGTERM is ignored here, so that the
+    command can end first.
     """
-    signal.signal(signal.SIGTERM, lambda *_: None)  # a handler of ours, not SIG_IGN, which the command would inherit
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a handler: the command would inherit SIG_IGN
     own = os.getpid()
     program = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(own))
     while program.poll() is None and os.getppid() == parent:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_POLL_SECONDS)
     end_session(own)
     code = program.poll()
     os._exit(1 if code is None else code if code >= 0 else 128 - code)

@@ -1,7 +1,7 @@
-"""What a configuration may call by name: registered entries, and anybody's own by its dotted path.
+"""Registries of names in configurations, with dotted paths for a user's own code.
 
-An entry is a name and the dotted path of what it stands for. Nothing is imported before it is used: a configuration
-is read, and a step planned, without importing torch.
+An entry is a name and the dotted path of its implementation, which is imported on first use: loading a configuration
+and planning a step need no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Entry:
 
     name: str
     target: str
-    """Where its implementation stands: `package.module:attribute`."""
+    """Dotted path of the implementation: `package.module:attribute`."""
     summary: str
     """A sentence for the reference page and `--help`."""
 
@@ -35,7 +35,7 @@ class Registry(Generic[E]):
 
     def __init__(self, kind: str, *entries: E) -> None:
         self.kind = kind
-        """What an entry is, for messages: "loss", "packing algorithm"."""
+        """Kind of the entries, for errors: "loss", "packing algorithm"."""
         self._entries = {entry.name: entry for entry in entries}
         if len(self._entries) != len(entries):
             raise ValueError(f"two entries for one {kind}")
@@ -60,13 +60,13 @@ class Registry(Generic[E]):
         )
 
     def load(self, name: str) -> Any:
-        """What a registered name or a dotted path stands for. Raises `ConfigError` when it cannot be loaded."""
+        """The object of a registered name or a dotted path. Raises `ConfigError` if it cannot be loaded."""
         entry = self.get(name)
         return load_dotted(self.kind, name if entry is None else entry.target)
 
 
 def is_dotted(name: object) -> bool:
-    """Whether `name` is written as package.module:name."""
+    """Whether `name` has the form package.module:name."""
     if not isinstance(name, str):
         return False
     module, colon, attribute = name.partition(":")
@@ -74,10 +74,10 @@ def is_dotted(name: object) -> bool:
 
 
 def load_dotted(kind: str, path: str) -> Any:
-    """The object that `package.module:name` names; the working directory is on the path.
+    """The object at `package.module:name`; the working directory is added to `sys.path`.
 
-    Raises `ConfigError` that names `kind` and `path`: when it is written in another way, when its module cannot be
-    imported, whatever that raises, and when it has no such name.
+    Raises:
+        ConfigError: with `kind` and `path`, for another form, a module that cannot be imported, or a missing name.
     """
     if not is_dotted(path):
         raise ConfigError(f"{kind} {path!r}: write it as package.module:name")
@@ -103,7 +103,7 @@ def load_dotted(kind: str, path: str) -> Any:
 
 
 def printable(text: str, *, characters: int = 1000, lines: int = 10) -> str:
-    """`text` of anybody's as one line for a terminal: so much of it at most, control characters as escapes."""
+    """Untrusted `text` as one line for a terminal: truncated, with control characters as escapes."""
     shown = text[:characters].splitlines()[:lines]
     result = " | ".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in shown)
     left = len(text) - sum(map(len, shown)) - len(shown)
@@ -111,7 +111,7 @@ def printable(text: str, *, characters: int = 1000, lines: int = 10) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type, message and place of an error of a user's code."""
+    """Type, message and source line of an error in a user's code."""
     try:
         text = str(error)
     except Exception:

@@ -1,17 +1,17 @@
-"""Names that look like those of secrets, whose values no file, tracker or message of a run shows."""
+"""Redaction of values whose names look like secrets, in files, trackers and messages."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-WITHHELD = "<secret, not kept>"
-"""In place of a value whose name looks like a secret's."""
+REDACTED = "<secret, not kept>"
+"""Replacement of a redacted value."""
 _ENDINGS = (
     *("KEY", "KEYS", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWORDS", "PASSWD", "PASSPHRASE"),
     *("CREDENTIAL", "CREDENTIALS", "AUTHORIZATION"),
 )
-"""What a word of such a name ends with. TOKENS is missing: it counts them (max_tokens)."""
+"""Endings of a word in such a name. Without TOKENS, which are counts (max_tokens)."""
 
 
 def is_secret(name: object) -> bool:
@@ -20,10 +20,10 @@ def is_secret(name: object) -> bool:
     return any(word.upper().endswith(_ENDINGS) for word in words)
 
 
-def withhold(value: Any, *, secret: bool = False) -> Any:
-    """`value`, plain data, with `WITHHELD` for texts and whole numbers under names of secrets; `secret`: for all."""
+def redact(value: Any, *, secret: bool = False) -> Any:
+    """`value`, plain data, with texts and integers under secret names replaced; `secret`: replace all of them."""
     if isinstance(value, dict):
-        return {key: withhold(item, secret=secret or is_secret(key)) for key, item in value.items()}
+        return {key: redact(item, secret=secret or is_secret(key)) for key, item in value.items()}
     if isinstance(value, list):
-        return [withhold(item, secret=secret) for item in value]
-    return WITHHELD if secret and isinstance(value, (str, int)) and not isinstance(value, bool) else value
+        return [redact(item, secret=secret) for item in value]
+    return REDACTED if secret and isinstance(value, (str, int)) and not isinstance(value, bool) else value

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.streams.balance import trl_lengths
 from benchmarks.table import Table
-from roll_batching.files import whole_file
+from roll_batching.files import atomic_file
 from roll_batching.jobs.streams import LoadBalancedDataset
 
 BATCHES, KILLS, EVERY, WORKERS = 10_000, 20, 50, (0, 2, 4)
@@ -108,7 +108,7 @@ def _draw(state: Path, notes: Path, workers: int, batches: int) -> None:
             file.flush()
             place += 1
             if place % EVERY == 0:
-                with whole_file(state) as partial:
+                with atomic_file(state) as partial:
                     partial.write_text(json.dumps({"place": place, "stream": step.state}))
             if place == batches:
                 return

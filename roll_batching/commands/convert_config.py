@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from roll_batching.errors import ConfigError
-from roll_batching.files import whole_file
+from roll_batching.files import atomic_file
 from roll_batching.jobs.conversion import ORIGINS, convert_file, origin_of
 
 
@@ -48,7 +48,7 @@ def convert_config(
 
 def _write(path: Path, text: str) -> None:
     try:
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

@@ -11,7 +11,7 @@ import typer
 
 from roll_batching.commands.checkpoints import Checkpoint, Pretrain, Prompts, require_torch
 from roll_batching.errors import ConfigError
-from roll_batching.files import cause, whole_file
+from roll_batching.files import atomic_file, cause
 
 
 def generate(
@@ -73,7 +73,7 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Write `lines` as a JSONL file and report their number. Raises ConfigError if the file cannot be written."""
     count = 0
     try:
-        with whole_file(path) as partial, partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        with atomic_file(path) as partial, partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for line in lines:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 count += 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from roll_batching.errors import LossError, waited_in_vain
+from roll_batching.errors import LossError, is_collective_timeout
 from roll_batching.losses.contract import LossOutput, LossSpec, Max, Mean, Metric, Min, Sum
 from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.head import HeadContext
@@ -139,7 +139,9 @@ class LossRunner:
         except torch.OutOfMemoryError:  # nothing more can be computed, as when the model itself runs out of memory
             raise
         except Exception as error:  # raised on all ranks at the end of the step
-            if waited_in_vain(error) and (place := _own_collective(error)):  # others never reach the end of the step
+            if is_collective_timeout(error) and (
+                place := _own_collective(error)
+            ):  # others never reach the end of the step
                 raise LossError(
                     f"{self._spec.name} timed out in a collective that not every rank entered ({place}). A loss is "
                     "called once per micro-batch, and ranks may have different numbers of them: remove the collective, "

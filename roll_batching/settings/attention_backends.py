@@ -1,6 +1,6 @@
-"""The attention backends that a configuration may call by name.
+"""Registry of attention backends.
 
-One of anybody's own is named by its dotted path, `package.module:MyBackend` (see `packing.attention_backend`).
+Your own backend is named by its dotted path, `package.module:MyBackend` (see `packing.attention_backend`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class AttentionEntry(Entry):
     """One attention backend."""
 
     default_for: tuple[str, ...] = ()
-    """Types of devices on which `auto` takes it, unless an earlier entry for them is installed."""
+    """Device types on which `auto` takes it, unless an earlier entry is installed."""
     because: str = ""
-    """Why `auto` takes it before those that follow."""
+    """Why `auto` prefers it to later entries."""
 
 
 ATTENTION_BACKENDS: Registry[AttentionEntry] = Registry(
@@ -62,8 +62,8 @@ ATTENTION_BACKENDS: Registry[AttentionEntry] = Registry(
 
 
 def default_entries(device_type: str) -> tuple[AttentionEntry, ...]:
-    """What `auto` chooses from on a type of device, the fastest first. Raises `ConfigError` where there is nothing."""
-    found = tuple(entry for entry in ATTENTION_BACKENDS if device_type in entry.default_for)
-    if not found:
+    """Candidates of `auto` on a device type, fastest first. Raises `ConfigError` if there are none."""
+    entries = tuple(entry for entry in ATTENTION_BACKENDS if device_type in entry.default_for)
+    if not entries:
         raise ConfigError(f"no attention backend is the default on {device_type}: name one, or your own")
-    return found
+    return entries

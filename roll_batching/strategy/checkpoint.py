@@ -123,7 +123,9 @@ def load_state(model: ModelState, path: str | Path, *, optimizer: bool, verify: 
             check_manifest(path, rank=dist.get_rank(group), ranks=dist.get_world_size(group), verify=verify)
         elif "manifest" not in record and dist.get_rank() == 0 and not (path.parent / RECORD).is_file():
             logger.warning(
-                "%s has no %s: an earlier version wrote it, and nothing tells whether it changed", path, MANIFEST
+                "%s has no %s: an earlier version wrote it, so that changes of its files cannot be detected",
+                path,
+                MANIFEST,
             )
     gather_parameters(model.chunks)
     training = model.training if optimizer else None
@@ -224,7 +226,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     with explain_read_errors(file):
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(record, dict) or not {"architecture", "optimizer"} <= record.keys():
-            raise CheckpointError(f"{file} is not what was written: it has no architecture or no optimizer")
+            raise CheckpointError(f"{file} is malformed: it has no architecture or no optimizer")
     return record
 
 

@@ -78,7 +78,7 @@ def check_manifest(folder: Path, *, rank: int, ranks: int, verify: bool) -> None
         tasks = [(name, piece) for name, entry in manifest.items() for piece in range(len(entry.pieces))]
         digests = _digests(folder, tasks[rank::ranks])
         damaged = {name: None for (name, piece), digest in digests.items() if digest != manifest[name].pieces[piece]}
-        problems = [f"{folder / name} does not hold what was written" for name in damaged]
+        problems = [f"{folder / name} was changed after it was written" for name in damaged]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more files" if len(problems) > _SHOWN else ""
         raise CheckpointError(
@@ -99,7 +99,7 @@ def _read(folder: Path) -> dict[str, FileDigest]:
             raise ValueError
         return {name: _entry(name, entry) for name, entry in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{file} is not what was written: it lists no sizes and digests of files") from None
+        raise CheckpointError(f"{file} is malformed: it lists no sizes and digests of files") from None
 
 
 def _entry(name: str, entry: Any) -> FileDigest:

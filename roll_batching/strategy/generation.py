@@ -55,7 +55,7 @@ def check_generation(
     """
     if state.settings.rows_form:
         raise LayoutError(
-            "generate gives the model packs, and this one was handed over with rows_form=True, as it takes none: build "
+            "generate needs a model that takes packs, and this one was passed to from_parts with rows_form=True: build "
             "it from packed_layer_spec(config), or sample elsewhere"
         )
     require_batch("generate", prompts, "prompts")

@@ -126,7 +126,7 @@ class MegatronInferStrategy(ModelIOMixin):
             batching.load_algorithms()
             settings = repr((config.model_dump(exclude={"data_args"}), self.seed, self.temperature))
             facts.equal("the role's configuration", digest(settings), "Start all ranks with the same settings")
-            facts.equal("what the layers compute with", kernels.notice, "Install the same packages on all machines")
+            facts.equal("the kernels of the layers", kernels.notice, "Install the same packages on all machines")
         if device.type == "cuda" and dist.get_rank() == 0:
             tell(kernels.notice)
         layout, groups = self._create_layout(megatron.parallel_dims(dist.get_world_size()), device)
@@ -211,7 +211,7 @@ class MegatronInferStrategy(ModelIOMixin):
         """Per-token results of the model, in the order of `local`.
 
         Args:
-            local: this rank's samples, those that `plan` gives its replica (see `distribute`).
+            local: this rank's samples, as `distribute` returns them.
             plan: a plan over all ranks' samples.
             needs: any of "log_probs" and "entropy".
             masks: names of fields; tokens that none of them counts read 0. None: all tokens that predict.
@@ -227,7 +227,7 @@ class MegatronInferStrategy(ModelIOMixin):
             names = [name for name in ("log_probs", "entropy") if name in needs]
             if not names or len(names) != len(set(needs)):
                 raise LossError(f"forward(needs={sorted(needs)}): ask for log_probs, entropy or both")
-            facts.equal("what is asked for", (names, masks))
+            facts.equal("needs and masks", (names, masks))
             packs = self._pack(facts, local, plan, masks)
         head = self._head()
 
@@ -339,7 +339,7 @@ class MegatronInferStrategy(ModelIOMixin):
             self._warned_of_fillers = True
             logger.warning(
                 "a step has %d samples for %d data-parallel ranks: the others compute filler micro-batches, which "
-                "change nothing in the result. Use larger mini-batches or fewer ranks (said once)",
+                "change nothing in the result. Use larger mini-batches or fewer ranks (logged once)",
                 len(plan.samples),
                 self.layout.dp_size,
             )

@@ -108,7 +108,7 @@ class OffloadedStates:
         offloaded = [kind for kind in kinds if kind in self.storages]
         if offloaded:
             raise LayoutError(
-                f"{what} needs the model's {' and '.join(offloaded)}, which lie on the host: call load_states"
+                f"{what} needs the model's {' and '.join(offloaded)}, which are offloaded to the host: call load_states"
             )
 
     def _add_stats(self, size: int, started: float) -> OffloadStats:

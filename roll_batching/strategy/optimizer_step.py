@@ -1,4 +1,4 @@
-"""One optimizer step, skipped on all ranks alike if the gradient norm is not finite."""
+"""One optimizer step, skipped on all ranks if the gradient norm is not finite."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         For training loops that zero gradients and step their optimizer themselves.
 
         Args:
-            local: this rank's samples, those that `plan` gives its replica (see `distribute`).
+            local: this rank's samples, as `distribute` returns them.
             plan: the plan of the mini-batch, equal on all ranks.
             loss: a loss object; None: this strategy's own `token_loss` or `sequence_loss`.
             counts: loss denominators from `count`; None: those of the planned samples.
@@ -347,7 +347,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             self._warned_of_empty_step = True
             logger.warning(
                 "a step's loss counts no token: %s is 0 everywhere. train_step skips such steps, and counts them as "
-                "skipped (said once)",
+                "skipped (logged once)",
                 " and ".join(counts.tokens),
             )
 

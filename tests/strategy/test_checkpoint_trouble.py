@@ -163,7 +163,7 @@ def spoilt(whole: Path, home: Path) -> dict[str, tuple[list[str], str]]:
     (case("index cut", r"\.metadata cannot be read") / ".metadata").write_bytes(b"\x80\x04")
     (case("index gone", r"\.metadata is missing") / ".metadata").unlink()
     (case("kind garbled", r"metadata.json cannot be read") / "metadata.json").write_text("{")
-    (case("own garbled", "strategy.json is not what was written") / "strategy.json").write_text("[1]")
+    (case("own garbled", "strategy.json is malformed") / "strategy.json").write_text("[1]")
     (case("own binary", "strategy.json cannot be read") / "strategy.json").write_bytes(b"\xff\xfe")
     folder = case("a folder", "cannot be read: Is a directory") / "strategy.json"
     folder.unlink()

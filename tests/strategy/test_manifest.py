@@ -79,7 +79,7 @@ def edit(file: Path, change: Callable[[Any], Any]) -> None:
 def abuses(earlier: Path) -> dict[str, tuple[Callable[[Path], Any], str]]:
     """By name: what is done to a checkpoint, and what is said. `earlier` is another checkpoint of the same run."""
     shard = min(file.name for file in earlier.glob("*.distcp"))
-    manifest, no_manifest = "manifest.json", r"manifest\.json is not what was written"
+    manifest, no_manifest = "manifest.json", r"manifest\.json is malformed"
 
     def exchanged(name: str) -> Callable[[Path], Any]:
         return lambda path: shutil.copy(earlier / name, path / name)
@@ -102,9 +102,12 @@ def abuses(earlier: Path) -> dict[str, tuple[Callable[[Path], Any], str]]:
         return lambda path: edit(path / manifest, lambda content: change(content["files"]))
 
     return {
-        "a shard of another checkpoint": (exchanged(shard), rf"{shard} does not hold what was written.*{OTHER[1:-1]}"),
-        "the index of another checkpoint": (exchanged(".metadata"), r"\.metadata does not hold|has [\d,]+ bytes"),
-        "one bit in a shard": (lambda path: flip(path / shard), rf"{shard} does not hold what was written"),
+        "a shard of another checkpoint": (
+            exchanged(shard),
+            rf"{shard} was changed after it was written.*{OTHER[1:-1]}",
+        ),
+        "the index of another checkpoint": (exchanged(".metadata"), r"\.metadata was changed|has [\d,]+ bytes"),
+        "one bit in a shard": (lambda path: flip(path / shard), rf"{shard} was changed after it was written"),
         "one bit in metadata.json": (
             lambda path: edit(path / "metadata.json", lambda kind: kind | {"extra": 1}),
             r"metadata\.json has [\d,]+ bytes and was written with",
@@ -115,9 +118,9 @@ def abuses(earlier: Path) -> dict[str, tuple[Callable[[Path], Any], str]]:
         ),
         "a step count": (
             lambda path: edit(path / "strategy.json", lambda own: own["optimizer"].update(steps=9)),
-            r"strategy\.json (does not hold what was written|has [\d,]+ bytes and was written with)",
+            r"strategy\.json (was changed after it was written|has [\d,]+ bytes and was written with)",
         ),
-        "a link to another shard": (linked(earlier / shard), rf"{shard} does not hold what was written"),
+        "a link to another shard": (linked(earlier / shard), rf"{shard} was changed after it was written"),
         "a link to nothing": (linked(Path("nowhere")), rf"{shard} is missing"),
         "a link to itself": (linked(Path(shard)), r"cannot be read: Too many levels of symbolic links|ELOOP"),
         "a pipe for a shard": (piped(shard), "it is no regular file"),
@@ -125,7 +128,7 @@ def abuses(earlier: Path) -> dict[str, tuple[Callable[[Path], Any], str]]:
         "a pipe for strategy.json": (piped("strategy.json"), "it has no strategy.json"),
         "a pipe for the manifest": (piped(manifest), r"manifest\.json cannot be read: it is no regular file"),
         "no manifest": (lambda path: (path / manifest).unlink(), r"manifest\.json is missing"),
-        "another manifest": (exchanged(manifest), r"(does not hold what was written|bytes and was written with)"),
+        "another manifest": (exchanged(manifest), r"(was changed after it was written|bytes and was written with)"),
         "a manifest of a list": (lambda path: (path / manifest).write_text("[1]"), no_manifest),
         "a manifest of nothing": (lambda path: (path / manifest).write_text(""), no_manifest),
         "a size that is text": (listed(lambda files: files[shard].update(size="12")), no_manifest),
@@ -223,5 +226,5 @@ def test_large_files_are_compared_in_pieces_that_ranks_share(tmp_path, monkeypat
             manifest.check_manifest(tmp_path, rank=rank, ranks=3, verify=True)
         except CheckpointError as error:
             failed.append((rank, str(error)))
-    assert [rank for rank, _ in failed] == [2] and "a does not hold what was written" in failed[0][1]
+    assert [rank for rank, _ in failed] == [2] and "a was changed after it was written" in failed[0][1]
     manifest.check_manifest(tmp_path, rank=0, ranks=1, verify=False)

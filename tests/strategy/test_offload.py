@@ -85,7 +85,7 @@ def test_steps_go_on_to_the_bit(kind, layout, megatron, report):
         width = (2 + 4 + 12 / layout.dp) if kind == "bf16" else (4 + 4 + 8 / (layout.dp if layout.distopt else 1))
         assert figures["held"] == pytest.approx(width * figures["count"], rel=0.1), "weights, gradients, moments"
         assert figures["left"] == figures["again"] == 0
-        assert "train_step needs the model's gradients and optimizer, which lie on the host" in refused[0]
+        assert "train_step needs the model's gradients and optimizer, which are offloaded to the host" in refused[0]
         assert "save needs the model's parameters and gradients and optimizer" in refused[1]
         assert all(weight.isfinite().all() for weight in weights.values())
     report(f"{kind}, {layout}: {found[0][2]['moved']:,} bytes of rank 0 went to the host and back, steps to the bit")
@@ -132,6 +132,6 @@ def without_room(_: None) -> tuple[list[str], bool]:
 def test_what_found_no_room_is_away_as_a_whole() -> None:
     ((said, same),) = run_ranks(1, HERE + "without_room")
     assert "ran out of device memory while the model's parameters came back from the host" in said[0]
-    assert said[1].startswith("forward needs the model's parameters, which lie on the host")
+    assert said[1].startswith("forward needs the model's parameters, which are offloaded to the host")
     assert said[2].startswith("the strategy that copy_weights_from reads needs the model's parameters")
     assert same

@@ -7,16 +7,16 @@ from typing import Any
 
 from roll_batching.jobs.config.diagnostics import KeyPath, Problem
 from roll_batching.jobs.config.key_paths import field_at, given_keys, settings_at
-from roll_batching.secret_names import WITHHELD, is_secret, withhold
+from roll_batching.secret_names import REDACTED, is_secret, redact
 
 
 def without_secrets(data: Mapping[str, Any], prefix: KeyPath = ()) -> dict[str, Any]:
-    """`data`, plain settings of a job, with `WITHHELD` for its secrets. Keys of the schema (eos_token) are none."""
+    """`data`, plain settings of a job, with `REDACTED` for its secrets. Keys of the schema (eos_token) are none."""
     result: dict[str, Any] = {}
     for key, value in data.items():
         path = (*prefix, key)
         if is_free(path):
-            result[key] = withhold(value, secret=is_secret(key))
+            result[key] = redact(value, secret=is_secret(key))
         else:
             result[key] = without_secrets(value, path) if isinstance(value, dict) else value
     return result
@@ -40,5 +40,5 @@ def _withheld(path: KeyPath, value: Any) -> Iterator[KeyPath]:
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _withheld((*path, key), item)
-    elif value == WITHHELD:
+    elif value == REDACTED:
         yield path

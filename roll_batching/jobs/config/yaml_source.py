@@ -11,7 +11,7 @@ from typing import Any
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, shortened
 from roll_batching.jobs.config.interpolation import resolved
 from roll_batching.jobs.config.yaml_values import DEEPEST, LONGEST_TEXT, YamlFaults, read_values, text_fault
-from roll_batching.secret_names import WITHHELD, is_secret
+from roll_batching.secret_names import REDACTED, is_secret
 
 
 @dataclass
@@ -90,7 +90,7 @@ def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
     problems: list[Problem] = []
     for text in overrides:
         key, _, _ = text.partition("=")
-        place = Place(f"override '{f'{key}={WITHHELD}' if is_secret(key) else shortened(text)}'")
+        place = Place(f"override '{f'{key}={REDACTED}' if is_secret(key) else shortened(text)}'")
         try:
             _override(source, text, place)
             source.overrides.append(place)

@@ -18,7 +18,7 @@ from roll_batching.jobs.config.validation import check_source
 from roll_batching.jobs.config.withheld import is_free
 from roll_batching.jobs.config.yaml_source import Source
 from roll_batching.jobs.conversion.report import Conversion, Kind, LeftOut, Moved
-from roll_batching.secret_names import is_secret, withhold
+from roll_batching.secret_names import is_secret, redact
 
 _PLACEHOLDERS: Mapping[KeyPath, Any] = {("warmup", "file_name"): "?"}
 """Values of required keys that the user fills in later; with them the loader checks the rest of their section."""
@@ -108,7 +108,7 @@ def _known_values(draft: Draft) -> dict[str, Any]:
     for path, value, key in list(given_foreign_keys(data)):
         _drop(data, draft, path, "refused" if key.refuses(value) else "idle", key.reason)
     for path, value in list(_pairs(data)):
-        if is_free(path) and not isinstance(value, dict) and withhold(value, secret=any(map(is_secret, path))) != value:
+        if is_free(path) and not isinstance(value, dict) and redact(value, secret=any(map(is_secret, path))) != value:
             draft.leave_out(draft.origin(path), "refused", _SECRET)
             _remove(data, path)
             continue

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from roll_batching.errors import RankError, RollBatchingError, lost_a_peer, waited_in_vain
+from roll_batching.errors import RankError, RollBatchingError, is_collective_timeout, is_lost_peer
 from roll_batching.jobs.launch.logs import log_notice
 from roll_batching.jobs.processes.rank_variables import FAILURES
 
@@ -60,7 +60,7 @@ def describe_failure(rank: int, error: BaseException) -> Failure:
         )
     else:
         message = str(error) if expected else f"{type(error).__name__}: {error}"
-    lost = not expected and lost_a_peer(error)
+    lost = not expected and is_lost_peer(error)
     if "Too many open files" in message:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         message += f". ulimit -n is {limit} here: raise it"
@@ -70,7 +70,7 @@ def describe_failure(rank: int, error: BaseException) -> Failure:
         nanoseconds=time.time_ns(),
         frames="" if expected or lost else "".join(traceback.format_tb(error.__traceback__)),
         agreed=isinstance(error, RankError),
-        aftermath=lost or (not expected and waited_in_vain(error)),
+        aftermath=lost or (not expected and is_collective_timeout(error)),
     )
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from roll_batching.files import whole_file
+from roll_batching.files import atomic_file
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.observe.numbers import fixed
 
@@ -37,7 +37,7 @@ def plot_learning_curve(rows: Sequence[Metrics], path: Path, *, title: str) -> N
         _marks_panel(marks, rl)
         _padding_panel(padding, rl)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as partial:
+    with atomic_file(path) as partial:
         figure.savefig(partial)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from roll_batching.errors import RollBatchingError
-from roll_batching.files import cause, whole_file
+from roll_batching.files import atomic_file, cause
 
 METRICS = "metrics.jsonl"
 EVENTS = "tensorboard"
@@ -67,7 +67,7 @@ class MetricsWriter:
             folder.mkdir(parents=True, exist_ok=True)
             if resume_after is not None and self.path.exists():
                 self.rows = rows_until(read_metrics(self.path), *resume_after)
-                with whole_file(self.path) as partial:
+                with atomic_file(self.path) as partial:
                     partial.write_text("".join(map(_as_line, self.rows)), encoding="utf-8")
             elif self.path.exists() and self.path.stat().st_size:
                 raise RollBatchingError(f"{self.path} holds the rows of another run: move it away")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from roll_batching.errors import DataError
-from roll_batching.files import whole_file
+from roll_batching.files import atomic_file
 from roll_batching.planning import Plan
 
 MOST_DRAWN_RANKS = 32
@@ -50,7 +50,7 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:
     figure.text(0.01, 0.008, foot, fontsize=9, color="0.3")
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(target) as partial:
+    with atomic_file(target) as partial:
         figure.savefig(partial, dpi=130)
     plt.close(figure)
     return target

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from roll_batching.errors import RollBatchingError, lost_a_peer
+from roll_batching.errors import RollBatchingError, is_lost_peer
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.roles.messages import Answer, Failed, Loaded, Ready, Request, Weights, receive, send
 from roll_batching.known_warnings import hide_known_warnings
@@ -57,9 +57,9 @@ def serve_requests(connection: Connection, make_worker: Callable[[JobConfig], Wo
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # training has ended
     except RollBatchingError as error:
-        send(connection, Failed(message=f"{type(error).__name__}: {error}", aftermath=lost_a_peer(error)))
+        send(connection, Failed(message=f"{type(error).__name__}: {error}", aftermath=is_lost_peer(error)))
     except Exception as error:
-        send(connection, Failed(message=describe_error(error), aftermath=lost_a_peer(error)))
+        send(connection, Failed(message=describe_error(error), aftermath=is_lost_peer(error)))
         raise
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from roll_batching.files import whole_file
+from roll_batching.files import atomic_file
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.withheld import without_secrets
 from roll_batching.jobs.observe.curves import plot_learning_curve
@@ -60,7 +60,7 @@ class RunRecorder:
             self._truncate_sample_log(previous, resume_after[1] if resume_after[0] == "rl" else 0)
             if config.exists() and _settings(config.read_text(encoding="utf-8", errors="replace")) != _settings(text):
                 previous.copy(config)
-        with whole_file(config) as partial:
+        with atomic_file(config) as partial:
             partial.write_text(text, encoding="utf-8")
         self.metrics = MetricsWriter(self.folder, resume_after=resume_after, tracker=self._tracker())
         if notice := previous.notice():

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from roll_batching.errors import DataError
-from roll_batching.files import whole_file
+from roll_batching.files import atomic_file
 from roll_batching.planning.arrays import Ints
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def measured(
                 raise
             logger.warning("%s It is left out.", error)
     if cache is not None:
-        with whole_file(cache) as partial, partial.open("wb") as file:
+        with atomic_file(cache) as partial, partial.open("wb") as file:
             np.savez(file, lengths=lengths, dataset=np.array(identity_of(dataset) or ""))
     return lengths
 

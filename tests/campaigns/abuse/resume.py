@@ -12,7 +12,7 @@ from typing import Any
 from tests.campaigns.abuse.runner import DONE, FAILED, TRAIN, Abuse
 from tests.campaigns.abuse.scenes import RESUMING, complete, damaged, not_begun, two_checkpoints
 
-NOT_WRITTEN = ("does not hold what was written", "The checkpoint before it is whole: go on from it with ")
+NOT_WRITTEN = ("was changed after it was written", "The checkpoint before it is whole: go on from it with ")
 
 
 def _shard(checkpoint: Path) -> Path:
@@ -107,7 +107,7 @@ RESUMES = [
     _broken("a link to the shard of the checkpoint before", shard_linked),
     _broken("a pipe for a shard", shard_piped, "it is no regular file"),
     _broken("the manifest of the checkpoint before", exchanged("manifest.json"), "manifest.json)"),
-    _broken("a manifest that names files above", edited("manifest.json", _above), "is not what was written"),
+    _broken("a manifest that names files above", edited("manifest.json", _above), "is malformed"),
     _broken("no manifest", lambda checkpoint: (checkpoint / "manifest.json").unlink(), "manifest.json is missing"),
     _broken("random numbers cut off", random_cut, "random-00001.pt has ", "and was written with"),
     _broken(

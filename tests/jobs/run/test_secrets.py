@@ -9,7 +9,7 @@ import yaml
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config import config_from_dict, load_config
-from roll_batching.secret_names import WITHHELD, is_secret
+from roll_batching.secret_names import REDACTED, is_secret
 from tests.jobs.rl.jobs import settings, write_data
 from tests.support.ranks import run_ranks
 
@@ -67,8 +67,8 @@ def test_a_run_leaves_no_secret_in_its_folder(tmp_path, report):
     assert list(folder.rglob("job.json")) and (folder / "rollouts.jsonl").exists()
     assert files_with_secrets(folder) == []
     written = yaml.safe_load((folder / "config.yaml").read_text())
-    assert written["reward_args"] == {"api_key": WITHHELD, "headers": [{"Authorization": WITHHELD}], "max_tokens": 7}
-    assert written["system_envs"] == {"WANDB_API_KEY": WITHHELD, "NCCL_DEBUG": "WARN"}
+    assert written["reward_args"] == {"api_key": REDACTED, "headers": [{"Authorization": REDACTED}], "max_tokens": 7}
+    assert written["system_envs"] == {"WANDB_API_KEY": REDACTED, "NCCL_DEBUG": "WARN"}
     assert written["tokenizer"]["eos_token"] == "$", "keys of the schema are no secrets"
     assert "reward_args.api_key" in errors and "was not kept with the run" in errors
     report(errors)
