@@ -8,6 +8,7 @@ MOVED = {
     "roll_batching.conversion": "roll_batching.jobs.conversion",
     "roll_batching.driver.handout": "roll_batching.jobs.driver.shard_distribution",
     "roll_batching.driver": "roll_batching.jobs.driver",
+    "roll_batching.engines.dialect": "roll_batching.jobs.engines.server_api",
     "roll_batching.engines": "roll_batching.jobs.engines",
     "roll_batching.launch": "roll_batching.jobs.launch",
     "roll_batching.observe": "roll_batching.jobs.observe",

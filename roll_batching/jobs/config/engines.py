@@ -9,9 +9,11 @@ from roll_batching.settings.fields import Settings, setting
 
 ENGINES: Registry[Entry] = Registry(
     "rollout engine",
-    Entry(name="sglang", target="roll_batching.jobs.engines.make:sglang", summary="SGLang servers"),
-    Entry(name="vllm", target="roll_batching.jobs.engines.make:vllm", summary="vLLM servers"),
-    Entry(name="hf_infer", target="roll_batching.jobs.engines.make:hf", summary="transformers in the job's processes"),
+    Entry(name="sglang", target="roll_batching.jobs.engines.factories:sglang", summary="SGLang servers"),
+    Entry(name="vllm", target="roll_batching.jobs.engines.factories:vllm", summary="vLLM servers"),
+    Entry(
+        name="hf_infer", target="roll_batching.jobs.engines.factories:hf", summary="transformers in the job's processes"
+    ),
 )
 
 

@@ -1,1 +1,1 @@
-"""Rollout engines: token ids in, token ids and log-probs out; their servers, and how weights get to them."""
+"""Rollout engines (SGLang, vLLM, transformers): requests, servers and weight updates."""

@@ -1,4 +1,4 @@
-"""What a rollout engine is asked, what it answers, and what it must be able to do."""
+"""Protocol of rollout engines: requests, results, and checks of results."""
 
 from __future__ import annotations
 
@@ -14,99 +14,99 @@ _LARGEST_FLOAT32 = 3e38
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """One response that is wanted."""
+class GenerationRequest:
+    """A request for one response."""
 
     tokens: list[int]
-    """The prompt."""
+    """Token ids of the prompt."""
     seed: int
-    """Of this response's draws, for engines that take one; 31 bits."""
+    """31-bit seed of this response, for engines that take one per request."""
     group: int
-    """Which prompt it is: questions of a group should share the work on it."""
+    """Number of the prompt: requests of a group can share its prefix cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class GenerationResult:
     """One response."""
 
     tokens: list[int]
-    """Its stop token included, where it ended at one."""
+    """Token ids, including the stop token if it ended at one."""
     log_probs: list[float]
-    """Of each token, at the temperature that it was drawn with, before top-k and top-p."""
+    """Of each token, at the sampling temperature, before top-k and top-p."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerProcess:
-    """The process that answers at a server's URL."""
+    """The process behind a server's URL."""
 
     identity: str
-    """Another one after a restart, which forgets all weights but those it was started with."""
+    """Changes with a restart, after which a server has its initial weights."""
     logprobs_mode: str
     """vLLM's `--logprobs-mode`."""
 
 
 class Engine(Protocol):
-    """Answers questions with the weights that it was given last. Token ids in and out: nothing is tokenised again."""
+    """Generates responses with the last weights. Takes and returns token ids, so nothing is tokenised twice."""
 
-    def generate(self, questions: Sequence[Question], settings: GenerationSettings) -> list[Answer]:
-        """The answers, in the order of `questions`. Raises EngineError where that is not possible."""
+    def generate(self, requests: Sequence[GenerationRequest], settings: GenerationSettings) -> list[GenerationResult]:
+        """Results in the order of `requests`. Raises EngineError."""
 
     def update_weights(self, folder: Path, version: int, *, asleep: bool = False) -> None:
-        """Reads the model directory `folder`; what is generated from now on is of `version`. Raises EngineError.
+        """Loads the model directory `folder`, whose weights are `version`. Raises EngineError.
 
-        `asleep`: it sleeps, and wakes up with these weights.
+        `asleep`: the engine sleeps, and is woken up.
         """
 
     def sleep(self) -> None:
-        """Gives its device memory back, weights and cache, until it gets weights again. Raises EngineError."""
+        """Frees its device memory, weights and cache, until the next weights. Raises EngineError."""
 
-    def seconds_to_answer(self, questions: int) -> float:
-        """What so many answers may take at most."""
+    def generation_timeout(self, requests: int) -> float:
+        """Longest time for `requests`, in seconds."""
 
-    def seconds_to_update(self) -> float:
-        """What new weights, or going to sleep, may take at most."""
+    def update_timeout(self) -> float:
+        """Longest time for a weight update, or for going to sleep, in seconds."""
 
     @property
     def live(self) -> Mapping[str, ServerProcess | None]:
-        """The replicas that answer; None for those whose answers tell the version of their weights."""
+        """Replicas in use; None for those whose replies name the version of their weights."""
 
-    def use(self, live: Mapping[str, ServerProcess | None], version: int) -> None:
-        """Somebody else has given these replicas the weights of `version`."""
+    def set_live(self, live: Mapping[str, ServerProcess | None], version: int) -> None:
+        """Sets the replicas in use, which got the weights of `version` from another rank."""
 
-    def figures(self) -> dict[str, float]:
-        """What happened since the last call, as metrics."""
-
-
-class Malformed(ValueError):
-    """An answer that is none."""
+    def metrics(self) -> dict[str, float]:
+        """Metrics since the last call."""
 
 
-def shown(reply: Any, length: int = 200) -> str:
-    """The beginning of what a server says, without characters that would change a terminal."""
+class MalformedReply(ValueError):
+    """A reply that is not what its server documents, or not a possible result."""
+
+
+def excerpt(reply: Any, length: int = 200) -> str:
+    """The beginning of a server's reply, without control characters, which would change a terminal."""
     return "".join(character if character.isprintable() else " " for character in str(reply)[:length])
 
 
-def checked(answer: Answer, settings: GenerationSettings, *, ended: bool) -> Answer:
-    """`answer`, if it can be one. Raises Malformed.
+def check_result(result: GenerationResult, settings: GenerationSettings, *, ended: bool) -> GenerationResult:
+    """`result`, if lengths, token ids, log-probs and stop token are possible. Raises MalformedReply.
 
-    `ended`: the engine says that the response ended by itself, which it may at the job's stop tokens only.
+    `ended`: the engine says that the response ended at a stop token, which must be one of the job's.
     """
-    tokens, log_probs = answer.tokens, answer.log_probs
+    tokens, log_probs = result.tokens, result.log_probs
     if len(log_probs) != len(tokens):
-        raise Malformed(f"{len(log_probs)} log-probs for {len(tokens)} tokens")
+        raise MalformedReply(f"{len(log_probs)} log-probs for {len(tokens)} tokens")
     if not 0 < len(tokens) <= settings.max_new_tokens:
-        raise Malformed(f"{len(tokens)} tokens, where 1 to {settings.max_new_tokens} were asked for")
+        raise MalformedReply(f"{len(tokens)} tokens, where 1 to {settings.max_new_tokens} were asked for")
     if not all(type(token) is int and 0 <= token < (settings.vocab_size or _ANY_VOCABULARY) for token in tokens):
-        known = "" if settings.vocab_size is None else f" of the model's {settings.vocab_size}"
-        raise Malformed(f"its tokens are no token ids{known}: {shown(tokens, 80)}")
+        vocabulary = "" if settings.vocab_size is None else f" of the model's {settings.vocab_size}"
+        raise MalformedReply(f"its tokens are no token ids{vocabulary}: {excerpt(tokens, 80)}")
     if not all(type(value) in (int, float) and -_LARGEST_FLOAT32 < value < 1e-3 for value in log_probs):
-        raise Malformed(f"its log-probs are no logarithms of probabilities: {shown(log_probs, 80)}")
+        raise MalformedReply(f"its log-probs are no logarithms of probabilities: {excerpt(log_probs, 80)}")
     stops = {settings.eos_token_id, *settings.stop_token_ids}
     if ended and tokens[-1] not in stops:
-        raise Malformed(
+        raise MalformedReply(
             f"it ended at token {tokens[-1]}, and the tokenizer's stop tokens are {sorted(stops)}: give the engine the "
             "model directory of the job, with its generation_config.json"
         )
     if not ended and len(tokens) < settings.max_new_tokens and tokens[-1] not in stops:
-        raise Malformed(f"it was cut off after {len(tokens)} of {settings.max_new_tokens} tokens")
-    return answer
+        raise MalformedReply(f"it was cut off after {len(tokens)} of {settings.max_new_tokens} tokens")
+    return result

@@ -1,4 +1,4 @@
-"""Engines that are reached by URL: many requests in flight, retries with limits, replicas that die are dropped."""
+"""Rollout engine over HTTP: concurrent requests to several servers, retries with limits, failed servers dropped."""
 
 from __future__ import annotations
 
@@ -11,295 +11,308 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import EngineError
-from roll_batching.jobs.engines.dialect import Call, Dialect
-from roll_batching.jobs.engines.protocol import Answer, Malformed, Question, ServerProcess, shown
-from roll_batching.jobs.engines.requests import SECONDS_FOR_HEALTH, Failed, get, is_well, open_session, post
+from roll_batching.jobs.engines.protocol import (
+    GenerationRequest,
+    GenerationResult,
+    MalformedReply,
+    ServerProcess,
+    excerpt,
+)
+from roll_batching.jobs.engines.requests import HEALTH_SECONDS, RequestFailed, get, is_healthy, open_session, post
+from roll_batching.jobs.engines.server_api import Call, ServerApi
 from roll_batching.strategy.sampling import GenerationSettings
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE = 5.0
-_SECONDS_TO_TELL = 30.0
-"""For a busy server to say which process it is."""
+_PROCESS_SECONDS = 30.0
+"""Limit for a busy server to identify its process."""
 _RESTARTED = "the server was started again, and has not the weights that were sent"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """How patiently servers are asked."""
+    """Time limits, concurrency and retries of requests to servers."""
 
     seconds: float = 600.0
-    """For one attempt of one request, and for each request of an update."""
+    """For one attempt of a generation request, and for each request of a weight update."""
     in_flight: int = 128
-    """Requests that a replica has at once."""
+    """Concurrent requests per server."""
     retries: int = 3
-    """Attempts of a request after the first, at other replicas where there are some."""
+    """Attempts of a request after the first, at other servers where there are any."""
 
 
-class _Replica:
-    """One server, for one round of questions."""
+class _Server:
+    """One server during one `generate` call."""
 
-    def __init__(self, url: str, slots: int) -> None:
-        self.url, self.slots, self.groups = url, asyncio.Semaphore(slots), 0
+    def __init__(self, url: str, in_flight: int) -> None:
+        self.url, self.slots, self.groups = url, asyncio.Semaphore(in_flight), 0
 
 
-class _Asked:
-    """One question of a round, and what became of it."""
+class _Attempts:
+    """One request during one `generate` call: its failed attempts, and its result."""
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
         self.failures: list[str] = []
-        self.failed: set[str] = set()
-        """Servers at which it failed."""
-        self.answer: Answer | None = None
+        self.failed_urls: set[str] = set()
+        self.result: GenerationResult | None = None
         self.url = ""
-        """Who answered."""
+        """Server that sent the result."""
 
 
 class Replicas:
-    """Servers of one kind at `urls`, with the same weights each."""
+    """An `Engine` of several servers of one kind at `urls`, all with the same weights."""
 
-    def __init__(self, urls: Sequence[str], dialect: Dialect, limits: EngineLimits | None = None) -> None:
+    def __init__(self, urls: Sequence[str], api: ServerApi, limits: EngineLimits | None = None) -> None:
         self.urls = tuple(url.rstrip("/") for url in urls)
-        self.dialect, self.limits = dialect, limits or EngineLimits()
+        self.api, self.limits = api, limits or EngineLimits()
         self.version = 0
         self._live: dict[str, ServerProcess | None] = dict.fromkeys(self.urls)
-        self._reasons: dict[str, str] = {}
+        self._drop_reasons: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
 
     @property
     def live(self) -> Mapping[str, ServerProcess | None]:
-        """The servers that answer, and their processes where their answers do not tell their weights."""
+        """Servers in use, with their processes if replies do not name the weights' version."""
         return self._live
 
-    def use(self, live: Mapping[str, ServerProcess | None], version: int) -> None:
-        """Ask these from now on, which have the weights of `version`."""
+    def set_live(self, live: Mapping[str, ServerProcess | None], version: int) -> None:
+        """Sets the servers in use, which have the weights of `version`."""
         self._live, self.version = dict(live), version
 
-    def seconds_to_answer(self, questions: int) -> float:
-        """Every attempt of every question, at one server, `in_flight` at once, each as long as it may."""
-        rounds = -(-questions * (self.limits.retries + 1) // self.limits.in_flight)
-        told = 0.0 if self.dialect.about_process is None else (2 + self.limits.retries) * _SECONDS_TO_TELL
-        return rounds * (self.limits.seconds + SECONDS_FOR_HEALTH + _LONGEST_PAUSE) + told
+    def generation_timeout(self, requests: int) -> float:
+        """Seconds for `requests` at most: all attempts of all of them, on one server, each up to its limit."""
+        rounds = -(-requests * (self.limits.retries + 1) // self.limits.in_flight)
+        process_checks = 0.0 if self.api.process_path is None else (2 + self.limits.retries) * _PROCESS_SECONDS
+        return rounds * (self.limits.seconds + HEALTH_SECONDS + _LONGEST_PAUSE) + process_checks
 
-    def seconds_to_update(self) -> float:
-        """One request after the other, each as long as it may."""
-        update = [*self.dialect.before_update(asleep=True), *self.dialect.after_update(asleep=True)]
-        told = 0.0 if self.dialect.about_process is None else 2 * _SECONDS_TO_TELL
-        return max(1 + len(update), len(self.dialect.sleep())) * self.limits.seconds + told
+    def update_timeout(self) -> float:
+        """Seconds for a weight update, or for going to sleep: all its calls, each up to its limit."""
+        update = [*self.api.before_update(asleep=True), *self.api.after_update(asleep=True)]
+        process_checks = 0.0 if self.api.process_path is None else 2 * _PROCESS_SECONDS
+        return max(1 + len(update), len(self.api.sleep_calls())) * self.limits.seconds + process_checks
 
-    def figures(self) -> dict[str, float]:
-        """Requests, attempts that failed and servers that were dropped since the last call; servers that answer."""
+    def metrics(self) -> dict[str, float]:
+        """Requests, failed attempts and dropped servers since the last call; servers in use."""
         counts, self._counts = self._counts, Counter()
-        found = {f"engine_{name}": float(counts[name]) for name in ("requests", "failed_attempts", "dropped")}
-        return {**found, "engine_replicas": float(len(self._live))}
+        metrics = {f"engine_{name}": float(counts[name]) for name in ("requests", "failed_attempts", "dropped")}
+        return {**metrics, "engine_replicas": float(len(self._live))}
 
-    def generate(self, questions: Sequence[Question], settings: GenerationSettings) -> list[Answer]:
-        """The answers, in the order of `questions`.
+    def generate(self, requests: Sequence[GenerationRequest], settings: GenerationSettings) -> list[GenerationResult]:
+        """Results in the order of `requests`.
 
-        Raises EngineError where a server refuses a request, an attempt too many has failed, or no server is left.
+        Raises EngineError when a server refuses a request, after too many failed attempts, and without servers.
         """
-        return asyncio.run(self._generate(questions, settings)) if questions else []
+        return asyncio.run(self._generate(requests, settings)) if requests else []
 
     def update_weights(self, folder: Path, version: int, *, asleep: bool = False) -> None:
-        """Tells all servers, also those that were dropped, to read `folder`; those that do are asked from now on.
+        """Has all servers, dropped ones too, load the model directory `folder`; those that do are in use again.
 
-        `asleep`: they sleep, and wake up. Raises EngineError where none does.
+        `asleep`: they sleep, and are woken up. Raises EngineError when none loads it.
         """
-        before, after = self.dialect.before_update(asleep=asleep), self.dialect.after_update(asleep=asleep)
+        before, after = self.api.before_update(asleep=asleep), self.api.after_update(asleep=asleep)
         processes: dict[str, ServerProcess | None] = {}
 
-        async def updated(session: Any, url: str) -> None:
+        async def update(session: Any, url: str) -> None:
             process = await self._process(session, url)
-            for call in (*before, self.dialect.read(folder, version), *after):
-                self.heard(call, await post(session, url, call))
+            for call in (*before, self.api.load_call(folder, version), *after):
+                self.check_reply(call, await post(session, url, call))
             if await self._process(session, url) != process:
-                raise Failed(_RESTARTED)
+                raise RequestFailed(_RESTARTED)
             processes[url] = process
 
-        wrong = self.each(self.urls, updated)
-        self.use({url: processes.get(url) for url in self.urls}, version)
+        errors = self.on_each(self.urls, update)
+        self.set_live({url: processes.get(url) for url in self.urls}, version)
         self.drop(
-            wrong,
+            errors,
             f"took the weights in {folder}",
             "Servers must run at actor_infer.engine_args.urls and be able to read that folder (weights_folder)",
         )
 
     def sleep(self) -> None:
-        """Tells all servers to give their device memory back, until they get weights again. Nobody asks meanwhile.
+        """Has all servers free their device memory until the next weights. There must be no requests meanwhile.
 
-        One that does not is dropped. Raises EngineError where none does.
+        A server that fails to is dropped. Raises EngineError when all fail.
         """
-        wrong = self.tell(tuple(self._live), self.dialect.sleep())
+        errors = self.send_calls(tuple(self._live), self.api.sleep_calls())
         self.drop(
-            wrong,
+            errors,
             "went to sleep",
             "Under is_offload_states an engine sleeps while the model trains: start its servers with "
-            f"{self.dialect.sleeps_with}, or set is_offload_states to false where they have devices of their own",
+            f"{self.api.sleep_options}, or set is_offload_states to false where they have devices of their own",
         )
 
     # ---- all servers at once
 
-    def tell(self, urls: Sequence[str], calls: Sequence[Call]) -> dict[str, str]:
-        """Makes these calls, one after the other, to all of `urls` at once; by URL what went wrong."""
+    def send_calls(self, urls: Sequence[str], calls: Sequence[Call]) -> dict[str, str]:
+        """Sends `calls` in order to each of `urls`, which run concurrently; errors by URL."""
 
-        async def told(session: Any, url: str) -> None:
+        async def send(session: Any, url: str) -> None:
             for call in calls:
-                self.heard(call, await post(session, url, call))
+                self.check_reply(call, await post(session, url, call))
 
-        return self.each(urls, told)
+        return self.on_each(urls, send)
 
-    def each(self, urls: Sequence[str], work: Callable[[Any, str], Awaitable[None]]) -> dict[str, str]:
-        """`work` with a session for requests, for all of `urls` at once; by URL what went wrong."""
+    def on_each(self, urls: Sequence[str], work: Callable[[Any, str], Awaitable[None]]) -> dict[str, str]:
+        """Runs `work(session, url)` for all of `urls` concurrently; errors by URL."""
 
-        async def done(session: Any, url: str) -> str | None:
+        async def run(session: Any, url: str) -> str | None:
             try:
                 await work(session, url)
-            except (Failed, EngineError, Malformed) as error:
+            except (RequestFailed, EngineError, MalformedReply) as error:
                 return str(error)
             return None
 
-        async def everywhere() -> list[str | None]:
-            async with open_session(self.limits.seconds) as opened:
-                return list(await asyncio.gather(*(done(opened, url) for url in urls)))
+        async def run_all() -> list[str | None]:
+            async with open_session(self.limits.seconds) as session:
+                return list(await asyncio.gather(*(run(session, url) for url in urls)))
 
-        said = asyncio.run(everywhere())
-        return {url: text for url, text in zip(urls, said, strict=True) if text is not None}
+        errors = asyncio.run(run_all())
+        return {url: error for url, error in zip(urls, errors, strict=True) if error is not None}
 
-    def heard(self, call: Call, reply: Any) -> None:
-        """Raises Failed where a reply says that a call went wrong, or is none of an engine's."""
+    def check_reply(self, call: Call, reply: Any) -> None:
+        """Raises RequestFailed when the reply to a control call is not JSON, or reports an error."""
         if isinstance(reply, str) and reply:
-            raise Failed(f"{call.path}: it answers what is no JSON: {shown(reply)}")
-        text = self.dialect.updated(reply)
-        if text is not None:
-            raise Failed(f"{call.path}: {text}")
+            raise RequestFailed(f"{call.path}: the reply is not JSON: {excerpt(reply)}")
+        error = self.api.error_in(reply)
+        if error is not None:
+            raise RequestFailed(f"{call.path}: {error}")
 
-    def drop(self, wrong: Mapping[str, str], what: str, cure: str) -> None:
-        """Drops servers for the reasons in `wrong`. Raises EngineError where no other is left.
+    def drop(self, errors: Mapping[str, str], action: str, cure: str) -> None:
+        """Drops the servers with `errors`, by URL. Raises EngineError when no other is left.
 
-        Its message has all reasons, `what` none of them did, and the `cure`.
+        The message has all errors, the `action` in which all servers failed ("went to sleep"), and the `cure`.
         """
-        self._drop({url: f"{url}: {text}" for url, text in wrong.items()})
+        self._drop({url: f"{url}: {error}" for url, error in errors.items()})
         if not self._live:
-            said = "; ".join(f"{url}: {text}" for url, text in wrong.items())
-            raise EngineError(f"{self.dialect.name}: no server {what}: {said}. {cure}")
+            reasons = "; ".join(f"{url}: {error}" for url, error in errors.items())
+            raise EngineError(f"{self.api.name}: no server {action}: {reasons}. {cure}")
 
-    # ---- generating
+    # ---- generation
 
-    async def _generate(self, questions: Sequence[Question], settings: GenerationSettings) -> list[Answer]:
-        replicas = {url: _Replica(url, self.limits.in_flight) for url in self._live}
-        homes: dict[int, _Replica] = {}
-        asked = [_Asked(question) for question in questions]
-        async with open_session(self.limits.seconds) as opened:
-            await self._drop_changed(opened, replicas)
-            while wanted := [one for one in asked if one.answer is None]:
-                tasks = [asyncio.ensure_future(self._ask(opened, one, settings, replicas, homes)) for one in wanted]
+    async def _generate(
+        self, requests: Sequence[GenerationRequest], settings: GenerationSettings
+    ) -> list[GenerationResult]:
+        servers = {url: _Server(url, self.limits.in_flight) for url in self._live}
+        group_servers: dict[int, _Server] = {}
+        attempts = [_Attempts(request) for request in requests]
+        async with open_session(self.limits.seconds) as session:
+            await self._drop_restarted(session, servers)
+            while pending := [one for one in attempts if one.result is None]:
+                tasks = [
+                    asyncio.ensure_future(self._request(session, one, settings, servers, group_servers))
+                    for one in pending
+                ]
                 try:
                     await asyncio.gather(*tasks)
                 finally:
                     for task in tasks:
                         task.cancel()
-                restarted = await self._drop_changed(opened, replicas, unreachable=False)
-                for one in asked:
+                # Results of a server that restarted in between are of its first weights: they are requested again.
+                restarted = await self._drop_restarted(session, servers, drop_unreachable=False)
+                for one in attempts:
                     if one.url in restarted:
-                        self._failed(one, one.url, _RESTARTED)
-                        one.answer, one.url = None, ""
-        return [one.answer for one in asked if one.answer is not None]
+                        self._count_failure(one, one.url, _RESTARTED)
+                        one.result, one.url = None, ""
+        return [one.result for one in attempts if one.result is not None]
 
-    async def _ask(
+    async def _request(
         self,
         session: Any,
-        asked: _Asked,
+        attempts: _Attempts,
         settings: GenerationSettings,
-        replicas: dict[str, _Replica],
-        homes: dict[int, _Replica],
+        servers: dict[str, _Server],
+        group_servers: dict[int, _Server],
     ) -> None:
-        call = self.dialect.call(asked.question, settings)
-        while len(asked.failures) <= self.limits.retries:
-            replica = self._home(asked.question.group, replicas, homes, asked.failed)
-            async with replica.slots:
-                if replica.url not in replicas:  # it was dropped while this one waited
+        call = self.api.generation_call(attempts.request, settings)
+        while len(attempts.failures) <= self.limits.retries:
+            server = self._choose_server(attempts.request.group, servers, group_servers, attempts.failed_urls)
+            async with server.slots:
+                if server.url not in servers:  # dropped while this request waited for a slot
                     continue
                 self._counts["requests"] += 1
                 try:
-                    reply = await post(session, replica.url, call)
-                    asked.answer = self.dialect.answer(reply, settings, self.version)
-                    asked.url = replica.url
+                    reply = await post(session, server.url, call)
+                    attempts.result = self.api.parse_generation(reply, settings, self.version)
+                    attempts.url = server.url
                     return
-                except (Failed, Malformed) as error:
-                    self._failed(asked, replica.url, str(error))
-            if not await is_well(session, replica.url + self.dialect.health):
-                self._drop_one(replicas, replica.url, asked.failures[-1])
-            elif len(asked.failures) <= self.limits.retries:
-                await asyncio.sleep(min(_LONGEST_PAUSE, 0.1 * 2 ** len(asked.failures)))
+                except (RequestFailed, MalformedReply) as error:
+                    self._count_failure(attempts, server.url, str(error))
+            if not await is_healthy(session, server.url + self.api.health_path):
+                self._drop_one(servers, server.url, attempts.failures[-1])
+            elif len(attempts.failures) <= self.limits.retries:
+                await asyncio.sleep(min(_LONGEST_PAUSE, 0.1 * 2 ** len(attempts.failures)))
         raise EngineError(
-            f"{self.dialect.name}: a request failed {len(asked.failures)} times: {'; '.join(asked.failures)}. Look at "
-            "the servers' logs; actor_infer.engine_args has request_timeout and retries"
+            f"{self.api.name}: a request failed {len(attempts.failures)} times: {'; '.join(attempts.failures)}. Look "
+            "at the servers' logs; actor_infer.engine_args has request_timeout and retries"
         )
 
-    def _failed(self, asked: _Asked, url: str, why: str) -> None:
-        asked.failures.append(f"{url}: {why}")
-        asked.failed.add(url)
+    def _count_failure(self, attempts: _Attempts, url: str, reason: str) -> None:
+        attempts.failures.append(f"{url}: {reason}")
+        attempts.failed_urls.add(url)
         self._counts["failed_attempts"] += 1
 
     async def _process(self, session: Any, url: str) -> ServerProcess | None:
-        """The process that answers at `url`, where answers do not tell their weights. Raises Failed, Malformed."""
-        if self.dialect.about_process is None:
+        """The process at `url`; None if replies name the weights' version. Raises RequestFailed, MalformedReply."""
+        if self.api.process_path is None:
             return None
         try:
-            about = await asyncio.wait_for(get(session, url, self.dialect.about_process), _SECONDS_TO_TELL)
+            reply = await asyncio.wait_for(get(session, url, self.api.process_path), _PROCESS_SECONDS)
         except TimeoutError:
-            raise Failed(f"it did not say which process it is within {_SECONDS_TO_TELL:g} seconds") from None
-        except EngineError as error:  # a path that it does not have
-            raise Failed(f"it does not say which process it is, so that a restart would be missed: {error}") from None
-        return self.dialect.process(about)
+            raise RequestFailed(f"it did not identify its process within {_PROCESS_SECONDS:g} seconds") from None
+        except EngineError as error:  # the server lacks the path
+            raise RequestFailed(f"it does not identify its process, so a restart would go unnoticed: {error}") from None
+        return self.api.parse_process(reply)
 
-    async def _drop_changed(self, session: Any, replicas: dict[str, _Replica], *, unreachable: bool = True) -> set[str]:
-        """Drops servers that were started again since their last weights, which are returned.
+    async def _drop_restarted(
+        self, session: Any, servers: dict[str, _Server], *, drop_unreachable: bool = True
+    ) -> set[str]:
+        """Drops servers that restarted since their last weights; returns the URLs of these.
 
-        `unreachable`: also those that do not say which process they are.
+        `drop_unreachable`: also drops servers that do not identify their process.
         """
 
         async def check(url: str) -> str | None:
             try:
                 return None if await self._process(session, url) == self._live[url] else _RESTARTED
-            except (Failed, Malformed) as error:
-                return str(error) if unreachable else None
+            except (RequestFailed, MalformedReply) as error:
+                return str(error) if drop_unreachable else None
 
-        urls = list(replicas)
-        faults = dict(zip(urls, await asyncio.gather(*map(check, urls)), strict=True))
-        for url, why in faults.items():
-            if why is not None:
-                self._drop_one(replicas, url, f"{url}: {why}")
-        return {url for url, why in faults.items() if why == _RESTARTED}
+        urls = list(servers)
+        reasons = dict(zip(urls, await asyncio.gather(*map(check, urls)), strict=True))
+        for url, reason in reasons.items():
+            if reason is not None:
+                self._drop_one(servers, url, f"{url}: {reason}")
+        return {url for url, reason in reasons.items() if reason == _RESTARTED}
 
-    def _drop_one(self, replicas: dict[str, _Replica], url: str, why: str) -> None:
-        if replicas.pop(url, None) is not None:
-            self._drop({url: why})
+    def _drop_one(self, servers: dict[str, _Server], url: str, reason: str) -> None:
+        if servers.pop(url, None) is not None:
+            self._drop({url: reason})
 
-    def _home(
-        self, group: int, replicas: dict[str, _Replica], homes: dict[int, _Replica], failed: set[str]
-    ) -> _Replica:
-        """Where a question goes: where its group went, else to the server with the fewest groups."""
-        if not replicas:
-            said = "; ".join(self._reasons.values())
+    def _choose_server(
+        self, group: int, servers: dict[str, _Server], group_servers: dict[int, _Server], failed_urls: set[str]
+    ) -> _Server:
+        """The server of the request's group, whose prefix cache has the prompt; else the one with the fewest groups."""
+        if not servers:
+            reasons = "; ".join(self._drop_reasons.values())
             raise EngineError(
-                f"{self.dialect.name}: no server is left: {said or 'none was given'}. Look at the servers' logs, start "
-                "them again, and resume from the last checkpoint"
+                f"{self.api.name}: no server is left: {reasons or 'engine_args.urls is empty'}. Look at the servers' "
+                "logs, start them again, and resume from the last checkpoint"
             )
-        home = homes.get(group)
-        if home is not None and home.url in replicas and home.url not in failed:
-            return home
-        others = [replica for url, replica in replicas.items() if url not in failed] or list(replicas.values())
-        home = homes[group] = min(others, key=lambda replica: replica.groups)
-        home.groups += 1
-        return home
+        current = group_servers.get(group)
+        if current is not None and current.url in servers and current.url not in failed_urls:
+            return current
+        others = [server for url, server in servers.items() if url not in failed_urls] or list(servers.values())
+        chosen = group_servers[group] = min(others, key=lambda server: server.groups)
+        chosen.groups += 1
+        return chosen
 
     def _drop(self, reasons: Mapping[str, str]) -> None:
-        """Drops servers, by URL with what is wrong with them."""
+        """Drops servers; `reasons` by URL."""
         for url in reasons:
             self._live.pop(url, None)
-        self._reasons |= reasons
+        self._drop_reasons |= reasons
         self._counts["dropped"] += len(reasons)
-        for url, why in reasons.items() if self._live else ():  # where none is left, an error with all reasons follows
-            logger.warning("%s is dropped until the next weights are sent: %s", url, why)
+        for url, reason in reasons.items() if self._live else ():  # else an error with all reasons follows
+            logger.warning("%s is dropped until the next weights are sent: %s", url, reason)

@@ -1,4 +1,4 @@
-"""Requests to servers, over HTTP."""
+"""HTTP requests to servers."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ import json
 from typing import Any
 
 from roll_batching.errors import EngineError
-from roll_batching.jobs.engines.dialect import Call
-from roll_batching.jobs.engines.protocol import shown
+from roll_batching.jobs.engines.protocol import excerpt
+from roll_batching.jobs.engines.server_api import Call
 
-SECONDS_FOR_HEALTH = 5.0
+HEALTH_SECONDS = 5.0
 _LARGEST_REPLY = 32 << 20
-"""Bytes, unpacked; an answer of 100,000 tokens takes 10 MB."""
+"""Bytes, uncompressed; a reply of 100,000 tokens has 10 MB."""
 _BUSY = (408, 429)
-"""Statuses below 500 that say nothing of the request itself."""
+"""Statuses below 500 that do not depend on the request, which is retried."""
 
 
-class Failed(Exception):
-    """An attempt that failed in a way that another one may not."""
+class RequestFailed(Exception):
+    """A request that failed, and may succeed when repeated."""
 
 
 def open_session(seconds: float) -> Any:
-    """What requests go through, of which each may take `seconds`. An asynchronous context manager."""
+    """An aiohttp session with a limit of `seconds` per request; an asynchronous context manager."""
     try:
         import aiohttp
     except ImportError as error:
         raise EngineError("engines by URL need aiohttp: pip install 'roll-batching[engines]'") from error
     timeout = aiohttp.ClientTimeout(total=seconds)
-    # Every request a connection of its own: one that a server cut in between would fail the next request.
+    # One connection per request: the next request on a reused one would fail if the server had closed it.
     return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True))
 
 
 async def post(session: Any, url: str, call: Call) -> Any:
-    """The reply's JSON, or its text. Raises EngineError where it is refused, Failed for what may pass."""
+    """The reply's JSON, or else its text. Raises EngineError when refused, RequestFailed when worth repeating."""
     request = session.post(url + call.path, json=call.body, params=call.parameters, allow_redirects=False)
     return await _reply(request, url, call.path)
 
 
 async def get(session: Any, url: str, path: str) -> Any:
-    """As `post`."""
+    """Sends a GET request; otherwise as `post`."""
     return await _reply(session.get(url + path, allow_redirects=False), url, path)
 
 
@@ -52,25 +52,25 @@ async def _reply(request: Any, url: str, path: str) -> Any:
             async for chunk in response.content.iter_any():
                 body += chunk
                 if len(body) > _LARGEST_REPLY:
-                    raise Failed(f"{path}: its reply has more than {_LARGEST_REPLY >> 20} MiB")
+                    raise RequestFailed(f"{path}: the reply has more than {_LARGEST_REPLY >> 20} MiB")
             status = response.status
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
-        raise Failed(f"{path}: {type(error).__name__} {error}".strip()) from None
+        raise RequestFailed(f"{path}: {type(error).__name__} {error}".strip()) from None
     text = body.decode(errors="replace")
     if status >= 500 or status in _BUSY:
-        raise Failed(f"{path}: status {status}: {shown(text, 200)}")
+        raise RequestFailed(f"{path}: status {status}: {excerpt(text, 200)}")
     if status >= 300:
-        raise EngineError(f"{url}{path} refuses the request with status {status}: {shown(text, 500)}")
+        raise EngineError(f"{url}{path} refuses the request with status {status}: {excerpt(text, 500)}")
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
     return text
 
 
-async def is_well(session: Any, url: str) -> bool:
-    """Whether the server answers at `url`, the whole of a path, with status 200."""
+async def is_healthy(session: Any, url: str) -> bool:
+    """Whether a GET request to `url`, path included, returns status 200."""
     import aiohttp
 
-    timeout = aiohttp.ClientTimeout(total=SECONDS_FOR_HEALTH)
+    timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
     try:
         async with session.get(url, timeout=timeout) as response:
             return bool(response.status == 200)

@@ -1,4 +1,4 @@
-"""The engine that samples a job's rollouts: it gets the model's weights, and its log-probs are compared with ours."""
+"""Rollouts by an engine: weight updates after training steps, and its log-probs compared with the trainer's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from roll_batching.distributed import exchange
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
-from roll_batching.jobs.engines.asking import EngineClient, joined
+from roll_batching.jobs.engines.client import EngineClient, sum_metrics
 from roll_batching.jobs.engines.weights import engine_weights
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.samples import SampleBatch
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class EngineSampler(EngineClient):
-    """The same on the ranks of a job, which give it their weights, and compare log-probs.
+    """An engine client on the training ranks, which send it their weights and compare log-probs.
 
-    `sleeps`: the engine sleeps, now and whenever it is told to rest.
+    `sleeps`: the engine shares the ranks' devices. It sleeps at first, and while the model trains.
     """
 
     def __init__(self, config: JobConfig, strategy: MegatronInferStrategy, *, sleeps: bool = False) -> None:
@@ -40,61 +40,62 @@ class EngineSampler(EngineClient):
 
     @property
     def offload_stats(self) -> OffloadStats:
-        """Nothing: an engine makes room in its own ways."""
+        """Nothing offloaded here: an engine frees memory itself."""
         return OffloadStats()
 
     def update(self, version: int) -> None:
-        """The engine answers with the strategy's weights from now on, which are those of `version`.
+        """Sends the strategy's weights, which are those of `version`, to the engine.
 
-        Raises RankError, the same on all ranks, where the model cannot be given or no replica takes it.
+        Raises RankError, the same on all ranks, when they cannot be sent or no replica loads them.
         """
         if version == self._version and not self.asleep:
             return
         started = time.perf_counter()
-        self._bytes += self._weights.give(version)
+        self._bytes += self._weights.send(version)
         self._version = version
         self._transfer_seconds += time.perf_counter() - started
 
     def release_memory(self) -> None:
-        """The model is about to train: an engine that shares its devices sleeps."""
+        """Puts an engine that shares the ranks' devices to sleep before training."""
         if self._sleeps and not self.asleep:
             started = time.perf_counter()
             self.sleep()
             self._sleep_seconds += time.perf_counter() - started
 
     def metrics(self, local_batch: SampleBatch) -> Metrics:
-        """Metrics of the rollouts `local_batch`, and of weight updates since the last call.
+        """Metrics of the rollouts `local_batch`, and of weight updates since the last call. Collective.
 
-        Where old log-probs are the trainer's own (`logprob_plan` train or own), `engine_gap_mean` and `engine_gap_max`
-        are of |engine - trainer| log-prob per response token, `engine_kl` the mean of engine - trainer, which is the
-        divergence of the trainer's policy from the engine's. Collective.
+        If old log-probs are the trainer's own (`logprob_plan` train or own), `engine_gap_mean` and `engine_gap_max` are
+        mean and maximum of |engine - trainer| log-prob per response token, and `engine_kl` is the mean of engine -
+        trainer: the divergence of the trainer's policy from the engine's.
         """
         if self.strategy.batching.logprob_plan not in ("train", "own"):
-            gap = torch.zeros(0)  # the trainer's own are not known
+            gap = torch.zeros(0)  # the trainer's own log-probs are not computed
         else:
-            ours, theirs = local_batch["old_log_probs"].double(), local_batch["rollout_log_probs"].double()
+            trainer, engine = local_batch["old_log_probs"].double(), local_batch["rollout_log_probs"].double()
             mask = local_batch["response_mask"].bool()
-            rows = torch.cat([mask[1:], mask.new_zeros(min(1, len(mask)))])  # a prompt follows a sample's last row
-            gap = (theirs - ours)[rows & (ours != 0)].cpu()  # samples that no plan held read 0
-        mine = (len(gap), float(gap.sum()), float(gap.abs().sum()), float(gap.abs().max()) if len(gap) else 0.0)
-        own = self.figures()
-        told = exchange(
+            # Row i has the log-prob of token i + 1; the row after a sample's last token is a prompt's.
+            is_response = torch.cat([mask[1:], mask.new_zeros(min(1, len(mask)))])
+            gap = (engine - trainer)[is_response & (trainer != 0)].cpu()  # samples that the plan dropped have 0
+        sums = (len(gap), float(gap.sum()), float(gap.abs().sum()), float(gap.abs().max()) if len(gap) else 0.0)
+        own_metrics = self.request_metrics()
+        replies = exchange(
             self.layout.host_group,
-            "figures of the engine",
-            lambda: (mine, own, self.layout.is_replica_leader, self._bytes),
+            "metrics of the engine",
+            lambda: (sums, own_metrics, self.layout.is_replica_leader, self._bytes),
         )
-        sent, parts = sum(part[3] for part in told), [part[:2] for part in told if part[2]]
-        row: Metrics = {"weights_seconds": self._transfer_seconds, "weights_bytes": sent}
+        sent_bytes, replicas = sum(reply[3] for reply in replies), [reply[:2] for reply in replies if reply[2]]
+        row: Metrics = {"weights_seconds": self._transfer_seconds, "weights_bytes": sent_bytes}
         if self._sleeps:
             row["engine_sleep_seconds"] = self._sleep_seconds
         self._transfer_seconds = self._sleep_seconds = 0.0
         self._bytes = 0
-        row |= joined([figures for _, figures in parts])
-        tokens = sum(one[0] for one, _ in parts)
+        row |= sum_metrics([metrics for _, metrics in replicas])
+        tokens = sum(one[0] for one, _ in replicas)
         if tokens:
-            row["engine_kl"] = sum(one[1] for one, _ in parts) / tokens
-            row["engine_gap_mean"] = sum(one[2] for one, _ in parts) / tokens
-            row["engine_gap_max"] = max(one[3] for one, _ in parts)
+            row["engine_kl"] = sum(one[1] for one, _ in replicas) / tokens
+            row["engine_gap_mean"] = sum(one[2] for one, _ in replicas) / tokens
+            row["engine_gap_max"] = max(one[3] for one, _ in replicas)
             if row["engine_gap_mean"] > self.gap_warning and dist.get_rank() == 0:
                 logger.warning(
                     "the engine's log-probs differ from the trainer's by %.4f per token in the mean (%.4f at most), "
@@ -106,7 +107,7 @@ class EngineSampler(EngineClient):
         return row
 
     def close(self) -> None:
-        """The engine gets no more weights."""
+        """Ends weight updates and removes their files."""
         self._weights.close()
 
 
@@ -114,9 +115,9 @@ class EngineSampler(EngineClient):
 def engine_sampler(
     config: JobConfig, strategy: MegatronInferStrategy, *, sleeps: bool
 ) -> Iterator[EngineSampler | None]:
-    """The sampler of the engine that `config` names, for the block; `sleeps` as `EngineSampler` has it.
+    """The sampler of the engine in `config`, for the block; `sleeps` as for `EngineSampler`.
 
-    None where the strategy's model samples itself, and where the process that draws ahead of training asks the engine.
+    None when the strategy's model generates, and when an asynchronous sampler process calls the engine.
     """
     if not uses_engine(config) or config.asynchronous:
         yield None

@@ -1,4 +1,4 @@
-"""The servers of a job's engine, where the job starts them: by rank 0, on its machine, for as long as the job lasts."""
+"""Engine servers of a job: rank 0 starts them on its machine and ends them after the job."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from roll_batching.jobs.config.engine_rules import (
     uses_engine,
 )
 from roll_batching.jobs.config.engines import ENGINES
-from roll_batching.jobs.engines.servers import KINDS, Program, Servers, command_of, free_ports
+from roll_batching.jobs.engines.servers import SERVER_KINDS, ServerProcesses, ServerProgram, free_ports, server_command
 from roll_batching.jobs.processes.rank_variables import ROLE_DEVICES
 
 LOGS = "engine_logs"
-"""Folder, in the run's, of what the servers say: appended to, so that nothing of an earlier run is lost."""
+"""Folder of the servers' logs in the run's folder. Logs are appended to, which keeps those of earlier attempts."""
 _MARGIN = 300.0
-"""Seconds that ranks may be apart beside what the servers may take."""
+"""Seconds added to start_timeout for the time between ranks."""
 
 
 @contextmanager
 def engine_servers(config: JobConfig) -> Iterator[JobConfig]:
-    """`config` with the URLs of its engine's servers, which run for the block where the job starts them. Collective.
+    """`config` with the URLs of its engine's servers, which the job starts, if needed, for the block. Collective.
 
-    Where they share devices with the model in training they sleep, so that it finds room. Raises RankError, the same
-    on all ranks, where one does not start, or does not sleep.
+    Servers that share devices with the model in training are put to sleep, so that it fits. Raises RankError, the same
+    on all ranks, when a server does not start or sleep.
     """
     role = config.actor_infer
     if not uses_engine(config) or role.strategy_args.strategy_name not in SERVED:
         yield config
         return
     patience = role.engine_args.start_timeout
-    servers: list[Servers] = []
+    servers: list[ServerProcesses] = []
 
     def start() -> list[str]:
         urls = role.engine_args.urls
         if dist.get_rank() != 0:
             return []
         if starts_servers(config):
-            servers.append(_servers(config))
+            servers.append(_make_servers(config))
             servers[0].start(patience)
             urls = [program.url for program in servers[0].programs]
         if engine_sleeps(config):
@@ -64,7 +64,7 @@ def engine_servers(config: JobConfig) -> Iterator[JobConfig]:
         yield _with_urls(config, urls)
     except BaseException:
         for one in servers:
-            one.close(patience=0)  # the cause must be heard at once
+            one.close(patience=0)  # the error must not wait for servers to end
         raise
     for one in servers:
         one.close()
@@ -76,24 +76,24 @@ def _with_urls(config: JobConfig, urls: list[str]) -> JobConfig:
     return config.model_copy(update={"actor_infer": role.model_copy(update={"engine_args": args})})
 
 
-def _servers(config: JobConfig) -> Servers:
-    """Not yet started."""
+def _make_servers(config: JobConfig) -> ServerProcesses:
+    """The job's servers, not yet started."""
     role, model = config.actor_infer, config.actor_train.model_args.model_name_or_path
     assert model is not None, "engines read model directories"
     name = role.strategy_args.strategy_name
-    kind, devices, names = KINDS[name], server_devices(config), _device_names(config)
+    kind, devices, names = SERVER_KINDS[name], server_devices(config), _device_names(config)
     options, sleeps = server_options(config), engine_sleeps(config)
     host = _host()
     programs, first = [], 0
     for number, (own, port) in enumerate(zip(devices, free_ports(host, len(devices)), strict=True)):
-        shown = {} if names is None else {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + len(own)])}
+        visible = {} if names is None else {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + len(own)])}
         first += len(own)
         programs.append(
-            Program(
-                command=command_of(
+            ServerProgram(
+                command=server_command(
                     kind, model, options, program=role.engine_args.command, host=host, port=port, sleeps=sleeps
                 ),
-                environment={**kind.variables, **shown},
+                environment={**kind.variables, **visible},
                 url=f"http://{host}:{port}",
                 log=config.run_folder / LOGS / f"{name}-{number}.log",
             )
@@ -105,26 +105,26 @@ def _servers(config: JobConfig) -> Servers:
         file=sys.stderr,
         flush=True,
     )
-    return Servers(programs)
+    return ServerProcesses(programs)
 
 
 def _host() -> str:
-    """Where this machine's servers are found by all ranks: this machine alone, where all of them are here."""
-    here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return "127.0.0.1" if here else os.environ["MASTER_ADDR"]
+    """Address at which all ranks reach servers on this machine; loopback when all ranks are on it."""
+    is_single_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return "127.0.0.1" if is_single_machine else os.environ["MASTER_ADDR"]
 
 
 def _device_names(config: JobConfig) -> list[str] | None:
-    """The servers' devices, as CUDA_VISIBLE_DEVICES names them; None where none are numbered, and on a CPU."""
+    """The servers' devices, in the format of CUDA_VISIBLE_DEVICES; None without a device_mapping, and on a CPU."""
     own, given = config.actor_infer.device_mapping, os.environ.get(ROLE_DEVICES["actor_infer"])
     if own is None or (given is None and not torch.cuda.is_available()):
         return None
-    shown = given or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, own))
-    names = shown.split(",")
+    visible = given or os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, own))
+    names = visible.split(",")
     if len(names) < len(own) or (given is None and own != config.actor_train.device_mapping):
         raise EngineError(
             f"actor_infer.device_mapping names {len(own)} devices, and the machine of rank 0, which starts the "
-            f"engine's servers, gives the job {len(names)} ({shown}): on several machines, and on devices of their own "
-            "under --launcher ray, start them yourself and name them in actor_infer.engine_args.urls"
+            f"engine's servers, gives the job {len(names)} ({visible}): on several machines, and on devices of their "
+            "own under --launcher ray, start them yourself and name them in actor_infer.engine_args.urls"
         )
     return names

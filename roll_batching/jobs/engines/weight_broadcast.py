@@ -1,8 +1,8 @@
-"""Weights to servers over process groups: no file, and never more than a bucket of them here.
+"""Broadcasts weights to servers over process groups, without files, one bucket at a time.
 
-Every server has a group of its own with this process. In a group of all, one that dies in a broadcast takes the others
-with it under NCCL, whose watchdog ends them; so it costs itself alone, and one that was started again joins by itself.
-What it costs is that this process sends the weights once per server.
+Each server has a process group with this process. In one group of all servers, a server that dies in a broadcast would
+end the others under NCCL, by its watchdog; this way it is dropped alone, and joins again after a restart. The cost:
+this process sends the weights once per server.
 """
 
 from __future__ import annotations
@@ -16,155 +16,166 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from roll_batching.errors import EngineError
-from roll_batching.jobs.engines.dialect import Dialect, Meeting, Receiving
 from roll_batching.jobs.engines.replicas import Replicas
-from roll_batching.jobs.engines.requests import SECONDS_FOR_HEALTH, Failed, get, post
-from roll_batching.jobs.engines.weight_group import WeightGroup, address_towards, backend_for, in_thread, new_store
+from roll_batching.jobs.engines.requests import HEALTH_SECONDS, RequestFailed, get, post
+from roll_batching.jobs.engines.server_api import GroupRendezvous, ServerApi, WeightReceiverApi
+from roll_batching.jobs.engines.weight_group import (
+    WeightGroup,
+    backend_for,
+    local_address_for,
+    new_store,
+    run_in_thread,
+)
 
 T = TypeVar("T")
 
 _MARGIN = 10.0
-"""Seconds by which a group waits longer than we do for a server: that error says more."""
+"""Seconds by which a group's timeout exceeds the request's, whose error names the cause."""
 
 
-class ReceivingDialect(Dialect, Receiving, Protocol):
-    """Of servers that take weights over a process group."""
+class BroadcastServerApi(ServerApi, WeightReceiverApi, Protocol):
+    """API of servers that generate, and receive weights over a process group."""
 
 
 class WeightBroadcast:
-    """Sends weights that lie on `device` to the servers of `replicas`, whose dialect is `dialect`.
+    """Sends weights on `device` to the servers of `replicas`, whose API is `api`.
 
-    An update is `begin`, `send` for every bucket, `end`. A server with which anything fails, or that does not do its
-    part within the limit for a request, is dropped until the next update; what was on its way is given up. All methods
-    raise EngineError when no server is left.
+    An update is `begin`, `send` for every bucket, `end`. A server that fails, or exceeds the time limit of a request,
+    is dropped until the next update, and operations with it are aborted. All methods raise EngineError when no server
+    is left.
     """
 
-    def __init__(self, replicas: Replicas, dialect: ReceivingDialect, device: torch.device) -> None:
-        self._replicas, self._dialect, self._device = replicas, dialect, device
+    def __init__(self, replicas: Replicas, api: BroadcastServerApi, device: torch.device) -> None:
+        self._replicas, self._api, self._device = replicas, api, device
         self._seconds = replicas.limits.seconds
         self._store = new_store()
         self._groups: dict[str, WeightGroup] = {}
-        """By server; only of those that had all of what was sent last."""
-        self._sent: int | None = None
-        """The version of that."""
+        """By URL; only of servers that received the whole last update."""
+        self._sent_version: int | None = None
+        """Version of the last update."""
 
     def begin(self, *, asleep: bool = False) -> None:
-        """All servers, also those that were dropped, stop generating and join; `asleep`: they sleep."""
+        """Has all servers, dropped ones too, pause and join their process groups; `asleep`: they sleep."""
         replicas = self._replicas
 
-        async def joined(session: Any, url: str) -> None:
-            for call in self._dialect.before_update(asleep=asleep):
-                replicas.heard(call, await post(session, url, call))
+        async def join(session: Any, url: str) -> None:
+            for call in self._api.before_update(asleep=asleep):
+                replicas.check_reply(call, await post(session, url, call))
             await self._join(session, url)
 
-        wrong = replicas.each(replicas.urls, joined)
-        replicas.use(dict.fromkeys(replicas.urls), replicas.version)
-        self._drop(wrong)
+        errors = replicas.on_each(replicas.urls, join)
+        replicas.set_live(dict.fromkeys(replicas.urls), replicas.version)
+        self._drop(errors)
 
     def send(self, tensors: Sequence[tuple[str, torch.Tensor]], version: int | None = None) -> int:
-        """The servers load these; `version`: they are the last of it. Bytes that left this process."""
+        """Sends tensors to all servers, with `version` if they are the last ones; returns the bytes sent."""
 
-        async def sent(session: Any, url: str) -> None:
+        async def send(session: Any, url: str) -> None:
             group = self._groups[url]
-            call = self._dialect.receive(tensors, group.name, version)
+            call = self._api.receive_call(tensors, group.name, version)
             values = [tensor for _, tensor in tensors]
-            replied = await self._both(post(session, url, call), lambda: group.broadcast(values))
-            self._replicas.heard(call, replied[0])
+            reply, _ = await self._wait_for_both(post(session, url, call), lambda: group.broadcast(values))
+            self._replicas.check_reply(call, reply)
 
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the tensors are there: the groups have streams of their own
+            torch.cuda.synchronize(self._device)  # the tensors must be complete: groups use other streams
         count = len(self._replicas.live)
-        self._drop(self._replicas.each(tuple(self._replicas.live), sent))
+        self._drop(self._replicas.on_each(tuple(self._replicas.live), send))
         if version is not None:
-            self._sent = version
+            self._sent_version = version
         return count * sum(tensor.nbytes for _, tensor in tensors)
 
     def end(self, version: int, *, asleep: bool = False) -> None:
-        """The servers generate with what was sent, which is of `version`; `asleep`: and wake up."""
+        """Has the servers continue with the weights of `version`; `asleep`: wakes them up."""
         live = self._replicas.live
-        self._drop(self._replicas.tell(tuple(live), self._dialect.after_update(asleep=asleep)))
-        self._replicas.use(self._replicas.live, version)
+        self._drop(self._replicas.send_calls(tuple(live), self._api.after_update(asleep=asleep)))
+        self._replicas.set_live(self._replicas.live, version)
 
     def close(self) -> None:
-        """Leaves the groups. Nobody is waited for long."""
+        """Leaves the process groups, with a short time limit."""
         groups, self._groups = self._groups, {}
 
-        async def left(session: Any, url: str) -> None:
+        async def leave(session: Any, url: str) -> None:
             with contextlib.suppress(TimeoutError):
-                call = self._dialect.leave(groups[url].name)
-                await asyncio.wait_for(post(session, url, call), SECONDS_FOR_HEALTH)
+                call = self._api.leave_call(groups[url].name)
+                await asyncio.wait_for(post(session, url, call), HEALTH_SECONDS)
 
-        self._replicas.each(tuple(groups), left)
+        self._replicas.on_each(tuple(groups), leave)
         for group in groups.values():
             group.abort()
 
     # ---- one server
 
     async def _join(self, session: Any, url: str) -> None:
-        """It has a group with this process. One that was started since has forgotten it, and every version with it."""
-        about = await self._about(session, url)
-        if url in self._groups and self._dialect.weights(about) == str(self._sent):
+        """Joins a new process group with the server, unless it still has the one of the last update.
+
+        A restarted server has not, which shows by its weights' version.
+        """
+        info = await self._info(session, url)
+        if url in self._groups and self._api.weight_version(info) == str(self._sent_version):
             return
-        self._forget(url)
-        name, size = f"roll-batching-{uuid.uuid4().hex}", 1 + self._dialect.ranks(about)
+        self._abort_group(url)
+        name, size = f"roll-batching-{uuid.uuid4().hex}", 1 + self._api.world_size(info)
         try:
-            address = await in_thread(lambda: address_towards(url, SECONDS_FOR_HEALTH))
+            address = await run_in_thread(lambda: local_address_for(url, HEALTH_SECONDS))
         except OSError as error:
-            raise Failed(f"{type(error).__name__} {error}") from None
-        meeting = Meeting(
+            raise RequestFailed(f"{type(error).__name__} {error}") from None
+        rendezvous = GroupRendezvous(
             address=address, port=self._store.port, group=name, size=size, backend=backend_for(self._device)
         )
-        call = self._dialect.join(meeting)
-        reply, group = await self._both(
+        call = self._api.join_call(rendezvous)
+        reply, group = await self._wait_for_both(
             post(session, url, call),
             lambda: WeightGroup(self._store.port, name, size, self._device, self._seconds + _MARGIN),
         )
-        self._replicas.heard(call, reply)
+        self._replicas.check_reply(call, reply)
         self._groups[url] = group
 
-    async def _about(self, session: Any, url: str) -> Any:
-        for path in self._dialect.about[:-1]:
-            with contextlib.suppress(EngineError):  # there is no such path
+    async def _info(self, session: Any, url: str) -> Any:
+        for path in self._api.info_paths[:-1]:
+            with contextlib.suppress(EngineError):  # the server lacks the path
                 return await get(session, url, path)
-        return await get(session, url, self._dialect.about[-1])
+        return await get(session, url, self._api.info_paths[-1])
 
-    async def _both(self, request: Coroutine[Any, Any, Any], here: Callable[[], T]) -> tuple[Any, T]:
-        """The reply to a request, and what its counterpart in this process returns. Raises Failed and EngineError."""
-        asked, done = asyncio.ensure_future(request), in_thread(here)
-        await asyncio.wait((asked, done), timeout=self._seconds, return_when=asyncio.FIRST_EXCEPTION)
+    async def _wait_for_both(self, request: Coroutine[Any, Any, Any], work: Callable[[], T]) -> tuple[Any, T]:
+        """The reply to `request`, and the result of `work` in a thread. Raises RequestFailed and EngineError."""
+        reply, result = asyncio.ensure_future(request), run_in_thread(work)
+        await asyncio.wait((reply, result), timeout=self._seconds, return_when=asyncio.FIRST_EXCEPTION)
         try:
-            if asked.done():
-                asked.result()
-            if done.done():
-                done.result()
-            if asked.done() and done.done():
-                return asked.result(), done.result()
+            if reply.done():
+                reply.result()
+            if result.done():
+                result.result()
+            if reply.done() and result.done():
+                return reply.result(), result.result()
         except EngineError:
             raise
         except RuntimeError as error:  # torch's
-            raise Failed(f"its process group: {error}") from None
+            raise RequestFailed(f"its process group: {error}") from None
         finally:
-            for one in (asked, done):
-                one.add_done_callback(_heard)
-                one.cancel()
-        raise Failed(f"it did not do its part in actor_infer.engine_args.request_timeout = {self._seconds:g} seconds")
+            for future in (reply, result):
+                future.add_done_callback(_retrieve_exception)
+                future.cancel()
+        raise RequestFailed(
+            f"it did not do its part in actor_infer.engine_args.request_timeout = {self._seconds:g} seconds"
+        )
 
-    def _drop(self, wrong: dict[str, str]) -> None:
-        for url in wrong:
-            self._forget(url)
+    def _drop(self, errors: dict[str, str]) -> None:
+        for url in errors:
+            self._abort_group(url)
         self._replicas.drop(
-            wrong,
+            errors,
             "took the weights that were sent",
             "Servers must run at actor_infer.engine_args.urls, of one model with the job's, and reach this machine",
         )
 
-    def _forget(self, url: str) -> None:
+    def _abort_group(self, url: str) -> None:
         group = self._groups.pop(url, None)
         if group is not None:
             group.abort()
 
 
-def _heard(future: asyncio.Future[Any]) -> None:
-    """What somebody had given up on did not go well either."""
+def _retrieve_exception(future: asyncio.Future[Any]) -> None:
+    """Retrieves the exception of an abandoned future, which asyncio would log otherwise."""
     if not future.cancelled():
         future.exception()

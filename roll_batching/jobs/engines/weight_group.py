@@ -1,8 +1,7 @@
-"""A process group of torch's with the ranks of one server, beside that of the job's processes.
+"""A torch process group of this process and the ranks of one server, outside of the job's default group.
 
-Servers make their side with what torch builds `init_process_group` from, under a name that we tell them; they look for
-each other in a store below that name (`PREFIXES`). `new_group` takes ranks of the job alone, so that our side is made
-of the backend itself.
+Servers create theirs with the helpers of `init_process_group`, under a name that we send, and use store keys below that
+name (`PREFIXES`). `new_group` only takes ranks of the default group, so we create the backend object itself.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 PREFIXES = {"gloo": ("{group}", "{group}/", "cpu/"), "nccl": ("{group}", "{group}/", "cuda/")}
-"""Of the keys by which ranks find each other, the outermost first: one of SGLang's `init_custom_process_group`, two
-of torch's `_new_process_group_helper` (`torch/distributed/distributed_c10d.py`, 2.13)."""
+"""Prefixes of the store's keys by backend, the outermost first: one of SGLang's `init_custom_process_group`, two of
+torch's `_new_process_group_helper` (`torch/distributed/distributed_c10d.py`, 2.13)."""
 
 
 def backend_for(device: torch.device) -> str:
-    """What tensors on `device` travel by."""
+    """The backend for tensors on `device`."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def new_store() -> dist.TCPStore:
-    """Where this process and servers meet: on a free port of this machine, for as long as the object lives."""
+    """A rendezvous store on a free port of all interfaces: servers may be on other machines."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def address_towards(url: str, seconds: float) -> str:
-    """This machine's address, as the server at `url` sees it. Raises OSError where nobody listens there."""
+def local_address_for(url: str, seconds: float) -> str:
+    """The address of this machine that the server at `url` can reach. Raises OSError if `url` does not answer."""
     parts = urllib.parse.urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     with socket.create_connection((parts.hostname or "", port), timeout=seconds) as connection:
@@ -48,63 +47,63 @@ def address_towards(url: str, seconds: float) -> str:
 
 
 class WeightGroup:
-    """The group `name` of this process, its rank 0, and `size` - 1 others, who meet at the store on `port`.
+    """The process group `name` of `size` ranks, with this process as rank 0 and the rendezvous store on `port`.
 
-    Making it returns when all are there. What takes longer than `seconds` raises RuntimeError, as where a rank dies.
+    `__init__` waits for all ranks. Raises RuntimeError after `seconds`, and when a rank dies.
     """
 
     def __init__(self, port: int, name: str, size: int, device: torch.device, seconds: float) -> None:
         self.name, self.device = name, device
         timeout, backend = datetime.timedelta(seconds=seconds), backend_for(device)
-        # A connection of its own: one at a time uses it, also while it waits for a server that does not come.
-        below: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
+        # Not shared with other groups: a connection is blocked while it waits for a server that does not join.
+        store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
         for prefix in PREFIXES[backend]:
-            below = dist.PrefixStore(prefix.format(group=name), below)
+            store = dist.PrefixStore(prefix.format(group=name), store)
         make = _nccl if backend == "nccl" else dist.ProcessGroupGloo
-        self._group: Any = make(below, 0, size, timeout)
+        self._group: Any = make(store, 0, size, timeout)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sends these, one after the other, from here to all others; returns when they may be written to again."""
+        """Broadcasts the tensors one by one from this process; returns when they may be overwritten."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a thread has a device of its own
+            torch.cuda.set_device(self.device)  # the current device is per thread
         for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
             work.wait()
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
     def abort(self) -> None:
-        """Ends it at once, whatever it waits for."""
-        with contextlib.suppress(RuntimeError, AttributeError):  # gloo's of older versions knows no such word
+        """Ends the group at once, with the operation that it waits for."""
+        with contextlib.suppress(RuntimeError, AttributeError):  # older versions of gloo's groups have no abort
             self._group.abort()
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # By default its watchdog ends this process, and so the job, where a server does not take part any more.
-    with _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"):
+    # By default NCCL's watchdog ends this process, and so the job, when a server stops taking part.
+    with _set_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 @contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
+def _set_variable(name: str, value: str) -> Iterator[None]:
+    previous = os.environ.get(name)
     os.environ[name] = value
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = previous
 
 
-def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work` returns or raises, once it is done. Nobody waits for it at the end of the process."""
+def run_in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Future of `work` in a daemon thread, which does not delay the end of the process."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # who gives up waiting does not end it
+    done.set_running_or_notify_cancel()  # cancelling the wrapping future must not cancel this one
 
     def run() -> None:
         try:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from roll_batching.distributed import consensus
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.engine_rules import uses_engine
-from roll_batching.jobs.engines.asking import joined
+from roll_batching.jobs.engines.client import sum_metrics
 from roll_batching.jobs.engines.weights import weights_folder
 from roll_batching.jobs.observe.metrics_file import Metrics
 from roll_batching.jobs.roles.client import SAMPLER, RoleClient
@@ -166,7 +166,7 @@ class AsyncRollouts:
             "sampler_restarts": client.restarts,
         }
         ordered = [answers[number] for number in numbers]
-        metrics |= joined([answer.figures for answer in ordered])
+        metrics |= sum_metrics([answer.figures for answer in ordered])
         return _concat_batches(ordered), _concat_scores(ordered), metrics
 
 

@@ -21,7 +21,7 @@ from roll_batching.jobs.texts.texts import Prompt
 
 if TYPE_CHECKING:
     from roll_batching.distributed.parallel_layout import ParallelLayout
-    from roll_batching.jobs.engines.asking import EngineClient
+    from roll_batching.jobs.engines.client import EngineClient
     from roll_batching.samples import SampleBatch
     from roll_batching.strategy import MegatronInferStrategy
 
@@ -96,7 +96,7 @@ class _Sampler:
 
     def load(self, weights: Weights) -> None:
         """Loads `weights` into the model, or has the engine load them."""
-        from roll_batching.jobs.engines.asking import EngineClient
+        from roll_batching.jobs.engines.client import EngineClient
 
         if isinstance(self.source, EngineClient):
             self.source.load(weights.path, weights.version)
@@ -106,7 +106,7 @@ class _Sampler:
 
     def answer(self, request: Request) -> Answer | None:
         """Rollouts with rewards; each replica generates its share of the prompts."""
-        from roll_batching.jobs.engines.asking import EngineClient
+        from roll_batching.jobs.engines.client import EngineClient
         from roll_batching.jobs.rollouts.rollout import generate_rollouts, score_rollouts
 
         started = time.perf_counter()
@@ -128,7 +128,7 @@ class _Sampler:
             lengths=batch.lengths.numpy(),
             fields={name: batch[name].cpu().numpy() for name in ("input_ids", "response_mask", "log_probs")},
             scores=scores,
-            figures=self.source.figures() if isinstance(self.source, EngineClient) else {},
+            figures=self.source.request_metrics() if isinstance(self.source, EngineClient) else {},
         )
 
 
@@ -150,7 +150,7 @@ def _gather(layout: ParallelLayout, batch: SampleBatch) -> SampleBatch | None:
 
 def _engine(config: JobConfig) -> EngineClient:
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
-    from roll_batching.jobs.engines.asking import EngineClient
+    from roll_batching.jobs.engines.client import EngineClient
     from roll_batching.planning import ParallelDims
 
     return EngineClient(config, make_layout(ParallelDims.of_world(1), start_processes()))

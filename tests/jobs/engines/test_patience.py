@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.bad_input]
 
 def test_a_round_takes_as_long_as_all_attempts_of_its_requests():
     limits = EngineLimits(seconds=20, in_flight=4, retries=3)
-    for dialect, requests, told in ((SGLang(), 4, 0), (VLLM(), 5, 30)):  # told: which process it is
-        engine = Replicas(["http://here"], dialect, limits)
-        assert engine.seconds_to_answer(1) == 30 + 5 * told and engine.seconds_to_answer(9) == 9 * 30 + 5 * told
-        assert engine.seconds_to_update() == requests * 20 + 2 * told, "to a server that sleeps"
+    for api, requests, check in ((SGLang(), 4, 0), (VLLM(), 5, 30)):  # check: seconds to identify the process
+        engine = Replicas(["http://here"], api, limits)
+        assert engine.generation_timeout(1) == 30 + 5 * check and engine.generation_timeout(9) == 9 * 30 + 5 * check
+        assert engine.update_timeout() == requests * 20 + 2 * check, "to a server that sleeps"
 
 
 def silent_on_rank_1(payload):
@@ -30,7 +30,7 @@ def silent_on_rank_1(payload):
 
     from roll_batching.distributed.parallel_layout import make_layout, start_processes
     from roll_batching.jobs.config import JobConfig
-    from roll_batching.jobs.engines import asking as asking
+    from roll_batching.jobs.engines import client as engine_client
     from roll_batching.planning import ParallelDims
     from roll_batching.samples import SampleBatch
     from roll_batching.strategy import GenerationSettings
@@ -40,9 +40,9 @@ def silent_on_rank_1(payload):
             time.sleep(60 * layout.dp_rank)
             return []
 
-    asking._MARGIN = 1.0
+    engine_client._MARGIN = 1.0
     layout = make_layout(ParallelDims(dp_size=2), start_processes())
-    client = asking.EngineClient(JobConfig.model_validate(payload), layout)
+    client = engine_client.EngineClient(JobConfig.model_validate(payload), layout)
     client.engine = Silent(["http://here"], SGLang(), EngineLimits(seconds=0.1, retries=0))
     prompts = SampleBatch.from_lists({"input_ids": [torch.ones(3, dtype=torch.int64)]}, {"input_ids": "token"})
     began = time.monotonic()

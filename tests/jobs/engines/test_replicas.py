@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("aiohttp")
 
 from roll_batching.errors import EngineError
-from roll_batching.jobs.engines.protocol import Question
+from roll_batching.jobs.engines.protocol import GenerationRequest
 from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
 from roll_batching.jobs.engines.sglang import SGLang
 from roll_batching.jobs.engines.vllm import VLLM
@@ -74,7 +74,7 @@ def seen(url):
 def questions(groups=6, members=3):
     rows = [row.tolist() for row in tiny.rows()]
     return [
-        Question(tokens=rows[group % len(rows)], seed=100 * group + member, group=group)
+        GenerationRequest(tokens=rows[group % len(rows)], seed=100 * group + member, group=group)
         for group in range(groups)
         for member in range(members)
     ]
@@ -82,29 +82,29 @@ def questions(groups=6, members=3):
 
 def test_a_round_with_faults(servers, model, report):
     """One round after another on the same two servers: what each fault does, and that no answer is lost or changed."""
-    dialect, urls = servers
-    engine = Replicas(urls, dialect, EngineLimits(seconds=20, in_flight=4, retries=3))
+    api, urls = servers
+    engine = Replicas(urls, api, EngineLimits(seconds=20, in_flight=4, retries=3))
     engine.update_weights(model[0].resolve(), 7)
     asked = questions()
     quiet = engine.generate(asked, SETTINGS)
-    check_log_probs(model[1], asked, quiet, processed=dialect.name == "vllm")
-    assert engine.figures() == {
+    check_log_probs(model[1], asked, quiet, processed=api.name == "vllm")
+    assert engine.metrics() == {
         "engine_requests": 18, "engine_failed_attempts": 0, "engine_dropped": 0, "engine_replicas": 2
     }  # fmt: skip
     told = [seen(url) for url in urls]
     assert [one["requests"] for one in told] == [9, 9], "half of the groups each"
     assert {one["most_in_flight"] for one in told} == {4}
     assert not {json.dumps(p) for p in told[0]["prompts"]} & {json.dumps(p) for p in told[1]["prompts"]}, "by group"
-    faults = ["500", "cut", "short", "abort"] + (["other", "stale"] if dialect.name == "sglang" else [])
+    faults = ["500", "cut", "short", "abort"] + (["other", "stale"] if api.name == "sglang" else [])
     for fault in faults:
         order(urls[0], fault)
     assert engine.generate(asked, SETTINGS) == quiet, "seeds are the request's, whoever answers and when"
-    figures = engine.figures()
+    figures = engine.metrics()
     assert figures["engine_failed_attempts"] == len(faults) and figures["engine_dropped"] == 0
     order(urls[1], "die")
     time.sleep(0.5)
     assert engine.generate(asked, SETTINGS) == quiet
-    figures = engine.figures()
+    figures = engine.metrics()
     assert (figures["engine_dropped"], figures["engine_replicas"]) == (1, 1) and [*engine.live] == urls[:1]
     engine.update_weights(model[0].resolve(), 8)
     assert [*engine.live] == urls[:1], "it is tried again with new weights, and is not there"
@@ -116,15 +116,15 @@ def test_a_round_with_faults(servers, model, report):
 
 def test_sleep_and_wake(servers, model, report):
     """Asleep nobody answers; weights wake them up, in the order that leaves room; one that is gone is dropped."""
-    dialect, urls = servers
-    engine = Replicas(urls, dialect, EngineLimits(seconds=20, retries=1))
+    api, urls = servers
+    engine = Replicas(urls, api, EngineLimits(seconds=20, retries=1))
     engine.update_weights(model[0].resolve(), 7)
     asked = questions(2, 2)
     awake = engine.generate(asked, SETTINGS)
     engine.sleep()
-    impatient = Replicas(urls, dialect, EngineLimits(seconds=1, retries=1))
-    impatient.use(engine.live, engine.version)
-    waits = isinstance(dialect, SGLang)  # it is paused too, and keeps requests until it goes on
+    impatient = Replicas(urls, api, EngineLimits(seconds=1, retries=1))
+    impatient.set_live(engine.live, engine.version)
+    waits = isinstance(api, SGLang)  # it is paused too, and keeps requests until it goes on
     with pytest.raises(
         EngineError, match="TimeoutError" if waits else r"status 500: asleep: \['kv_cache', 'weights'\]"
     ):
@@ -186,7 +186,7 @@ def test_a_server_that_began_with_dummy_weights_reads_real_ones(model):
 
 def test_a_slow_server_is_not_waited_for(one_server):
     engine = Replicas([one_server], SGLang(), EngineLimits(seconds=2, retries=1))
-    engine.use(engine.live, "default")
+    engine.set_live(engine.live, "default")
     order(one_server, "slow")
     started = time.monotonic()
     assert len(engine.generate(questions(1, 1), SETTINGS)) == 1
@@ -206,8 +206,8 @@ def test_a_server_that_cannot_sleep(one_server, report):
 @pytest.mark.bad_input
 def test_what_a_server_refuses_is_said_at_once(one_server, report):
     class Wrong(SGLang):
-        def call(self, question, settings):
-            call = super().call(question, settings)
+        def generation_call(self, request, settings):
+            call = super().generation_call(request, settings)
             call.body["sampling_params"]["temprature"] = 1
             return call
 
@@ -256,7 +256,7 @@ def test_answers_that_are_none(reply, words):
         choice = {"token_ids": reply["tokens"], "finish_reason": reply.get("reason", "stop")}
         reply = {"choices": [{**choice, "logprobs": {"token_logprobs": reply["values"]}}]}
     with pytest.raises(ValueError, match=words):
-        VLLM().answer(reply, SETTINGS, 0)
+        VLLM().parse_generation(reply, SETTINGS, 0)
 
 
 def test_transformers_in_process(model):

@@ -34,10 +34,10 @@ def engine(servers, models):
 def test_a_server_that_was_started_again_is_not_asked_until_it_has_the_weights(servers, engine, models, report):
     asked = questions(4, 2)
     expected = engine.generate(asked, SETTINGS)
-    assert engine.figures()["engine_requests"] == 8
+    assert engine.metrics()["engine_requests"] == 8
     servers.restart(1)
     assert engine.generate(asked, SETTINGS) == expected, "not the first weights' answers"
-    figures = engine.figures()
+    figures = engine.metrics()
     assert (figures["engine_dropped"], figures["engine_failed_attempts"]) == (1, 0)
     assert [*engine.live] == servers.urls[:1]
     engine.update_weights(models[1].resolve(), 2)
@@ -52,10 +52,10 @@ def test_a_server_that_was_started_again_is_not_asked_until_it_has_the_weights(s
 def test_what_a_server_answered_in_a_round_in_which_it_was_started_again_is_asked_elsewhere(servers, engine):
     asked = questions(4, 2)
     expected = engine.generate(asked, SETTINGS)
-    engine.figures()
+    engine.metrics()
     order(servers.urls[0], "restarts")
     assert engine.generate(asked, SETTINGS) == expected
-    figures = engine.figures()
+    figures = engine.metrics()
     assert figures["engine_dropped"] == 1 and figures["engine_failed_attempts"] == 4, "all of its answers"
     assert figures["engine_requests"] == 12 and [*engine.live] == servers.urls[1:]
 
@@ -71,4 +71,4 @@ def test_what_a_server_answered_in_a_round_in_which_it_was_started_again_is_aske
 )
 def test_a_server_that_does_not_say_which_process_it_is(about, words):
     with pytest.raises(ValueError, match=words):
-        VLLM().process(about)
+        VLLM().parse_process(about)

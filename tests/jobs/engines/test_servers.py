@@ -14,7 +14,7 @@ import pytest
 
 from roll_batching.errors import EngineError
 from roll_batching.jobs.config import ConfigFileError, config_from_dict
-from roll_batching.jobs.engines.servers import KINDS, command_of
+from roll_batching.jobs.engines.servers import SERVER_KINDS, server_command
 from tests.huggingface import tiny
 from tests.huggingface.test_job import job
 from tests.jobs.engines.programs import install, parser
@@ -44,7 +44,7 @@ OF_ROLL = {
 
 def words_of(kind, options, **changes):
     given = {"program": [sys.executable, "serve"], "host": "127.0.0.1", "port": 8000, "sleeps": False, **changes}
-    return " ".join(command_of(KINDS[kind], "/models/m", options, **given)[2:])
+    return " ".join(server_command(SERVER_KINDS[kind], "/models/m", options, **given)[2:])
 
 
 @pytest.mark.config
@@ -58,8 +58,14 @@ def test_options_of_rolls_files_are_options_of_the_command_line(kind):
         "sglang": "--model-path /models/m --host 127.0.0.1 --port 8000 --mem-fraction-static 0.7 --load-format dummy",
     }
     assert words_of(kind, OF_ROLL[kind]) == expected[kind]
-    command = command_of(
-        KINDS[kind], "/m", OF_ROLL[kind], program=None if kind == "sglang" else ["sh"], host="h", port=1, sleeps=True
+    command = server_command(
+        SERVER_KINDS[kind],
+        "/m",
+        OF_ROLL[kind],
+        program=None if kind == "sglang" else ["sh"],
+        host="h",
+        port=1,
+        sleeps=True,
     )
     parser(kind).parse_args(["serve", *command[1:]] if kind == "vllm" else command[3:])
     assert ("--enable-sleep-mode" if kind == "vllm" else "--enable-memory-saver") in words_of(kind, {}, sleeps=True)

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from roll_batching.errors import EngineError
-from roll_batching.jobs.engines.protocol import Question
+from roll_batching.jobs.engines.protocol import GenerationRequest
 from roll_batching.jobs.engines.replicas import EngineLimits, Replicas
 from roll_batching.jobs.engines.sglang import SGLang
 from roll_batching.jobs.engines.vllm import VLLM
@@ -24,7 +24,7 @@ from tests.jobs.engines.strange_server import KINDS
 pytestmark = [pytest.mark.cluster, pytest.mark.bad_input]
 SETTINGS = GenerationSettings(max_new_tokens=12, eos_token_id=5, vocab_size=64)
 LIMITS = EngineLimits(seconds=2, retries=1)
-QUESTIONS = [Question(tokens=[1, 2, 3], seed=n, group=n) for n in range(3)]
+QUESTIONS = [GenerationRequest(tokens=[1, 2, 3], seed=n, group=n) for n in range(3)]
 ROOT = Path(__file__).parents[3]
 IDS, LOGS, NONE = "no token ids of the model's 64", "no logarithms of probabilities", "TypeError"
 SAYS = {
@@ -64,9 +64,9 @@ def urls():
         process.kill()
 
 
-def engine_of(*urls, dialect=None):
-    made = Replicas(urls, dialect or SGLang(), LIMITS)
-    made.use(made.live, 1)
+def engine_of(*urls, api=None):
+    made = Replicas(urls, api or SGLang(), LIMITS)
+    made.set_live(made.live, 1)
     return made
 
 
@@ -85,16 +85,16 @@ def test_a_strange_answer_ends_in_one_error_that_says_what_came(kind, urls, repo
 def test_another_server_answers_where_one_is_strange(kind, urls):
     engine = engine_of(urls[kind], urls["good"])
     assert [one.tokens for one in engine.generate(QUESTIONS, SETTINGS)] == [[7, 8, 5]] * 3
-    assert engine.figures()["engine_failed_attempts"] >= 1
+    assert engine.metrics()["engine_failed_attempts"] >= 1
 
 
 @pytest.mark.parametrize("kind", ["html", "500", "cut", "silent", "good", "elsewhere", "no http"])
-@pytest.mark.parametrize("dialect", [SGLang(), VLLM()], ids=lambda one: one.name)
-def test_who_takes_weights_in_a_strange_way_has_none(dialect, kind, urls, tmp_path):
+@pytest.mark.parametrize("api", [SGLang(), VLLM()], ids=lambda one: one.name)
+def test_who_takes_weights_in_a_strange_way_has_none(api, kind, urls, tmp_path):
     """A proxy that answers everything with a page has taken none; what answers `good` does not say who it is."""
-    if dialect.name == "sglang" and kind == "good":
+    if api.name == "sglang" and kind == "good":
         pytest.skip("JSON without `success` is what older versions answer")
-    engine = engine_of(urls[kind], dialect=dialect)
+    engine = engine_of(urls[kind], api=api)
     with pytest.raises(EngineError, match="no server took the weights"):
         engine.update_weights(tmp_path, 2)
     assert not engine.live

@@ -65,7 +65,7 @@ def servers(models):
 
 def sender_to(urls, seconds=120.0):
     engine = Replicas(urls, SGLang(), EngineLimits(seconds=seconds, retries=1))
-    return engine, WeightBroadcast(engine, engine.dialect, torch.device("cpu"))
+    return engine, WeightBroadcast(engine, engine.api, torch.device("cpu"))
 
 
 def update(sender, tensors, version, *, asleep=False):
@@ -113,7 +113,7 @@ def test_a_server_that_dies_in_an_update_is_dropped_and_joins_again(servers, mod
     update(sender, tensors, 2)
     assert time.monotonic() - began < 60
     assert [*engine.live] == servers.urls[:1] and engine.generate(asked, SETTINGS) == expected
-    assert engine.figures()["engine_dropped"] == 1
+    assert engine.metrics()["engine_dropped"] == 1
     servers.restart(1)
     update(sender, tensors, 3)
     assert [*engine.live] == servers.urls and engine.generate(asked, SETTINGS) == expected

@@ -1,4 +1,4 @@
-"""Engines from a job's settings."""
+"""Creates engines from a job's settings; `config.engines` names these functions."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from roll_batching.jobs.engines.weight_broadcast import WeightBroadcast
 
 
 def sglang(settings: EngineArgs, device: torch.device) -> Engine:
-    """SGLang servers."""
+    """An engine of SGLang servers."""
     return Replicas(settings.urls, SGLang(), _limits(settings))
 
 
 def vllm(settings: EngineArgs, device: torch.device) -> Engine:
-    """VLLM servers."""
+    """An engine of vLLM servers."""
     return Replicas(settings.urls, VLLM(), _limits(settings))
 
 
 def hf(settings: EngineArgs, device: torch.device) -> Engine:
-    """Transformers on this process's device."""
+    """Transformers in this process, on `device`."""
     return HFEngine(device)
 
 
 def weight_broadcast(engine: Engine, device: torch.device) -> WeightBroadcast:
-    """What sends weights on `device` to the servers of `engine`. Raises EngineError where they take none so."""
-    if not isinstance(engine, Replicas) or not isinstance(engine.dialect, SGLang):
+    """Sends weights on `device` to the servers of `engine`. Raises EngineError for other engines than SGLang."""
+    if not isinstance(engine, Replicas) or not isinstance(engine.api, SGLang):
         raise EngineError("update_weights_from=distributed is for servers of sglang")
-    return WeightBroadcast(engine, engine.dialect, device)
+    return WeightBroadcast(engine, engine.api, device)
 
 
 def _limits(settings: EngineArgs) -> EngineLimits:
