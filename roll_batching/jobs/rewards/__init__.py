@@ -1,4 +1,4 @@
-"""Rewards: functions that a user can replace, called with what the model answered, in processes of their own."""
+"""Reward functions, yours or registered ones, which score responses in worker processes."""
 
 from roll_batching.jobs.rewards.contract import (
     Completion,

@@ -1,4 +1,4 @@
-"""Code that the model wrote, run against tests: in a sandbox where one works here, or by a command of yours."""
+"""Reward by tests of the response's code, run in a sandbox or by a command of yours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_batching.jobs.rewards.contract import Completion, Score
-from roll_batching.jobs.rewards.judged_code import driver
+from roll_batching.jobs.rewards.judged_code import assertion_runner
 from roll_batching.jobs.rewards.judged_code.cases import PRELUDE, AssertionCase, OutputCase, read_cases
 from roll_batching.jobs.rewards.judged_code.container import names_container
 from roll_batching.jobs.rewards.judged_code.process import SUBPROCESS, JudgedProcess
@@ -35,13 +35,13 @@ def code_tests(
     The code is the last fenced block for Python after the last `</think>`. `record[tests]` is a list, or its JSON text,
     of assertions to run after it (a text, or `{"assert_code": ...}`), whose functions `test_*` are called, and of
     `{"stdin": ..., "expected_stdout": ...}` (or `input`, `output`), whose output is compared without blanks at line
-    ends. The code may use ROLL's modules without importing them. `seconds` and `memory` (MiB) bound each test. With
-    `all_or_nothing`, as in ROLL, the reward is 1 when all tests pass, else 0.
+    ends. The code may use the modules that ROLL imports. `seconds` and `memory` (MiB) bound each test.
+    With `all_or_nothing`, as in ROLL, the reward is 1 when all tests pass, else 0.
 
     `run` is `subprocess`, or a command that takes a Python program as its last argument, and standard input, such as
     `[docker, run, --rm, -i, --network=none, --memory=1g, "python:3.12", python, -c]`.
 
-    Raises ValueError for tests that are none.
+    Raises ValueError for invalid tests.
     """
     assert run is not None  # check_arguments
     cases = read_cases(completion.record, tests)
@@ -50,13 +50,13 @@ def code_tests(
         return Score(reward=0.0, marks={"has_code": False, "passes_all": False})
     code = PRELUDE + blocks[-1]
     passed = sum(_passes(code, case, run, seconds, memory << 20) for case in cases)
-    whole = passed == len(cases)
-    reward = float(whole) if all_or_nothing else passed / len(cases)
-    return Score(reward=reward, marks={"has_code": True, "passes_all": whole})
+    passes_all = passed == len(cases)
+    reward = float(passes_all) if all_or_nothing else passed / len(cases)
+    return Score(reward=reward, marks={"has_code": True, "passes_all": passes_all})
 
 
 def check_run(run: str | Sequence[str] | None = None, **others: Any) -> str:
-    """A notice about what confines the code. Raises ValueError unless `run` says how code may be run."""
+    """A notice about the sandbox. Raises ValueError unless `run` is `subprocess` or a command."""
     if run is None:
         raise ValueError(
             "it runs what the model wrote, and nothing says that it may: set reward_args.run to subprocess (in a "
@@ -76,24 +76,24 @@ code_tests.check_arguments = check_run  # type: ignore[attr-defined]
 
 def _passes(code: str, case: AssertionCase | OutputCase, run: str | Sequence[str], seconds: float, memory: int) -> bool:
     """Whether one test passes within its limits."""
-    if "\0" in code:  # no Python program, and no word of a command
+    if "\0" in code:  # neither a Python program nor an argument can hold it
         return False
     if isinstance(case, AssertionCase):
-        # The secret follows once the code has been loaded: code that leaves before has passed nothing.
+        # The secret is sent after the code has been loaded: code that exits early cannot print it.
         secret = secrets.token_hex(16)
         test = json.dumps([secret, case.text, case.functions]).encode()
-        with JudgedProcess(inspect.getsource(driver), run, seconds, memory) as process:
+        with JudgedProcess(inspect.getsource(assertion_runner), run, seconds, memory) as process:
             return (
                 process.send(_framed(code.encode("utf-8", "replace")))
-                and process.receives(driver.LOADED)
+                and process.expect(assertion_runner.LOADED)
                 and process.send(_framed(test))
-                and process.receives(secret.encode())
-                and process.ends()
+                and process.expect(secret.encode())
+                and process.finish()
             )
     with tempfile.TemporaryFile() as output:
         with JudgedProcess(code, run, seconds, memory, output=output) as process:
             process.send(case.stdin.encode("utf-8", "replace"))
-            if not process.ends():
+            if not process.finish():
                 return False
         output.seek(0)
         return _lines(output.read(_MOST_OUTPUT).decode("utf-8", "replace")) == _lines(case.expected)

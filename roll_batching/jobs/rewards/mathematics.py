@@ -1,4 +1,4 @@
-"""Answers compared as mathematics, by the library math-verify (Hugging Face; the extra `math`)."""
+"""Reward by mathematical equality, with Hugging Face's library math-verify (the extra `math`)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from math_verify import parse, verify
 
 from roll_batching.jobs.rewards.contract import Completion, Score
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # what it cannot read is no news here
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about every answer that it cannot parse
 
 
 def math_verify(completion: Completion, after: str | None = None) -> Score:
-    r"""1 when the response holds an answer that equals `record["answer"]`, else 0; marks `has_answer`.
+    r"""1 when the response has an answer that equals `record["answer"]`, else 0; marks `has_answer`.
 
-    The right answer may be LaTeX, with or without `$` or `\boxed`, or a plain number. With `after` only what follows
-    its last occurrence counts, and a response without it has no answer. Parsing and comparing may take 5 seconds each,
-    the library's own limits, then they count as failed.
+    The right answer may be LaTeX, with or without `$` or `\boxed`, or a plain number. With `after`, only text after
+    its last occurrence counts, and a response without it has no answer. Parsing and comparing have the library's limits
+    of 5 seconds each, after which the answer counts as wrong.
     """
     right = str(completion.record["answer"])
     gold = _right_answer(right)
     if not gold:
-        raise ValueError(f"the right answer {right[:60]!r} is nothing that math-verify can read")
-    _, found, said = completion.response.rpartition(after) if after else ("", "", completion.response)
-    answer: list[Any] = parse(said) if found or not after else []
+        raise ValueError(f"the right answer {right[:60]!r} cannot be parsed by math-verify")
+    _, separator, text = completion.response.rpartition(after) if after else ("", "", completion.response)
+    answer: list[Any] = parse(text) if separator or not after else []
     return Score(reward=float(bool(answer) and verify(gold, answer)), marks={"has_answer": bool(answer)})
 
 

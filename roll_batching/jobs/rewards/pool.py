@@ -1,4 +1,4 @@
-"""All rewards of a job: one function per domain, each in processes that work side by side, failures by policy."""
+"""All rewards of a job: one function per domain, in parallel worker processes, with a failure policy."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from roll_batching.jobs.rewards.contract import MOST_MARKS, Completion, Scored
 from roll_batching.jobs.rewards.process import RewardLimits, RewardProcess
 
 DOMAIN = "domain"
-"""Key of a prompt's line that names its domain."""
-_SECONDS_BETWEEN_LOOKS = 0.05
+"""Key of a data file's line with the prompt's domain."""
+_POLL_SECONDS = 0.05
 FailurePolicy = Literal["error", "zero", "drop"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardDomain:
-    """Which prompts one reward function judges."""
+    """A reward function and the prompts that it scores."""
 
     path: str
     """`package.module:function`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
-    """Its name in metrics; empty for a job's only one."""
+    """Name in metrics; empty without domains."""
     tags: tuple[str, ...] | None = None
-    """The tags of its prompts; None: those that no other domain names."""
+    """Tags of its prompts; None: all tags that no other domain has."""
 
     @property
-    def runs_foreign_code(self) -> bool:
-        """Whether its processes start code of the model on this machine: keys are kept from them."""
+    def runs_model_code(self) -> bool:
+        """Whether its workers run code of the model on this machine: they get no secrets."""
         return self.path == _path("code_tests") and self.arguments.get("run") == "subprocess"
 
 
 class RewardPool:
-    """Calls the reward functions of `domains`, each in `workers` processes, which start when they are needed.
+    """Calls the reward functions of `domains`, each in `workers` processes, which start at their first use.
 
-    `tag` is the key of a prompt's line that holds its tag. `failure` says what becomes of a response whose reward
-    raises, hangs, exits, or returns no number: `error` ends the job, `zero` and `drop` give it 0 and mark it as failed.
+    `tag` is the key of a line's tag. `failure` is for responses whose reward raises, times out, exits or returns no
+    number: `error` ends the job, `zero` and `drop` give them reward 0 and mark them as failed.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RewardPool:
         self.domains, self.tag, self.failure = domains, tag, failure
         self.limits = limits or RewardLimits()
         self._workers = [
-            [RewardProcess(d.path, d.arguments, self.limits, secrets=not d.runs_foreign_code) for _ in range(workers)]
+            [RewardProcess(d.path, d.arguments, self.limits, secrets=not d.runs_model_code) for _ in range(workers)]
             for d in domains
         ]
 
@@ -70,122 +70,122 @@ class RewardPool:
         self.close()
 
     def start(self) -> list[str]:
-        """Starts one process of each domain and imports its function. Notices of the functions.
+        """Starts one worker per domain, which imports the function; returns the functions' notices.
 
-        Raises ConfigError when one cannot be found, imported or called with its arguments.
+        Raises ConfigError when a function cannot be found, imported or called with its arguments.
         """
         for workers in self._workers:
             workers[0].start()
-        named = zip(self.domains, self._workers, strict=True)
-        return [f"{domain.path}: {workers[0].notice}" for domain, workers in named if workers[0].notice]
+        pairs = zip(self.domains, self._workers, strict=True)
+        return [f"{domain.path}: {workers[0].notice}" for domain, workers in pairs if workers[0].notice]
 
     def close(self) -> None:
-        """Ends all processes and what they have started. Safe to call twice."""
+        """Ends all workers and their child processes. Safe to call twice."""
         for process in self._processes():
             process.close()
 
     def most_seconds(self, calls: int) -> float:
-        """How long `calls` calls may take at most: one after the other, each with its process anew."""
-        again = 0.0 if self.failure == "error" else self.limits.start
-        return self.limits.start + calls * (self.limits.seconds + again)
+        """Longest time for `calls` calls: in sequence, each with a restart of its worker."""
+        restart = 0.0 if self.failure == "error" else self.limits.start
+        return self.limits.start + calls * (self.limits.seconds + restart)
 
     def domain_of(self, record: Mapping[str, Any]) -> int | None:
-        """Number of the domain that judges a prompt's line; None: there is none.
+        """Index of the domain of a data file's line; None without one.
 
-        The line's key `domain` says so where it names one (as in ROLL's `update_dataset_domain`), else its tag.
+        By the line's key `domain` if it names one (as in ROLL's `update_dataset_domain`), else by its tag.
         """
         names = [domain.name for domain in self.domains]
         if record.get(DOMAIN) and record[DOMAIN] in names:
             return names.index(record[DOMAIN])
-        given, rest = str(record.get(self.tag, "")), None
+        tag, default = str(record.get(self.tag, "")), None
         for number, domain in enumerate(self.domains):
             if domain.tags is None:
-                rest = number
-            elif given in domain.tags:
+                default = number
+            elif tag in domain.tags:
                 return number
-        return rest
+        return default
 
     def unjudged(self, record: Mapping[str, Any]) -> str:
-        """What is said of a prompt's line that belongs to no domain; nothing of others."""
+        """The error for a data file's line without a domain; empty for others."""
         if self.domain_of(record) is not None:
             return ""
-        named = "" if record.get(DOMAIN) is None else f", nor for its domain ({DOMAIN!r}: {record[DOMAIN]!r})"
-        return f"no reward is for its tag ({self.tag!r}: {record.get(self.tag)!r}){named}"
+        by_domain = "" if record.get(DOMAIN) is None else f", nor for its domain ({DOMAIN!r}: {record[DOMAIN]!r})"
+        return f"no reward is for its tag ({self.tag!r}: {record.get(self.tag)!r}){by_domain}"
 
     def score(self, completions: Sequence[Completion], ids: Sequence[int], *, seed: int) -> Scored:
-        """Judges each completion; `ids` name the samples in errors, and seed random numbers together with `seed`.
+        """Scores all completions. `ids` identify samples in errors, and with `seed` seed random numbers.
 
-        Raises DataError naming sample, function and cure for the first failure under the policy `error`, and for a
-        prompt of no domain.
+        Raises DataError, with sample, function and remedy, for the first failure under the policy `error`, and for a
+        prompt without a domain.
         """
-        homes = [self._home(completion, int(i)) for completion, i in zip(completions, ids, strict=True)]
-        answers: list[dict[str, Any]] = [{} for _ in completions]
+        domains = [self._domain(completion, int(i)) for completion, i in zip(completions, ids, strict=True)]
+        results: list[dict[str, Any]] = [{} for _ in completions]
         failures: list[str] = []
-        with contextlib.closing(self._answers(completions, [int(i) for i in ids], homes, seed)) as coming:
-            for place, answer in coming:
-                if isinstance(answer, DataError):
+        with contextlib.closing(self._results(completions, [int(i) for i in ids], domains, seed)) as stream:
+            for index, result in stream:
+                if isinstance(result, DataError):
                     if self.failure == "error":
-                        raise answer
-                    failures.append(str(answer))
-                    answer = {"reward": 0.0, "marks": {}, "failed": True}
-                answers[place] = answer
-        names = sorted({name for answer in answers for name in answer["marks"]})
+                        raise result
+                    failures.append(str(result))
+                    result = {"reward": 0.0, "marks": {}, "failed": True}
+                results[index] = result
+        names = sorted({name for result in results for name in result["marks"]})
         if len(names) > MOST_MARKS:
             raise DataError(
                 f"reward function {self.domains[0].path} has used {len(names):,} names of marks, such as {names[0]!r} "
                 f"and {names[-1]!r}: each is a metric, and {MOST_MARKS} are the most"
             )
         return Scored(
-            rewards=np.array([answer["reward"] for answer in answers], dtype=np.float64),
-            marks={name: np.array([answer["marks"].get(name, False) for answer in answers]) for name in names},
-            failed=np.array(["failed" in answer for answer in answers], dtype=bool),
+            rewards=np.array([result["reward"] for result in results], dtype=np.float64),
+            marks={name: np.array([result["marks"].get(name, False) for result in results]) for name in names},
+            failed=np.array(["failed" in result for result in results], dtype=bool),
             failures=failures,
-            domains=[self.domains[home].name for home in homes],
+            domains=[self.domains[domain].name for domain in domains],
         )
 
-    def _home(self, completion: Completion, sample: int) -> int:
-        home = self.domain_of(completion.record)
-        if home is None:
+    def _domain(self, completion: Completion, sample: int) -> int:
+        domain = self.domain_of(completion.record)
+        if domain is None:
             raise DataError(f"sample {sample}: {self.unjudged(completion.record)}")
-        return home
+        return domain
 
-    def _answers(
-        self, completions: Sequence[Completion], ids: list[int], homes: list[int], seed: int
+    def _results(
+        self, completions: Sequence[Completion], ids: list[int], domains: list[int], seed: int
     ) -> Generator[tuple[int, dict[str, Any] | DataError]]:
-        """Answers as they come, each with the place of its completion. Whoever stops early ends what is under way."""
-        left: list[deque[int]] = [deque() for _ in self.domains]
-        for place, home in enumerate(homes):
-            left[home].append(place)
+        """Yields results as they arrive, with the index of the completion. Closing it early ends running calls."""
+        waiting: list[deque[int]] = [deque() for _ in self.domains]
+        for index, domain in enumerate(domains):
+            waiting[domain].append(index)
         busy: dict[RewardProcess, int] = {}
         try:
-            yield from self._while_busy(busy, left, completions, ids, seed)
+            yield from self._run(busy, waiting, completions, ids, seed)
         finally:
             for process in busy:
                 process.close()
 
-    def _while_busy(
+    def _run(
         self,
         busy: dict[RewardProcess, int],
-        left: list[deque[int]],
+        waiting: list[deque[int]],
         completions: Sequence[Completion],
         ids: list[int],
         seed: int,
     ) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
-        while busy or any(left):
-            for places, workers in zip(left, self._workers, strict=True):
+        while busy or any(waiting):
+            for indices, workers in zip(waiting, self._workers, strict=True):
                 for process in workers:
-                    if places and process not in busy:
-                        busy[process] = place = places.popleft()
-                        process.ask(completions[place], ids[place], seed)
-            wait([process.connection for process in busy if process.connection is not None], _SECONDS_BETWEEN_LOOKS)
-            for process, place in list(busy.items()):
+                    if indices and process not in busy:
+                        busy[process] = index = indices.popleft()
+                        process.call(completions[index], ids[index], seed)
+            wait([process.connection for process in busy if process.connection is not None], _POLL_SECONDS)
+            for process, index in list(busy.items()):
                 try:
-                    answer: dict[str, Any] | DataError | None = process.answer()
+                    result: dict[str, Any] | DataError | None = process.result()
                 except DataError as error:
-                    answer = error
-                if answer is not None:
+                    result = error
+                if result is not None:
                     del busy[process]
-                    yield place, answer
+                    yield index, result
 
     def _processes(self) -> Iterator[RewardProcess]:
         for workers in self._workers:
@@ -193,7 +193,7 @@ class RewardPool:
 
 
 def reward_of(job: JobConfig) -> RewardPool | None:
-    """The rewards that `job` names, not yet started; None for a job without an RL phase."""
+    """The rewards of `job`, not yet started; None without an RL phase."""
     if job.task != "grpo" or not job.max_steps or not (job.rewards or job.reward_function):
         return None
     domains = [
@@ -217,6 +217,6 @@ def reward_of(job: JobConfig) -> RewardPool | None:
 
 
 def _path(name: str) -> str:
-    """Where a function stands: its process need not know names."""
+    """The dotted path of a registered name, which workers need; other paths unchanged."""
     entry = REWARDS.get(name)
     return name if entry is None else entry.target

@@ -1,4 +1,4 @@
-"""Runs a reward function in a process of its own: with limits, and harmless whatever it does there."""
+"""Runs a reward function in a worker process, with limits, so that its crashes and hangs do not end the rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from roll_batching.jobs.rewards.contract import Completion
 from roll_batching.jobs.seeds import reward_seed
 from roll_batching.registry import printable
 
-_SECONDS_BETWEEN_LOOKS = 0.05
-_SECONDS_TO_START = 60.0
-"""What starting and importing may take at least, however short calls have to be."""
-_LONGEST_ANSWER = 1 << 20
+_POLL_SECONDS = 0.05
+_START_SECONDS = 60.0
+"""Least limit for starting and importing, however short `reward_timeout` is."""
+_LONGEST_REPLY = 1 << 20
+"""Bytes."""
 _HEADER = struct.Struct("!i")
-"""What a message of `Connection` begins with: its length."""
+"""A message of `Connection` begins with its length."""
 _VARIABLES_WITHOUT_SECRETS = (
     "PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "RANK",
 )  # fmt: skip
@@ -35,40 +36,40 @@ _VARIABLES_WITHOUT_SECRETS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RewardLimits:
-    """What one call of a reward function may take."""
+    """Time and memory limits of a call of a reward function."""
 
     seconds: float = 300.0
     memory: int | None = None
-    """MiB beyond what its process has once the function is imported; None: no limit."""
+    """MiB that it may allocate after the import; None: no limit."""
     notice_after: float = 10.0
-    """Whoever waits longer, in seconds, is told what for, and again after twice as long."""
+    """Seconds of waiting before a notice; the next follow after twice as long each."""
 
     @property
     def start(self) -> float:
-        """Seconds that starting a process and importing the function may take."""
-        return max(self.seconds, _SECONDS_TO_START)
+        """Seconds for starting the worker and importing the function."""
+        return max(self.seconds, _START_SECONDS)
 
 
 class RewardProcess:
-    """One process with the reward function `path`, called with `arguments` by name.
+    """One worker process with the reward function `path`, called with keyword `arguments`.
 
-    It starts with `start`, or with the first call, and again after one that had to be killed, or when somebody else has
-    killed it. It ends with `close`, and with the process that it works for.
+    It starts in `start` or the first call, and again after it was killed, by a limit or from outside. It ends in
+    `close`, and with this process.
     """
 
     def __init__(
         self, path: str, arguments: Mapping[str, Any] | None, limits: RewardLimits, *, secrets: bool = True
     ) -> None:
-        """`secrets` False: its environment has a few variables of this process, none of which holds a key."""
+        """`secrets` False: the worker's environment has only a few of our variables, and no keys."""
         self.path, self.arguments, self.limits, self.secrets = path, dict(arguments or {}), limits, secrets
         self.notice = ""
-        """What the function says of its settings, once it has been started."""
+        """The function's notice about its settings, after the start."""
         self.connection: Connection | None = None
-        """What becomes readable when there is an answer; None while it does not run."""
+        """Readable when there is a result; None while the worker does not run."""
         self._process: subprocess.Popen[bytes] | None = None
         self._calls, self._read = 0, b""
         self._sender: threading.Thread | None = None
-        self._where, self._limit, self._asked, self._patience = "", 0.0, 0.0, 0.0
+        self._subject, self._limit, self._sent, self._next_notice = "", 0.0, 0.0, 0.0
 
     def start(self) -> None:
         """Starts the process and imports the function, if that has not been done, or the process has been killed since.
@@ -90,7 +91,7 @@ class RewardProcess:
         self._calls, self._read = 0, b""
         try:
             self._send((self.path, self.arguments), "the import of its module", self.limits.start)
-            while (answer := self.answer(wait=_SECONDS_BETWEEN_LOOKS)) is None:
+            while (answer := self.result(wait=_POLL_SECONDS)) is None:
                 pass
         except DataError as failed:
             raise ConfigError(str(failed)) from None
@@ -99,97 +100,97 @@ class RewardProcess:
             raise ConfigError(answer["error"])
         self.notice = str(answer.get("notice", ""))
 
-    def ask(self, completion: Completion, sample: int, seed: int) -> None:
-        """Calls the function on `completion`; `answer` says what came of it.
+    def call(self, completion: Completion, sample: int, seed: int) -> None:
+        """Starts a call with `completion`; `result` returns its result.
 
-        `seed` and `sample`, its id, seed the function's random numbers.
+        `seed` and `sample`, the sample's id, seed the function's random numbers.
         """
         self.start()
         self._calls += 1
-        where = f"sample {sample} (prompt {_short(completion.prompt)}, response {_short(completion.response)})"
-        self._send((self._calls, reward_seed(seed, sample), completion), where, self.limits.seconds)
+        subject = f"sample {sample} (prompt {_short(completion.prompt)}, response {_short(completion.response)})"
+        self._send((self._calls, reward_seed(seed, sample), completion), subject, self.limits.seconds)
 
-    def answer(self, wait: float = 0.0) -> dict[str, Any] | None:
-        """The answer to the latest call; None when there is none after `wait` seconds.
+    def result(self, wait: float = 0.0) -> dict[str, Any] | None:
+        """The result of the latest call; None when there is none after `wait` seconds.
 
-        Raises DataError naming sample, function and cure when the call fails, returns no finite number or malformed
-        marks, takes too long, or ends its process.
+        Raises DataError, with sample, function and remedy, when the call fails, returns no finite number or invalid
+        marks, exceeds its time limit, or ends its worker.
         """
         try:
-            said = self._said(wait)
-            if said is None:
-                self._look_at_the_clock()
+            reply = self._receive(wait)
+            if reply is None:
+                self._check_time()
                 return None
         except DataError:
             self.close()
             raise
         except (EOFError, OSError, ValueError):
-            raise DataError(f"reward function {self.path} failed on {self._where}: {self._how_it_ended()}") from None
-        if "error" in said and self._calls:
+            raise DataError(f"reward function {self.path} failed on {self._subject}: {self._describe_end()}") from None
+        if "error" in reply and self._calls:
             raise DataError(
-                f"reward function {self.path} failed on {self._where}: {printable(said['error'])}. It must return a "
+                f"reward function {self.path} failed on {self._subject}: {printable(reply['error'])}. It must return a "
                 "finite number or a roll_batching.jobs.rewards.Score"
             )
-        return said
+        return reply
 
     def close(self) -> None:
-        """Ends the process and what it has started. Safe to call twice."""
+        """Ends the worker and its child processes. Safe to call twice."""
         if self._process is None or self.connection is None:
             return
         kill_process_groups([self._process])
         if self._sender is not None:
-            self._sender.join()  # nobody reads at the other end any more
+            self._sender.join()  # its write fails now that the other end is closed
         self.connection.close()
         self._process = self.connection = self._sender = None
 
-    def _send(self, message: Any, where: str, limit: float) -> None:
+    def _send(self, message: Any, subject: str, limit: float) -> None:
         assert self.connection is not None
-        self._where, self._limit, self._asked = where, limit, time.monotonic()
-        self._patience = self.limits.notice_after
+        self._subject, self._limit, self._sent = subject, limit, time.monotonic()
+        self._next_notice = self.limits.notice_after
         connection, data = self.connection, ForkingPickler.dumps(message)
 
         def send() -> None:
-            with contextlib.suppress(OSError):  # it has ended: the answer says how
+            with contextlib.suppress(OSError):  # the worker has ended, which `result` reports
                 connection.send_bytes(data)
 
-        # In a thread, since a process that does not read would hold whoever sends it more than a socket takes.
+        # In a thread: sending more than the socket's buffer blocks when the worker does not read.
         self._sender = threading.Thread(target=send, name="reward", daemon=True)
         self._sender.start()
 
-    def _said(self, wait: float) -> dict[str, Any] | None:
-        """What the process says to the latest call. Raises EOFError when it will say nothing more."""
+    def _receive(self, wait: float) -> dict[str, Any] | None:
+        """The reply to the latest call, if complete. Raises EOFError when the worker has ended or closed its end."""
         assert self.connection is not None and self._process is not None
         ended = self._process.poll() is not None
         if not self.connection.poll(0 if ended else wait):
             if ended:
                 raise EOFError
             return None
-        part = os.read(self.connection.fileno(), _LONGEST_ANSWER)
+        part = os.read(self.connection.fileno(), _LONGEST_REPLY)
         if not part:
             raise EOFError
-        self._read += part  # what there is of a message: the function may have written the beginning of one
+        self._read += part  # not `recv`, which would block: the function may have written an incomplete message
         size = _HEADER.unpack_from(self._read)[0] if len(self._read) >= _HEADER.size else 0
-        if not 0 <= size <= _LONGEST_ANSWER:
-            raise ValueError("no message of ours")
+        if not 0 <= size <= _LONGEST_REPLY:
+            raise ValueError("not a message of the worker")
         end = _HEADER.size + size
         if len(self._read) < end:
             return None
         message, self._read = self._read[_HEADER.size : end], self._read[end:]
-        number, said = json.loads(message)
-        return said if number == self._calls else None
+        number, reply = json.loads(message)
+        return reply if number == self._calls else None
 
-    def _look_at_the_clock(self) -> None:
-        waited = time.monotonic() - self._asked
+    def _check_time(self) -> None:
+        waited = time.monotonic() - self._sent
         if waited > self._limit:
             raise DataError(
-                f"reward function {self.path} did not return within {self._limit:g} s on {self._where}: raise "
+                f"reward function {self.path} did not return within {self._limit:g} s on {self._subject}: raise "
                 "reward_timeout (seconds per call), or give what it waits for a limit of its own"
             )
-        if waited > self._patience:
-            self._tell(waited)
-            self._patience *= 2
+        if waited > self._next_notice:
+            self._notify(waited)
+            self._next_notice *= 2
 
-    def _how_it_ended(self) -> str:
+    def _describe_end(self) -> str:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
@@ -199,11 +200,11 @@ class RewardProcess:
             return "it has closed or misused the connection of its process: leave file descriptors above 2 alone"
         return f"its process ended {describe_exit(code)}; its output is above, or in the log of its rank"
 
-    def _tell(self, seconds: float) -> None:
+    def _notify(self, seconds: float) -> None:
         rank = os.environ.get("RANK", "0")
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
         print(
-            f"notice: rank {rank} waits for reward function {self.path} on {self._where} since {since} "
+            f"notice: rank {rank} waits for reward function {self.path} on {self._subject} since {since} "
             f"({seconds:.0f} s); reward_timeout ends the wait after {self._limit:g} s",
             file=sys.stderr,
             flush=True,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from roll_batching.errors import ConfigError
-from roll_batching.jobs.rewards.contract import Completion, LoadedReward, RewardFunction, checked, load_reward
+from roll_batching.jobs.rewards.contract import Completion, LoadedReward, RewardFunction, check_score, load_reward
 from roll_batching.registry import describe_error
 
 
@@ -71,7 +71,7 @@ def _score(function: RewardFunction, completion: Completion, seed: int) -> dict[
 
 def _plain_score(result: Any) -> dict[str, Any]:
     try:
-        score = checked(result)
+        score = check_score(result)
     except (TypeError, ValueError) as error:
         return {"error": str(error)}
     return {"reward": score.reward, "marks": dict(score.marks)}

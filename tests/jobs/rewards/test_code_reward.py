@@ -216,8 +216,8 @@ seen = [str(dict(os.environ)).encode()]
 here = os.getppid()
 while here:
     try:
-        if b'rewards.child' not in (words := open(f'/proc/{here}/cmdline', 'rb').read()) and b'keeper' not in words \\
-                and b'unshare' not in words: break
+        words = open(f'/proc/{here}/cmdline', 'rb').read()
+        if not any(own in words for own in (b'rewards.worker', b'subreaper', b'unshare')): break
         seen.append(open(f'/proc/{here}/environ', 'rb').read())
         here = int(open(f'/proc/{here}/stat').read().rpartition(')')[2].split()[1])
     except OSError: break
@@ -315,7 +315,7 @@ def test_its_folder_goes_with_the_process_that_judges(
                 pool.score([answer(code, "assert f() == 1")], [0], seed=0)
         else:
             (process,) = pool._workers[0]
-            process.ask(answer(code, "assert f() == 1"), 0, 0)
+            process.call(answer(code, "assert f() == 1"), 0, 0)
             wait_for(lambda: list(tmp_path.glob("roll-batching-code-*/*")), 20)
             time.sleep(1)
             assert process._process is not None

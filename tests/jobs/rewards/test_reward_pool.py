@@ -196,9 +196,9 @@ def test_code_ends_with_the_process_that_runs_it():
     with RewardPool(domain, limits=RewardLimits(seconds=5)) as pool:
         with pytest.raises(DataError, match="did not return within 5 s"):
             (process,) = pool._workers[0]
-            process.ask(wrote(code), 0, 0)
+            process.call(wrote(code), 0, 0)
             wait_for(runs, 5)
-            while process.answer() is None:
+            while process.result() is None:
                 time.sleep(0.05)
     wait_for(lambda: not runs(), 5)
 

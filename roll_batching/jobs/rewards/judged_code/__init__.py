@@ -1,1 +1,1 @@
-"""Code that a model wrote, run to be judged: apart from the job, without its secrets, within limits."""
+"""Runs code of the model for tests: sandboxed, without the job's secrets, within limits."""

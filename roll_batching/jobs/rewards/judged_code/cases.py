@@ -1,4 +1,4 @@
-"""Tests of judged code: read from a prompt's line, with the shapes that ROLL's records have."""
+"""Tests of the model's code, from a line of the data file in the formats of ROLL."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _STAR_IMPORTS = (
 PRELUDE = (
     "".join(f"from {name} import *\nimport {name}\n" for name in _STAR_IMPORTS) + "sys.setrecursionlimit(600_000)\n"
 )
-"""What code may use without importing it, as under ROLL (roll/utils/local_code/execute_utils.py, 8eb27cc)."""
+"""Imports that code may use without writing them, as in ROLL (roll/utils/local_code/execute_utils.py, 8eb27cc)."""
 _ASSERTIONS = ("pytest", "assert")
 _REFUSED = ("text", "check_based")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssertionCase:
-    """Assertions that run after the code, in its namespace."""
+    """Assertions to run after the code, in its namespace."""
 
     text: str
     functions: tuple[str, ...]
-    """Functions `test_*` of the text, to be called in this order."""
+    """Functions `test_*` of the text, called in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputCase:
-    """A standard input, and the output that the code must print."""
+    """Standard input, and the expected standard output."""
 
     stdin: str
     expected: str
@@ -40,8 +40,7 @@ class OutputCase:
 def read_cases(record: Mapping[str, Any], key: str) -> list[AssertionCase | OutputCase]:
     """The tests in `record[key]`: a list, or its JSON text.
 
-    Raises ValueError for anything else, for tests that would pass whatever the code does, and for a `case_type` of
-    ROLL's that is not supported.
+    Raises ValueError for other values, for tests that cannot fail, and for an unsupported `case_type` of ROLL.
     """
     kind = record.get("case_type")
     if kind in _REFUSED:

@@ -1,4 +1,4 @@
-"""What judged code is run in: namespaces by bubblewrap or util-linux's `unshare` where they work here, and limits."""
+"""Sandbox of the model's code: namespaces by bubblewrap or util-linux's `unshare` where they work, and limits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_batching.jobs.rewards.judged_code import keeper
+from roll_batching.jobs.rewards.judged_code import supervisor
 from roll_batching.lifetime import die_with_parent
 
 _NOBODY = 65534
 _MOST_PROCESSES = 256
-"""That judged code may have beyond what its user runs already."""
+"""Allowed beyond those that the user runs already."""
 _FILE_SIZE = 16 << 20
-_SECONDS_TO_TRY = 10.0
+_TRY_SECONDS = 10.0
 _BUBBLEWRAP = (
     "bwrap", "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--die-with-parent",
     "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc",
@@ -34,45 +34,50 @@ _UNSHARE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
-    """How judged code is kept apart."""
+    """Isolation of the model's code."""
 
     tool: str
-    """`bwrap`, `unshare`, or nothing: a keeper, which ends what it starts."""
+    """`bwrap` or `unshare`; empty for `supervisor`, which only ends child processes."""
     user: int | None
-    """The user that it runs as, in place of root; None: this one."""
+    """User id to run as instead of root; None: the current user."""
 
-    def command(self, folder: Path, words: list[str]) -> list[str]:
-        """The command line that runs `words` in `folder`."""
+    def command(self, folder: Path, command: list[str]) -> list[str]:
+        """The command line that runs `command` in `folder`, sandboxed."""
         if self.tool == "bwrap":
-            return [*_BUBBLEWRAP, "--bind", str(folder), str(folder), "--chdir", str(folder), *words]
+            return [*_BUBBLEWRAP, "--bind", str(folder), str(folder), "--chdir", str(folder), *command]
         if self.tool == "unshare":
-            # The first process of a namespace ignores signals of its own: a shell is that, and judged code its child.
-            return [*_UNSHARE, "sh", "-c", '"$@"; exit "$?"', "sh", *words]
-        return [sys.executable, "-I", "-S", "-c", inspect.getsource(keeper), str(os.getpid()), *words]
+            # Process 1 of a namespace ignores signals without a handler: the shell is process 1, the code its child.
+            return [*_UNSHARE, "sh", "-c", '"$@"; exit "$?"', "sh", *command]
+        return [sys.executable, "-I", "-S", "-c", inspect.getsource(supervisor), str(os.getpid()), *command]
 
-    def bind(self, folder: Path, limits: Mapping[int, int]) -> Callable[[], None]:
-        """What its first process does before it runs: it takes on the user and `limits`, and ends with this one."""
+    def preexec(self, folder: Path, limits: Mapping[int, int]) -> Callable[[], None]:
+        """The `preexec_fn` of the command: sets user and `limits`, and binds the process to this one."""
         parent = os.getpid()
         if self.user is not None:
             os.chown(folder, self.user, self.user)
-        most = _processes_of(os.getuid() if self.user is None else self.user) + _MOST_PROCESSES
-        limits = {**limits, resource.RLIMIT_NPROC: most, resource.RLIMIT_FSIZE: _FILE_SIZE, resource.RLIMIT_CORE: 0}
+        processes = _count_processes(os.getuid() if self.user is None else self.user) + _MOST_PROCESSES
+        limits = {
+            **limits,
+            resource.RLIMIT_NPROC: processes,
+            resource.RLIMIT_FSIZE: _FILE_SIZE,
+            resource.RLIMIT_CORE: 0,
+        }
 
-        def bind() -> None:
+        def apply() -> None:
             if self.user is not None:
                 os.setgroups([])
                 os.setgid(self.user)
                 os.setuid(self.user)
             die_with_parent(parent)
-            for what, limit in limits.items():
-                most = resource.getrlimit(what)[1]
-                wanted = limit if most < 0 else min(limit, most)
-                resource.setrlimit(what, (wanted, wanted))
+            for kind, limit in limits.items():
+                hard = resource.getrlimit(kind)[1]
+                allowed = limit if hard < 0 else min(limit, hard)
+                resource.setrlimit(kind, (allowed, allowed))
 
-        return bind
+        return apply
 
     def describe(self) -> str:
-        """What holds judged code here, and what does not."""
+        """A notice about the isolation and its gaps."""
         user = "" if self.user is None else " as the user nobody"
         if self.tool:
             files = "reads your files" if self.tool == "bwrap" else "reads and writes your files"
@@ -84,13 +89,13 @@ class Sandbox:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of judged code."""
+    """The environment of the model's code, without the job's variables."""
     return {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "HOME": str(folder), "TMPDIR": str(folder)}
 
 
 @functools.cache
 def best_sandbox() -> Sandbox:
-    """The strongest that works on this machine."""
+    """The strongest sandbox that works on this machine."""
     users = [_NOBODY, None] if os.geteuid() == 0 else [None]
     tools = [tool for tool in ("bwrap", "unshare") if shutil.which(tool)]
     choices = [Sandbox(tool=tool, user=user) for user in users for tool in tools]
@@ -102,29 +107,29 @@ def _works(sandbox: Sandbox) -> bool:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            tried = subprocess.run(
+            done = subprocess.run(
                 sandbox.command(folder, [sys.executable, "-I", "-c", "open('written', 'w')"]),
                 cwd=folder,
                 env=environment(folder),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                preexec_fn=sandbox.bind(folder, {}),
-                timeout=_SECONDS_TO_TRY,
+                preexec_fn=sandbox.preexec(folder, {}),
+                timeout=_TRY_SECONDS,
                 check=False,
             )
         except (OSError, subprocess.SubprocessError):
             return False
-        return tried.returncode == 0 and (folder / "written").exists()
+        return done.returncode == 0 and (folder / "written").exists()
 
 
-def _processes_of(user: int) -> int:
-    """Processes and threads that `user` runs; what `RLIMIT_NPROC` compares with."""
+def _count_processes(user: int) -> int:
+    """Number of processes and threads of `user`, as `RLIMIT_NPROC` counts them."""
     count = 0
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if path.stat().st_uid == user:
                 count += len(os.listdir(path / "task"))
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
     return count

@@ -1,9 +1,9 @@
-"""A program by itself: runs judged code, then assertions that are sent to it only once the code has been loaded.
+"""Stand-alone program: loads the model's code, then runs assertions that it receives only after that.
 
-Messages come from standard input, each after its length in 4 bytes. The first is the code. After the answer `loaded`
-comes JSON of a secret, the assertions, and the functions in them to call. The secret is the answer to assertions that
-ended. The code shares the interpreter with the assertions and can find the secret while they call it: this withstands
-accidents and tricks, not an attacker.
+It reads messages from standard input, each after its length in 4 bytes. The first is the code, to which it replies
+`loaded`. The second is JSON of a secret, the assertions, and the functions in them to call; it replies with the secret
+once all have passed. The code shares the interpreter with the assertions and can find the secret while they call it:
+this protects against accidents and tricks, not against an attacker.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ LOADED = b"loaded"
 
 
 def main() -> None:
-    """Ends with 0 when the assertions ended, else with 1."""
+    """Exits with 0 when all assertions passed, else with 1."""
     read, write, leave, run, translate = os.read, os.write, os._exit, exec, compile
-    messages, answers = os.dup(0), os.dup(1)
+    messages, replies = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
 
-    def received(size: int) -> bytes:
+    def read_bytes(size: int) -> bytes:
         data = b""
         while len(data) < size:
             part = read(messages, size - len(data))
@@ -34,18 +34,18 @@ def main() -> None:
             data += part
         return data
 
-    def message() -> str:
-        return received(int.from_bytes(received(4), "big")).decode("utf-8", "surrogatepass")
+    def read_message() -> str:
+        return read_bytes(int.from_bytes(read_bytes(4), "big")).decode("utf-8", "surrogatepass")
 
     decode, lookup, original = json.loads, dict.__getitem__, dict(vars(builtins))
-    # As under ROLL it is not "__main__": what an answer does as a script is not run.
+    # Not "__main__", as in ROLL: code under `if __name__ == "__main__"` does not run.
     module = types.ModuleType("answer")
     sys.modules["answer"] = module
     names = vars(module)
     try:
-        run(translate(message(), "answer", "exec"), names)
-        write(answers, LOADED)
-        secret, test, functions = decode(message())
+        run(translate(read_message(), "answer", "exec"), names)
+        write(replies, LOADED)
+        secret, test, functions = decode(read_message())
         sys.settrace(None)
         sys.setprofile(None)
         dict.update(vars(builtins), original)
@@ -54,7 +54,7 @@ def main() -> None:
             function()
     except BaseException:  # also SystemExit
         leave(1)
-    write(answers, secret.encode())
+    write(replies, secret.encode())
     leave(0)
 
 

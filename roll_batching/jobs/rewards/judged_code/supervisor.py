@@ -1,7 +1,7 @@
-"""A program by itself: runs a command, and ends with it all that it has started, in whatever session.
+"""Stand-alone program: runs a command, and then kills all its descendants, in any session.
 
-`python -I -S -c TEXT PARENT WORD...`. It is a child subreaper: orphans among its descendants become its children. It
-ends with the command, on SIGTERM, and when its parent ends.
+`python -I -S -c TEXT PARENT COMMAND...`. It is a child subreaper: orphaned descendants become its children. It ends
+after the command, on SIGTERM, and when its parent ends.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(parent: int, words: list[str]) -> int:
-    """The command's exit code; 1 where it was ended."""
+def main(parent: int, command: list[str]) -> int:
+    """Runs `command`; returns its exit code, or 1 if a signal ended it."""
     prctl = ctypes.CDLL(None).prctl
     prctl(_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -31,20 +31,20 @@ def main(parent: int, words: list[str]) -> int:
         os.setpgid(0, 0)
         prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() == own:
-            os.execv(words[0], words)
+            os.execv(command[0], command)
         os._exit(1)
-    for stream in range(2):  # so that the other end hears of the command's end
+    for stream in range(2):  # else the reader would not get EOF when the command ends
         os.close(stream)
     try:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        end_all(child)
+        kill_descendants(child)
     return code if code >= 0 else 1
 
 
-def end_all(group: int) -> None:
-    """Kills the processes of `group`, and children of this one until there are none."""
+def kill_descendants(group: int) -> None:
+    """Kills process group `group`, and children of this process until none is left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
     while True:
@@ -60,14 +60,14 @@ def end_all(group: int) -> None:
 
 
 def _children() -> list[int]:
-    own, found = os.getpid(), []
+    own, children = os.getpid(), []
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
                 with open(f"/proc/{name}/stat", "rb") as file:
                     if int(file.read().rpartition(b")")[2].split()[1]) == own:
-                        found.append(int(name))
-    return found
+                        children.append(int(name))
+    return children
 
 
 if __name__ == "__main__":
