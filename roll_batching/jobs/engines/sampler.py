@@ -85,26 +85,26 @@ class EngineSampler(EngineClient):
             lambda: (sums, own_metrics, self.layout.is_replica_leader, self._bytes),
         )
         sent_bytes, replicas = sum(reply[3] for reply in replies), [reply[:2] for reply in replies if reply[2]]
-        row: Metrics = {"weights_seconds": self._transfer_seconds, "weights_bytes": sent_bytes}
+        metrics: Metrics = {"weights_seconds": self._transfer_seconds, "weights_bytes": sent_bytes}
         if self._sleeps:
-            row["engine_sleep_seconds"] = self._sleep_seconds
+            metrics["engine_sleep_seconds"] = self._sleep_seconds
         self._transfer_seconds = self._sleep_seconds = 0.0
         self._bytes = 0
-        row |= sum_metrics([metrics for _, metrics in replicas])
+        metrics |= sum_metrics([own for _, own in replicas])
         tokens = sum(one[0] for one, _ in replicas)
         if tokens:
-            row["engine_kl"] = sum(one[1] for one, _ in replicas) / tokens
-            row["engine_gap_mean"] = sum(one[2] for one, _ in replicas) / tokens
-            row["engine_gap_max"] = max(one[3] for one, _ in replicas)
-            if row["engine_gap_mean"] > self.gap_warning and dist.get_rank() == 0:
+            metrics["engine_kl"] = sum(one[1] for one, _ in replicas) / tokens
+            metrics["engine_gap_mean"] = sum(one[2] for one, _ in replicas) / tokens
+            metrics["engine_gap_max"] = max(one[3] for one, _ in replicas)
+            if metrics["engine_gap_mean"] > self.gap_warning and dist.get_rank() == 0:
                 logger.warning(
                     "the engine's log-probs differ from the trainer's by %.4f per token in the mean (%.4f at most), "
                     "above actor_infer.engine_args.gap_warning = %g: see docs/rollout-engines.md",
-                    row["engine_gap_mean"],
-                    row["engine_gap_max"],
+                    metrics["engine_gap_mean"],
+                    metrics["engine_gap_max"],
                     self.gap_warning,
                 )
-        return row
+        return metrics
 
     def close(self) -> None:
         """Ends weight updates and removes their files."""
