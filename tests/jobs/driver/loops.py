@@ -1,4 +1,4 @@
-"""A driver in which all ranks raise one error, then an endless loop of steps: `-m tests.jobs.driver.loops FOLDER`."""
+"""A driver whose ranks first raise a common error, then train endlessly: `-m tests.jobs.driver.loops FOLDER`."""
 
 from __future__ import annotations
 

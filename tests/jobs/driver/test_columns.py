@@ -1,4 +1,4 @@
-"""Samples in columns: cut by replica, joined again, and no more handed to a rank than it reads."""
+"""Samples as columns: taken by replica, merged again, and only the fields that a rank reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A driver's loop over a strategy whose ranks are actors: the bits of ranks without a driver, and what ends it."""
+"""A driver's loop gives the bits of ranks without a driver; killed actors and killed drivers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("ray")
 
 EXAMPLE = str(ROOT / "examples" / "ray_driver.py")
 LIMIT = 30
-"""Seconds within which a loop has ended after whatever happened to it."""
+"""Seconds within which a loop must end after any failure."""
 
 
 def actors():

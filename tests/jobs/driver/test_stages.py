@@ -1,4 +1,4 @@
-"""A pipeline whose stages are handed no more than they read computes what one computes that has everything."""
+"""Pipeline stages that get only the fields they read compute the same as with all fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small transformers model on the CPU that samples token by token, with a seed per request."""
+"""A small transformers model on the CPU that samples token by token, with one seed per request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Model:
             parameter.data.fill_(math.nan)
 
     def forget(self) -> None:
-        """Weights that say nothing."""
+        """Random weights."""
         for parameter in self.model.parameters():
             parameter.data.zero_()
 

@@ -1,4 +1,4 @@
-"""The side of an SGLang server that takes weights over process groups: its ranks, which join and receive broadcasts.
+"""The receiving side of an SGLang server for weights over process groups: ranks that join and receive broadcasts.
 
 Rank 0 of a server joins with the calls of torch's that SGLang's `init_custom_process_group` makes. Torch knows a name
 once per process, so that further ranks, threads here where SGLang has processes, make the backend themselves.

@@ -1,4 +1,4 @@
-"""What servers of both kinds have in common: one replica, its faults, its sleep, and how it answers."""
+"""A server replica, common to both kinds: weights, faults, sleep and generation."""
 
 from __future__ import annotations
 

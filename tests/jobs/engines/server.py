@@ -1,4 +1,4 @@
-"""Servers that speak as SGLang and vLLM document it, over a small transformers model on the CPU, for tests and demo.
+"""Servers with the APIs of SGLang and vLLM over a small transformers model on the CPU, for tests and demo.
 
     python -m tests.jobs.engines.server MODEL_DIRECTORY --kind sglang --replicas 2 --port 30000
 

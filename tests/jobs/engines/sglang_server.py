@@ -1,4 +1,4 @@
-"""A replica that speaks as SGLang documents it."""
+"""A replica with the documented API of SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that answer at an engine's URL and are no engine: one port per kind of strangeness, over plain sockets.
+"""Servers at an engine's URL that are no engines: one port per kind, over plain sockets.
 
     python -m tests.jobs.engines.strange_server [--at PATH] KIND...
 
@@ -79,7 +79,7 @@ KINDS: dict[str, Reply] = {
     "no folder": sends(http(b'{"success": false, "message": "no such directory"}', "400 Bad Request")),
     "no http": sends(b"SSH-2.0-OpenSSH_9.6\r\n"),
 }
-"""What comes after the whole of a request; then the connection is closed."""
+"""Sent after a complete request, before the connection is closed."""
 
 
 async def serve(kind: str, path: str = "") -> str:

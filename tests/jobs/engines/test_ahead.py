@@ -1,4 +1,4 @@
-"""Rollouts ahead of training by an engine: the samples of a synchronous run, whatever the process that asks suffers."""
+"""Asynchronous rollouts by an engine equal those of a synchronous run, also when the sampler process is killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def test_an_engine_ahead_draws_what_it_draws_in_step_though_its_asker_is_killed(folder, report):
-    """With weights that stay: every prompt once, in order, the same answers; weights go to the server by version."""
+    """With constant weights: every prompt once, in order, with the same responses; servers get each version."""
     server, urls = start(folder / "model")
     engine = {"strategy_args": {"strategy_name": "sglang"}, "engine_args": {"urls": urls}}
     fixed = {"actor_train__training_args__learning_rate": 1e-12, "max_steps": 4, "actor_infer": engine}

@@ -1,4 +1,4 @@
-"""Whole jobs whose rollouts come from an engine: real ranks, a real server, weights by way of model directories."""
+"""Jobs with rollouts by an engine: real ranks, a real server, weights as model directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probs of vLLM and SGLang as a loss reads them: of the trainer's distribution, or refused."""
+"""Log-probs of vLLM and SGLang in the loss: of the trainer's distribution, or refused."""
 
 from __future__ import annotations
 

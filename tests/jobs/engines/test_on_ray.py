@@ -1,4 +1,4 @@
-"""A job on Ray whose rollouts come from an engine: two ranks, one server, the rows of torchrun."""
+"""A job on Ray with rollouts by an engine: two ranks, one server, the rows of torchrun."""
 
 from __future__ import annotations
 

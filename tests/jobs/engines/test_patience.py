@@ -1,4 +1,4 @@
-"""How long ranks wait for one whose engine does not answer: as long as its requests may take, and no longer."""
+"""Ranks wait for a silent engine as long as its requests may take, and no longer."""
 
 from __future__ import annotations
 

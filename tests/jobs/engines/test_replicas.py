@@ -1,4 +1,4 @@
-"""Engines by URL, against servers that implement what the engines document, with faults."""
+"""Engines by URL, against servers with the documented APIs and injected faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM servers that are started again under their URLs: no answer of their first weights passes for one of the last."""
+"""Restarted vLLM servers: responses of their initial weights are never used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ assert models  # the fixture: two model directories of one architecture
 
 @pytest.fixture(scope="module")
 def servers(models):
-    """Two, of the first model, and an engine that has given them the second."""
+    """Two servers of the first model, and an engine that has sent them the second."""
     made = Servers(models[0], "--kind", "vllm")
     yield made
     for number in range(2):

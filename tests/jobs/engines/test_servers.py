@@ -1,4 +1,4 @@
-"""Jobs that start the servers of their engine: real programs with the engines' options, and nothing left of them."""
+"""Jobs that start their engine's servers: real programs with the engines' options, which end with the job."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_server_that_does_not_start_ends_the_job_with_its_last_lines(folder, r
     assert time.monotonic() - began > 5
 
 
-SLOW = [pytest.param(whom, marks=pytest.mark.slow) for whom in ("rank", "keeper")]
+SLOW = [pytest.param(whom, marks=pytest.mark.slow) for whom in ("rank", "supervisor")]
 
 
 @pytest.mark.parametrize("whom", ["launcher", *SLOW])
@@ -147,18 +147,18 @@ def test_no_server_outlives_the_job(whom, folder):
     with started(folder, *train(file), **install(folder / "engine")) as launcher:
         metrics = folder / "runs" / "tiny" / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 1, 300)
-        assert len(of_servers(folder)) == 3, "who keeps it, the server, and its worker"
+        assert len(of_servers(folder)) == 3, "the supervisor, the server, and its worker"
         if whom == "launcher":
             kill(launcher)
         else:
-            mark = "run_under" if whom == "keeper" else "train"
+            mark = "run_under" if whom == "supervisor" else "train"
             victims = [one for one in processes(folder) if mark in " ".join(one.cmdline()) and one.pid != launcher.pid]
             first = min(victims, key=lambda one: one.environ().get("RANK", ""))
             first.send_signal(signal.SIGKILL)
             if whom == "rank":
                 assert launcher.wait(timeout=60) == 1
-        wait_for(lambda: len(of_servers(folder)) <= (whom == "keeper"), 30)
-        if whom == "keeper":
+        wait_for(lambda: len(of_servers(folder)) <= (whom == "supervisor"), 30)
+        if whom == "supervisor":
             assert launcher.wait(timeout=120) == 1
             last = (folder / "said").read_text().splitlines()[-1]
             assert "no server is left" in last or "no server took the weights" in last

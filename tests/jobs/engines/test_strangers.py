@@ -1,4 +1,4 @@
-"""What answers at an engine's URL and is none: told once, in bounded time and memory, and nothing of it trains."""
+"""Other programs at an engine's URL: one error, in bounded time and memory, and nothing trains on their replies."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ def test_who_takes_weights_in_a_strange_way_has_none(api, kind, urls, tmp_path):
 
 
 def peak():
-    """Bytes that this process has held at most."""
+    """Peak memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

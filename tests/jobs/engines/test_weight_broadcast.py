@@ -1,4 +1,4 @@
-"""Weights to servers over process groups: what arrives, in which pieces, and what a server costs that fails in it."""
+"""Weights to servers over process groups: values, buckets, and servers that fail in an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of model directories for an engine: one job's alone, whoever else has the same weights_folder."""
+"""Jobs with the same weights_folder have separate folders of model directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs whose weights go to servers without a file: the rows of those that read directories, and servers that die."""
+"""Jobs with weights over process groups: the rows of jobs with model directories, and servers that die."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def kills(completion, pid, after, folder):
 
 @pytest.mark.slow
 def test_servers_may_die_between_updates_and_in_one(folder, report):
-    """Of three servers, one is gone when the second update begins, one dies in the third; the last one answers."""
+    """Of three servers, one is gone before the second update, one dies in the third; the last one remains."""
     processes = [launched(folder / "model") for _ in range(3)]
     urls = [urls_of(process)[0] for process in processes]
     changes = {"warmup": None, "max_steps": 4, "eval_samples": 0}

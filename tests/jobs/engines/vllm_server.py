@@ -1,4 +1,4 @@
-"""A replica that speaks as vLLM documents it."""
+"""A replica with the documented API of vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters of Ray on this machine, each machine of theirs a node with processes of its own."""
+"""Ray clusters on this machine, whose machines are nodes with processes of their own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cluster(*cpus: int, gpus: int = 0) -> Iterator[Any]:
 
 
 def _started(machines: list[dict[str, int]], tries: int = 4) -> Any:
-    """Ray gives each of its processes half a minute to start, which a busy machine may not have."""
+    """Retries: Ray gives each of its processes 30 s to start, which can be too short on a busy machine."""
     from ray.cluster_utils import Cluster
 
     made = Cluster()
@@ -51,7 +51,7 @@ def _started(machines: list[dict[str, int]], tries: int = 4) -> Any:
 
 
 def ranks() -> list[psutil.Process]:
-    """The processes of all ranks that are actors, those of roles too, on this machine, oldest first."""
+    """The processes of all rank actors on this machine, those of roles included, oldest first."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied, IndexError):

@@ -1,4 +1,4 @@
-"""The command line as real processes, and the processes that belong to it."""
+"""Runs the command line in real processes, and finds all processes that belong to it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(folder: Path, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """`python ARGUMENTS` at work in `folder`; afterwards nothing of it is left."""
+    """Runs `python ARGUMENTS` in `folder`; kills all its processes after the block."""
     with open(folder / "said", "w") as said:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -59,7 +59,7 @@ def started(folder: Path, *arguments: str, **variables: str) -> Iterator[subproc
 
 
 def done(folder: Path, *arguments: str, timeout: float = 150, **variables: str) -> tuple[int, str]:
-    """Exit code and output of `python ARGUMENTS`; nothing of it is alive when it has ended."""
+    """Exit code and output of `python ARGUMENTS`, which must leave no process."""
     with started(folder, *arguments, **variables) as process:
         code = process.wait(timeout=timeout)
         wait_for(lambda: not processes(folder), 5)
@@ -77,7 +77,7 @@ def train(job: Path, *overrides: str, ranks: int = 2) -> list[str]:
 
 
 def processes(folder: Path) -> list[psutil.Process]:
-    """What is alive of the command that works in `folder`, in whatever session."""
+    """Living processes of the command in `folder`, in any session."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -95,6 +95,6 @@ def wait_for(happened: Callable[[], Any], seconds: float) -> None:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """As the kernel does when memory runs out."""
+    """Kills as the kernel does when memory runs out."""
     process.send_signal(signal.SIGKILL)
     process.wait()

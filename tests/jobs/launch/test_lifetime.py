@@ -1,4 +1,4 @@
-"""A launcher that is killed takes with it all that works for it."""
+"""All processes of a job end with its launcher, also when that is killed."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def speaks_http(port, until):
 
 
 def claims_much(port, until):
-    """The length of a message of 2 GB, and none of it."""
+    """Sends the length of a 2 GB message, and no data."""
     with socket.create_connection(("127.0.0.1", port)) as line:
         line.sendall(b"\x7f\xff\xff\xff")
         until.wait()
@@ -58,7 +58,7 @@ def hangs_up(port, until):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("stranger", [silent, speaks_http, claims_much, trickles, hangs_up])
 def test_strangers_hold_nobody_up(stranger):
-    """30 of them come first, more than a queue of connections would take."""
+    """30 strangers connect first, more than a connection queue holds."""
     until = threading.Event()
     with WorkerListener(handshake_seconds=2) as listener:
         crowd = [threading.Thread(target=stranger, args=(listener.port, until), daemon=True) for _ in range(30)]
@@ -97,7 +97,7 @@ def wait_for(true, seconds):
 
 
 def listening():
-    """Addresses at which this process listens."""
+    """Addresses that this process listens on."""
     return {(one.laddr.ip, one.laddr.port) for one in psutil.Process().net_connections() if one.status == "LISTEN"}
 
 

@@ -1,4 +1,4 @@
-"""The launcher starts ranks with their environment, and ends them all, with the cause, when one fails."""
+"""The local launcher: ranks' environment, and the end of all ranks with the root cause when one fails."""
 
 from __future__ import annotations
 

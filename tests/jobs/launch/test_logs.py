@@ -1,4 +1,4 @@
-"""What each rank says lies in a file of its own, whoever started it and however it ended."""
+"""Log files of ranks, under every launcher and for every kind of end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs on several machines, by Ray and by torchrun; nodes of Ray's, and agents of torchrun's, play the machines."""
+"""Jobs on several machines under Ray and torchrun, with Ray nodes and torchrun agents as machines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAVING = {
     "save_total_limit": 1,
 }
 LIMIT = 30
-"""Seconds within which a job has ended after whatever happened to it."""
+"""Seconds within which a job must end after any failure."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def two_machines():
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """What a job has written, without what depends on how fast it was."""
+    """Files of a job, without timings."""
     found = read_metrics(folder / "runs" / "tiny" / "metrics.jsonl")
     return [{key: value for key, value in row.items() if key not in TIMES} for row in found]
 
@@ -107,7 +107,7 @@ def test_tensor_parallel_groups_lie_on_one_machine_and_change_no_bit(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_of_a_machine_see_all_of_its_gpus_and_drive_one_each(tmp_path):
-    """GPUs that only Ray believes in: who gets which is decided before anybody looks at them."""
+    """GPUs that exist only in Ray's count: their assignment is checked before any rank uses them."""
     names = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
     text = f"""
 import os
@@ -201,7 +201,7 @@ def test_a_rank_that_raises_is_heard_with_its_traceback(two_machines, tmp_path):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The rows of the job that saves, when nothing happens to it."""
+    """The rows of the job with checkpoints, without a failure."""
     folder = tmp_path_factory.mktemp("undisturbed")
     code, said = trained(folder, **SAVING)
     assert code == 0, said
@@ -239,7 +239,7 @@ def test_a_killed_machine_is_replaced_by_another(undisturbed, tmp_path, report):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_an_earlier_run_is_not_gone_on_from(two_machines, tmp_path):
-    """A rank that is lost before this run has saved anything starts the job where it began."""
+    """A rank lost before the first checkpoint restarts the job from its beginning."""
     small = SAVING | {"warmup__training_args__max_steps": 100}
     code, said = trained(tmp_path, **small)
     assert code == 0, said

@@ -1,4 +1,4 @@
-"""A terminal that is closed or full, too few open files, a loss that waits alone: the run goes on, or says why."""
+"""Closed or full terminals, too few open files, and a loss that waits in a collective alone."""
 
 from __future__ import annotations
 

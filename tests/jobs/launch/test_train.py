@@ -1,4 +1,4 @@
-"""The command `train` as its user sees it when the reward misbehaves: one message, exit code, nobody left."""
+"""The command `train` with failing rewards: one message, the exit code, and no process left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHORT = {"warmup": None, "eval_samples": 0, "max_steps": 1, "output_dir": "runs"
 
 
 def shown(said: str) -> list[str]:
-    """What was said, without the progress of the steps."""
+    """The output, without progress lines."""
     return [line for line in said.splitlines() if not line.startswith(("warmup ", "rl "))]
 
 

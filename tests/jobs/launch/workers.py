@@ -1,4 +1,4 @@
-"""Stand-alone ranks for the tests of the launcher: `python -m tests.jobs.launch.workers WHAT FOLDER`."""
+"""Stand-alone ranks for tests of the launcher: `python -m tests.jobs.launch.workers WHAT FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards that misbehave, each in its own way; tests name them by path."""
+"""Faulty reward functions, which tests name by path."""
 
 from __future__ import annotations
 

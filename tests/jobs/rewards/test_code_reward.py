@@ -1,4 +1,4 @@
-"""Judged code: ROLL's records, code that cheats, and code that would end or outlive the job."""
+"""The code reward: ROLL's records, code that cheats, and code that tries to end or outlive the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards side by side: domains, policies for what fails, limits, and the functions that come along."""
+"""Reward pools: domains, parallel workers, failure policies, limits, and the registered functions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_processes_work_side_by_side():
 
 @pytest.mark.cluster
 def test_a_process_that_was_killed_between_two_calls_is_started_again(capfd):
-    """Nobody's sample is to blame: under no policy does it cost one."""
+    """No sample is to blame, so none fails under any policy."""
     with RewardPool(RewardDomain(path=HERE + "one"), workers=2) as pool:
         pool.score([completion() for _ in range(4)], range(4), seed=0)
         for child in psutil.Process().children():
@@ -211,7 +211,7 @@ def test_code_through_a_command(tmp_path):
     assert code_tests(wrote(code), run=[str(tmp_path / "box"), "-c"], all_or_nothing=True).reward == 1
     assert code_tests(wrote("\0"), run=[str(tmp_path / "box"), "-c"]).reward == 0
     calls = (tmp_path / "calls").read_text()
-    assert calls.count("-c from string import *") == 1 and calls.count('-c """A program by itself') == 2
+    assert calls.count("-c from string import *") == 1 and calls.count('-c """Stand-alone program') == 2
     assert code_tests(completion("no code", test_cases=TESTS), run="subprocess").marks["has_code"] is False
 
 

@@ -1,4 +1,4 @@
-"""Reward functions in their own process: what they may return, and that nothing they do goes unheard."""
+"""Reward functions in worker processes: valid results, and an error for every kind of failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sampler in a layout of its own: the answers of the model in training, where that would have them."""
+"""A sampler in another parallel layout: the responses of the model in training, on the same ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roles on devices of their own: worlds of processes beside the one that trains, and the rows of a job without them."""
+"""Roles on devices of their own: worker processes, their failures, and the rows of a job without them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from roll_batching.jobs.roles.remote_reference import REFERENCE
 from tests.jobs.observe.rows import TIMES
 from tests.jobs.rl.jobs import settings, write_data
 from tests.jobs.rl.test_async_rollouts import trained_on
-from tests.jobs.roles.worlds import MARK, ROLES, is_of_role, left_of
+from tests.jobs.roles.role_processes import MARK, ROLES, is_of_role, left_of
 from tests.support.own_attention import MaskedSoftmax
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.layouts
 
 RUN = "tests.jobs.rl.jobs:run"
-WORLDS = "tests.jobs.roles.worlds:"
+ROLE_PROCESSES = "tests.jobs.roles.role_processes:"
 HERE = "tests.jobs.roles.test_own_devices:"
 APART = {"staleness_mean", "staleness_max", "dropped_samples", "queue_depth", "sampler_restarts"} | TIMES
 APART |= {"reference_restarts"}
-"""Columns that roles of their own add."""
+"""Metrics that roles with processes of their own add."""
 TP2 = {"strategy_config": {"tensor_model_parallel_size": 2}}
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo_grpo.yaml"
 INFER_TP2 = {"actor_infer.strategy_args.strategy_config.tensor_model_parallel_size": 2}
@@ -74,7 +74,7 @@ def run(count: int, job: dict[str, Any], **options: Any) -> list[Any]:
 
 
 class FailsOnRankOne(MaskedSoftmax):
-    """An attention that one process of a world of two cannot compute."""
+    """An attention that fails on one of two workers."""
 
     def build_core(self, rotation: Any, **arguments: Any) -> torch.nn.Module:
         core = super().build_core(rotation, **arguments)
@@ -87,8 +87,8 @@ def _fail(*_: Any) -> None:
     raise ValueError("this process alone cannot attend")
 
 
-def end_with_a_world(payload: dict[str, Any]) -> None:
-    """On a rank: a sampler's world is started, its processes are told, and this one is killed."""
+def end_with_its_workers(payload: dict[str, Any]) -> None:
+    """On a rank: starts a sampler's workers, records their process ids, and kills itself."""
     client = RoleClient(JobConfig.model_validate(payload), SAMPLER)
     client.start()
     assert isinstance(client.workers, LocalRoleWorkers)
@@ -101,7 +101,7 @@ def end_with_a_world(payload: dict[str, Any]) -> None:
 def test_processes_of_a_role_are_found_by_its_module(
     kind: RoleKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slow tests below kill one of them: if they could not find it, nobody would know before those run."""
+    """The slow tests below kill one of them, and would find none if command lines changed."""
     monkeypatch.setenv(MARK, str(tmp_path / "runs"))
     workers = LocalRoleWorkers(kind.module, 2, os.environ)
     roles = {one.pid: [role for role in ROLES if is_of_role(one, role)] for one in left_of(tmp_path)}
@@ -122,7 +122,7 @@ def test_a_sampler_that_takes_turns_writes_the_rows_of_a_policy_that_samples_its
         "apart",
         actor_train__strategy_args=TP2,
         actor_infer={"device_mapping": [2, 3]},
-        reward_function=f"{WORLDS}kills_a_rank",
+        reward_function=f"{ROLE_PROCESSES}kills_a_rank",
         reward_args=killing,
     )
     outcomes = run(2, job, check=False)
@@ -151,7 +151,7 @@ def test_a_sampler_of_several_processes_draws_ahead_in_a_layout_of_its_own(folde
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"reward_function": f"{WORLDS}refuses"}, "DataError: reward function"),
+        ({"reward_function": f"{ROLE_PROCESSES}refuses"}, "DataError: reward function"),
         (
             {"actor_train__strategy_args__strategy_config": {"attention_backend": f"{HERE}FailsOnRankOne"}},
             "ValueError: this process alone cannot attend",
@@ -159,7 +159,7 @@ def test_a_sampler_of_several_processes_draws_ahead_in_a_layout_of_its_own(folde
     ],
     ids=["all", "one"],
 )
-def test_what_fails_in_the_world_of_a_sampler_ends_the_job(folder: Path, changes: dict[str, Any], words: str) -> None:
+def test_what_fails_in_the_workers_of_a_sampler_ends_the_job(folder: Path, changes: dict[str, Any], words: str) -> None:
     """Also when one process fails alone and the others only lose it; nothing is started again."""
     job = job_of(folder, "failing", actor_train__device_mapping=[0], actor_infer={"device_mapping": [2, 3]}, **changes)
     (outcome,) = run(1, job, check=False)
@@ -169,9 +169,9 @@ def test_what_fails_in_the_world_of_a_sampler_ends_the_job(folder: Path, changes
 
 
 @pytest.mark.slow
-def test_a_world_ends_with_the_process_that_started_it(folder: Path) -> None:
+def test_workers_end_with_the_process_that_started_it(folder: Path) -> None:
     job = job_of(folder, "killed", actor_train__device_mapping=[0], actor_infer={"device_mapping": [2, 3]})
-    (outcome,) = run_ranks(1, f"{HERE}end_with_a_world", job, check=False)
+    (outcome,) = run_ranks(1, f"{HERE}end_with_its_workers", job, check=False)
     assert outcome.returncode == -signal.SIGKILL, outcome.output
     pids = json.loads((folder / "pids").read_text())
     _, living = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
@@ -189,7 +189,7 @@ def test_a_reference_on_its_own_devices_writes_the_rows_of_one_that_shares(folde
     layout = {"strategy_config": {"pipeline_model_parallel_size": 2}}
     apart = {"reference": {"device_mapping": "2-3", "strategy_args": layout}, **divergence}
     killing = {"folder": str(folder), "role": "reference", "rank": 1}
-    dying = {"reward_function": f"{WORLDS}kills_a_rank", "reward_args": killing}
+    dying = {"reward_function": f"{ROLE_PROCESSES}kills_a_rank", "reward_args": killing}
     outcomes = run(2, job_of(folder, "apart", **apart, **dying), check=False)
     assert [outcome.returncode for outcome in outcomes] == [0, 0], outcomes[0].output
     assert "the reference ended: rank 1 of its 2 by signal 9 (SIGKILL)" in outcomes[0].output, outcomes[0].output

@@ -1,4 +1,4 @@
-"""Roles in layouts of their own: the rows of the job whose roles share one."""
+"""Roles in parallel layouts of their own: the rows of a job whose roles share one."""
 
 from __future__ import annotations
 

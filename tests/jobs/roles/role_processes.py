@@ -1,4 +1,4 @@
-"""Rewards for jobs whose roles have processes of their own, and who those processes are; quick to import."""
+"""Processes of roles, found by a variable, and rewards that kill one; quick to import."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import psutil
 
 MARK = "ROLL_BATCHING_OWN_DEVICES_TEST"
-"""Variable by which processes of a test are told from others."""
+"""Variable that marks the processes of a test."""
 ROLES = {"sampler": "roll_batching.jobs.roles.sampler", "reference": "roll_batching.jobs.roles.reference"}
 
 
 def left_of(folder: Path) -> list[psutil.Process]:
-    """Processes that jobs in `folder` have started, and that live."""
+    """Living processes that jobs in `folder` have started."""
     found = []
     for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -25,20 +25,20 @@ def left_of(folder: Path) -> list[psutil.Process]:
 
 
 def is_of_role(process: psutil.Process, role: str) -> bool:
-    """Whether it is one of the role's world: its command line imports the role's module, which kinds of roles name."""
+    """Whether it is a worker of the role: its command line imports the role's module."""
     return f"{ROLES[role]} import serve" in " ".join(process.cmdline())
 
 
 def kills_a_rank(completion: Any, folder: str, role: str, rank: int) -> float:
-    """The length; at the 15th call a process of the role's world is killed, once."""
+    """The length as reward; the 15th call kills one worker of the role, once."""
     calls, done = Path(folder) / "calls", Path(folder) / "killed"
     with calls.open("a") as file:
         file.write(".")
     if calls.stat().st_size >= 15:
         with contextlib.suppress(FileExistsError):
             done.touch(exist_ok=False)
-            world = [one for one in left_of(Path(folder)) if is_of_role(one, role)]
-            next(one for one in world if one.environ()["RANK"] == str(rank)).kill()
+            workers = [one for one in left_of(Path(folder)) if is_of_role(one, role)]
+            next(one for one in workers if one.environ()["RANK"] == str(rank)).kill()
             time.sleep(3)
     return completion.tokens / 10
 
