@@ -155,10 +155,9 @@ class RoleClient:
             if (cause := self._restart_cause()) is not None:
                 self._restart(cause)
             elif silent > self.limit:
-                what = (
-                    f"for rollout_timeout={self.limit:g}" if self._has_started else f"since its start, {self.limit:g}"
-                )
-                self._restart(f"{self.kind.name} sent no message {what} seconds")
+                seconds = f"{self.limit:g} seconds"
+                silence = f"for rollout_timeout={seconds}" if self._has_started else f"for {seconds} since its start"
+                self._restart(f"{self.kind.name} sent no message {silence}")
             elif time.monotonic() - began > next_notice:
                 self._notify(f"rank 0 waits for {self.kind.answer_noun} since {time.monotonic() - began:.0f} s")
                 next_notice *= 2
