@@ -52,7 +52,7 @@ async def _reply(request: Any, url: str, path: str) -> Any:
             async for chunk in response.content.iter_any():
                 body += chunk
                 if len(body) > _LARGEST_REPLY:
-                    raise RequestFailed(f"{path}: the reply has more than {_LARGEST_REPLY >> 20} MiB")
+                    raise RequestFailed(f"{path}: its reply has more than {_LARGEST_REPLY >> 20} MiB")
             status = response.status
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         raise RequestFailed(f"{path}: {type(error).__name__} {error}".strip()) from None

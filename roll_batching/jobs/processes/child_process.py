@@ -80,8 +80,8 @@ def kill_sessions(processes: Collection[subprocess.Popen[bytes]]) -> None:
         if process.poll() is None:
             process.kill()
     for process in processes:
+        end_session(process.pid)  # before `wait`, after which another process may get this id
         process.wait()
-        end_session(process.pid)
 
 
 def describe_exit(code: int) -> str:

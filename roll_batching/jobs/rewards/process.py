@@ -72,7 +72,7 @@ class RewardProcess:
         self._subject, self._limit, self._sent, self._next_notice = "", 0.0, 0.0, 0.0
 
     def start(self) -> None:
-        """Starts the process and imports the function, if that has not been done, or the process has been killed since.
+        """Starts the worker, which imports the function, unless it runs already.
 
         Raises ConfigError when the function cannot be found, imported or called with its arguments.
         """

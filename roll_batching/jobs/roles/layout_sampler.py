@@ -102,7 +102,7 @@ class LayoutSampler:
 
     def metrics(self, local_batch: SampleBatch) -> Metrics:
         """Metrics since the last call: seconds of weight transfer on this rank, bytes sent between all ranks."""
-        received = exchange(self.layout.host_group, "figures of the sampler", lambda: self._transfer.bytes)
+        received = exchange(self.layout.host_group, "metrics of the sampler", lambda: self._transfer.bytes)
         row: Metrics = {"weights_seconds": self._seconds, "weights_bytes": sum(received)}
         self._transfer, self._seconds = Transfer(), 0.0
         return row

@@ -125,7 +125,7 @@ ATTEMPTS = ("rollouts", "sglang: a request failed 2 times", URL)
 
 ENGINES = [
     _asked("nothing listens at the URL", nobody, words=(*NO_WEIGHTS, "ClientConnectorError")),
-    _asked("a web page at the URL", stranger("html", at="/"), words=(*NO_WEIGHTS, "no JSON: <html>")),
+    _asked("a web page at the URL", stranger("html", at="/"), words=(*NO_WEIGHTS, "the reply is not JSON: <html>")),
     _asked("vLLM at the URL of SGLang", engine(kind="vllm"), words=(*NO_WEIGHTS, "status 404")),
     _asked("status 500 for every response", engine("500"), words=(*ATTEMPTS, "status 500: out of memory")),
     _asked("closes the connection in the answer", stranger("cut"), words=(*ATTEMPTS, "ClientPayloadError")),
