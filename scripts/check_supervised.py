@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = tuple((task, control) for task in ("sft", "dpo") for control in (False, True))
 START, LEARNT, UNLEARNT = 2.0, 0.1, 0.8
-TOLD_APART, BY_CHANCE = 0.95, 0.65
+RANKED, RANKED_CONTROL = 0.95, 0.65
 SECONDS = 5 * 60.0
 
 
@@ -83,9 +83,11 @@ def judge(task: str, control: bool) -> bool:
     else:
         share = last["eval_reward_accuracy"]
         checks["starts at log 2"] = math.isclose(before, math.log(2), rel_tol=1e-4)
-        limit = f"at most {BY_CHANCE:.0%} told apart" if control else f"at least {TOLD_APART:.0%} told apart"
-        checks[limit] = share <= BY_CHANCE if control else share >= TOLD_APART
-        figures = f"held-out loss {before:.3f} -> {after:.3f}, pairs told apart {share:.0%}"
+        limit = (
+            f"at most {RANKED_CONTROL:.0%} ranked correctly" if control else f"at least {RANKED:.0%} ranked correctly"
+        )
+        checks[limit] = share <= RANKED_CONTROL if control else share >= RANKED
+        figures = f"held-out loss {before:.3f} -> {after:.3f}, pairs ranked correctly {share:.0%}"
     bad = [text for text, holds in checks.items() if not holds]
     verdict = "OK" if not bad else "FAILS: " + "; ".join(bad)
     print(f"{name:<18} {figures:<58} {seconds / 60:.1f} min  {verdict}", flush=True)

@@ -1,4 +1,4 @@
-"""Attention backends on packs, against attention in fp32 that is written out: outputs and gradients."""
+"""Attention backends on packs against plain fp32 attention: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from roll_batching.packing.attention_backend import attention_backend
 from roll_batching.packing.collectives import OwnKeys
 
 BF16, FP32 = 2e-2, 1e-4
-"""Largest norm of a difference over the norm of the reference: rounding of bf16, and of fp32 sums in another order."""
+"""Largest relative errors: rounding of bf16, and of fp32 sums in another order."""
 
 
 def reference(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: list[tuple[int, int, int, int]], scale: float
 ) -> torch.Tensor:
-    """Span by span in plain fp32: queries [tokens, heads, dim] see the keys of their span up to their own place."""
+    """Causal attention in plain fp32, span by span. query: [tokens, heads, dim]; key, value: [tokens, groups, dim]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     parts = []
@@ -54,7 +54,7 @@ def core_of(backend: Any, heads: int, groups: int, dim: int) -> PackedCore:
 
 
 def ragged(seed: int, tokens: int, unit: int = 1) -> np.ndarray:
-    """Lengths of a few long and many short sequences, one of them of `unit` tokens."""
+    """int64 `[24]`: lengths of few long and many short sequences; one has `unit` tokens."""
     draw = np.random.default_rng(seed)
     shares = draw.lognormal(0.0, 1.2, 24)
     lengths = np.maximum((shares * tokens / shares.sum()).astype(np.int64) // unit, 1) * unit
@@ -65,7 +65,7 @@ def ragged(seed: int, tokens: int, unit: int = 1) -> np.ndarray:
 def compare(
     name: str, device: torch.device, dtype: torch.dtype, heads: int, groups: int, dim: int, cp: int, tokens: int
 ) -> dict[str, Any]:
-    """One case; with `cp` above 1 as one context-parallel rank sees it: fewer queries than keys."""
+    """Compare one case; with `cp` above 1 on each context-parallel rank, which has fewer queries than keys."""
     lengths = ragged(dim + heads, tokens, 2 * cp if cp > 1 else 1)
     layout = PackLayout(lengths=lengths, segments=lengths, cp_size=cp)
     backend = attention_backend(name, device.type)
@@ -84,7 +84,7 @@ def compare(
         query, key, value = draw(len(rows), heads), draw(layout.tokens, groups), draw(layout.tokens, groups)
         upstream = torch.randn(len(rows), heads * dim, generator=g).to(device, dtype)
         before = time.perf_counter()
-        keys = OwnKeys(key[over_ranks], value[over_ranks])  # as they lie when they were gathered
+        keys = OwnKeys(key[over_ranks], value[over_ranks])  # in the order of the all-gather
         out = core.attend(query, keys, backend.metadata(layout, rank, device))
         found = (out, *torch.autograd.grad(out, (query, key, value), upstream))
         found[1].sum().item()
@@ -103,7 +103,7 @@ def compare(
 
 
 def spans_here(layout: PackLayout, rank: int) -> list[tuple[int, int, int, int]]:
-    """(first query row, queries, first key row, keys) of every run of consecutive rows that a rank holds."""
+    """(first query row, queries, first key row, keys) of every run of consecutive rows on a rank."""
     rows = layout.rows(rank)
     starts, segment = layout.cu_seqlens, layout.segment_ids[rows]
     cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(segment) != 0)) + 1
@@ -115,7 +115,7 @@ def spans_here(layout: PackLayout, rank: int) -> list[tuple[int, int, int, int]]
 
 
 def run(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
-    """The backends whose cores are ours, on sizes of real models; on a CPU the dense one alone."""
+    """Compare this package's backends on sizes of real models; on a CPU only the dense one."""
     tokens = 200 if dry else 4000
     shapes = [(16, 8, 128), (8, 8, 64), (12, 2, 96), (8, 1, 192), (8, 4, 256), (14, 2, 64)]
     kinds = [("dense", torch.float32, shapes[:2]), ("dense", torch.bfloat16, shapes[:3])]

@@ -1,4 +1,4 @@
-"""The demo on one GPU under NCCL, shortened: it trains, saves, and goes on from what it saved."""
+"""The shortened demo on one GPU with NCCL: training, checkpoint and resuming."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "gpu-check"
 
 
 def job(*changes: str) -> float:
-    """One run of the demo's configuration; its seconds."""
+    """Train with the demo's configuration; returns the seconds."""
     data = ROOT / "data" / "ledger" / "gpu-check"
     if not data.exists():
         subprocess.run([sys.executable, "examples/ledger/make_data.py", "--out", str(data)], cwd=ROOT, check=True)
@@ -38,7 +38,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def run(device: torch.device, dry: bool) -> list[dict[str, Any]]:
-    """A short warm-up and one step, then one more step after a restart."""
+    """Train a short warm-up and one step, then resume for one more step."""
     small = ["eval_steps=1", "eval_samples=32", f"warmup.training_args.max_steps={8 if dry else 40}"]
     small += ["rollout_batch_size=4", "actor_train.training_args.gradient_accumulation_steps=4"] if dry else []
     folder = ROOT / "runs" / NAME

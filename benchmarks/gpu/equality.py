@@ -1,7 +1,7 @@
-"""A small model on CUDA against the same model on the CPU: losses, gradients, log-probs, generation, training.
+"""A small model on CUDA against the CPU: losses, gradients, log-probs, generation and training.
 
-The CPU's side runs in a process of its own that sees no GPU; there, `tests/strategy/test_equality.py` holds it to a
-reference that shares no code with this package.
+The CPU run has its own process without a GPU. `tests/strategy/test_equality.py` compares CPU runs with an independent
+reference.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ARCHITECTURE = {
 }
 EXPERTS = {**ARCHITECTURE, "moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 96}}
 LIMITS = {"fp32": 2e-4, "bf16": 6e-2}
-"""Sums in another order; eight bits of mantissa through three layers and back."""
+"""Largest relative errors: fp32 sums in another order; bf16 rounding through three layers, forward and backward."""
 TEMPERATURE = 0.8
 
 
@@ -48,7 +48,7 @@ def losses() -> dict[str, Any]:
 
 
 def paired(batch: SampleBatch) -> tuple[SampleBatch, torch.Tensor]:
-    """Neighbours as pairs of one chosen and one rejected response, each with something to learn from."""
+    """Batch of chosen and rejected neighbours, each with response tokens, and the pair of each sample."""
     batch = batch.select((batch.lengths > 3).nonzero()[:, 0])
     batch = batch.select(torch.arange(len(batch) // 2 * 2))
     pair = torch.arange(len(batch)) // 2
@@ -59,7 +59,7 @@ def paired(batch: SampleBatch) -> tuple[SampleBatch, torch.Tensor]:
 
 
 def observe(mode: str, dtype: str, backend: str, architecture: dict[str, Any], layers: str = "local") -> dict[str, Any]:
-    """Everything that is compared, of one mode in one precision, on whatever device this process has."""
+    """All compared values of one mode in one precision, on the device of this process."""
     megatron = {"attention_backend": backend, "transformer_impl": layers}
     config = worker_config(mode, CAP, architecture=architecture, megatron=megatron, dtype=dtype)
     strategy = MegatronTrainStrategy(config, seed=1, temperature=TEMPERATURE)
@@ -103,7 +103,7 @@ def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def judge(case: str, found: dict[str, Any], expected: dict[str, Any], limit: float) -> dict[str, Any]:
-    """The differences of one mode from the CPU's packed run."""
+    """Differences between one mode and the packed run on the CPU."""
     kept = {}
     for name in losses():
         (value, gradients), (right, exact) = found[name], expected[name]
@@ -122,7 +122,7 @@ def judge(case: str, found: dict[str, Any], expected: dict[str, Any], limit: flo
 
 
 def run(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
-    """All modes in fp32 (dense) and, on CUDA, in bf16 with both backends, against the CPU in fp32."""
+    """Compare all modes in fp32 (dense), and on CUDA in bf16 with both backends, with fp32 on the CPU."""
     let_experts_run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "expected.pt"
@@ -141,7 +141,7 @@ def run(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
     if device.type == "cuda" and importlib.util.find_spec("transformer_engine"):
         found = observe("packed", "bf16", "auto", ARCHITECTURE, "transformer_engine")
         yield judge("packed, bf16, layers and attention of TransformerEngine", found, dense, LIMITS["bf16"])
-    # In bf16 a token whose experts are nearly even goes to another one, which is no rounding any more.
+    # fp32 only: in bf16, rounding can route a token to another expert.
     found = observe("packed", "fp32", "dense", EXPERTS)
     yield judge("packed, fp32, dense, mixture of experts", found, experts, LIMITS["fp32"])
 

@@ -1,6 +1,6 @@
-"""What a rehearsal says a step needs, against what the step takes on the device.
+"""Rehearsed memory of a step against its measured memory on the device.
 
-Rehearsed where no device is seen, from two and three layers; then run for real, whole, in a process of its own.
+The rehearsal extrapolates from two and three layers without a GPU. The real step has all layers and its own process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {},
     "packed, full recompute": {"recompute_granularity": "full"},
 }
-"""And what they set under `strategy_config`."""
+"""Cases with their settings under `strategy_config`."""
 
 
 def job_of(load: Workload, megatron: dict[str, Any]) -> dict[str, Any]:
-    """Reinforcement learning with a frozen reference on the workload's model, whose caps are the workload's."""
+    """RL job with a reference, with the model and the caps of the workload."""
     model = {"architecture": {**load.architecture, "max_position_embeddings": load.longest}}
     batching = {
         "use_sequence_packing": True,
@@ -57,34 +57,34 @@ def run(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
     load = WORKLOADS["tiny" if dry else "qwen3-1.7b"]
     for name, megatron in CASES.items():
         plain = job_of(load, megatron)
-        said = rehearse_job(config_from_dict(plain), world_size=1, device=device.type)
-        yield {"case": name, **compared(said, measured(plain, device.type))}
+        rehearsal = rehearse_job(config_from_dict(plain), world_size=1, device=device.type)
+        yield {"case": name, **compared(rehearsal, measured(plain, device.type))}
 
 
-def compared(said: Any, found: dict[str, float]) -> dict[str, Any]:
+def compared(rehearsal: Any, measured_bytes: dict[str, float]) -> dict[str, Any]:
     figures = {
-        "rehearsed GiB": said.worst.peak / GIB,
-        "measured GiB": found["allocated"] / GIB,
-        "rehearsed GiB with margins": said.worst.need / GIB,
-        "GiB in use on the device": found["in use"] / GIB,
+        "rehearsed GiB": rehearsal.worst.peak / GIB,
+        "measured GiB": measured_bytes["allocated"] / GIB,
+        "rehearsed GiB with margins": rehearsal.worst.need / GIB,
+        "GiB in use on the device": measured_bytes["in use"] / GIB,
     }
     limits = {
-        "rehearsed beside measured": [abs(said.worst.peak / found["allocated"] - 1), 0.05],
-        "in use beside rehearsed with margins": [found["in use"] / said.worst.need, 1.0],
+        "rehearsed beside measured": [abs(rehearsal.worst.peak / measured_bytes["allocated"] - 1), 0.05],
+        "in use beside rehearsed with margins": [measured_bytes["in use"] / rehearsal.worst.need, 1.0],
     }
     return {
         "figures": figures,
         "limits": limits,
-        "notes": {"peak": said.worst.peak_phase, "kept": said.worst.report.kept},
+        "notes": {"peak": rehearsal.worst.peak_phase, "kept": rehearsal.worst.report.kept},
     }
 
 
 def measured(job: dict[str, Any], device: str) -> dict[str, float]:
-    """Bytes that the same passes take, by the device's allocator (on a CPU: by the storages that were seen)."""
+    """Measured bytes of the same passes: of CUDA's allocator, or of the recorded storages on a CPU."""
     child = [sys.executable, "-m", "benchmarks.gpu.memory", json.dumps(job), device]
     done = subprocess.run(child, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     if done.returncode:
-        raise SystemExit("the measured step failed; its output is above")
+        raise SystemExit("the measured step failed. Its output is above")
     return json.loads(done.stdout.splitlines()[-1])
 
 

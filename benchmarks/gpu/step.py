@@ -1,4 +1,4 @@
-"""What a training step does on the device: where it waits for the host, and where its time goes."""
+"""Host reads and kernel times of a training step."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def built(load: Workload, mode: str = "packed") -> MegatronTrainStrategy:
 
 
 class HostReads:
-    """Where the host waited for the device, by the innermost lines of the stack that are ours or Megatron's."""
+    """Counts waits of the host for the device by their innermost lines in this package or Megatron."""
 
     def __init__(self) -> None:
         self.places: collections.Counter[str] = collections.Counter()
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts what torch calls a synchronizing operation inside the block; nothing on a CPU."""
+        """Count operations inside that torch reports as synchronizing; none on a CPU."""
         if not torch.cuda.is_available():
             yield
             return
@@ -61,7 +61,7 @@ class HostReads:
 
 
 def host_reads(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
-    """Waits inside Megatron's schedule, and around it, per training step and pass of log-probs, in every mode."""
+    """Host reads inside and outside Megatron's schedule, per training step and log-prob pass, in every mode."""
     load = WORKLOADS["tiny"] if dry else SMALL
     schedule = infer.run_schedule
     policy = PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, entropy_coef=0.01)
@@ -111,7 +111,7 @@ def kind_of(kernel: str) -> str:
 
 
 def where_time_goes(device: torch.device, dry: bool) -> list[dict[str, Any]]:
-    """One packed step of the 1.7B shape under the profiler: kernels by kind, and how long the device has none."""
+    """Profile a packed step of the 1.7B shape: time by kind of kernel, and idle time."""
     load = replace(WORKLOADS["tiny" if dry else "qwen3-1.7b"], warm_up=2)
     strategy = built(load)
     for step in range(load.warm_up):

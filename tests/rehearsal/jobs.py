@@ -1,4 +1,4 @@
-"""Small jobs, and the two ways to go through their step: for real on CPUs, and rehearsed."""
+"""Small jobs, and their steps on fake tensors and on real CPU tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def job_of(
     train: dict[str, Any] | None = None,
     **keys: Any,
 ) -> dict[str, Any]:
-    """A job as plain data: `batching` and `train` in actor_train, `megatron` its strategy_config."""
+    """Settings of a job; `batching` and `train` go into actor_train, `megatron` into its strategy_config."""
     model = {**ARCHITECTURE, **(architecture or {})}
     return {
         "max_steps": 4,
@@ -65,14 +65,14 @@ def task_of(job: dict[str, Any], world_size: int, rank: int = 0, device: str = "
 
 
 def rehearsed(task: RankTask) -> RankReport:
-    """In a process of its own."""
+    """Rehearse `task`; runs in its own process."""
     from roll_batching.rehearsal.rank import rehearse_rank
 
     return rehearse_rank(task)
 
 
-def for_real(task: RankTask) -> RankReport:
-    """As the rank that the environment names."""
+def measured(task: RankTask) -> RankReport:
+    """Run the passes of `task` on real tensors, as the rank of the environment."""
     from roll_batching.distributed.parallel_layout import start_processes
     from roll_batching.rehearsal.rank import observe
 
@@ -84,7 +84,7 @@ def for_real(task: RankTask) -> RankReport:
 
 
 def _route_evenly() -> None:
-    """Token i chooses the experts that come after those of token i - 1, whatever the router finds."""
+    """Make token i choose the experts after those of token i - 1."""
     import torch
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -94,10 +94,10 @@ def _route_evenly() -> None:
     gating: Any = TopKRouter.gating
 
     def evenly(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        found = gating(self, hidden)
-        experts, tokens = found.shape[-1], found.shape[:-1].numel()
+        logits = gating(self, hidden)
+        experts, tokens = logits.shape[-1], logits.shape[:-1].numel()
         first = torch.arange(tokens)[:, None] * self.topk + torch.arange(self.topk)
         chosen = torch.zeros(tokens, experts).scatter_(1, first % experts, 1e4)
-        return found + chosen.view_as(found).to(found.dtype)
+        return logits + chosen.view_as(logits).to(logits.dtype)
 
     TopKRouter.gating = evenly  # type: ignore[method-assign]

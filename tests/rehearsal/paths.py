@@ -1,4 +1,4 @@
-"""What runs inside a process whose CUDA is pretended: one path of our code each."""
+"""Code paths on the fake CUDA device; each runs in its own process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BF16 = {"model_args": {**job_of()["actor_train"]["model_args"], "dtype": "bf16"}
 
 
 def shipped(name: str) -> RankReport:
-    """A configuration as it is shipped, two layers deep."""
+    """Rehearse a shipped configuration with two layers."""
     job = load_config(f"configs/{name}.yaml")
     return rehearsed(RankTask(job=job, rank=0, world_size=job.world_size or 1, layers=2))
 
@@ -27,7 +27,7 @@ def job_on_device(payload: tuple[dict[str, Any], int]) -> RankReport:
 
 
 class ReadingLoss:
-    """Waits for the device, as a loss must not."""
+    """Faulty loss that reads a value from the device."""
 
     needs = frozenset({"log_probs"})
     masks = ("response_mask",)
@@ -40,20 +40,20 @@ class ReadingLoss:
 
 
 def head_with_an_index_on_the_host(_: None) -> RankReport:
-    """The head picks its rows by an index that was forgotten on the CPU."""
+    """Rehearse a faulty head whose index is on the CPU."""
     from roll_batching.losses.head import HeadContext
 
     compute = HeadContext._token_log_probs
 
-    def forgotten(self: Any, source: Any, pack: Any, weight: Any, rows: Any, *args: Any, **options: Any) -> Any:
+    def with_cpu_index(self: Any, source: Any, pack: Any, weight: Any, rows: Any, *args: Any, **options: Any) -> Any:
         return compute(self, source, pack, weight, torch.zeros(len(rows), dtype=torch.int64), *args, **options)
 
-    HeadContext._token_log_probs = forgotten  # type: ignore[method-assign]
+    HeadContext._token_log_probs = with_cpu_index  # type: ignore[method-assign]
     return job_on_device((job_of(train=BF16), 1))
 
 
 def _with_policy(job: dict[str, Any], use: Callable[[Any, Any], Any]) -> Any:
-    """What `use` makes of the passes of a job, and the host reads inside its schedules."""
+    """Result of `use(passes, recorder)` for the passes of a job on the fake device."""
     from roll_batching.rehearsal import fake_cuda, fake_world
     from roll_batching.rehearsal.passes import passes_of
     from roll_batching.rehearsal.recorder import Recorder
@@ -68,7 +68,7 @@ def _with_policy(job: dict[str, Any], use: Callable[[Any, Any], Any]) -> Any:
 
 
 def evaluation(job: dict[str, Any]) -> list[str]:
-    """Devices of the parameters, after an evaluation of the job's loss."""
+    """Devices of the parameters after an evaluation of the job's loss."""
     from roll_batching.rehearsal.passes import _local
 
     def use(passes: Any, recorder: Any) -> list[str]:
@@ -78,12 +78,12 @@ def evaluation(job: dict[str, Any]) -> list[str]:
         assert "loss" in figures
         return sorted({str(p.device) for p in policy.chunks[0].parameters()})
 
-    found: list[str] = _with_policy(job, use)
-    return found
+    devices: list[str] = _with_policy(job, use)
+    return devices
 
 
 def parts(_: None) -> dict[str, float]:
-    """The kept bytes of a strategy that took over a model."""
+    """Phases with host reads inside the schedule, of a strategy built by `from_parts`."""
     from roll_batching.losses import SFTLoss
     from roll_batching.rehearsal.passes import Policy, _local
 
@@ -95,5 +95,5 @@ def parts(_: None) -> dict[str, float]:
         taken.train_step(_local(taken, plan), plan, SFTLoss())
         return {read.phase: 1 for read in recorder.host_reads if read.phase in ("forward", "backward")}
 
-    found: dict[str, float] = _with_policy(job_of(train=BF16), use)
-    return found
+    reads: dict[str, float] = _with_policy(job_of(train=BF16), use)
+    return reads

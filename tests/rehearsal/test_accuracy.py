@@ -1,4 +1,4 @@
-"""A rehearsal says what happens: small jobs against the same step for real on CPUs, and against formulas."""
+"""Rehearsed memory, FLOPs and collectives against real steps on CPUs, and against formulas."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "DPO": (job_of(task="dpo", sequence_length=200, train=PAIRS), 1),
     "distributed optimizer, full recompute": (job_of(megatron=SHARDED | FULL), 2),
 }
-"""And the processes of each."""
+"""Jobs with their number of processes."""
 SAMPLED = set(JOBS) - {"PP2 x VPP2", "CP2, padded", "DPO"}
-"""Where the model itself answers prompts."""
+"""Jobs with rollouts of the training model."""
 
 
 def rehearsed(task: RankTask) -> RankReport:
@@ -45,7 +45,7 @@ def rehearsed(task: RankTask) -> RankReport:
 
 
 def of_the_model(report: RankReport) -> dict[str, tuple[float, float]]:
-    """Its collectives, but for those in which ranks agree on the host: on the CPU there are no values to agree on."""
+    """Collectives of the model, without the agreements of ranks on the host, which a rehearsal does not run."""
     return {key: calls for key, calls in report.collectives.items() if "GROUP" in key}
 
 
@@ -61,33 +61,33 @@ SLOW = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in JOBS])
-def test_memory_flops_and_collectives_are_those_of_the_real_step(name, report):
+def test_memory_flops_and_collectives_equal_those_of_the_real_step(name, report):
     job, world = JOBS[name]
-    real = run_ranks(world, "tests.rehearsal.jobs:for_real", task_of(job, world))
+    real = run_ranks(world, "tests.rehearsal.jobs:measured", task_of(job, world))
     for rank in {0, world - 1}:
         found, truth = rehearsed(task_of(job, world, rank)), real[rank]
         assert set(found.peaks) - {"inputs"} == set(truth.peaks) > {"forward", "backward", "optimizer"}
         assert (PREFILL in truth.peaks) == (name in SAMPLED) and (REFERENCE in truth.peaks) == (name == "DPO")
-        # Where weights have values they are drawn; while gradients are summed gloo holds copies, for longer or shorter.
+        # Real weights are initialized during build, and gloo holds copies while gradients are summed.
         phases = set(truth.peaks) - {"build", "gradient sync"}
         worst = max(abs(found.peaks[phase].bytes / truth.peaks[phase].bytes - 1) for phase in phases)
-        report(f"{name}, rank {rank}: peaks of memory within {worst:.2%} of what was counted for real")
+        report(f"{name}, rank {rank}: peaks of memory within {worst:.2%} of the real step")
         assert worst < 0.03
         assert found.kept == truth.kept
         assert of_the_model(found) == of_the_model(truth) != {}
         assert found.flops == truth.flops
 
 
-def test_flops_are_those_of_the_formula():
-    """2 FLOPs per weight and token forward and twice that backward, where the head is computed once more; attention 4
-    per pair of tokens and channel of a query head forward, 10 backward."""
+def test_flops_equal_the_formula():
+    """Forward: 2 FLOPs per weight and token, and 4 per attended pair and channel of a query head. Backward: twice the
+    former with a recomputed head, and 10 per pair and channel."""
     lengths = [150, 200, 162]
     task = task_of(job_of(train={"model_args": _model("bf16")}), 1, device="cuda", lengths=tuple(lengths))
     found = rehearsed(task)
     hidden, heads, groups, ffn, vocab, layers = 128, 4, 2, 320, 512, 4
     head_dim, tokens = hidden // heads, sum(lengths)
     layer = hidden * (heads + 2 * groups) * head_dim + heads * head_dim * hidden + 3 * hidden * ffn
-    head = vocab * hidden * (tokens - len(lengths))  # a sample's last token predicts nothing
+    head = vocab * hidden * (tokens - len(lengths))  # the last token of a sample has no label
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     attention = layers * pairs * heads * head_dim
     forward = 2 * (layers * layer * tokens + head) + 4 * attention
@@ -104,17 +104,17 @@ def _model(dtype: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_deep_model_follows_from_two_shallow_ones(report):
+def test_a_deep_model_is_extrapolated_from_two_shallow_ones(report):
     job = job_of(megatron=TP2 | SHARDED | FULL, train={"model_args": _model("bf16")})
     two, three, nine = (rehearsed(task_of(job, 4, device="cuda", layers=layers)) for layers in (2, 3, 9))
-    followed = extrapolate_layers(two, three, (2, 3, 9))
-    assert followed.kept == pytest.approx(nine.kept, rel=1e-3)
+    extrapolated = extrapolate_layers(two, three, (2, 3, 9))
+    assert extrapolated.kept == pytest.approx(nine.kept, rel=1e-3)
     for phase, peak in nine.peaks.items():
-        if phase == "build":  # highest with the embedding or with the layers, by their number
+        if phase == "build":  # its peak is at the embedding or at the layers, depending on their number
             continue
-        assert followed.peaks[phase].bytes == pytest.approx(peak.bytes, rel=5e-3), phase
-    assert followed.flops == pytest.approx(nine.flops)
-    assert {k: v for k, v in followed.collectives.items() if "TENSOR" in k} == {
+        assert extrapolated.peaks[phase].bytes == pytest.approx(peak.bytes, rel=5e-3), phase
+    assert extrapolated.flops == pytest.approx(nine.flops)
+    assert {k: v for k, v in extrapolated.collectives.items() if "TENSOR" in k} == {
         k: pytest.approx(v) for k, v in nine.collectives.items() if "TENSOR" in k
     }
 

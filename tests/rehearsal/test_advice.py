@@ -1,4 +1,4 @@
-"""What a user is told to change: the search over stand-ins whose need is known, and over rehearsals themselves."""
+"""Advice of a rehearsal: the search on a known memory function, and on real rehearsals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORWARD = "reference.sequence_packing_args.max_packed_sequence_length_forward"
 
 
 def packed(cap: int = 16384, forward: int = 32768, **keys: Any) -> JobConfig:
-    """A job of so large caps, whose longest sample has 2,000 tokens."""
+    """Job with the given caps, whose longest sample has 2,000 tokens."""
     caps = {"max_packed_sequence_length_train": cap}
     reference = {"use_sequence_packing": True, "sequence_packing_args": {"max_packed_sequence_length_forward": forward}}
     job = job_of(batching=PACKED | {"sequence_packing_args": caps}, use_kl_loss=True, reference=reference, **keys)
@@ -36,7 +36,7 @@ def packed(cap: int = 16384, forward: int = 32768, **keys: Any) -> JobConfig:
 
 
 def peaks_of(job: JobConfig, kept: float = 0.0) -> dict[str, float]:
-    """MiB that a phase holds by the job's caps: 0.5 and 0.1 MiB a token, and something that is not linear."""
+    """MiB by phase: 0.5 and 0.1 MiB per token of the caps, and a quadratic term."""
     train, forward = job.actor_train.batching().train, job.reference.batching().infer
     megatron = job.actor_train.strategy_args.strategy_config
     share = 0.5 / megatron.tensor_model_parallel_size / (2 if megatron.recompute_granularity == "full" else 1)
@@ -47,8 +47,8 @@ def peaks_of(job: JobConfig, kept: float = 0.0) -> dict[str, float]:
     }
 
 
-class Counted:
-    """A rehearsal whose outcome is written down."""
+class FakeRehearse:
+    """Fake `rehearse` with a known memory function; records the jobs."""
 
     def __init__(self, peaks: Callable[[JobConfig], Mapping[str, float]] = peaks_of, world_size: int = 8) -> None:
         self.peaks, self.world_size, self.jobs = peaks, world_size, []
@@ -67,13 +67,13 @@ class Counted:
 
 
 def memory_for(found: Rehearsal, mib: float) -> float:
-    """A device on which `mib` MiB of peaks just fit, with their margins."""
+    """Bytes of a GPU that just holds peaks of `mib` MiB with their margins."""
     (stage,) = found.stages
     return mib * MIB + sum(margin.bytes for margin in margins_of(stage.report, mib * MIB))
 
 
-def test_the_largest_cap_that_fits_is_found_to_a_step_in_few_rehearsals():
-    rehearse = Counted()
+def test_few_rehearsals_find_the_largest_fitting_cap_to_a_step():
+    rehearse = FakeRehearse()
     found = rehearse(packed(cap=65536))
     memory = memory_for(found, 6000)  # 0.5 t + 1e-6 t^2 = 6000: t = 11,726
     (limit,) = find_limits(found, memory, rehearse)
@@ -83,8 +83,8 @@ def test_the_largest_cap_that_fits_is_found_to_a_step_in_few_rehearsals():
     assert largest_fitting_caps(found, [limit], memory).settings == {TRAIN: limit.fits}
 
 
-def test_a_job_that_fits_hears_how_much_larger_its_packs_may_be():
-    rehearse = Counted()
+def test_the_largest_training_cap_is_found_for_a_job_that_fits():
+    rehearse = FakeRehearse()
     found = rehearse(packed(cap=4096, forward=8192))
     memory = memory_for(found, 6000)
     (limit,) = find_limits(found, memory, rehearse)
@@ -93,8 +93,8 @@ def test_a_job_that_fits_hears_how_much_larger_its_packs_may_be():
     assert f"{TRAIN} is 4,096: {limit.fits:,} fits" in line
 
 
-def test_the_cap_is_named_whose_phase_does_not_fit_and_both_where_both_do_not():
-    rehearse = Counted()
+def test_only_the_caps_of_phases_that_do_not_fit_are_lowered():
+    rehearse = FakeRehearse()
     reference = rehearse(packed(cap=4096, forward=131072))  # 2.0 and 12.8 GiB
     memory = memory_for(reference, 6000)
     (limit,) = find_limits(reference, memory, rehearse)
@@ -106,22 +106,22 @@ def test_the_cap_is_named_whose_phase_does_not_fit_and_both_where_both_do_not():
     assert rehearse(change.of(both.job)).fits(memory)
 
 
-def test_no_cap_is_told_where_none_fits():
-    rehearse = Counted(lambda job: peaks_of(job, kept=7000))
+def test_no_cap_is_advised_if_none_fits():
+    rehearse = FakeRehearse(lambda job: peaks_of(job, kept=7000))
     found = rehearse(packed())
     memory = memory_for(found, 6000)
     limits = find_limits(found, memory, rehearse)
     assert [limit.fits for limit in limits] == [None, None]
     assert largest_fitting_caps(found, limits, memory) is None
-    told = "\n".join(advice_lines(found, limits, [], memory))
-    assert "none of the tried settings fits" in told and f"no {TRAIN} fits" in told
+    output = "\n".join(advice_lines(found, limits, [], memory))
+    assert "none of the tried settings fits" in output and f"no {TRAIN} fits" in output
 
 
 def test_layouts_are_tried_until_one_fits_and_keep_the_mini_batch():
-    rehearse = Counted()
+    rehearse = FakeRehearse()
     job = packed(
         forward=8192,
-        async_generation_ratio=1,  # its rollouts are another process's, so that a pipeline does not slow them down
+        async_generation_ratio=1,  # rollouts in another process, so that pipelines are tried
         megatron={"use_distributed_optimizer": True},
         architecture={"num_query_groups": 8, "num_attention_heads": 8, "num_layers": 6},
         train={"training_args": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}},
@@ -129,12 +129,12 @@ def test_layouts_are_tried_until_one_fits_and_keep_the_mini_batch():
     found = rehearse(job)
     memory = memory_for(found, 2300)  # of 8,460; with recomputation 4,364, halved by twice the tensor parallelism
     ways = try_changes(found, memory, rehearse)
-    said = {str(way.change): way.need <= memory for way in ways}
+    fits = {str(way.change): way.need <= memory for way in ways}
     layout = "actor_train.strategy_args.strategy_config."
     full, steps = f"{layout}recompute_granularity=full", "actor_train.training_args.gradient_accumulation_steps"
     tensor = f"{layout}tensor_model_parallel_size={{}} {layout}sequence_parallel=true {full} {steps}={{}}"
     pipeline = f"{layout}pipeline_model_parallel_size={{}} {full} {steps}={{}}"
-    assert said == {
+    assert fits == {
         full: False,
         tensor.format(2, 12): False,
         tensor.format(4, 24): True,
@@ -146,16 +146,16 @@ def test_layouts_are_tried_until_one_fits_and_keep_the_mini_batch():
         assert way.change.of(job).reference.strategy_args == way.change.of(job).actor_train.strategy_args
 
 
-def test_a_layout_that_cannot_run_is_left_out_and_least_caps_are_the_last_resort():
+def test_layouts_that_fail_are_skipped_and_smallest_caps_are_the_last_resort():
     def without_pipelines(job: JobConfig) -> Mapping[str, float]:
         if job.actor_train.strategy_args.strategy_config.pipeline_model_parallel_size > 1:
             raise RollBatchingError("not this one")
         return peaks_of(job)
 
-    memory = memory_for(Counted()(packed()), 1000)
-    found = Counted()(packed(forward=65536))
-    assert not any("pipeline" in str(way.change) for way in try_changes(found, memory, Counted()))
-    rehearse = Counted(without_pipelines)
+    memory = memory_for(FakeRehearse()(packed()), 1000)
+    found = FakeRehearse()(packed(forward=65536))
+    assert not any("pipeline" in str(way.change) for way in try_changes(found, memory, FakeRehearse()))
+    rehearse = FakeRehearse(without_pipelines)
     found = rehearse(packed(forward=65536, async_generation_ratio=1))
     ways = try_changes(found, memory, rehearse)
     assert not any("pipeline" in str(way.change) for way in ways)
@@ -166,7 +166,7 @@ def test_a_layout_that_cannot_run_is_left_out_and_least_caps_are_the_last_resort
     assert [way.need <= memory for way in ways] == [False] * (len(ways) - 1) + [True]
 
 
-# ---- rehearsals themselves
+# ---- real rehearsals
 
 
 def _file(folder: Path, **keys: Any) -> str:
@@ -184,17 +184,17 @@ def _run(capsys: Any, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_the_settings_that_a_job_is_told_make_it_fit(tmp_path, capsys):
+def test_advised_settings_make_the_job_fit(tmp_path, capsys):
     cap = {"max_tokens_per_microbatch_in_train": 1 << 20, "max_tokens_per_microbatch_in_infer": 1024}
     config = _file(tmp_path, batching=DYNAMIC | cap, train={"logprob_plan": "own"})
     memory = "2GiB"
-    code, told = _run(capsys, "--config", config, "--gpu-memory", memory)
-    assert code == 1 and "does not fit 2.00 GiB" in told
-    offers = [line.strip() for line in told.splitlines() if line.startswith("    actor_train.")]
+    code, output = _run(capsys, "--config", config, "--gpu-memory", memory)
+    assert code == 1 and "does not fit 2.00 GiB" in output
+    offers = [line.strip() for line in output.splitlines() if line.startswith("    actor_train.")]
     assert len(offers) == 1 and "max_tokens_per_microbatch_in_train=" in offers[0]
     for offer in offers:
         assert _run(capsys, "--config", config, "--gpu-memory", memory, "--no-advice", *offer.split())[0] == 0, offer
-    too_large = re.search(r"and ([\d,]+) does not fit", told)[1].replace(",", "")
+    too_large = re.search(r"and ([\d,]+) does not fit", output)[1].replace(",", "")
     above = f"actor_train.max_tokens_per_microbatch_in_train={too_large}"
-    code, told = _run(capsys, "--config", config, "--gpu-memory", memory, "--no-advice", "--json", above)
-    assert code == 1 and json.loads(told)["need"] > 2 << 30
+    code, output = _run(capsys, "--config", config, "--gpu-memory", memory, "--no-advice", "--json", above)
+    assert code == 1 and json.loads(output)["need"] > 2 << 30

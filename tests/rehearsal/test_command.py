@@ -1,4 +1,4 @@
-"""`roll-batching rehearse`, from a file to a verdict."""
+"""`roll-batching rehearse`: output, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.rehearse
 DEMO = ["rehearse", "--config", "configs/demo_grpo.yaml"]
 
 
-def test_a_job_that_fits_says_so_with_figures_of_every_phase(capsys):
+def test_the_report_of_a_job_that_fits_has_every_phase(capsys):
     with pytest.raises(SystemExit) as end:
         main([*DEMO, "--no-advice", "--json"])
     assert end.value.code == 0
@@ -26,7 +26,7 @@ def test_a_job_that_fits_says_so_with_figures_of_every_phase(capsys):
 
 
 @pytest.mark.slow
-def test_users_of_the_library_rehearse_a_job_in_python():
+def test_a_job_is_rehearsed_in_python():
     from roll_batching.jobs.config import load_config
     from roll_batching.rehearsal import lines_of, rehearse_job, totals_of
 
@@ -41,7 +41,7 @@ def test_users_of_the_library_rehearse_a_job_in_python():
 
 
 def test_lengths_of_the_jobs_own_first_step(tmp_path):
-    """Of pairs both answers, each with the prompt before it and the end behind it."""
+    """Of pairs both responses, each with its prompt and the end token."""
     from roll_batching.errors import ConfigError
     from roll_batching.jobs.config import load_config
     from roll_batching.rehearsal.lengths import lengths_of_data
@@ -68,7 +68,7 @@ def test_a_job_that_does_not_fit_exits_with_1(capsys):
 
 
 @pytest.mark.parametrize("role", ["actor_infer", "reference"])
-def test_a_layout_of_a_role_s_own_is_refused_by_name(role, capsys):
+def test_a_role_with_its_own_layout_is_refused_by_name(role, capsys):
     sizes = f"{role}.strategy_args.strategy_config.tensor_model_parallel_size=2"
     with pytest.raises(SystemExit) as end:
         main([*DEMO, "--no-advice", sizes])
@@ -76,7 +76,7 @@ def test_a_layout_of_a_role_s_own_is_refused_by_name(role, capsys):
     assert "A rehearsal does not support that" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_size_that_is_none(capsys):
+def test_an_invalid_memory_size(capsys):
     with pytest.raises(SystemExit) as end:
         main([*DEMO, "--gpu-memory", "much"])
     assert end.value.code == 2

@@ -1,4 +1,4 @@
-"""Every path to a CUDA device, on a pretended one: nothing on the wrong device, and no host read inside a schedule."""
+"""Code paths on a fake CUDA device: no tensor on the wrong device, no host read inside a schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATHS = "tests.rehearsal.paths"
 CONFIGS = sorted(
     path.stem
     for path in Path("configs").glob("*.yaml")
-    if load_config(path).actor_train.model_args.architecture is not None  # else it is in a directory that is not here
+    if load_config(path).actor_train.model_args.architecture is not None  # otherwise it is in a model directory
 )
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 SUPERVISED = {"task": "sft", "sequence_length": 200}
@@ -82,18 +82,18 @@ def test_evaluation():
     assert devices == ["cuda:0"]
 
 
-def test_a_model_that_was_taken_over():
+def test_from_parts():
     (reads,) = run_ranks(1, f"{PATHS}:parts")
     assert reads == {}
 
 
-def test_a_loss_that_waits_for_the_device_is_seen():
+def test_a_host_read_in_a_loss_is_reported():
     job = bf16(loss_function=f"{PATHS}:ReadingLoss")
     (report,) = run_ranks(1, f"{PATHS}:job_on_device", (job, 1))
     (read,) = inside(report)
     assert "paths.py" in read and "token_loss" in read
 
 
-def test_an_index_on_the_wrong_device_is_seen():
+def test_an_index_on_the_wrong_device_fails():
     with pytest.raises(RanksFailed, match="same device|found at least two devices|cpu"):
         run_ranks(1, f"{PATHS}:head_with_an_index_on_the_host")

@@ -1,4 +1,4 @@
-"""Rollouts: pieces that are rehearsed, against whole ones for real on a CPU."""
+"""Rehearsed parts of rollouts against complete rollouts on a CPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.rehearse
 SAMPLED = {"rollout_batch_size": 6, "num_return_sequences_in_group": 4}
 
 
-def whole_rollout(job: dict[str, Any]) -> tuple[float, float, int]:
-    """(bytes that are always held, most bytes while prompts are answered to their full length, host reads)."""
+def complete_rollout(job: dict[str, Any]) -> tuple[float, float, int]:
+    """(persistent bytes, peak bytes of rollouts of full length, host reads)."""
     import torch
 
     from roll_batching.distributed.parallel_layout import start_processes
@@ -49,27 +49,29 @@ def whole_rollout(job: dict[str, Any]) -> tuple[float, float, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bound", [None, 1000])
-def test_the_pieces_hold_what_a_whole_rollout_holds(bound, report):
+def test_rehearsed_memory_equals_that_of_complete_rollouts(bound, report):
     args = {} if bound is None else {"actor_infer": {"generating_args": {"max_tokens_in_cache": bound}}}
     job = job_of(**SAMPLED, **args)
-    ((held, most, reads),) = run_ranks(1, "tests.rehearsal.test_rollout:whole_rollout", job)
+    ((held, most, reads),) = run_ranks(1, "tests.rehearsal.test_rollout:complete_rollout", job)
     found = rehearsed(task_of(job, 1))
     rehearsed_most = max(found.peaks[phase].bytes for phase in (PREFILL, DECODING)) - sum(found.kept.values())
     real = most - held
-    report(f"cache bounded by {bound}: {rehearsed_most / real - 1:+.2%} of {real / 2**20:.1f} MiB of a whole rollout")
+    report(
+        f"cache bounded by {bound}: {rehearsed_most / real - 1:+.2%} of {real / 2**20:.1f} MiB of a complete rollout"
+    )
     assert abs(rehearsed_most / real - 1) < 0.03
     positions = 24 * 200 if bound is None else 1000
     assert rehearsed_most > 4 * 2 * 2 * 32 * 4 * positions, "keys and values of 4 layers, 2 heads of 32, in fp32"
 
 
-def test_how_much_a_rank_samples():
+def test_rollouts_of_a_rank():
     job = config_from_dict(job_of(**SAMPLED))
     sizes = sizes_of(job, ParallelDims(dp_size=4))
     assert (sizes.prompts, sizes.rows, sizes.room) == (2, 8, 200)
     assert sizes_of(job, ParallelDims(dp_size=1, tp_size=2, sequence_parallel=True)).room == 201
 
 
-def test_who_samples_and_who_cannot():
+def test_jobs_with_and_without_local_rollouts():
     assert has_local_rollouts(config_from_dict(job_of()))
     assert not has_local_rollouts(config_from_dict(job_of(task="sft", sequence_length=200)))
     assert not has_local_rollouts(config_from_dict(job_of(async_generation_ratio=1)))
