@@ -68,6 +68,7 @@ def lengths_from_mask(attention_mask: Tensor, ids: Tensor, side: PaddingSide) ->
         raise DataError(f'padding_side is "right" or "left"; got {side!r}.')
     mask = attention_mask.detach().cpu()
     valid = mask.to(torch.bool)
+    # An additive mask (0 and -inf) would read inverted as a boolean one.
     if mask.dtype != torch.bool and bool((mask != valid.to(mask.dtype)).any()):
         raise DataError("The attention mask must hold only 0 and 1; additive masks are not understood.")
     lengths = valid.sum(1, dtype=torch.int64)
@@ -125,6 +126,7 @@ def from_padded(
         if spec.kind == "token":
             fields[name] = take(flat, token_index)
         else:
+            # `firsts` counts in rows of S values; these may have S - 1.
             columns = firsts - torch.arange(batch) * (width - values.shape[1])
             fields[name] = append_pad(take(flat, row_indices(columns, lengths - 1)), lengths, spec)
     return lengths, fields

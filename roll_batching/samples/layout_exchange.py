@@ -168,4 +168,5 @@ def _outgoing(
 
 def _select(batch: SampleBatch, plan: Plan, samples: np.ndarray) -> SampleBatch:
     """The plan's `samples` out of `batch`; they may repeat."""
+    # Several processes may receive one sample; their ids must differ within the batch that is sent.
     return batch.select(batch.rows_of(plan.ids[samples]), ids=np.arange(samples.size))

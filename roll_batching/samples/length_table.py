@@ -90,6 +90,7 @@ def gather_lengths(batch: SampleBatch, group: Any = None) -> LengthTable:
     with dp_group.consensus("gather_lengths"):
         require_batch("gather_lengths", batch)
     counts = _gather_number(dp_group, len(batch))
+    # all_gather needs one shape on all ranks: each is padded to the largest batch.
     rows = torch.zeros(2, int(counts.max()), dtype=torch.int64)
     rows[0, : len(batch)] = batch.ids
     rows[1, : len(batch)] = batch.lengths

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from roll_batching.errors import DataError
 
 _MEMBERSHIP_STREAM = 2
+"""First word of the seed: other draws with the same seed and epoch are independent of these."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ def check_files(path: Path) -> None:
     with explain_read_errors(path / "metadata.json"):
         check_regular(path / "metadata.json")
         json.loads((path / "metadata.json").read_text(encoding="utf-8"))
+    # A file holds several tensors: it must reach to the end of the last one that the index lists.
     ends: dict[str, int] = {}
     for part in stored:
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)

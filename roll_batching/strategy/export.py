@@ -142,6 +142,7 @@ def _finalize(folder: Path, origin: Path, files: list[_WrittenFile], stored: Sto
     missing = [name for name in stored.shapes if name not in written and not DERIVED.fullmatch(name)]
     if set(missing) - {HEAD.theirs[0][0]}:  # a tied head is the embedding
         raise CheckpointError(f"no rank wrote {', '.join(missing)}")
+    # Readers expect one file without an index, or numbered files with one.
     names = [SINGLE] if len(files) == 1 else [_part_name(n, len(files)) for n in range(1, len(files) + 1)]
     try:
         for file, name in zip(files, names, strict=True):

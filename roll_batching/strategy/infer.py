@@ -246,6 +246,7 @@ class MegatronInferStrategy(ModelIOMixin):
         outputs = torch.zeros(local.num_tokens, len(names), dtype=self.state.result_dtype, device=layout.device)
         if layout.is_last_stage and len(local):
             outputs = unpack_results(local, plan, layouts_of(packs), results, dp_rank=layout.dp_rank).to(outputs.dtype)
+        # Only the last stage has outputs; all ranks of the replica return them.
         if layout.pp_size > 1:
             last = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
             dist.broadcast(outputs, last, group=layout.pp_group)

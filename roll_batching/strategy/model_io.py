@@ -123,6 +123,7 @@ class ModelIOMixin(OffloadMixin):
             other._offload.require(["parameters"], "the strategy that copy_weights_from reads")
             facts.equal("the layout that weights come from", source.layout.dims)
             same_layout = source.layout.dims == target.layout.dims
+            # With equal dims a rank has the same shards of both, and copies them without communication.
             if same_layout:
                 check_same_parameters(source, target)
         if same_layout:

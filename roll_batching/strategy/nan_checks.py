@@ -57,6 +57,7 @@ def describe_weights(state: ModelState) -> str:
 
 def _non_finite_and_largest(state: ModelState) -> tuple[list[tuple[str, int]], tuple[float, str]]:
     """([(name, number of non-finite values)], (largest absolute value, name)) of this rank's parameters."""
+    # Reads the device for every parameter, which is why it runs after an error only.
     non_finite, largest = [], (0.0, "")
     for chunk in state.chunks:
         for name, parameter in gpt_of(chunk).named_parameters():

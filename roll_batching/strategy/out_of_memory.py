@@ -81,5 +81,6 @@ def explain_optimizer_out_of_memory() -> Iterator[None]:
 
 def device_memory_error(error: torch.OutOfMemoryError, where: str, cure: str) -> DeviceMemoryError:
     """The error to raise, with the first sentences of torch's message."""
+    # From "If reserved" on torch advises on its allocator, which would hide our advice.
     message = str(error).split(" If reserved", maxsplit=1)[0].strip().rstrip(".")
     return DeviceMemoryError(f"rank {dist.get_rank()} ran out of device memory {where}: {message}. {cure}")

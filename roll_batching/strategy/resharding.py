@@ -134,6 +134,7 @@ def _exchange_buckets(
     """Sends and receives one bucket; returns the bytes of both."""
     send_sizes, receive_sizes = _bytes_by_peer(outgoing), _bytes_by_peer(incoming)
     sent, received = send_buffer[: sum(send_sizes)], receive_buffer[: sum(receive_sizes)]
+    # Bytes, as a bucket has pieces of several dtypes.
     for piece, view in _views(outgoing, sent):
         view.copy_(piece.local)
     dist.all_to_all_single(received, sent, receive_sizes, send_sizes)
@@ -204,6 +205,7 @@ def _units(held: Sequence[list[_Shard]], wanted: Sequence[list[_Shard]], limit: 
         (start, end), *rest = shard.box
         for first in range(start, end, rows):
             units.append(_Unit(shard, ((first, min(first + rows, end)), *rest), tuple(ranks)))
+    # A checksum, as Python's own hash differs between processes.
     return sorted(
         units, key=lambda unit: (zlib.crc32(f"{unit.shard.name}{unit.box}".encode()), unit.shard[0], unit.box)
     )
@@ -296,6 +298,7 @@ def _round_ends(sent: Sequence[_Piece], received: Sequence[_Piece], units: int, 
         totals.append(sizes.cumsum())
     ends, done = [], 0
     while done < units:
+        # Every rank's buckets must hold the round, so that the smallest number decides.
         fits = min(int(np.searchsorted(total, total[done] + limit, side="right")) - 1 for total in totals)
         end = torch.tensor(max(fits, done + 1))
         dist.all_reduce(end, op=dist.ReduceOp.MIN, group=group)

@@ -224,6 +224,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         are those of `forward_backward`; after an error the optimizer has not stepped.
         """
         started = time.perf_counter()
+        # Megatron moves expert biases in finalize_model_grads, before it is known whether the step is skipped.
         with expert_biases_kept(self.chunks) as restore_biases:
             total, metrics, grad_square, has_tokens = self._accumulate(
                 "train_step",

@@ -42,7 +42,7 @@ def gather_parameters(chunks: Sequence[Any]) -> None:
     wait for the gather; call this before reading or writing parameters in any other way. Otherwise it does nothing.
     """
     for chunk in chunks:
-        if getattr(chunk, "use_forward_hook", False):
+        if getattr(chunk, "use_forward_hook", False):  # set by DDP under overlap_param_gather
             chunk.start_param_sync(force_sync=True)
 
 
