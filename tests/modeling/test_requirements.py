@@ -124,7 +124,7 @@ def made_without_an_engine(_: None) -> list[str]:
 
     from roll_batching.errors import LayoutError
     from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
-    from tests.strategy.test_parts import _batching, _start
+    from tests.strategy.test_from_parts import _batching, _start
     from tests.support.models import ARCHITECTURE, worker_config
     from tests.support.own_model import build
 

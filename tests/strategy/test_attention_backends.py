@@ -178,7 +178,7 @@ def own_models(_: None) -> dict[str, Any]:
     from roll_batching.packing import PackLayout, packed_params
     from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.strategy.test_parts import _batching, _start
+    from tests.strategy.test_from_parts import _batching, _start
     from tests.support.models import random_batch
     from tests.support.own_model import build
 

@@ -25,7 +25,7 @@ class Scene:
     def __init__(self) -> None:
         from roll_batching.losses import SFTLoss
         from roll_batching.samples import distribute, gather_lengths
-        from tests.strategy.test_parts import _batch, _start
+        from tests.strategy.test_from_parts import _batch, _start
 
         _start()
         self.parts, self.other = self.build(), self.build()
@@ -44,7 +44,7 @@ class Scene:
 
     def adopt(self, **given: Any) -> Any:
         from roll_batching.strategy import MegatronTrainStrategy
-        from tests.strategy.test_parts import _batching
+        from tests.strategy.test_from_parts import _batching
 
         good = {"model_chunks": self.parts[0], "optimizer": self.parts[1], "batching": _batching("packed")}
         return MegatronTrainStrategy.from_parts(**{**good, "vocab_size": 61, **given})
@@ -56,7 +56,7 @@ class Scene:
         return self.strategy.train_step(**{"local": self.local, "plan": self.plan, "loss": self.loss, **given})
 
     def scheduler(self, optimizer: Any) -> Any:
-        from tests.strategy.test_update import _schedule
+        from tests.strategy.test_optimizer_step import _schedule
 
         return _schedule(optimizer)
 

@@ -69,7 +69,7 @@ def subclasses(_: None) -> dict[str, tuple[float, Any]]:
     from roll_batching.planning import LinearQuadraticCost
     from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.strategy.test_parts import _batching, _start
+    from tests.strategy.test_from_parts import _batching, _start
     from tests.support.models import fill, random_batch, worker_config
     from tests.support.own_model import build
 

@@ -29,7 +29,7 @@ def counted(sizes: dict[str, int]) -> dict[str, list[tuple[int, torch.Tensor, to
     from roll_batching.modeling.head import gpt_of
     from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.strategy.test_parts import _batching, _start
+    from tests.strategy.test_from_parts import _batching, _start
     from tests.support.experts import let_experts_run
     from tests.support.models import random_batch
     from tests.support.own_model import build
@@ -87,7 +87,7 @@ def biases_after(_: None) -> dict[str, Any]:
     from roll_batching.modeling.head import gpt_of
     from roll_batching.samples import gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.strategy.test_parts import _batching, _start
+    from tests.strategy.test_from_parts import _batching, _start
     from tests.support.experts import let_experts_run
     from tests.support.models import random_batch
     from tests.support.own_model import build
@@ -126,7 +126,7 @@ def test_expert_biases_move_in_steps_that_are_made_alone() -> None:
 def problems(_: None) -> dict[str, str]:
     from roll_batching.errors import LayoutError
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.strategy.test_parts import _batching, _start
+    from tests.strategy.test_from_parts import _batching, _start
     from tests.support.experts import let_experts_run
     from tests.support.own_model import build
 

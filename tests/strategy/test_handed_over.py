@@ -16,7 +16,7 @@ HERE = "tests.strategy.test_handed_over:"
 
 def _adopt(parts: Any, mode: str = "packed", **options: Any) -> Any:
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.strategy.test_parts import _batching
+    from tests.strategy.test_from_parts import _batching
 
     return MegatronTrainStrategy.from_parts(*parts, _batching(mode), vocab_size=61, **options)
 
@@ -33,7 +33,7 @@ def refusal(parts: Any, mode: str = "packed", **options: Any) -> str:
 
 
 def heads_that_gather(_: None) -> dict[str, str]:
-    from tests.strategy.test_parts import _start
+    from tests.strategy.test_from_parts import _start
     from tests.support.own_model import build
 
     found = {}
@@ -56,7 +56,7 @@ def test_a_head_that_gathers_its_output_is_refused_under_tensor_parallelism() ->
 
 
 def nan_checks(_: None) -> dict[str, str]:
-    from tests.strategy.test_parts import _start
+    from tests.strategy.test_from_parts import _start
     from tests.support.own_model import build
 
     _start()
@@ -74,7 +74,7 @@ def log_probs_without_rotation(payload: tuple[str, int, Any]) -> tuple[torch.Ten
     """(log-probs of a batch, largest gap to those recorded while sampling) of a model with `no_rope_freq`."""
     from roll_batching.samples import gather_lengths
     from roll_batching.strategy import GenerationSettings
-    from tests.strategy.test_parts import _batch, _start
+    from tests.strategy.test_from_parts import _batch, _start
     from tests.support.own_model import build
 
     rotate, pp, freq = payload
@@ -104,7 +104,7 @@ def noisy_routers(_: None) -> dict[str, str]:
 
     from roll_batching.strategy import MegatronTrainStrategy
     from tests.strategy.test_expert_parts import _experts
-    from tests.strategy.test_parts import _batching, _start
+    from tests.strategy.test_from_parts import _batching, _start
     from tests.support.experts import let_experts_run
     from tests.support.own_model import build
 
@@ -130,7 +130,7 @@ def generated(_: None) -> dict[str, Any]:
     from roll_batching.errors import RollBatchingError
     from roll_batching.samples import SampleBatch, gather_lengths
     from roll_batching.strategy import GenerationSettings
-    from tests.strategy.test_parts import _start
+    from tests.strategy.test_from_parts import _start
     from tests.support.own_model import build
 
     _start()
@@ -185,7 +185,7 @@ def mismatched_alone(shape: str) -> str:
 
     from roll_batching.errors import RollBatchingError
     from roll_batching.losses import mismatched
-    from tests.strategy.test_parts import _start
+    from tests.strategy.test_from_parts import _start
     from tests.support.models import random_batch
 
     _start()
@@ -215,7 +215,7 @@ def weighted(_: None) -> dict[str, str]:
     from roll_batching.errors import RollBatchingError
     from roll_batching.losses import PolicyLoss
     from roll_batching.samples import distribute, gather_lengths
-    from tests.strategy.test_parts import _batch, _start
+    from tests.strategy.test_from_parts import _batch, _start
     from tests.support.own_model import build
 
     _start()

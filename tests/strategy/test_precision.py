@@ -92,8 +92,8 @@ def scales_over_a_checkpoint(payload: tuple[str, bool]) -> tuple[list[Any], list
     import torch
 
     from roll_batching.losses import SFTLoss
-    from tests.strategy.test_parts import _start
-    from tests.strategy.test_update import _adopted, _same, _weights
+    from tests.strategy.test_from_parts import _start
+    from tests.strategy.test_optimizer_step import _adopted, _same, _weights
 
     folder, distributed = payload
     _start()

@@ -1,6 +1,6 @@
 """Defects of the surroundings that nobody reports, shown to be there, and what keeps a step away from them.
 
-What a caller's model could bring along is refused at construction: see `test_parts.py`.
+What a caller's model could bring along is refused at construction: see `test_from_parts.py`.
 """
 
 from __future__ import annotations

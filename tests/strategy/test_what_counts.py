@@ -16,8 +16,8 @@ HERE = "tests.strategy.test_what_counts:"
 
 
 def _strategy(**options: Any) -> Any:
+    from tests.strategy.test_from_parts import _start
     from tests.strategy.test_handed_over import _adopt
-    from tests.strategy.test_parts import _start
     from tests.support.own_model import build
 
     _start()
@@ -58,7 +58,7 @@ def masked(_: None) -> dict[str, Any]:
     """By case, what each use of a mask raises; and the losses of masks of all dtypes."""
     from roll_batching.losses import SFTLoss, mismatched
     from roll_batching.samples import distribute, gather_lengths
-    from tests.strategy.test_parts import _batch
+    from tests.strategy.test_from_parts import _batch
 
     strategy, whole, found = _strategy(), _batch(), {}
     plan = strategy.plan(gather_lengths(_mine(strategy, whole)))
@@ -112,8 +112,8 @@ def empty_steps(payload: dict[str, Any]) -> dict[str, Any]:
     """A step in which no mask counts a token, between two that train."""
     from roll_batching.losses import SFTLoss
     from roll_batching.samples import distribute, gather_lengths
-    from tests.strategy.test_parts import _batch
-    from tests.strategy.test_update import _same, _schedule, _weights
+    from tests.strategy.test_from_parts import _batch
+    from tests.strategy.test_optimizer_step import _same, _schedule, _weights
 
     strategy = _strategy(optimizer={"weight_decay": 0.5, **payload}, scheduler=_schedule, scheduler_unit="steps")
     said: list[str] = []
@@ -177,7 +177,7 @@ class _ConstantBySequence(_Constant):
 
 def without_a_path(_: None) -> dict[str, str]:
     from roll_batching.samples import distribute, gather_lengths
-    from tests.strategy.test_parts import _batch
+    from tests.strategy.test_from_parts import _batch
 
     found = {}
     own = torch.nn.Parameter(torch.ones(()))

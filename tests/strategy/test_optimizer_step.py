@@ -58,7 +58,7 @@ def _same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
 def loss_scales(distributed: bool) -> tuple[list[Any], list[Any], bool]:
     """[(scale before the step, whether it was skipped)] of a plain loop and of ours, and whether weights agree."""
     from roll_batching.losses import SFTLoss
-    from tests.strategy.test_parts import _start
+    from tests.strategy.test_from_parts import _start
 
     _start()
     training = {
@@ -92,7 +92,7 @@ def loss_scales(distributed: bool) -> tuple[list[Any], list[Any], bool]:
 
 @pytest.mark.parametrize(("ranks", "distributed"), [(1, False), (2, False), (2, True)])
 def test_a_dynamic_loss_scale_comes_down_as_in_a_plain_loop(ranks: int, distributed: bool) -> None:
-    everyone = run_ranks(ranks, "tests.strategy.test_update:loss_scales", distributed)
+    everyone = run_ranks(ranks, "tests.strategy.test_optimizer_step:loss_scales", distributed)
     plain, ours, same_weights = everyone[0]
     assert plain[0] == (2.0**32, True) and not all(skip for _, skip in plain), (
         "no overflow, or no recovery, in the plain loop"
@@ -123,7 +123,7 @@ class _Steep:
 
 
 def steep_steps(sizes: dict[str, int]) -> dict[str, Any]:
-    from tests.strategy.test_parts import _start
+    from tests.strategy.test_from_parts import _start
 
     _start(**sizes)
     found = {}
@@ -142,7 +142,7 @@ def steep_steps(sizes: dict[str, int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"tp": 2}])
 def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks(sizes: dict[str, int]) -> None:
-    everyone = run_ranks(2, "tests.strategy.test_update:steep_steps", sizes)
+    everyone = run_ranks(2, "tests.strategy.test_optimizer_step:steep_steps", sizes)
     for found in everyone:
         for case, (skipped, count, kept, moments, norm) in found.items():
             finite = case.startswith("1e+16")
@@ -152,7 +152,7 @@ def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks(sizes: dict[str, 
 
 def a_frozen_stage(_: None) -> list[Any]:
     """(skipped, whether weights stayed) of a step and of a steep one; the first stage has nothing to train."""
-    from tests.strategy.test_parts import _start
+    from tests.strategy.test_from_parts import _start
 
     _start(pp=2)
     strategy, local, plan = _adopted(frozen=torch.distributed.get_rank() == 0)
@@ -165,7 +165,7 @@ def a_frozen_stage(_: None) -> list[Any]:
 
 
 def test_a_stage_without_trainable_parameters_takes_part() -> None:
-    first, last = run_ranks(2, "tests.strategy.test_update:a_frozen_stage")
+    first, last = run_ranks(2, "tests.strategy.test_optimizer_step:a_frozen_stage")
     assert first == [(False, True, 1e-3), (True, True, 1e-3)]
     assert last == [(False, False, 1e-3), (True, True, 1e-3)]
 
@@ -193,7 +193,7 @@ def _schedule(optimizer: Any) -> Any:
 
 def scheduled_steps(_: None) -> dict[str, Any]:
     from roll_batching.errors import RollBatchingError
-    from tests.strategy.test_parts import _start
+    from tests.strategy.test_from_parts import _start
 
     _start()
     found: dict[str, Any] = {}
@@ -212,7 +212,7 @@ def scheduled_steps(_: None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_schedule_counts_steps_or_samples_as_the_caller_says(ranks: int) -> None:
-    for found in run_ranks(ranks, "tests.strategy.test_update:scheduled_steps"):
+    for found in run_ranks(ranks, "tests.strategy.test_optimizer_step:scheduled_steps"):
         # Six samples a step, 24 to warm up; a skipped step does not count.
         assert found["samples"] == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 7.5e-4])
         assert found["steps"] == pytest.approx([0, 1e-3 / 24, 2e-3 / 24, 3e-3 / 24, 3e-3 / 24])
@@ -223,7 +223,7 @@ def test_a_schedule_counts_steps_or_samples_as_the_caller_says(ranks: int) -> No
 def no_loss_scale(_: None) -> str:
     from roll_batching.errors import LayoutError
     from roll_batching.strategy import MegatronTrainStrategy
-    from tests.strategy.test_parts import _start
+    from tests.strategy.test_from_parts import _start
     from tests.support.own_model import build
 
     _start()
@@ -237,7 +237,8 @@ def no_loss_scale(_: None) -> str:
 
 def test_a_loss_scale_that_never_reaches_the_loss_is_refused() -> None:
     assert (
-        "set config.grad_scale_func=optimizer.scale_loss" in run_ranks(1, "tests.strategy.test_update:no_loss_scale")[0]
+        "set config.grad_scale_func=optimizer.scale_loss"
+        in run_ranks(1, "tests.strategy.test_optimizer_step:no_loss_scale")[0]
     )
 
 
@@ -294,7 +295,9 @@ def phases(options: dict[str, Any]) -> tuple[list[str], int, bool]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_new_phase_frees_the_old_optimizer_first(dtype: str, distributed: bool) -> None:
     options = {"dtype": dtype, "megatron": {"use_distributed_optimizer": distributed}}
-    for alive, watched, same_buffers in run_ranks(1 + distributed, "tests.strategy.test_update:phases", options):
+    for alive, watched, same_buffers in run_ranks(
+        1 + distributed, "tests.strategy.test_optimizer_step:phases", options
+    ):
         assert watched > 20
         assert alive == []
         assert same_buffers

@@ -97,7 +97,7 @@ def write_reference(folder: str) -> None:
 @pytest.fixture(scope="module")
 def reference() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(1, "tests.strategy.test_parts:write_reference", folder)
+        run_ranks(1, "tests.strategy.test_from_parts:write_reference", folder)
         yield folder
 
 
@@ -143,7 +143,7 @@ def two_rank_cases(folder: str) -> dict[str, tuple[float, float, str]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_callers_model_gives_the_reference_loss_and_gradients(reference: str, ranks: int, report: Any) -> None:
     cases = "one_rank_cases" if ranks == 1 else "two_rank_cases"
-    found = run_ranks(ranks, f"tests.strategy.test_parts:{cases}", reference, timeout=300)[0]
+    found = run_ranks(ranks, f"tests.strategy.test_from_parts:{cases}", reference, timeout=300)[0]
     for name, (loss, gradient, parameter) in found.items():
         report(f"a caller's model: {name:52} loss {loss:.1e}, gradient {gradient:.1e} ({parameter})")
     assert max(loss for loss, _, _ in found.values()) < 1e-5
@@ -248,8 +248,8 @@ SAYS = {
 
 
 def test_what_cannot_work_is_said_at_construction() -> None:
-    said = run_ranks(1, "tests.strategy.test_parts:problems")[0]
-    said |= run_ranks(2, "tests.strategy.test_parts:pipeline_problems")[1]
+    said = run_ranks(1, "tests.strategy.test_from_parts:problems")[0]
+    said |= run_ranks(2, "tests.strategy.test_from_parts:pipeline_problems")[1]
     assert said.pop("fine") == "nothing"
     assert set(said) == set(SAYS)
     for name, part in SAYS.items():
@@ -292,7 +292,7 @@ def expert_layout(etp_size: int | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("etp_size", "found"), [(None, 2), (1, 1)])
 def test_the_experts_of_existing_groups_reach_the_plan(etp_size: int | None, found: int) -> None:
-    for layout in run_ranks(2, "tests.strategy.test_parts:expert_layout", etp_size):
+    for layout in run_ranks(2, "tests.strategy.test_from_parts:expert_layout", etp_size):
         assert layout["etp"] == found
         assert layout["ep_size"] == (2 if etp_size == 1 else 1) and layout["width"] == 1
 
@@ -331,7 +331,7 @@ def _samples_of(rank: int) -> Any:
 
 
 def test_expert_parallelism_reaches_the_plan_and_is_compared() -> None:
-    for planned, message in run_ranks(2, "tests.strategy.test_parts:plans_of_an_expert_strategy"):
+    for planned, message in run_ranks(2, "tests.strategy.test_from_parts:plans_of_an_expert_strategy"):
         assert planned.ep_size == 2 and planned.lockstep_ranks == 2 and not planned.fully_sharded
         assert "made for ep_size=1 and this job runs 2" in message
 

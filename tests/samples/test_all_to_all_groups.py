@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roll_batching.errors import DataError
 from roll_batching.samples import LengthTable, collect, distribute, gather_lengths
 from tests.samples.batches import assert_same, make_batch
-from tests.samples.test_movement import computed, join, plan_for, split
+from tests.samples.test_all_to_all import computed, join, plan_for, split
 from tests.support.ranks import run_ranks
 
 
@@ -37,7 +37,7 @@ def in_replicas(payload: None) -> list[int]:
 
 def test_every_replica_exchanges_in_its_own_group():
     pytest.importorskip("megatron.core")
-    results = run_ranks(4, "tests.samples.test_movement_groups:in_replicas")
+    results = run_ranks(4, "tests.samples.test_all_to_all_groups:in_replicas")
     assert results == [sum((ids for ids, _ in split(2, 6)), [])] * 4
 
 

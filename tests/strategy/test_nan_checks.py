@@ -11,7 +11,7 @@ from tests.jobs.rl.jobs import settings, write_data
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 
-HERE = "tests.strategy.test_finite:"
+HERE = "tests.strategy.test_nan_checks:"
 
 
 # ---- on ranks

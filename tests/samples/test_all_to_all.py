@@ -34,7 +34,7 @@ def world(request):
 @pytest.fixture(scope="module")
 def outcomes(world):
     """What every case returned on every rank: one launch for all of them."""
-    ranks = run_ranks(world, "tests.samples.test_movement:all_cases", timeout=240)
+    ranks = run_ranks(world, "tests.samples.test_all_to_all:all_cases", timeout=240)
     return {case: [rank[case] for rank in ranks] for case in ranks[0]}
 
 
