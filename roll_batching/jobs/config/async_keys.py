@@ -1,4 +1,4 @@
-"""Rollouts ahead of training, in a process of their own: how far, how old, and what when that process fails."""
+"""Keys of asynchronous rollouts: how far ahead of training, how stale, and what happens on failures."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ class AsyncKeys(Settings):
 
     async_generation_ratio: float = setting(
         0,
-        help="Rollouts ahead of training, in parts of rollout_batch_size: a process of its own, the sampler, draws and "
-        "scores them while the model trains. 0: one after the other, on the model in training.",
+        help="How far rollouts run ahead of training, in units of rollout_batch_size: a separate process, the sampler, "
+        "generates and scores them while the model trains. 0: synchronous, with the training model.",
         ge=0,
     )
     max_staleness: int | None = setting(
         None,
-        help="async_generation_ratio: RL steps that the weights which drew a sample may be behind; an older sample is "
-        "dropped, counted and drawn again. Default: async_generation_ratio, rounded up, which never drops any.",
+        help="async_generation_ratio: most RL steps between the weights that sampled a response and the current ones; "
+        "older samples are dropped, counted and sampled again. Default: async_generation_ratio, rounded up, which "
+        "drops none.",
         ge=0,
     )
     sampler_restarts: int = setting(
@@ -42,5 +43,5 @@ class AsyncKeys(Settings):
 
     @property
     def staleness_bound(self) -> int:
-        """RL steps that a sample's weights may be behind."""
+        """Most RL steps between the weights that sampled a response and the current ones."""
         return math.ceil(self.async_generation_ratio) if self.max_staleness is None else self.max_staleness

@@ -1,4 +1,4 @@
-"""What rollouts of processes that do not train ask of other keys."""
+"""Rules for rollouts that are sampled in separate processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from roll_batching.settings.batching import LogprobPlan
 
 
 def corrects_engine(job: JobKeys) -> bool:
-    """Whether the loss weighs samples by the weights in training against those that drew them."""
+    """Whether the loss corrects for the difference between trainer and sampler (`engine_ratio_cap`)."""
     return job.loss_args.get("engine_ratio_cap") is not None
 
 
 def logprob_plan_of(job: JobKeys) -> LogprobPlan:
-    """Where old log-probs come from: in an asynchronous job from the sampler, unless the loss corrects for it."""
+    """Source of old log-probs; by default the sampler in an asynchronous job without correction."""
     train = job.actor_train
     if job.asynchronous and "logprob_plan" not in train.model_fields_set and not corrects_engine(job):
         return "rollout"
@@ -25,14 +25,16 @@ def logprob_plan_of(job: JobKeys) -> LogprobPlan:
 
 
 def async_problems(job: JobKeys) -> Iterator[Problem]:
-    """What does not go together with rollouts of a process that does not train."""
+    """Keys that exclude sampling in a separate process."""
     if not job.has_sampler or not job.max_steps:
         return
     if job.asynchronous:
         yield from _old_log_probs(job)
     estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
     if estimator is not None and estimator.greedy:
-        text = f"{estimator.name} compares with greedy answers of the weights in training, which a sampler has not"
+        text = (
+            f"{estimator.name} needs greedy completions from the current weights, which a separate sampler cannot give"
+        )
         cure = "set async_generation_ratio to 0" if job.asynchronous else "leave actor_infer.device_mapping out"
         yield Problem(("adv_estimator",), f"{text}; {cure}, or choose another")
 
@@ -41,19 +43,19 @@ def _old_log_probs(job: JobKeys) -> Iterator[Problem]:
     where = ("actor_train", "logprob_plan")
     plan = job.actor_train.logprob_plan
     if plan == "none":
-        text = "none takes the samples for those of the weights in training, which async_generation_ratio makes untrue"
+        text = "none takes the current weights for those that sampled, which is wrong under async_generation_ratio"
         yield Problem(where, f"{text}; leave it out, or use rollout")
     elif plan != "rollout" and not corrects_engine(job):
         text = (
-            f"{plan} compares with the weights in training, and older ones drew the samples (async_generation_ratio): "
+            f"{plan} takes old log-probs from the current weights, but older ones sampled (async_generation_ratio): "
             "use rollout, or correct for them with loss_args.engine_ratio_cap (truncated importance sampling)"
         )
         yield Problem(where, text)
 
 
 def async_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
-    """Paths of the `given` keys that this job does not read."""
-    apart = job.has_sampler or job.own_devices("reference") is not None
+    """Notices on `given` keys of asynchronous rollouts that this job does not read."""
+    has_processes = job.has_sampler or job.own_devices("reference") is not None
     for key in ("max_staleness", "sampler_restarts", "rollout_timeout"):
-        if key in given and not (job.asynchronous if key == "max_staleness" else apart):
+        if key in given and not (job.asynchronous if key == "max_staleness" else has_processes):
             yield no_effect((key,), "async_generation_ratio is 0")

@@ -1,4 +1,4 @@
-"""What is wrong with roles on devices of their own."""
+"""Rules for roles on separate devices."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from roll_batching.jobs.config.supervised import supervised
 
 
 def device_problems(job: JobKeys) -> Iterator[Problem]:
-    """What is wrong with the devices and layouts of roles that share none with actor_train."""
+    """Problems of the devices and layouts of roles that do not share actor_train's devices."""
     for name in job.roles:
         if (own := job.own_devices(name)) is not None:
             yield from _problems(job, name, own)
     sampler, reference = job.own_devices("actor_infer"), job.own_devices("reference")
-    if sampler is not None and reference is not None and _in_part(reference, sampler):
+    if sampler is not None and reference is not None and _overlap_partly(reference, sampler):
         text = "names some of actor_infer's devices: two roles share all of them, in the same order, or none"
         yield Problem(("reference", "device_mapping"), text)
 
@@ -31,7 +31,7 @@ def _problems(job: JobKeys, name: str, own: Sequence[int]) -> Iterator[Problem]:
     if train is None:
         text = "names devices of its own, and actor_train's are not known to be others"
         yield Problem(where, f"{text}; name those in actor_train.device_mapping")
-    elif _in_part(own, train):
+    elif _overlap_partly(own, train):
         text = "names some of actor_train's devices: a role shares all of them, in the same order, or none"
         yield Problem(where, f"{text}; leave it out here to share them, or name others")
     problems = list(size_problems(name, role))
@@ -46,5 +46,5 @@ def _problems(job: JobKeys, name: str, own: Sequence[int]) -> Iterator[Problem]:
         yield from sampling_problems(name, role, job.actor_train)
 
 
-def _in_part(own: Sequence[int], other: Sequence[int]) -> bool:
+def _overlap_partly(own: Sequence[int], other: Sequence[int]) -> bool:
     return tuple(own) != tuple(other) and bool(set(own) & set(other))

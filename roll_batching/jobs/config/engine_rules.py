@@ -1,4 +1,4 @@
-"""Whether an engine samples a job's rollouts, who starts its servers, and what keeps it from that."""
+"""Rules for rollout engines: whether one samples, who starts its servers, which log-probs it returns."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.job_keys import JobKeys
 
 SERVED = ("sglang", "vllm")
-"""Engines that are servers."""
+"""Engines that run as servers."""
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 """Modes of vLLM's `--logprobs-mode`."""
 _READS = "and logprob_plan: rollout or engine_ratio_cap has the loss read them"
-"""Ends what is wrong with an engine's log-probs."""
-_JOBS_OWN = ("model", "model_path", "host", "port")
-"""Options of servers that follow from the job."""
-_GPUS = (("tensor_parallel_size", "tp_size"), ("pipeline_parallel_size", "pp_size"))
-"""Options whose product is a server's number of devices; SGLang has two names for each."""
+"""End of the errors about an engine's log-probs."""
+_SET_BY_JOB = ("model", "model_path", "host", "port")
+"""Server options that the job sets."""
+_SIZES = (("tensor_parallel_size", "tp_size"), ("pipeline_parallel_size", "pp_size"))
+"""Options whose product is the number of devices of a server; SGLang accepts both names of each."""
 
 
 def uses_engine(job: JobKeys) -> bool:
-    """Whether rollouts are sampled by an engine, not by the model in training: engines read model directories."""
-    engine = not job.actor_infer.strategy_args.runs_on_megatron
-    return engine and job.actor_train.model_args.model_name_or_path is not None
+    """Whether an engine samples rollouts. Engines read model directories, so the model must start from one."""
+    names_engine = not job.actor_infer.strategy_args.runs_on_megatron
+    return names_engine and job.actor_train.model_args.model_name_or_path is not None
 
 
 def starts_servers(job: JobKeys) -> bool:
-    """Whether the job starts the servers of its engine itself."""
+    """Whether the job starts the servers of its engine."""
     role = job.actor_infer
     return uses_engine(job) and role.strategy_args.strategy_name in SERVED and not role.engine_args.urls
 
 
 def server_size(job: JobKeys) -> int:
-    """Devices of one server that the job starts."""
+    """Number of devices of one server that the job starts."""
     options, size = job.actor_infer.strategy_args.engine_options, 1
-    for names in _GPUS:
+    for names in _SIZES:
         size *= next((int(options[name]) for name in names if options.get(name) is not None), 1)
     return size
 
 
 def server_devices(job: JobKeys) -> list[tuple[int, ...]]:
-    """The devices of each server that the job starts, as numbered by device_mapping; one of none without a mapping."""
+    """Device numbers of each server that the job starts; without a device_mapping one empty tuple."""
     mapping, size = job.actor_infer.device_mapping, server_size(job)
     if mapping is None:
         return [()]
@@ -50,76 +50,76 @@ def server_devices(job: JobKeys) -> list[tuple[int, ...]]:
 
 
 def shares_devices(job: JobKeys) -> bool:
-    """Whether servers that the job starts live on devices of actor_train's."""
+    """Whether servers that the job starts share devices with actor_train."""
     own, shared = job.actor_infer.device_mapping, job.actor_train.device_mapping
     return own is None or shared is None or bool(set(own) & set(shared))
 
 
 def engine_sleeps(job: JobKeys) -> bool:
-    """Whether the engine gives its device memory back while the model trains.
+    """Whether the engine frees its device memory while the model trains.
 
-    Not where the job starts servers on devices of their own, or where they draw while it trains.
+    Engines on separate devices and engines that sample during training do not.
     """
-    here = not starts_servers(job) or shares_devices(job)
-    return uses_engine(job) and job.is_offload_states and not job.asynchronous and here
+    shares = not starts_servers(job) or shares_devices(job)
+    return uses_engine(job) and job.is_offload_states and not job.asynchronous and shares
 
 
 def ignored_option(name: str, value: Any) -> str | None:
-    """Why an option of ROLL's is not handed on to a server that the job starts; None where it is."""
+    """Why a server option of a ROLL file is not passed to the server; None where it is."""
     if name == "sleep_level":
-        return "a sleeping server forgets its weights (level 2): it wakes up to new ones"
+        return "servers always sleep at level 2, without their weights, and get new ones when they wake up"
     if name == "load_format" and value == "dummy":
-        return "a server reads later weights as it read its first ones, and so would read none"
+        return "a server loads later weights in the format of the first ones, and dummy loads none"
     return None
 
 
 def server_options(job: JobKeys) -> dict[str, Any]:
-    """The options in `strategy_config` for the command line of a server that the job starts."""
+    """Command-line options of a server that the job starts."""
     args = job.actor_infer.strategy_args
-    own: dict[str, Any] = {}
+    derived: dict[str, Any] = {}
     if args.strategy_name == "vllm" and wrong_log_probs(job, PROCESSED) and not wrong_log_probs(job, RAW):
-        own = {"logprobs_mode": RAW}
-    return own | {name: value for name, value in args.engine_options.items() if ignored_option(name, value) is None}
+        derived = {"logprobs_mode": RAW}
+    return derived | {name: value for name, value in args.engine_options.items() if ignored_option(name, value) is None}
 
 
 def reads_engine_log_probs(job: JobKeys) -> bool:
-    """Whether the loss reads the log-probs of the engine, as old ones or to correct for it."""
+    """Whether the loss reads the engine's log-probs, as old log-probs or for the correction."""
     return uses_engine(job) and (logprob_plan_of(job) == "rollout" or corrects_engine(job))
 
 
 def wrong_log_probs(job: JobKeys, mode: str | None) -> str | None:
-    """Why the loss cannot read log-probs of a vLLM server in `mode`; None where it can. Mode None: not known yet.
+    """Why the loss cannot read log-probs of a vLLM server in `mode` (None: not known yet); None where it can.
 
-    The trainer's are at `logprob_temperature`, of the distribution before top_p and top_k. vLLM's raw ones are at
-    temperature 1; its processed ones at the sampling temperature, after top_p and top_k; greedy ones raw in both modes.
+    The trainer's log-probs are at `logprob_temperature`, before top_p and top_k. vLLM's raw ones are at temperature 1;
+    its processed ones at the sampling temperature, after top_p and top_k. Greedy ones are raw in both modes.
     """
     args, wanted = job.actor_infer.generating_args, job.logprob_temperature
     truncated = args.do_sample and (args.top_p < 1 or args.top_k > 0)
-    drawn = args.temperature if args.do_sample else 1.0
-    fits = {RAW: wanted == 1, PROCESSED: wanted == drawn and not truncated}
+    sampled = args.temperature if args.do_sample else 1.0
+    fits = {RAW: wanted == 1, PROCESSED: wanted == sampled and not truncated}
     if fits.get(mode or "", mode is None and any(fits.values())):
         return None
     left = ", of the tokens that top_p and top_k leave" if truncated else ""
-    has = {RAW: "at temperature 1", PROCESSED: f"at temperature {drawn:g}{left}"}
+    has = {RAW: "at temperature 1", PROCESSED: f"at temperature {sampled:g}{left}"}
     if mode is None:
-        whole = " before top_p and top_k" if truncated else ""
-        there = " or ".join(dict.fromkeys(has.values()))
-        return f"vLLM has no log-probs at temperature {wanted:g}{whole}, the loss's: only {there}"
+        before = " before top_p and top_k" if truncated else ""
+        available = " or ".join(dict.fromkeys(has.values()))
+        return f"the loss needs log-probs at temperature {wanted:g}{before}, and vLLM has them only {available}"
     if mode not in has:
-        return f"vLLM gives no log-probs in the mode {mode}; use {RAW} or {PROCESSED}"
+        return f"vLLM has no log-probs in the mode {mode}; use {RAW} or {PROCESSED}"
     cure = f"; use {RAW if mode == PROCESSED else PROCESSED}" if any(fits.values()) else ""
-    return f"vLLM's log-probs in the mode {mode} are {has[mode]}, and the loss's at temperature {wanted:g}{cure}"
+    return f"vLLM's log-probs in the mode {mode} are {has[mode]}, but the loss needs temperature {wanted:g}{cure}"
 
 
 def engine_problems(job: JobKeys) -> Iterator[Problem]:
-    """What keeps the engine that `job` names from sampling."""
+    """Problems of the engine that `job` names."""
     role, path = job.actor_infer, ("actor_infer", "engine_args", "urls")
     name = role.strategy_args.strategy_name
     urls = role.engine_args.urls
     if urls and name not in SERVED:
         yield Problem(path, f"is read by sglang and vllm, and actor_infer.strategy_args.strategy_name is {name}")
     elif urls and job.actor_train.model_args.model_name_or_path is None:
-        yield Problem(path, "needs a model that starts from a model directory (pretrain): engines read such ones")
+        yield Problem(path, "needs a model that starts from a model directory (pretrain), which engines read")
     for url in urls:
         if not url.startswith(("http://", "https://")):
             yield Problem(path, f"has {url!r}; write http://host:port")
@@ -138,16 +138,16 @@ def engine_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def _unfit_sglang_log_probs(job: JobKeys) -> Iterator[Problem]:
-    """Log-probs of SGLang's that the loss reads, and that are at another temperature than the trainer's.
+    """SGLang's log-probs at another temperature than the trainer's, where the loss reads them.
 
-    SGLang's are at the sampling temperature, before top_p and top_k; of greedy responses at temperature 1.
+    SGLang's are at the sampling temperature, before top_p and top_k; those of greedy responses at temperature 1.
     """
     args, wanted = job.actor_infer.generating_args, job.logprob_temperature
     has = args.temperature if args.do_sample else 1.0
     if wanted == has:
         return
     greedy = "" if args.do_sample else " of greedy responses"
-    text = f"SGLang's log-probs{greedy} are at temperature {has:g}, and the loss's at {wanted:g}, {_READS}"
+    text = f"SGLang's log-probs{greedy} are at temperature {has:g}, but those of the loss at {wanted:g}, {_READS}"
     if job.actor_train.logprob_temperature is None:
         cure = f"set actor_train.logprob_temperature to {has:g}"
         yield Problem(("actor_infer", "generating_args", "temperature"), f"{text}: {cure}")
@@ -157,9 +157,9 @@ def _unfit_sglang_log_probs(job: JobKeys) -> Iterator[Problem]:
 
 
 def _unfit_vllm_log_probs(job: JobKeys) -> Iterator[Problem]:
-    """Log-probs of vLLM's that the loss reads, and that are of another distribution than the trainer's."""
-    args, given = job.actor_infer.generating_args, job.actor_infer.strategy_args.engine_options.get("logprobs_mode")
-    mode = given if starts_servers(job) else None
+    """vLLM's log-probs of another distribution than the trainer's, where the loss reads them."""
+    args, option = job.actor_infer.generating_args, job.actor_infer.strategy_args.engine_options.get("logprobs_mode")
+    mode = option if starts_servers(job) else None
     wrong = wrong_log_probs(job, None)
     if wrong is not None:
         key = "temperature" if args.do_sample is False else "top_p" if args.top_p < 1 else "top_k"
@@ -170,38 +170,41 @@ def _unfit_vllm_log_probs(job: JobKeys) -> Iterator[Problem]:
 
 
 def _distributed(job: JobKeys) -> Iterator[Problem]:
-    """What keeps weights from going over process groups."""
+    """Problems of `update_weights_from: distributed`, weights over process groups."""
     role, path = job.actor_infer, ("actor_infer", "engine_args", "update_weights_from")
     name, own, shared = role.strategy_args.strategy_name, role.device_mapping, job.actor_train.device_mapping
     if name == "vllm":
-        text = "vLLM's servers receive weights through vLLM's own communicator, which the job's processes do not have"
+        text = "vLLM's servers take weights only from vLLM's own communicator, which the job's processes do not have"
         yield Problem(path, f"distributed is for sglang: {text}; use disk")
     elif name != "sglang":
         yield Problem(
             path, f"distributed is for sglang, and actor_infer.strategy_args.strategy_name is {name}; use disk"
         )
     elif job.asynchronous:
-        text = "the process that draws ahead of training reads them as model directories"
+        text = "the sampler process reads weights from model directories"
         yield Problem(path, f"distributed is not for async_generation_ratio: {text}; use disk")
     elif starts_servers(job) and own is not None and set(own) & set(shared or ()):
-        text = "NCCL has no two ranks on one device"
+        text = "NCCL allows one rank per device"
         yield Problem(path, f"distributed needs servers on devices that actor_train does not use: {text}; use disk")
 
 
 def _own_servers(job: JobKeys) -> Iterator[Problem]:
+    """Problems of servers that the job starts."""
     role = job.actor_infer
     options, path = role.strategy_args.engine_options, ("actor_infer", "strategy_args", "strategy_config")
     for name, value in options.items():
-        if name in _JOBS_OWN:
-            yield Problem((*path, name), "follows from the job: a server that it starts gets pretrain and a free port")
-        if name in sum(_GPUS, ()) and value is not None and (type(value) is not int or value < 1):
+        if name in _SET_BY_JOB:
+            yield Problem(
+                (*path, name), "is set by the job, which starts servers with pretrain on a free port; leave it out"
+            )
+        if name in sum(_SIZES, ()) and value is not None and (type(value) is not int or value < 1):
             yield Problem((*path, name), f"expected a whole number of at least 1, got {value!r}")
             return
     mapping, size = role.device_mapping, server_size(job)
-    stages = next((options[name] for name in _GPUS[1] if options.get(name) is not None), 1)
+    stages = next((options[name] for name in _SIZES[1] if options.get(name) is not None), 1)
     if stages > 1 and role.engine_args.update_weights_from == "distributed":
         text = "SGLang's servers take weights from a process group under tensor parallelism alone"
         yield Problem((*path, "pp_size"), f"{text}; use update_weights_from: disk")
     if mapping is not None and len(mapping) % size:
-        text = f"names {len(mapping)} devices, and tensor and pipeline parallelism give {size} to a server"
-        yield Problem(("actor_infer", "device_mapping"), f"{text}; name a multiple")
+        text = f"names {len(mapping)} devices, but a server has {size} (tensor x pipeline parallel size)"
+        yield Problem(("actor_infer", "device_mapping"), f"{text}; name a multiple of {size}")

@@ -1,4 +1,4 @@
-"""The rollout engines that `actor_infer.strategy_args.strategy_name` can name, and how they are asked."""
+"""Rollout engines that `actor_infer.strategy_args.strategy_name` can name, and their settings."""
 
 from __future__ import annotations
 
@@ -18,39 +18,34 @@ ENGINES: Registry[Entry] = Registry(
 
 
 class EngineArgs(Settings):
-    """`engine_args`: how an engine that samples rollouts is reached."""
+    """`engine_args`: servers of a rollout engine, requests, and weight updates."""
 
     urls: list[str] = setting(
         default_factory=list,
-        help="sglang, vllm: servers that run, http://host:port each, all of the same model. Without any, the job "
-        "starts its own, on actor_infer.device_mapping, with strategy_args.strategy_config as their options.",
+        help="sglang, vllm: running servers, http://host:port each, all of the same model. Default: the job starts "
+        "servers on actor_infer.device_mapping, with strategy_args.strategy_config as their options.",
     )
     command: list[str] | None = setting(
         None,
-        help="The program of a server that the job starts, before its options. Default: [vllm, serve]; for sglang the "
-        "job's own Python with -m sglang.launch_server.",
+        help="Command of a server that the job starts, before its options. Default: [vllm, serve]; for sglang the job's "
+        "Python with -m sglang.launch_server.",
     )
-    start_timeout: float = setting(
-        1800.0, help="Seconds that servers which the job starts may take until they answer.", gt=0
-    )
-    request_timeout: float = setting(600.0, help="Seconds for one attempt of one request.", gt=0)
-    max_in_flight: int = setting(128, help="Requests that a server has at once from one data-parallel rank.", ge=1)
-    retries: int = setting(
-        3, help="Attempts of a request after the first, at other servers where there are some.", ge=0
-    )
+    start_timeout: float = setting(1800.0, help="Seconds until a server that the job starts must respond.", gt=0)
+    request_timeout: float = setting(600.0, help="Seconds per attempt of a request.", gt=0)
+    max_in_flight: int = setting(128, help="Most concurrent requests per server and data-parallel rank.", ge=1)
+    retries: int = setting(3, help="Further attempts of a failed request, on other servers where there are any.", ge=0)
     update_weights_from: Literal["disk", "distributed"] = setting(
         "disk",
-        help="How new weights come to the engine. disk: as a model directory that it reads. distributed: from rank 0 "
-        "over a process group with each server, in buckets, without a file; for sglang.",
+        help="How the engine gets new weights. disk: from a model directory. distributed: from rank 0 over a process "
+        "group with each server, in buckets, without a file; sglang only.",
     )
     weights_folder: str | None = setting(
         None,
-        help="Folder for the model directories that engines read, on a file system that they and all ranks see. "
-        "They lie below it in a folder of the run's name and a digest of its path. Default: engine_weights in the "
-        "run's folder.",
+        help="Folder of the model directories for engines, on a file system that engines and all ranks share. Each run "
+        "has a subfolder, named by the run and a digest of its path. Default: engine_weights in the run's folder.",
     )
     gap_warning: float = setting(
         0.05,
-        help="Warn where the engine's log-probs differ from the trainer's by more than this per token in the mean.",
+        help="Warn when the engine's log-probs differ from the trainer's by more than this, in the mean over tokens.",
         gt=0,
     )

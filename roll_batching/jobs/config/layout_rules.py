@@ -1,4 +1,4 @@
-"""What is wrong with a role's parallel layout, and with its model under that layout."""
+"""Rules for the parallel layout of a role, and for its model under that layout."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ PARALLEL_KEYS = (
 
 
 def differing_keys(role: WorkerConfig, train: WorkerConfig) -> list[str]:
-    """The parallel sizes in which a role's layout is not actor_train's."""
+    """The parallel sizes in which the layout of `role` differs from that of `train`."""
     own, theirs = role.strategy_args.strategy_config, train.strategy_args.strategy_config
-    found = [key for key in PARALLEL_KEYS if getattr(own, key) != getattr(theirs, key)]
+    keys = [key for key in PARALLEL_KEYS if getattr(own, key) != getattr(theirs, key)]
     if own.tensor_model_parallel_size == theirs.tensor_model_parallel_size == 1:
-        found = [key for key in found if key != "sequence_parallel"]  # means nothing there
+        keys = [key for key in keys if key != "sequence_parallel"]  # has no effect without TP
     if own.vpp_size == theirs.vpp_size:
-        found = [key for key in found if key != "virtual_pipeline_model_parallel_size"]  # 1 and none
-    return found
+        keys = [key for key in keys if key != "virtual_pipeline_model_parallel_size"]  # 1 and None are the same
+    return keys
 
 
 def sampling_role(job: JobKeys) -> WorkerConfig:
-    """The role whose layout the model has that answers a step's prompts."""
+    """The role whose layout the sampling model has."""
     own = job.own_devices("actor_infer") is not None or not job.asynchronous
     return job.actor_infer if own and job.actor_infer.strategy_args.runs_on_megatron else job.actor_train
 
 
 def samples_apart(job: JobKeys) -> bool:
-    """Whether rollouts are sampled by a copy of the model in training, in a layout of its own on the same ranks."""
+    """Whether a second copy of the model, in another layout on the same ranks, samples rollouts."""
     return not job.has_sampler and bool(differing_keys(sampling_role(job), job.actor_train))
 
 
 def layout_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
-    """What contradicts itself in the layout of the role `name`, which trains."""
+    """Problems of the layout of the role `name`, which trains."""
     yield from size_problems(name, role)
     layout, path = role.strategy_args.strategy_config, (name, "strategy_args", "strategy_config")
     if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
@@ -55,7 +55,7 @@ def layout_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
 
 
 def size_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
-    """What contradicts itself in the sizes of the layout of the role `name`, and what of its model does not divide."""
+    """Parallel sizes of the role `name` that exclude each other, or do not divide its model or devices."""
     layout = role.strategy_args.strategy_config
     path = (name, "strategy_args", "strategy_config")
     pp = layout.pipeline_model_parallel_size
@@ -74,33 +74,35 @@ def size_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
         yield from model_fits(name, role.model_args.architecture, layout)
 
 
-_NOT_SAMPLING = ("virtual_pipeline_model_parallel_size", "context_parallel_size")
-"""Sizes above 1 with which no model samples."""
+_ONE_WHEN_SAMPLING = ("virtual_pipeline_model_parallel_size", "context_parallel_size")
+"""Sizes that must be 1 in a model that samples."""
 
 
 def policy_cannot_sample(job: JobKeys) -> Iterator[Problem]:
-    """What keeps the model in training from the answers that it is asked for, where nobody else gives them."""
+    """Sizes of actor_train that rule out sampling, where the training model has to sample."""
     if job.has_sampler and job.eval_samples:
-        cure = "answers held-out prompts: set eval_samples to 0, or train without"
+        cure = "answers held-out prompts: set eval_samples to 0, or set it to 1"
     elif not job.has_sampler and not uses_engine(job) and not samples_apart(job):
-        cure = "samples: set it to 1 in actor_infer.strategy_args.strategy_config, which gives it a layout of its own"
+        cure = (
+            "samples: set it to 1 in actor_infer.strategy_args.strategy_config, so that a copy in that layout samples"
+        )
     else:
         return
     layout = job.actor_train.strategy_args.strategy_config
-    for key in _NOT_SAMPLING:
+    for key in _ONE_WHEN_SAMPLING:
         if (size := getattr(layout, key) or 1) > 1:
-            text = f"is {size}, and no model samples with more than 1; the one in training {cure}"
+            text = f"is {size}, and models sample only with 1; the training model {cure}"
             yield Problem(("actor_train", "strategy_args", "strategy_config", key), text)
 
 
 def sampling_problems(name: str, role: WorkerConfig, train: WorkerConfig) -> Iterator[Problem]:
-    """What keeps a model from sampling in the layout of the role `name`, which is not the model that trains."""
+    """Sizes of the role `name`, not the training model, that rule out sampling."""
     path = (name, "strategy_args", "strategy_config")
-    for key in _NOT_SAMPLING:
+    for key in _ONE_WHEN_SAMPLING:
         size, theirs = (getattr(one.strategy_args.strategy_config, key) or 1 for one in (role, train))
         if size > 1:
-            words = f"is {size}, as in actor_train" if size == theirs else f"is {size}"
-            yield Problem((*path, key), f"{words}, and no model samples with more than 1; set it to 1 here")
+            origin = ", as in actor_train" if size == theirs else ""
+            yield Problem((*path, key), f"is {size}{origin}, and models sample only with 1; set it to 1 here")
 
 
 def _precision_of_the_optimizer(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:
@@ -108,10 +110,10 @@ def _precision_of_the_optimizer(path: tuple[str, ...], layout: MegatronConfig) -
         yield Problem((*path, "use_precision_aware_optimizer"), "needs use_distributed_optimizer: true")
     for key in OPTIMIZER_DTYPES:
         if (dtype := getattr(layout, key)) != "fp32" and not layout.use_precision_aware_optimizer:
-            text = f"is {dtype}; only the optimizer of use_precision_aware_optimizer: true keeps anything but fp32"
+            text = f"is {dtype}; only the optimizer of use_precision_aware_optimizer: true stores other precisions than fp32"
             yield Problem((*path, key), f"{text}; set that, or leave this out")
     if layout.main_grads_dtype != "fp32" and layout.grad_reduce_in_fp32:
-        text = "is true, and main_grads_dtype bf16: gradients are summed in one precision; leave one of them out"
+        text = "is true, but main_grads_dtype is bf16: gradients are summed in one precision; leave one of them out"
         yield Problem((*path, "grad_reduce_in_fp32"), text)
 
 
@@ -126,7 +128,7 @@ def _recompute(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Proble
 
 
 def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> Iterator[Problem]:
-    """What of `model` does not divide as `layout` asks."""
+    """Dimensions of `model` that the sizes of `layout` do not divide."""
     path = (name, "model_args", "architecture")
     tp, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size * layout.vpp_size
     if model.num_layers % stages:

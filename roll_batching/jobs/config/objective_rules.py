@@ -1,4 +1,4 @@
-"""What a job optimises: from its keys to the settings of its loss, and what of them is wrong or without effect."""
+"""Arguments of the loss and the advantage estimator that a job names, and their problems and notices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
     "entropy_coef": ("entropy_loss_coef",),
     "aggregation": ("loss_agg_mode", "loss_agg_length"),
 }
-"""Settings of registered losses that are keys of the job."""
+"""By field of a registered loss, the keys of the job that set it."""
 LOSS_KEYS = tuple(dict.fromkeys(key for keys in KEYS_OF_FIELDS.values() for key in keys))
 _RATIO = {"token": "token", "seq": "sequence", "seq-token": "sequence_token"}
 _AGGREGATION = {
@@ -38,7 +38,7 @@ def loss_arguments(job: JobKeys, loss: Loss) -> dict[str, Any]:
 
     `aggregation` is a name of `losses.aggregation`; "constant_mean" goes with the job's `loss_agg_length`.
     """
-    given, _ = _arguments(loss).read(job.loss_args, ("loss_args",))
+    own, _ = _arguments(loss).read(job.loss_args, ("loss_args",))
     low, high = job.clip_range
     values = {
         "clip_low": low,
@@ -50,13 +50,13 @@ def loss_arguments(job: JobKeys, loss: Loss) -> dict[str, Any]:
         "entropy_coef": job.entropy_loss_coef,
         "aggregation": _AGGREGATION[job.loss_agg_mode],
     }
-    return {name: values[name] for name in loss.keys} | given
+    return {name: values[name] for name in loss.keys} | own
 
 
 def advantage_arguments(job: JobKeys) -> dict[str, Any]:
-    """The keyword arguments of the advantage estimator that `job` names: settings that differ from its own defaults.
+    """The keyword arguments of the advantage estimator that `job` names; None is left out.
 
-    Advantages of tokens are whitened and clipped as such, later.
+    Advantages per token are whitened and clipped after the estimator, so it does neither.
     """
     entry = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
     values = {
@@ -66,17 +66,17 @@ def advantage_arguments(job: JobKeys) -> dict[str, Any]:
         "advantage_clip": job.advantage_clip,
         "whiten": job.whiten_advantages,
     }
-    taken = [] if entry is None else list(entry.keys.values())
+    keywords = [] if entry is None else list(entry.keys.values())
     if job.advantages_of_tokens:
         values |= {"advantage_clip": None, "whiten": False}
-        taken += ["whiten"] if entry is not None and "whiten_advantages" in entry.implied else []
-    return {name: values[name] for name in taken if values[name] is not None}
+        keywords += ["whiten"] if entry is not None and "whiten_advantages" in entry.implied else []
+    return {name: values[name] for name in keywords if values[name] is not None}
 
 
 def reward_norm_of(job: JobKeys) -> dict[str, Any]:
-    """What `reward_norm` comes to in `norm_mean_type` and `norm_std_type`; nothing where it is not read.
+    """`norm_mean_type` and `norm_std_type` for `reward_norm`; empty where the estimator reads no norm.
 
-    As ROLL read it before its commit 7b97eef8 (`reward_postprocess`), which gave it these two keys.
+    Source: ROLL's `reward_postprocess` before its commit 7b97eef8, which introduced the two keys.
     """
     estimator = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
     if job.reward_norm is None or estimator is None or "norm_mean_type" not in estimator.keys:
@@ -89,18 +89,18 @@ def reward_norm_of(job: JobKeys) -> dict[str, Any]:
 
 
 def whitens(job: JobKeys) -> bool:
-    """Whether the registered estimator that `job` names gives whitened advantages."""
+    """Whether the registered estimator of `job` whitens advantages."""
     entry = ADVANTAGE_ESTIMATORS.get(job.adv_estimator)
     return entry is not None and (job.whiten_advantages or bool(entry.implied.get("whiten_advantages")))
 
 
 def wants_reference(job: JobKeys) -> bool:
-    """Whether the job has a reference and something reads it: rewards, or the loss; anybody's own loss always does."""
+    """Whether the job has a reference that its rewards or its loss read; a user's loss counts as reading it."""
     return job.reference is not None and _unread_reference(job) is None
 
 
 def _unread_reference(job: JobKeys) -> str | None:
-    """Why nothing reads the reference; None where something does."""
+    """Why nothing reads the reference; None where the rewards or the loss do."""
     if job.add_token_level_kl:
         return None
     loss = LOSSES.get(job.loss_function)
@@ -112,15 +112,15 @@ def _unread_reference(job: JobKeys) -> str | None:
 
 
 def objective_problems(job: JobKeys) -> Iterator[Problem]:
-    """What is wrong with a registered loss and its settings. Anybody's own is looked at when the job starts."""
+    """Problems of a registered loss and its settings. A user's loss is checked when the job starts."""
     loss = LOSSES.get(job.loss_function)
     if loss is None:
         return
-    held = FIELDS[job.task]
-    absent = [name for name in loss.reads if name not in held]
+    fields = FIELDS[job.task]
+    absent = [name for name in loss.reads if name not in fields]
     if absent and job.max_steps:
         whose = "rollouts" if job.task == "grpo" else f"samples of task: {job.task}"
-        text = f"{loss.name} reads {' and '.join(absent)}, which {whose} do not have ({', '.join(held)})"
+        text = f"{loss.name} reads {' and '.join(absent)}, which {whose} do not have ({', '.join(fields)})"
         yield Problem(("loss_function",), f"{text}; choose another loss, or call strategy.train_step with this one")
     if "ref_log_probs" in loss.reads and supervised(job) and job.reference is None:
         yield Problem(
@@ -172,18 +172,18 @@ def objective_notices(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
 
 
 def _unread_norms(job: JobKeys, given: dict[str, Any]) -> Iterator[Notice]:
-    """Which of reward_norm, reward_shift and reward_scale say nothing."""
+    """Notices on reward_norm, reward_shift and reward_scale."""
     if given.get("reward_norm") is not None and not reward_norm_of(job):
-        yield no_effect(("reward_norm",), f"{job.adv_estimator} shapes rewards in its own way")
+        yield no_effect(("reward_norm",), f"{job.adv_estimator} does not read it")
     for key in ("reward_shift", "reward_scale"):
         if given.get(key) and not reward_norm_of(job):
-            yield no_effect((key,), "there is no reward_norm that it could change")
+            yield no_effect((key,), "it modifies reward_norm, which is not in effect")
     if given.get("reward_scale") and job.reward_shift and reward_norm_of(job):
-        yield no_effect(("reward_scale",), "reward_shift goes before it")
+        yield no_effect(("reward_scale",), "reward_shift takes precedence")
 
 
 def _unread_loss_args(job: JobKeys, read: set[str]) -> Iterator[Notice]:
-    """Settings of a registered loss's own that another one puts out of effect."""
+    """Settings in loss_args that other settings switch off."""
     if "kl_loss_coef" not in read:
         return
     for name in ("kl_estimator", "kl_gradient"):
@@ -193,7 +193,10 @@ def _unread_loss_args(job: JobKeys, read: set[str]) -> Iterator[Notice]:
         if name in job.loss_args and job.loss_args.get("engine_ratio_cap") is None:
             yield no_effect(("loss_args", name), "engine_ratio_cap is not given")
     if job.loss_args.get("engine_ratio_cap") is not None and job.actor_train.logprob_plan == "rollout":
-        yield no_effect(("loss_args", "engine_ratio_cap"), "logprob_plan rollout has no other numbers to correct")
+        yield no_effect(
+            ("loss_args", "engine_ratio_cap"),
+            "under logprob_plan: rollout the old log-probs are the engine's own: no other numbers to correct",
+        )
 
 
 def _arguments(loss: Loss) -> Arguments:

@@ -1,4 +1,4 @@
-"""`train` and `train.train_policy`: cosmos-rl's load-balanced dynamic batching, under its names and defaults."""
+"""cosmos-rl's load-balanced dynamic batching: `train` and `train.train_policy`, with its names and defaults."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class TrainPolicy(Settings):
 
     enable_dp_load_balancing: bool = setting(
         False,
-        help="task: sft or dpo: each data-parallel rank forms micro-batches from a pool of its own samples, by "
-        "lengths, up to a token cap. These keys then say how training is batched, and not actor_train's.",
+        help="task: sft or dpo: each data-parallel rank forms micro-batches from a pool of its samples, by length, up "
+        "to a token cap. These keys then replace the batching keys of actor_train.",
     )
     load_balanced_pool_size: int = setting(32, help="Samples (dpo: pairs) that each rank chooses from.", ge=1)
     load_balanced_max_tokens_for_batch: int = setting(
@@ -21,7 +21,7 @@ class TrainPolicy(Settings):
     )
     load_balanced_batching_strategy: Literal["prefer_closest", "prefer_first"] = setting(
         "prefer_closest",
-        help="Which sample joins, of those that make the rectangle grow least: the one nearest in length "
+        help="Which sample joins, among those that enlarge the rectangle least: the one nearest in length "
         "(prefer_closest), or the oldest.",
     )
     load_balanced_batches_per_optimizer_step: int = setting(
@@ -32,8 +32,8 @@ class TrainPolicy(Settings):
     )
     load_balanced_across_ranks: bool = setting(
         False,
-        help="What the ranks draw for a step is planned over all of them (by actor_train's algorithm), in "
-        "place of what each formed: equal cost on all ranks.",
+        help="Plan the samples of a step over all ranks (by actor_train's algorithm) instead of on each rank: equal "
+        "cost on all ranks.",
     )
     dataloader_seed: int = setting(0, help="Seed of the order of the data.", ge=0)
     dataloader_num_workers: int = setting(
@@ -41,18 +41,18 @@ class TrainPolicy(Settings):
     )
     infinite_loop: bool = setting(
         True,
-        help="Begin the next epoch when the data ends. false: the job ends with the data, if it comes to that; ranks "
-        "that have no more compute fillers until all have ended.",
+        help="Begin the next epoch when the data ends. false: the job ends with the data; ranks whose data has ended "
+        "compute fillers until all have.",
     )
     repartition: bool = setting(
         False,
-        help="On resuming with another number of data-parallel ranks: deal what was not read yet to those that there "
-        "are. false: that is an error.",
+        help="When resuming with another number of data-parallel ranks: distribute the unread samples over the new "
+        "ranks. false: that is an error.",
     )
 
 
 class TrainSection(Settings):
-    """`train`: the length of such a run, and its form."""
+    """`train`: length and form of such a run."""
 
     max_num_steps: int | None = setting(
         None, help="Optimizer steps. Required with train_policy.enable_dp_load_balancing.", ge=1
@@ -70,7 +70,7 @@ class TrainSection(Settings):
 
     @property
     def batching_keys(self) -> dict[str, Any]:
-        """What it comes to in a role's batching keys."""
+        """The same settings as batching keys of a role."""
         cap, packed = self.train_policy.load_balanced_max_tokens_for_batch, self.sequence_packing
         return {
             "use_sequence_packing": packed,

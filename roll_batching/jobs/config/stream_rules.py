@@ -1,4 +1,4 @@
-"""The rules and notices of `train`: what load-balanced batching needs, and what it leaves without effect."""
+"""Rules and notices of `train`, load-balanced batching over a stream."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _REPLACED = (
     "padded_length",
     "infer_batch_size",
 )
-"""Keys of actor_train in whose place it stands."""
+"""Keys of actor_train that load-balanced batching replaces."""
 
 
 def stream_problems(job: JobKeys) -> Iterator[Problem]:
-    """What is wrong with `train`."""
+    """Problems of `train`."""
     train = job.train
     if train is None:
         return
@@ -43,12 +43,12 @@ def stream_problems(job: JobKeys) -> Iterator[Problem]:
         yield Problem(("train", "max_num_steps"), text)
     both = {"load_balanced_accumulate_steps", "load_balanced_batches_per_optimizer_step"}
     if both <= policy.model_fields_set and train.batches_per_step != policy.load_balanced_batches_per_optimizer_step:
-        text = "is another name for load_balanced_batches_per_optimizer_step, and says another number; keep one of them"
+        text = "is another name for load_balanced_batches_per_optimizer_step, with another value; keep one of them"
         yield Problem((*_POLICY, "load_balanced_accumulate_steps"), text)
 
 
 def stream_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
-    """Paths of the `given` keys that such a job does not read."""
+    """Notices on `given` keys that such a job does not read."""
     train, section = job.train, given.get("train") or {}
     if train is None:
         return
@@ -62,14 +62,14 @@ def stream_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
                 yield no_effect((*_POLICY, key), off)
         return
     if train.sequence_packing and "load_balanced_batching_strategy" in policy:
-        yield no_effect((*_POLICY, "load_balanced_batching_strategy"), "sequence_packing takes whatever fits")
-    for key, instead in (("max_steps", "train.max_num_steps is"), ("num_train_epochs", "train.max_num_steps is")):
+        yield no_effect((*_POLICY, "load_balanced_batching_strategy"), "sequence_packing takes every sample that fits")
+    for key in ("max_steps", "num_train_epochs"):
         if given.get(key) is not None and not (key == "max_steps" and job.max_steps == given[key]):
-            yield no_effect((key,), f"{instead} the job's length")
+            yield no_effect((key,), "train.max_num_steps is the job's length")
     role = given.get("actor_train") or {}
     for key in _REPLACED:
         if role.get(key) is not None and getattr(job.actor_train, key) != role[key]:
-            yield no_effect(("actor_train", key), "train.train_policy says how training is batched")
+            yield no_effect(("actor_train", key), "train.train_policy replaces it")
     for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if (role.get("training_args") or {}).get(key) is not None:
             text = "an optimizer step is load_balanced_batches_per_optimizer_step micro-batches per rank"

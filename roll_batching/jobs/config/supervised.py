@@ -1,4 +1,4 @@
-"""Jobs that learn from given texts (`task: sft`) or pairs (`task: dpo`): what they read, need, and leave unread."""
+"""Rules for supervised fine-tuning (`task: sft`) and preference pairs (`task: dpo`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "sft": ("response_mask", "ref_log_probs"),
     "dpo": ("response_mask", "ref_log_probs", "pair", "chosen"),
 }
-"""What a task's samples hold: `ref_log_probs` where there is a reference."""
+"""Fields of the samples by task; `ref_log_probs` only with a reference."""
 
-_OF_ROLLOUTS = (
+_ROLLOUT_KEYS = (
     "rollout_batch_size",
     "batch_balance",
     "is_offload_states",
@@ -31,17 +31,17 @@ _OF_ROLLOUTS = (
     *RewardKeys.model_fields,
     *(name for name in ObjectiveKeys.model_fields if name not in ("loss_function", "loss_args")),
 )
-_OF_PROMPTS = ("tag", "domain_interleave_probs", "long_prompts")
+_PROMPT_KEYS = ("tag", "domain_interleave_probs", "long_prompts")
 _DATA_KEYS = {"sft": ("prompt", "response", "messages"), "dpo": ("prompt", "messages", "chosen", "rejected")}
 
 
 def supervised(job: JobKeys) -> bool:
-    """Whether `job` learns from given texts alone."""
+    """Whether `job` trains on texts or pairs from a file, without rollouts."""
     return job.task != "grpo"
 
 
 def supervised_problems(job: JobKeys) -> Iterator[Problem]:
-    """The rules that its keys break together."""
+    """Problems of keys that exclude each other in such a job, or in an RL job."""
     if not supervised(job):
         if job.num_train_epochs is not None:
             yield Problem(("num_train_epochs",), "is read under task: sft and task: dpo; RL has max_steps")
@@ -54,9 +54,9 @@ def supervised_problems(job: JobKeys) -> Iterator[Problem]:
         and job.num_train_epochs is not None
         and job.max_steps != JobKeys.model_fields["max_steps"].default
     ):
-        yield Problem(("num_train_epochs",), "stands in place of max_steps; keep one of the two")
+        yield Problem(("num_train_epochs",), "replaces max_steps; keep one of the two")
     if job.actor_train.training_args.max_steps > 0:
-        text = "is what the schedule spans; the job's length is the top-level max_steps or num_train_epochs"
+        text = "is the length of the schedule, which follows from the top-level max_steps or num_train_epochs"
         yield Problem(("actor_train", "training_args", "max_steps"), f"{text}; leave it out")
     rows = job.actor_train.training_args.per_device_train_batch_size
     if job.task == "dpo" and job.stream is None and rows % 2:
@@ -65,7 +65,7 @@ def supervised_problems(job: JobKeys) -> Iterator[Problem]:
 
 
 def missing_for_supervised(job: JobKeys) -> Iterator[Problem]:
-    """What must be there before such a job can run."""
+    """Keys that such a job cannot run without."""
     data = job.actor_train.data_args
     if data.file_name is None:
         what = "texts" if job.task == "sft" else "pairs"
@@ -75,11 +75,14 @@ def missing_for_supervised(job: JobKeys) -> Iterator[Problem]:
     if job.sequence_length is None:
         yield Problem(("sequence_length",), "is missing: the most tokens that a text may have")
     if not job.max_steps:
-        yield Problem(("max_steps",), "is 0: nothing to do; give optimizer steps, or num_train_epochs in its place")
+        yield Problem(
+            ("max_steps",),
+            "is 0: nothing to do; set it to the number of optimizer steps, or set num_train_epochs instead",
+        )
 
 
 def supervised_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notice]:
-    """Paths of the `given` keys that such a job does not read; of an RL job those that only such jobs read."""
+    """Notices on `given` keys that the other kinds of jobs read: RL, or SFT and DPO."""
     train = given.get("actor_train") or {}
     data = train.get("data_args") or {}
     if not supervised(job):
@@ -87,22 +90,24 @@ def supervised_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notic
             if key in data:
                 yield no_effect(("actor_train", "data_args", key), "task is grpo")
         return
-    for key in _OF_ROLLOUTS:
+    for key in _ROLLOUT_KEYS:
         if given.get(key) is None or (key in ("prompt_length", "response_length") and "sequence_length" not in given):
             continue  # their sum is the sequence_length where that is not given
         yield no_effect((key,), f"task is {job.task}, which makes no rollouts")
     for key in ("logprob_plan", "logprob_temperature"):
         if train.get(key) is not None:
             yield no_effect(("actor_train", key), f"task is {job.task}, which samples nothing")
-    for key in _OF_PROMPTS:
+    for key in _PROMPT_KEYS:
         if data.get(key) is not None:
             yield no_effect(("actor_train", "data_args", key), f"task is {job.task}, which has no prompts")
     for key in ("prompt", "response", "messages", "chosen", "rejected"):
-        if data.get(key) is not None and (key not in _DATA_KEYS[job.task] or (key != "messages" and _chat(job, key))):
+        if data.get(key) is not None and (
+            key not in _DATA_KEYS[job.task] or (key != "messages" and _is_replaced_by_messages(job, key))
+        ):
             other = "messages is given" if key in _DATA_KEYS[job.task] else f"task is {job.task}"
             yield no_effect(("actor_train", "data_args", key), other)
 
 
-def _chat(job: JobKeys, key: str) -> bool:
-    """Whether `messages` stands in place of `key`."""
+def _is_replaced_by_messages(job: JobKeys, key: str) -> bool:
+    """Whether `messages` replaces `key`."""
     return job.actor_train.data_args.messages is not None and key in ("prompt", "response")

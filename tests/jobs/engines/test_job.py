@@ -145,7 +145,7 @@ def test_what_has_no_effect_on_an_engine_is_named(folder):
     assert "vllm is not started: rollouts run on the Megatron model itself" in texts["strategy_name"]
     assert "which is not started here" in texts["block_size"]
     (notice,) = config_from_dict(job(folder, actor_infer=vllm)).notices
-    assert notice.path.endswith("sleep_level") and "wakes up to new ones" in notice.text
+    assert notice.path.endswith("sleep_level") and "when they wake up" in notice.text
     vllm["strategy_args"]["strategy_config"] = {"block_size": 16, "load_format": "dummy"}
     dummy = config_from_dict(job(folder, actor_infer=vllm))
     assert [notice.path.split(".")[-1] for notice in dummy.notices] == ["load_format"]

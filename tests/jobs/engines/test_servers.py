@@ -184,7 +184,7 @@ def test_what_servers_of_the_job_need(folder, report):
     with pytest.raises(ConfigFileError) as caught:
         config_from_dict(json.loads(written(folder, "vllm", options, infer=infer).read_text()))
     assert [problem.message.split(":")[0] for problem in caught.value.problems] == [
-        "follows from the job",
+        "is set by the job",
         "names 3 devices, and tensor and pipeline parallelism give 2 to a server; name a multiple",
     ]
     report(str(caught.value))

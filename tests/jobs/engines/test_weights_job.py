@@ -117,7 +117,7 @@ def test_where_weights_cannot_come_over_process_groups(folder, report):
         "shared": (
             {"device_mapping": [1, 2]},
             {"actor_train__device_mapping": [0, 1]},
-            "NCCL has no two ranks on one device",
+            "NCCL allows one rank per device",
         ),
         "stages": (
             {"strategy_args": {"strategy_name": "sglang", "strategy_config": {"pp_size": 2}}},

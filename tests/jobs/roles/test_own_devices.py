@@ -217,10 +217,10 @@ def test_a_reference_on_its_own_devices_writes_the_rows_of_one_that_shares(folde
         ({"actor_infer.device_mapping": "1-2"}, "names some of actor_train's devices"),
         ({"reference.device_mapping": "1,0"}, "in the same order, or none"),
         ({"actor_infer.device_mapping": "2-4", **INFER_TP2}, "3 processes do not divide"),
-        ({"actor_infer.device_mapping": "2-3", **INFER_CP2}, "no model samples with more than 1"),
+        ({"actor_infer.device_mapping": "2-3", **INFER_CP2}, "models sample only with 1"),
         ({"actor_infer.device_mapping": "2-3", "reference.device_mapping": "3-4"}, "some of actor_infer's devices"),
         ({"actor_train.device_mapping": "~", "reference.device_mapping": "3"}, "actor_train.device_mapping"),
-        ({"actor_infer.device_mapping": "2-3", "adv_estimator": "remax"}, "greedy answers"),
+        ({"actor_infer.device_mapping": "2-3", "adv_estimator": "remax"}, "greedy completions"),
         ({"task": "dpo", "reference.device_mapping": "2-3"}, "run on the same devices"),
     ],
 )

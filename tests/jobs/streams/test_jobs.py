@@ -214,7 +214,7 @@ def test_what_the_commands_refuse(folder, report):
 @pytest.mark.parametrize(
     "task, changes, path, words",
     [
-        ("sft", {"num_train_epochs": 2.0, "max_steps": 9}, "num_train_epochs", "stands in place of max_steps"),
+        ("sft", {"num_train_epochs": 2.0, "max_steps": 9}, "num_train_epochs", "replaces max_steps"),
         ("sft", {"warmup": {"file_name": "a", "training_args": {"max_steps": 1}}}, "warmup", "precedes RL"),
         ("sft", {"loss_function": "dpo"}, "loss_function", "samples of task: sft do not have"),
         ("sft", {"loss_function": "policy"}, "loss_function", "reads advantages"),
