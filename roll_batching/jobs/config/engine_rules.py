@@ -157,7 +157,7 @@ def _unfit_sglang_log_probs(job: JobKeys) -> Iterator[Problem]:
 
 
 def _unfit_vllm_log_probs(job: JobKeys) -> Iterator[Problem]:
-    """vLLM's log-probs of another distribution than the trainer's, where the loss reads them."""
+    """Log-probs of vLLM from another distribution than the trainer's, where the loss reads them."""
     args, option = job.actor_infer.generating_args, job.actor_infer.strategy_args.engine_options.get("logprobs_mode")
     mode = option if starts_servers(job) else None
     wrong = wrong_log_probs(job, None)
@@ -194,9 +194,7 @@ def _own_servers(job: JobKeys) -> Iterator[Problem]:
     options, path = role.strategy_args.engine_options, ("actor_infer", "strategy_args", "strategy_config")
     for name, value in options.items():
         if name in _SET_BY_JOB:
-            yield Problem(
-                (*path, name), "is set by the job, which starts servers with pretrain on a free port; leave it out"
-            )
+            yield Problem((*path, name), "is set by the job: servers get pretrain and a free port; leave it out")
         if name in sum(_SIZES, ()) and value is not None and (type(value) is not int or value < 1):
             yield Problem((*path, name), f"expected a whole number of at least 1, got {value!r}")
             return

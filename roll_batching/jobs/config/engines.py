@@ -27,8 +27,8 @@ class EngineArgs(Settings):
     )
     command: list[str] | None = setting(
         None,
-        help="Command of a server that the job starts, before its options. Default: [vllm, serve]; for sglang the job's "
-        "Python with -m sglang.launch_server.",
+        help="Command of a server that the job starts, before its options. Default: [vllm, serve]; for sglang the "
+        "job's Python with -m sglang.launch_server.",
     )
     start_timeout: float = setting(1800.0, help="Seconds until a server that the job starts must respond.", gt=0)
     request_timeout: float = setting(600.0, help="Seconds per attempt of a request.", gt=0)

@@ -1,4 +1,4 @@
-"""A job that is ready: its keys, what follows from them, and what was said of them."""
+"""`JobConfig`: the keys of a job with derived values, notices and the places of keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import PrivateAttr, model_validator
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Notice, Problem
 from roll_batching.jobs.config.job_keys import JobKeys
-from roll_batching.jobs.config.resolution import resolved
+from roll_batching.jobs.config.resolution import resolve
 from roll_batching.jobs.config.rules import missing_for_a_run
 from roll_batching.jobs.config.yaml_source import Source
 
@@ -21,24 +21,24 @@ class JobConfig(JobKeys):
 
     @model_validator(mode="after")
     def _resolve(self) -> JobConfig:
-        for name, value in resolved(self).items():
-            # The instance is frozen for its users, and not yet handed to any.
+        for name, value in resolve(self).items():
+            # Settings are frozen; this one is still under construction.
             object.__setattr__(self, name, value)
         return self
 
     @property
     def notices(self) -> tuple[Notice, ...]:
-        """Keys that do not do here what they do elsewhere, in the order of the file."""
+        """Notices on keys without effect or with another effect, in the order of the file."""
         return self._notices
 
     def check_runnable(self) -> None:
-        """Raises ConfigFileError naming all that a run needs and this configuration leaves out."""
+        """Raises ConfigFileError with all keys that a run needs and this configuration lacks."""
         problems = missing_for_a_run(self)
         if problems:
             raise self.error(*problems)
 
     def error(self, *problems: Problem) -> ConfigFileError:
-        """An error of `problems`, each with the place where its key was written."""
+        """An error of `problems`, each with file and line of its key."""
         source = self._source
         return ConfigFileError([problem.placed(source.place) if source else problem for problem in problems])
 

@@ -110,7 +110,7 @@ def _precision_of_the_optimizer(path: tuple[str, ...], layout: MegatronConfig) -
         yield Problem((*path, "use_precision_aware_optimizer"), "needs use_distributed_optimizer: true")
     for key in OPTIMIZER_DTYPES:
         if (dtype := getattr(layout, key)) != "fp32" and not layout.use_precision_aware_optimizer:
-            text = f"is {dtype}; only the optimizer of use_precision_aware_optimizer: true stores other precisions than fp32"
+            text = f"is {dtype}; other precisions than fp32 need the optimizer of use_precision_aware_optimizer: true"
             yield Problem((*path, key), f"{text}; set that, or leave this out")
     if layout.main_grads_dtype != "fp32" and layout.grad_reduce_in_fp32:
         text = "is true, but main_grads_dtype is bf16: gradients are summed in one precision; leave one of them out"

@@ -1,4 +1,4 @@
-"""The rewards that a job can name, and the keys that say who judges what."""
+"""Registered rewards, the keys of rewards, and their rules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REWARDS: Registry[Entry] = Registry(
 
 
 _SHARES_SUM_TO = 1e-3
-"""How far from 1 the parts of domains may sum to."""
+"""Largest difference from 1 of the sum of the parts."""
 
 
 class RewardConfig(Settings):
@@ -51,8 +51,8 @@ class RewardConfig(Settings):
     reward_args: dict[str, Any] = setting(default_factory=dict, help="Its keyword arguments.")
     tag_included: list[str] | None = setting(
         None,
-        help="Tags of the domain's prompts (actor_train.data_args.tag names their key; a prompt whose key `domain` "
-        "names one of `rewards` belongs there, whatever its tag). Default: whatever no other domain names.",
+        help="Tags of the domain's prompts (actor_train.data_args.tag names their key). A prompt whose key `domain` "
+        "names one of `rewards` belongs to it, whatever its tag. Default: all tags that no other domain names.",
     )
 
 
@@ -67,32 +67,32 @@ class RewardKeys(Settings):
     reward_args: dict[str, Any] = setting(default_factory=dict, help="Keyword arguments for the reward function.")
     rewards: dict[str, RewardConfig] = setting(
         default_factory=dict,
-        help="In place of reward_function: rewards of several domains, by name; each is a metric, `reward/NAME`.",
+        help="Instead of reward_function: rewards of several domains, by name; each is a metric, `reward/NAME`.",
     )
     reward_workers: int = setting(
-        1, help="Processes per reward function and data-parallel rank, which score side by side.", ge=1
+        1, help="Processes per reward function and data-parallel rank, which score in parallel.", ge=1
     )
     reward_timeout: float = setting(
         300.0,
-        help="Seconds that one call of a reward function may take, and the import of its module (60 at least).",
+        help="Most seconds of one call of a reward function, and of the import of its module (at least 60).",
         gt=0,
     )
     reward_memory: int | None = setting(
         None,
-        help="MiB that one call may take beyond what its process has once the function is imported. Default: no limit.",
+        help="Most MiB of one call beyond the memory of its process after the import. Default: no limit.",
         ge=1,
     )
     reward_failure: Literal["error", "zero", "drop"] = setting(
         "error",
-        help="A response whose reward raises, takes too long, ends its process or is no number: the job ends with an "
-        "error that names it (error); its reward is 0 (zero); or it is left out of training, and its group's "
-        "advantages are computed with the mean reward of the others in its place (drop). Counted in "
-        "`reward_failures`; a step without any reward is an error.",
+        help="If the reward of a response raises, takes too long, ends its process or is not a number: the job ends "
+        "with an error that names the response (error); its reward is 0 (zero); or it is left out of training, and the "
+        "mean reward of the others replaces its own in its group's advantages (drop). `reward_failures` counts them; a "
+        "step without any reward is an error.",
     )
 
 
 def prompts_of_domains(shares: Mapping[str, float], prompts: int) -> dict[str, int]:
-    """How many of a step's prompts each domain has: rounded down, the last has the rest.
+    """Number of prompts of each domain in a step: rounded down, the last domain has the rest.
 
     Source: ROLL, `roll/pipeline/rlvr/rlvr_pipeline.py`, `domain_batch_size`.
     """
@@ -104,7 +104,7 @@ def prompts_of_domains(shares: Mapping[str, float], prompts: int) -> dict[str, i
 def share_problems(
     shares: Mapping[str, float] | None, rewards: Mapping[str, RewardConfig], prompts: int
 ) -> Iterator[Problem]:
-    """What is wrong with the parts of domains among a step's prompts."""
+    """Problems of `domain_interleave_probs`."""
     if shares is None:
         return
     path = ("actor_train", "data_args", "domain_interleave_probs")
@@ -121,17 +121,17 @@ def share_problems(
 
 
 def reward_problems(rewards: Mapping[str, RewardConfig], reward_function: str | None) -> Iterator[Problem]:
-    """What is wrong with the rewards of a job beyond each key by itself."""
+    """Problems of rewards that exclude each other."""
     if rewards and reward_function is not None:
         yield Problem(
-            ("reward_function",), "stands beside `rewards`, each with a function of its own; keep one of the two"
+            ("reward_function",), "is given beside `rewards`, each with its own function; keep one of the two"
         )
     owners: dict[str | None, str] = {}
     for name, reward in rewards.items():
         for tag in reward.tag_included if reward.tag_included is not None else [None]:
             owner = owners.setdefault(tag, name)
             if owner != name and tag is None:
-                text = f"is missing, as in rewards.{owner}: one domain at most takes what no other names"
+                text = f"is missing, as in rewards.{owner}: only one domain can take all remaining tags"
                 yield Problem(("rewards", name, "tag_included"), text)
             elif owner != name:
-                yield Problem(("rewards", name, "tag_included"), f"has {tag!r}, which rewards.{owner} has already")
+                yield Problem(("rewards", name, "tag_included"), f"has {tag!r}, which rewards.{owner} already has")

@@ -1,4 +1,4 @@
-"""Rules that look at several keys at once. Each returns problems; none raises."""
+"""Rules over several keys. Each returns problems and raises nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 
 def broken_rules(job: JobKeys) -> list[Problem]:
-    """Every rule that `job` breaks, with the path of the key to change."""
+    """All problems of `job`, each with the path of the key to change."""
     problems: list[Problem] = []
     for name, role in job.roles.items():
         problems += _strategy_name(name, role)
@@ -66,7 +66,7 @@ def _strategy_name(name: str, role: WorkerConfig) -> Iterator[Problem]:
     path = (name, "strategy_args", "strategy_name")
     given = role.strategy_args.strategy_name
     if name == "actor_train" and given != "megatron_train":
-        yield Problem(path, f"actor_train trains, which {given} does not; use megatron_train")
+        yield Problem(path, f"{given} cannot train; use megatron_train")
     if name == "reference" and not role.strategy_args.runs_on_megatron:
         yield Problem(path, f"{given} cannot serve the reference; use megatron_infer")
     if role.use_sequence_packing and not role.strategy_args.runs_on_megatron:
@@ -83,8 +83,8 @@ def _batching(name: str, role: WorkerConfig) -> Iterator[Problem]:
         given = key in role.model_fields_set
         if role.use_dynamic_batching is not None and given and flag != role.use_dynamic_batching:
             text = (
-                f"use_dynamic_batching says {str(role.use_dynamic_batching).lower()} for both "
-                "passes; keep one of the two"
+                f"differs from use_dynamic_batching: {str(role.use_dynamic_batching).lower()}, which sets both passes; "
+                "keep one of the two"
             )
             yield Problem((name, key), text)
     if role.use_sequence_packing and (role.dynamic_in_train or role.dynamic_in_infer):
@@ -146,7 +146,7 @@ def _shared_shapes(name: str, role: WorkerConfig) -> Iterator[Problem]:
 def _chats(job: JobKeys) -> Iterator[Problem]:
     data, path = job.actor_train.data_args, ("actor_train", "data_args")
     if data.chat and data.messages is not None:
-        yield Problem((*path, "chat"), "stands beside messages, which hold whole chats; keep one of the two")
+        yield Problem((*path, "chat"), "is given beside messages, which hold whole chats; keep one of the two")
     for key in ("query", "system"):
         if getattr(data, key) is not None and not data.chat:
             yield Problem((*path, key), "is a part of a chat: set chat to true, or leave it out")
@@ -158,13 +158,15 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
         if name == "actor_train" or not role.strategy_args.runs_on_megatron:
             continue
         different = differing_keys(role, job.actor_train)
-        apart, samples = job.own_devices(name) is not None, name == "actor_infer"
-        if samples and job.asynchronous and not apart:
-            text = "is not as in actor_train, and the sampler of async_generation_ratio is one process where it shares "
-            text += "actor_train's devices; leave it out, or name devices of its own (actor_infer.device_mapping)"
+        separate, samples = job.own_devices(name) is not None, name == "actor_infer"
+        if samples and job.asynchronous and not separate:
+            text = (
+                "differs from actor_train's, but on actor_train's devices the sampler of async_generation_ratio is one "
+            )
+            text += "process; leave it out, or give actor_infer other devices (actor_infer.device_mapping)"
             for key in different:
                 yield Problem((name, "strategy_args", "strategy_config", key), text)
-        elif not apart:  # else see device_rules
+        elif not separate:  # device_rules checks the others
             if different or role.model_args.architecture != job.actor_train.model_args.architecture:
                 yield from size_problems(name, role)
             if different and samples and not supervised(job):
@@ -172,28 +174,28 @@ def _roles(job: JobKeys) -> Iterator[Problem]:
         if (own := role.strategy_args.strategy_config.transformer_impl) != shared.transformer_impl:
             text = f"is {own}, but {shared.transformer_impl} in actor_train, whose weights this role takes"
             yield Problem((name, "strategy_args", "strategy_config", "transformer_impl"), f"{text}; leave it out here")
-    ours, theirs_args = job.actor_infer.model_args, job.actor_train.model_args
+    sampling, training = job.actor_infer.model_args, job.actor_train.model_args
     for key in ("model_name_or_path", "family", "architecture", "dtype"):
-        if getattr(ours, key) != getattr(theirs_args, key):
+        if getattr(sampling, key) != getattr(training, key):
             text = "differs from actor_train's; rollouts run on actor_train's model; leave it out here"
             yield Problem(("actor_infer", "model_args", key), text)
-    if job.reference is not None and job.reference.model_args.model_name_or_path != theirs_args.model_name_or_path:
-        text = "differs from actor_train's; the reference is the policy as RL begins; leave it out here"
+    if job.reference is not None and job.reference.model_args.model_name_or_path != training.model_name_or_path:
+        text = "differs from actor_train's; the reference is the policy at the start of RL; leave it out here"
         yield Problem(("reference", "model_args", "model_name_or_path"), text)
 
 
 def _environment(job: JobKeys) -> Iterator[Problem]:
-    seen: dict[str, tuple[str, str]] = {}
+    values: dict[str, tuple[str, str]] = {}
     scopes = [((), job.system_envs), *(((name,), role.system_envs) for name, role in job.roles.items())]
     for scope, variables in scopes:
         for variable, value in variables.items():
             path = (*scope, "system_envs", variable)
             if variable in LAUNCHER_VARIABLES:
                 yield Problem(path, "is set by torchrun; leave it out")
-            owner, before = seen.setdefault(variable, (".".join(scope) or "the top level", value))
+            owner, before = values.setdefault(variable, (".".join(scope) or "the top level", value))
             if scope and before != value and owner != "the top level":
-                values = "is another than" if is_secret(variable) else f"is {value!r}, but {before!r}"
-                text = f"{values} in {owner}; the roles share one process and its environment"
+                difference = "differs from that" if is_secret(variable) else f"is {value!r}, but {before!r}"
+                text = f"{difference} in {owner}; the roles share one process and its environment"
                 yield Problem(path, text)
 
 
@@ -202,22 +204,19 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
     model = train.model_args.architecture
     if model is not None and model.hidden_dropout and train.logprob_plan == "train" and job.max_steps:
         text = (
-            f"dropout of {model.hidden_dropout} together with logprob_plan: train would make the first "
-            "ratio differ "
+            f"dropout of {model.hidden_dropout} together with logprob_plan: train would make the first ratio differ "
             "from 1; set it to 0, or logprob_plan to own or none"
         )
         yield Problem(("actor_train", "model_args", "architecture", "hidden_dropout"), text)
     size = train.strategy_args.strategy_config.model_size
-    if job.world_size is not None and job.world_size % size == 0:  # else when the job starts
+    if job.world_size is not None and job.world_size % size == 0:  # else checked when the job starts
         problem = job.logprob_problem(job.world_size // size)
         if problem is not None:
             yield problem
     sampled, own = job.actor_infer.generating_args.temperature, train.logprob_temperature
-    reads_drawn = train.logprob_plan == "rollout" or job.loss_args.get("engine_ratio_cap") is not None
-    if own not in (None, sampled) and reads_drawn and not _has_known_server(job):
-        text = (
-            f"is {own}, and rollouts keep their log-probs at the sampling temperature, {sampled}, which the loss reads"
-        )
+    reads_sampled = train.logprob_plan == "rollout" or job.loss_args.get("engine_ratio_cap") is not None
+    if own not in (None, sampled) and reads_sampled and not _samples_from_servers(job):
+        text = f"is {own}, but the loss reads log-probs of the rollouts, at the sampling temperature {sampled}"
         yield Problem(("actor_train", "logprob_temperature"), f"{text}; leave it out, or use logprob_plan: train")
     if job.drop_zero_advantage_groups and (job.kl_coef or job.entropy_loss_coef):
         term = "kl_loss_coef" if job.kl_coef else "entropy_loss_coef"
@@ -258,8 +257,8 @@ def _objective(job: JobKeys) -> Iterator[Problem]:
     yield from _reward_norm(job)
 
 
-def _has_known_server(job: JobKeys) -> bool:
-    """Whether servers sample whose log-probs have rules of their own (`engine_rules`)."""
+def _samples_from_servers(job: JobKeys) -> bool:
+    """Whether servers sample; `engine_rules` has the rules for their log-probs."""
     return uses_engine(job) and job.actor_infer.strategy_args.strategy_name in SERVED
 
 
@@ -267,7 +266,7 @@ def _reward_norm(job: JobKeys) -> Iterator[Problem]:
     if job.reward_norm is None:
         return
     given = {"norm_mean_type", "norm_std_type"} & job.model_fields_set
-    derived = {key: getattr(job, key) for key in given}  # a resolved configuration holds both, and they agree
+    derived = {key: getattr(job, key) for key in given}  # config.yaml of a run has both, and they agree
     if given and derived != reward_norm_of(job):
         yield Problem(("reward_norm",), "is a short form of norm_mean_type and norm_std_type; keep one of the two")
     elif job.adv_estimator == "grpo" and job.reward_shift:
@@ -276,12 +275,12 @@ def _reward_norm(job: JobKeys) -> Iterator[Problem]:
 
 
 def _lengths(job: JobKeys) -> Iterator[Problem]:
-    response, whole = job.response_length, job.sequence_length
+    response, longest = job.response_length, job.sequence_length
     if supervised(job):
         return
-    if job.max_steps and response is not None and whole is not None and "sequence_length" in job.model_fields_set:
-        if whole < job.prompt_length + response:
-            text = f"is {whole}, less than prompt_length {job.prompt_length} + response_length {response}"
+    if job.max_steps and response is not None and longest is not None and "sequence_length" in job.model_fields_set:
+        if longest < job.prompt_length + response:
+            text = f"is {longest}, less than prompt_length {job.prompt_length} + response_length {response}"
             yield Problem(("sequence_length",), f"{text}; leave it or response_length out")
     for role in ("actor_infer", "validation"):
         tokens = getattr(job, role).generating_args.max_new_tokens
@@ -289,17 +288,17 @@ def _lengths(job: JobKeys) -> Iterator[Problem]:
             path = (role, "generating_args", "max_new_tokens")
             yield Problem(path, f"is {tokens}, more than the job's response_length {response}")
     tokens = job.actor_infer.generating_args.max_new_tokens
-    bound, longest = job.actor_infer.generating_args.max_tokens_in_cache, tokens or response
+    limit, new_tokens = job.actor_infer.generating_args.max_tokens_in_cache, tokens or response
     layout = sampling_role(job).strategy_args.strategy_config
-    if bound is not None and longest is not None:
-        needed = job.prompt_length + longest + (layout.tensor_model_parallel_size - 1) * layout.sequence_parallel
-        if bound < needed:
+    if limit is not None and new_tokens is not None:
+        needed = job.prompt_length + new_tokens + (layout.tensor_model_parallel_size - 1) * layout.sequence_parallel
+        if limit < needed:
             path = ("actor_infer", "generating_args", "max_tokens_in_cache")
-            yield Problem(path, f"is {bound}, and one row may need {needed}, its prompt and response; raise it")
+            yield Problem(path, f"is {limit}, but one prompt and its response may need {needed}; raise it")
 
 
 def missing_for_a_run(job: JobKeys) -> list[Problem]:
-    """What must be there before `job` can run, although a file without it is valid."""
+    """Keys that a run needs, although a file without them is valid."""
     problems = withheld_problems(job.model_dump(mode="json"))
 
     def need(present: object, path: tuple[str, ...], text: str) -> None:

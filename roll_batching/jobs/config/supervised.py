@@ -101,13 +101,9 @@ def supervised_notices(job: JobKeys, given: Mapping[str, Any]) -> Iterator[Notic
         if data.get(key) is not None:
             yield no_effect(("actor_train", "data_args", key), f"task is {job.task}, which has no prompts")
     for key in ("prompt", "response", "messages", "chosen", "rejected"):
-        if data.get(key) is not None and (
-            key not in _DATA_KEYS[job.task] or (key != "messages" and _is_replaced_by_messages(job, key))
-        ):
-            other = "messages is given" if key in _DATA_KEYS[job.task] else f"task is {job.task}"
-            yield no_effect(("actor_train", "data_args", key), other)
-
-
-def _is_replaced_by_messages(job: JobKeys, key: str) -> bool:
-    """Whether `messages` replaces `key`."""
-    return job.actor_train.data_args.messages is not None and key in ("prompt", "response")
+        if data.get(key) is None:
+            continue
+        if key not in _DATA_KEYS[job.task]:
+            yield no_effect(("actor_train", "data_args", key), f"task is {job.task}")
+        elif key in ("prompt", "response") and job.actor_train.data_args.messages is not None:
+            yield no_effect(("actor_train", "data_args", key), "messages is given")

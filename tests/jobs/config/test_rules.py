@@ -232,8 +232,8 @@ BROKEN = {
     "a precision that no other optimizer keeps": (
         {f"{LAYOUT}.exp_avg_dtype": "torch.bfloat16", f"{LAYOUT}.main_params_dtype": "fp16"},
         {
-            f"{LAYOUT}.exp_avg_dtype": "is bf16; only the optimizer of use_precision_aware_optimizer",
-            f"{LAYOUT}.main_params_dtype": "is fp16; only the optimizer of use_precision_aware_optimizer",
+            f"{LAYOUT}.exp_avg_dtype": "is bf16; other precisions than fp32 need the optimizer",
+            f"{LAYOUT}.main_params_dtype": "is fp16; other precisions than fp32 need the optimizer",
         },
     ),
     "gradients in two precisions": (

@@ -177,7 +177,7 @@ def test_variants_of_the_objective_run(folder, changes):
     _, rows = finished(folder)
     assert all(abs(r["loss"]) < 10 for r in rows)
     if "kl_loss_coef" in changes:
-        assert rows[0]["ref_kl"] == pytest.approx(0, abs=1e-9), "the reference is the policy as RL begins"
+        assert rows[0]["ref_kl"] == pytest.approx(0, abs=1e-9), "the reference is the policy at the start of RL"
         assert rows[1]["ref_kl"] > 1e-6
     if "max_len_mask" in changes:
         assert 0 < rows[0]["finished_share"] < 1
