@@ -12,14 +12,14 @@ from roll_batching.settings.fields import MOST_TOKENS, Roles, Settings, setting
 from roll_batching.settings.role import TRAINED, RoleSettings
 
 
-def _texts(value: Any) -> Any:
+def _to_strings(value: Any) -> Any:
     if not isinstance(value, dict):
         return {} if value is None else value
     return {k: str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()}
 
 
-Environment = Annotated[dict[str, str], BeforeValidator(_texts)]
-"""Environment variables; numbers are read as their text."""
+Environment = Annotated[dict[str, str], BeforeValidator(_to_strings)]
+"""Environment variables; numbers become strings."""
 
 PROMPTED = Roles(names=("actor_train",), otherwise="prompts are described by actor_train.data_args")
 SAMPLED = Roles(names=("actor_infer",), otherwise="rollouts are sampled as actor_infer.generating_args says")
@@ -33,37 +33,39 @@ class DataArgs(Settings):
         help="File or files of prompts (sft: of texts, dpo: of pairs), relative to the working directory: JSONL, one "
         "object per line; Parquet; or a folder that `datasets` saved.",
     )
-    eval_file_name: str | list[str] | None = setting(None, help="Files of the held-out ones, of the same kinds.")
-    prompt: str = setting("prompt", help="Key of the prompt's text in a line.")
+    eval_file_name: str | list[str] | None = setting(
+        None, help="Files of held-out prompts, texts or pairs, in the same formats."
+    )
+    prompt: str = setting("prompt", help="Key of the prompt.")
     messages: str | None = setting(
         None,
-        help="Key of a chat's messages, which become the prompt through the tokenizer's chat template. `prompt` is "
-        "then not read.",
+        help="Key of a chat's messages, which become the prompt through the tokenizer's chat template; `prompt` is not "
+        "read.",
     )
     chat: bool = setting(
         False,
-        help="The prompt is what a user says, and `response` (task: sft), `chosen` and `rejected` (task: dpo) what the "
-        "assistant says: they go through the tokenizer's chat template. false: texts are used as they are.",
+        help="true: the prompt is a user's turn, `response` (task: sft), `chosen` and `rejected` (task: dpo) are the "
+        "assistant's, and they go through the tokenizer's chat template. false: texts are used unchanged.",
     )
     query: str | None = setting(
-        None, help="chat: key of what the user says after the prompt, on a line of its own; it may be empty."
+        None, help="chat: key of a text that is appended to the prompt on a new line; it may be empty."
     )
     system: str | None = setting(
-        None, help="chat: key of what the system says first; empty, and by default, whatever the template says itself."
+        None, help="chat: key of the system message. Default, and for an empty text: that of the template."
     )
-    tag: str = setting("tag", help="Key of a prompt's tag, by which `rewards` divide the prompts.")
+    tag: str = setting("tag", help="Key of a prompt's tag, by which `rewards` select prompts.")
     domain_interleave_probs: dict[str, float] | None = setting(
         None,
-        help="The part of every step's prompts that each domain of `rewards` has, by name: rounded down to whole "
-        "prompts, the last named has the rest. Default: prompts are drawn regardless of their domain.",
+        help="By domain of `rewards`, its part of every step's prompts, rounded down to whole prompts; the last domain "
+        "has the rest. Default: prompts are drawn regardless of their domain.",
     )
     long_prompts: Literal["error", "drop"] = setting(
         "error",
-        help="A prompt with more than prompt_length tokens: an error that names its line, or left out, with a notice "
-        "that counts them.",
+        help="A prompt with more than prompt_length tokens is an error that names its line (error), or is left out; a "
+        "notice counts those left out (drop).",
     )
     response: str = setting(
-        "answer", help="Key of what the reward function compares with; under task: sft of the text that is learnt."
+        "answer", help="Key of the reference answer for the reward function; task: sft: of the text to train on."
     )
     chosen: str = setting("chosen", help="task: dpo: key of the better answer.")
     rejected: str = setting("rejected", help="task: dpo: key of the worse answer.")
@@ -76,11 +78,9 @@ class GeneratingArgs(Settings):
         None, help="Longest response. Default: the job's response_length.", gt=0, le=MOST_TOKENS
     )
     temperature: float = setting(1.0, help="Sampling temperature.", gt=0)
-    top_p: float = setting(
-        1.0, help="Sample among the likeliest tokens that together reach this probability.", gt=0, le=1
-    )
+    top_p: float = setting(1.0, help="Sample among the most likely tokens whose probabilities sum to this.", gt=0, le=1)
     top_k: Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)] = setting(
-        0, help="Sample among this many likeliest tokens; 0, or -1 as engines write it: all.", ge=0
+        0, help="Sample among this many most likely tokens; 0, or -1 as in engines: all.", ge=0
     )
     do_sample: bool = setting(True, help="false: greedy decoding.")
     num_return_sequences: int | None = setting(
@@ -88,20 +88,20 @@ class GeneratingArgs(Settings):
     )
     max_tokens_in_cache: int | None = setting(
         None,
-        help="Positions that a rank's cache of keys and values may hold: rows sampled together times their longest "
-        "prompt + max_new_tokens. More rows wait for their turn, and sample the same. A position takes 2 x layers x "
-        "key-value heads / tensor parallel size x head_dim numbers of the model's precision. Default: no bound, all "
-        "rows at once; there is no figure to derive it from that is the same on all ranks and in every run.",
+        help="Limit of a rank's KV cache in tokens: sequences sampled together times (longest prompt + "
+        "max_new_tokens). Further sequences are sampled afterwards, with the same result. A token takes 2 x layers x "
+        "key-value heads / tensor parallel size x head_dim numbers of the model's precision. Default: no limit, "
+        "since no derived one would be equal on all ranks and in every run.",
         gt=0,
     )
 
 
 class ValidationConfig(Settings):
-    """`validation`: how held-out prompts are answered. Their file is actor_train.data_args.eval_file_name."""
+    """`validation`: sampling of the evaluation on actor_train.data_args.eval_file_name."""
 
     generating_args: GeneratingArgs = setting(
         default_factory=GeneratingArgs,
-        help="As actor_infer's, which hold where a key is not given; num_return_sequences: 1 where it is not.",
+        help="Sampling of held-out answers. Keys that are not given are actor_infer's; num_return_sequences: 1.",
     )
 
 
@@ -113,10 +113,10 @@ class WorkerConfig(RoleSettings):
     engine_args: EngineArgs = setting(default_factory=EngineArgs, help="Engine of the rollouts.", roles=SAMPLED)
     device_mapping: tuple[int, ...] | None = setting(
         None,
-        help="Devices of the role: as many processes start as it names. A list, `list(range(0,8))` or `0-7`. On a "
-        "machine without GPUs it only counts processes. actor_infer and reference share all devices of actor_train "
-        "(the default), or have others, and then processes and a layout of their own; under async_generation_ratio "
-        "the sampler is one process on the device of rank 0 unless actor_infer has devices of its own.",
+        help="Devices of the role, one process each: a list, `list(range(0,8))` or `0-7`. On a machine without GPUs it "
+        "only counts processes. actor_infer and reference share all devices of actor_train (the default), or have "
+        "other devices with separate processes and their own layout. Under async_generation_ratio the sampler is one "
+        "process on the device of rank 0 unless actor_infer has other devices.",
     )
     system_envs: Environment = setting(
         default_factory=dict, help="Environment variables, set before the workers import anything."
@@ -125,8 +125,8 @@ class WorkerConfig(RoleSettings):
     logprob_temperature: float | None = setting(
         None,
         roles=TRAINED,
-        help="RL: logits are divided by it where the loss reads log-probs: the policy's, old ones and the reference's. "
-        "Default: the sampling temperature, so that they are those of the distribution that was sampled; ROLL: 1.",
+        help="RL: temperature of the log-probs in the loss: the policy's, old ones and the reference's. Default: the "
+        "sampling temperature, so that they are those of the sampled distribution; ROLL: 1.",
         gt=0,
     )
 
