@@ -1,4 +1,4 @@
-"""The advantage estimators that a job can name, and the keys that are their settings."""
+"""Registered advantage estimators and the keys of their settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class AdvantageEstimator(Entry):
     """A registered advantage estimator."""
 
     keys: Mapping[str, str]
-    """Its settings: by the job's key, the keyword of its function."""
+    """Its settings: by key of the job, the keyword of its function."""
     compares: bool = False
-    """It compares the responses to a prompt with each other, and needs at least two."""
+    """Whether it compares the responses to a prompt, and so needs at least two."""
     greedy: bool = False
-    """It takes the reward of a greedy answer to each prompt, which is then sampled as well (`baselines`)."""
+    """Whether it needs the reward of a greedy completion of each prompt, which is sampled for it (`baselines`)."""
     implied: Mapping[str, str | bool] = field(default_factory=dict)
-    """Keys that have one value under it: what a file may say all the same."""
+    """Keys that have only one value under it; a file may give that value."""
 
 
 _CLIPS = {"reward_clip": "reward_clip", "advantage_clip": "advantage_clip"}
@@ -99,12 +99,12 @@ ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
     ),
 )
 ADVANTAGE_KEYS = tuple(dict.fromkeys(key for entry in ADVANTAGE_ESTIMATORS for key in entry.keys))
-"""Keys that registered estimators read; an estimator of anybody's own reads none of them."""
+"""Keys that registered estimators read. A user's estimator reads none of them."""
 REFUSED_ESTIMATORS: Mapping[str, str] = {
     "gae": "it needs a critic, a model with a value head, which is not supported; choose reinforce_plus_plus, grpo or "
-    "rloo, which take their baseline from other responses",
+    "rloo, whose baselines are other responses",
     "gigpo": "it compares steps of agents, which are not supported; choose grpo or step_reinforce",
     "agentic_reinforce": "it discounts over turns of agents, which are not supported; choose reinforce",
     "optimal_token_baseline": "it needs the norms of each token's logits; choose opo, whose baseline weighs by length",
 }
-"""Peers' estimators that do not exist here, each with the reason and what to take instead."""
+"""Estimators of other frameworks that are not supported: the reason, and which to choose instead."""

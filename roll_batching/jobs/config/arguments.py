@@ -1,4 +1,4 @@
-"""Settings of what a configuration names, such as a loss: checked by the types that it declares itself."""
+"""Checks keyword arguments of a class or function, such as a loss, against its own type annotations."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_
 
 @dataclass(frozen=True)
 class Arguments:
-    """What can be given by keyword to something, with types."""
+    """The keyword arguments of a class or function, with types."""
 
     owner: str
-    """Whose they are, for messages: "the loss 'sft'"."""
+    """Name of the class or function in messages: "the loss 'sft'"."""
     model: type[BaseModel]
 
     @classmethod
-    def of(cls, owner: str, made: Callable[..., Any]) -> Arguments:
-        """Those of a class or function: a dataclass's fields, else the keywords of `__init__` or of the function.
+    def of(cls, owner: str, target: Callable[..., Any]) -> Arguments:
+        """The fields of a dataclass, else the keywords of `__init__` or of a function.
 
         Raises ConfigError when its types cannot be resolved or checked.
         """
         try:
-            parameters = inspect.signature(made).parameters.values()
-            hints = _hints(made)
+            parameters = inspect.signature(target).parameters.values()
+            hints = _hints(target)
             fields: dict[str, Any] = {}
             for place, one in enumerate(parameter for parameter in parameters if parameter.kind in _KEYWORDS):
                 default = ... if one.default is one.empty else None
-                # Under an alias, since a field of a model may not have every name that a keyword has.
+                # Under an alias: pydantic reserves some names, such as model_config, that a keyword may have.
                 fields[f"field{place}"] = (hints.get(one.name, Any), Field(default, alias=one.name))
             takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
             config = ConfigDict(
@@ -50,23 +50,22 @@ class Arguments:
 
     @property
     def names(self) -> list[str]:
-        """The names that can be given."""
+        """The names of the arguments."""
         return [field.alias or name for name, field in self.model.model_fields.items()]
 
     def read(self, given: Mapping[str, Any], path: tuple[str, ...]) -> tuple[dict[str, Any], list[Problem]]:
-        """(what was `given`, with its types, else nothing; what is wrong with it, `path` being the key that holds it).
+        """(arguments with their types, empty if one is wrong; problems, with paths below the key `path`).
 
-        As in the rest of a configuration, values are not converted between kinds; lists become the sequences that
-        are asked for.
+        Values are not converted between types, except lists to other sequences and integers to floats.
         """
         try:
-            # Strict, and as JSON, in which a list may stand for a tuple and 1 for 1.0.
-            found = self.model.model_validate_json(to_json(dict(given), inf_nan_mode="constants"), strict=True)
+            # Strict JSON mode takes a list for a tuple and 1 for 1.0, and converts nothing else.
+            checked = self.model.model_validate_json(to_json(dict(given), inf_nan_mode="constants"), strict=True)
         except ValidationError as error:
             return {}, [self._problem(one, path) for one in error.errors()]
         named = {field.alias or name: name for name, field in self.model.model_fields.items()}
-        extra = found.model_extra or {}
-        return {name: extra[name] if name in extra else getattr(found, named[name]) for name in given}, []
+        extra = checked.model_extra or {}
+        return {name: extra[name] if name in extra else getattr(checked, named[name]) for name in given}, []
 
     def _problem(self, error: ErrorDetails, path: tuple[str, ...]) -> Problem:
         place = (*path, *error["loc"])
@@ -81,8 +80,8 @@ class Arguments:
         return Problem(place, f"{message[0].lower()}{message[1:]}, got {shortened(repr(error['input']))}")
 
 
-def _hints(made: Callable[..., Any]) -> dict[str, Any]:
-    """Types by parameter; fields of dataclasses are resolved where their own class stands."""
-    takes = made if dataclasses.is_dataclass(made) or not isinstance(made, type) else made.__init__  # type: ignore[misc]
-    hints = get_type_hints(takes, include_extras=True)
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """Types by parameter. Annotations of dataclasses are resolved in the module of their class."""
+    annotated = target if dataclasses.is_dataclass(target) or not isinstance(target, type) else target.__init__  # type: ignore[misc]
+    hints = get_type_hints(annotated, include_extras=True)
     return {name: hint.type if isinstance(hint, dataclasses.InitVar) else hint for name, hint in hints.items()}

@@ -1,4 +1,4 @@
-"""`device_mapping`: the list of devices that a role uses, read without running any code."""
+"""Parses `device_mapping`, the devices of a role, without executing it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LONGEST_TEXT = 1000
 
 
 def parse_devices(value: Any) -> list[int]:
-    """The device numbers that `value` names.
+    """The device numbers in `value`.
 
     Accepts a list of integers, and as text `list(range(0,8))`, `range(8)`, `[0, 1, 2]`, sums of these,
-    and ranges such as `0-7` or `0-3,6`. Raises ValueError for anything else, for negative numbers, for a
-    device named twice and for more devices than a job can have (before they are listed).
+    and ranges such as `0-7` or `0-3,6`. Raises ValueError for other values, for negative numbers, for a
+    device named twice and for more than `MOST_DEVICES` devices (before it lists them).
     """
     if isinstance(value, bool) or not isinstance(value, int | str | list | tuple):
         raise ValueError(f"expected a list of device numbers, got {value!r}")
@@ -25,7 +25,7 @@ def parse_devices(value: Any) -> list[int]:
     elif isinstance(value, str):
         devices = _from_text(value.strip())
     else:
-        devices = [_whole(item) for item in value]
+        devices = [_integer(item) for item in value]
     if not devices:
         raise ValueError(f"{value!r} names no device")
     if len(devices) > MOST_DEVICES:
@@ -39,7 +39,7 @@ def parse_devices(value: Any) -> list[int]:
     return devices
 
 
-def _whole(item: Any) -> int:
+def _integer(item: Any) -> int:
     if isinstance(item, bool) or not isinstance(item, int):
         raise ValueError(f"device numbers are integers, got {item!r}")
     return item
@@ -52,7 +52,7 @@ def _from_text(text: str) -> list[int]:
         devices: list[int] = []
         for part in text.split(","):
             first, _, last = part.partition("-")
-            devices += _listed(range(int(first), int(last or first) + 1), text)
+            devices += _bounded_list(range(int(first), int(last or first) + 1), text)
         return devices
     try:
         tree = ast.parse(text, mode="eval")
@@ -73,11 +73,11 @@ def _from_node(node: ast.expr, text: str) -> list[int]:
             bounds = [_number(argument, text) for argument in node.args]
             if len(bounds) == 3 and bounds[2] == 0:
                 raise ValueError(f"the step of {text!r} is zero")
-            return _listed(range(*bounds), text)
+            return _bounded_list(range(*bounds), text)
     raise ValueError(_unreadable(text))
 
 
-def _listed(devices: range, text: str) -> list[int]:
+def _bounded_list(devices: range, text: str) -> list[int]:
     if len(devices[: MOST_DEVICES + 1]) > MOST_DEVICES:
         raise ValueError(f"{text!r} names more than {MOST_DEVICES:,} devices")
     return list(devices)

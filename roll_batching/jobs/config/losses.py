@@ -1,4 +1,8 @@
-"""The losses that a job can name, and the settings of each. Nothing here imports torch."""
+"""Registered losses and the settings of each, without torch.
+
+Names, types and defaults of `loss_args` stand here as well as in the loss classes, which import torch, an optional
+dependency: a file is checked without it. tests/losses/test_registry.py compares the two.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,15 @@ ROLLOUT_FIELDS: Mapping[str, str] = {
     "response_mask": "the sampled tokens",
     "advantages": "one per sample; per token with gamma or add_token_level_kl",
     "rewards": "one per sample",
-    "rollout_log_probs": "of the sampled tokens, as they were drawn",
+    "rollout_log_probs": "of the sampled tokens, when they were sampled",
     "old_log_probs": "unless logprob_plan is none",
     "ref_log_probs": "where the job has a reference",
 }
-"""What a loss finds in the samples of the RL phase, beside `input_ids`."""
+"""Fields of the samples of the RL phase beside `input_ids`, for losses."""
 
 
 class PolicySettings(Settings):
-    """`loss_args` of the policy gradients: what has no key of its own."""
+    """`loss_args` of the policy gradients: settings without a key of the job."""
 
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = setting(
         "k3", help="Estimator of the divergence from the reference."
@@ -33,47 +37,51 @@ class PolicySettings(Settings):
     )
     engine_correction: Literal["truncate", "mask", "mask_sequences"] = setting(
         "truncate",
-        help="With engine_ratio_cap: weights w = p_trainer / p_rollout clamped to the range (TIS); w, and 0 outside "
-        "(IcePop); or w, and 0 for sequences whose geometric mean lies outside (seq-mask-TIS).",
+        help="With engine_ratio_cap: weights w = p_trainer / p_rollout, clamped to the range (truncate, TIS); or 0 for "
+        "tokens outside it (mask, IcePop); or 0 for sequences whose geometric mean is outside (mask_sequences, "
+        "seq-mask-TIS).",
     )
     engine_ratio_min: float = setting(0.0, help="Lower end of that range.", ge=0)
     engine_ratio_cap: float | None = setting(
         None,
-        help="Upper end: corrects for an engine's other numbers by weights p_trainer / p_rollout. Default: no weights.",
+        help="Upper end: corrects for numerical differences of an engine by weights p_trainer / p_rollout. Default: no "
+        "weights.",
         gt=0,
     )
     sample_weights: Literal["rewards"] | None = setting(
-        None, help="Weights the samples by their rewards, which must not be negative, scaled to a mean of 1."
+        None, help="Weight the samples by their rewards, which must not be negative, scaled to a mean of 1."
     )
 
 
 class SAPOSettings(PolicySettings):
     """`loss_args` of `sapo`."""
 
-    temperature_positive: float = setting(1.0, help="Of the gate, where the advantage is positive.", gt=0)
-    temperature_negative: float = setting(1.05, help="Elsewhere.", gt=0)
+    temperature_positive: float = setting(1.0, help="Temperature of the gate for positive advantages.", gt=0)
+    temperature_negative: float = setting(1.05, help="Temperature of the gate for other advantages.", gt=0)
 
 
 class TOPRSettings(PolicySettings):
     """`loss_args` of `topr`."""
 
-    positive_weight: float = setting(1.0, help="Of responses with a reward above 0.", ge=0)
-    negative_weight: float = setting(1.0, help="Of the others.", ge=0)
+    positive_weight: float = setting(1.0, help="Weight of responses with a reward above 0.", ge=0)
+    negative_weight: float = setting(1.0, help="Weight of other responses.", ge=0)
 
 
 class ClipCovSettings(PolicySettings):
     """`loss_args` of `clip_cov`."""
 
-    share: float = setting(0.0002, help="Share of the step's tokens that is left out, at least one.", gt=0, le=1)
-    lowest: float = setting(1.0, help="They are drawn from those whose covariance is above this.")
-    highest: float = setting(5.0, help="And below this.")
+    share: float = setting(0.0002, help="Share of the step's tokens without loss, at least one token.", gt=0, le=1)
+    lowest: float = setting(1.0, help="Lower end of their covariances.")
+    highest: float = setting(5.0, help="Upper end of their covariances.")
 
 
 class KlCovSettings(PolicySettings):
     """`loss_args` of `kl_cov`."""
 
-    share: float = setting(0.0002, help="Share of the step's tokens, of the largest covariances.", gt=0, le=1)
-    penalty: float = setting(1.0, help="Weight of the distance from the old policy for these.", ge=0)
+    share: float = setting(
+        0.0002, help="Share of the step's tokens with a penalty, of the largest covariances.", gt=0, le=1
+    )
+    penalty: float = setting(1.0, help="Weight of their distance from the old policy.", ge=0)
 
 
 class SFTSettings(Settings):
@@ -87,22 +95,22 @@ class SFTSettings(Settings):
 class PreferenceSettings(Settings):
     """`loss_args` of losses over pairs."""
 
-    beta: float = setting(0.1, help="How strongly the policy is held to the reference.", gt=0)
+    beta: float = setting(0.1, help="Strength of the regularisation towards the reference.", gt=0)
     average_log_probs: bool = setting(False, help="Means over tokens instead of sums.")
     sft_coef: float = setting(0.0, help="Weight of the chosen responses' negative log-likelihood.", ge=0)
-    sft_average_log_probs: bool = setting(False, help="That one by its mean over tokens instead of the sum.")
+    sft_average_log_probs: bool = setting(False, help="Mean over tokens instead of the sum for that likelihood.")
 
 
 class DPOSettings(PreferenceSettings):
     """`loss_args` of `dpo`."""
 
-    label_smoothing: float = setting(0.0, help="Share of pairs whose label is taken to be wrong.", ge=0, lt=0.5)
+    label_smoothing: float = setting(0.0, help="Assumed share of pairs with a wrong label.", ge=0, lt=0.5)
 
 
 class KTOSettings(Settings):
     """`loss_args` of `kto`."""
 
-    beta: float = setting(0.1, help="How strongly the policy is held to the reference.", gt=0)
+    beta: float = setting(0.1, help="Strength of the regularisation towards the reference.", gt=0)
     desirable_weight: float = setting(1.0, help="Weight of desirable responses.", ge=0)
     undesirable_weight: float = setting(1.0, help="Weight of the others.", ge=0)
 
@@ -112,11 +120,11 @@ class Loss(Entry):
     """A registered loss."""
 
     reads: tuple[str, ...]
-    """Fields of the samples without which it cannot work."""
+    """Fields of the samples that it requires."""
     settings: type[Settings]
     """Its settings under `loss_args`."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Settings that are keys of the job, as ROLL has them: by name, the keys."""
+    """Its fields that are keys of the job: by field, the keys, for messages."""
 
 
 _CLIP = {
