@@ -1,4 +1,4 @@
-"""`${path.to.key}` in a value: replaced by that key's value, in bounded time and memory."""
+"""Replaces `${path.to.key}` in values by the value of that key, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
 class _Unresolved(Exception):
-    """A reference that cannot be replaced; the rest is still looked at."""
+    """A reference that cannot be replaced. The other values are still resolved."""
 
 
-def resolved(data: dict[str, Any], place: Callable[[KeyPath], Place]) -> tuple[dict[str, Any], list[Problem]]:
-    """`data` with every `${path.to.key}` replaced, None standing for those that cannot be, and what is wrong with them.
+def resolve(data: dict[str, Any], place: Callable[[KeyPath], Place]) -> tuple[dict[str, Any], list[Problem]]:
+    """(`data` with references replaced, by None where that fails; the problems of those that fail).
 
-    Raises ConfigFileError when what they stand for is too large.
+    Raises ConfigFileError when the expanded values are too large.
     """
-    work = _Resolution(data, place)
-    result = {key: work.value((key,), value, ()) for key, value in data.items()}
-    return result, list(work.problems.values())
+    resolver = _Resolver(data, place)
+    result = {key: resolver.value((key,), value, ()) for key, value in data.items()}
+    return result, list(resolver.problems.values())
 
 
 @dataclass
-class _Resolution:
+class _Resolver:
     data: dict[str, Any]
     place: Callable[[KeyPath], Place]
     problems: dict[KeyPath, Problem] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class _Resolution:
     characters: int = 0
 
     def value(self, path: KeyPath, value: Any, trail: tuple[str, ...]) -> Any:
-        """`value` at `path` without references; None where there is a problem."""
+        """`value` at `path` with references replaced; None where that fails."""
         try:
             return self._replace(path, value, trail)
         except _Unresolved as error:
@@ -54,10 +54,10 @@ class _Resolution:
         if not isinstance(value, str) or "${" not in value:
             self._count(path, characters=len(value) if isinstance(value, str) else 0)
             return value
-        whole = _REFERENCE.fullmatch(value)
-        if whole:
-            return self._look_up(path, whole[1], trail)
-        return _REFERENCE.sub(lambda found: self._text(path, found[1], trail), value)
+        match = _REFERENCE.fullmatch(value)
+        if match:
+            return self._look_up(path, match[1], trail)
+        return _REFERENCE.sub(lambda match: self._text(path, match[1], trail), value)
 
     def _text(self, path: KeyPath, reference: str, trail: tuple[str, ...]) -> str:
         value = self._look_up(path, reference, trail)
@@ -72,12 +72,12 @@ class _Resolution:
             raise _Unresolved(f"${{{reference}}} refers to itself through {' -> '.join((*trail, reference))}")
         if len(trail) == DEEPEST:
             raise _Unresolved(f"${{{reference}}} is reached through more than {DEEPEST} references")
-        here: Any = self.data
+        value: Any = self.data
         for part in reference.split("."):
-            if not isinstance(here, dict) or part not in here:
+            if not isinstance(value, dict) or part not in value:
                 raise _Unresolved(f"${{{reference}}} names no key of this file")
-            here = here[part]
-        return self._replace(path, here, (*trail, reference))
+            value = value[part]
+        return self._replace(path, value, (*trail, reference))
 
     def _count(self, path: KeyPath, *, values: int = 0, characters: int = 0) -> None:
         self.values += values

@@ -13,7 +13,7 @@ from roll_batching.jobs.config.job_keys import Task
 from roll_batching.jobs.config.plain_data import plain_copy
 from roll_batching.jobs.config.toml_source import parse_toml
 from roll_batching.jobs.config.validation import check_source
-from roll_batching.jobs.config.yaml_source import Source, apply_overrides, read_yaml, resolve_references, text_of
+from roll_batching.jobs.config.yaml_source import Source, apply_overrides, read_text, read_yaml, resolve_references
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task | None = None) -> JobConfig:
@@ -25,7 +25,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task |
     another framework it begins with the command that converts it.
     """
     toml = Path(path).suffix.lower() == ".toml"
-    source = parse_toml(text_of(path), str(path)) if toml else read_yaml(path)
+    source = parse_toml(read_text(path), str(path)) if toml else read_yaml(path)
     framework = framework_of(source.data)
     apply_overrides(source, overrides)
     if task is not None and source.data.setdefault("task", task) != task:

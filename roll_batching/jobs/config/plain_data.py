@@ -1,4 +1,4 @@
-"""Settings that are at hand as Python objects, copied in bounded time and memory whatever they hold."""
+"""Copies settings given as Python objects, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from roll_batching.jobs.config.yaml_values import DEEPEST, MOST_VALUES
 
 
 def plain_copy(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `data` down to what is neither section nor list.
+    """A copy of the sections and lists of `data`.
 
-    Raises ConfigFileError for what no file could hold either: a section inside itself, too many values or too deep.
+    Raises ConfigFileError for a section inside itself, for too many values and for too deep nesting.
     """
     copied = _Copy().value(dict(data), ())
     assert isinstance(copied, dict)

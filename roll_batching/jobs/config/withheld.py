@@ -1,4 +1,4 @@
-"""Settings as files and trackers show them: without the values of free-form sections whose names look like secrets."""
+"""Hides secrets of free-form sections in files and trackers, recognised by their names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll_batching.secret_names import REDACTED, is_secret, redact
 
 
 def without_secrets(data: Mapping[str, Any], prefix: KeyPath = ()) -> dict[str, Any]:
-    """`data`, plain settings of a job, with `REDACTED` for its secrets. Keys of the schema (eos_token) are none."""
+    """`data`, plain settings of a job, with `REDACTED` for secrets. Keys of the schema (eos_token) are not secrets."""
     result: dict[str, Any] = {}
     for key, value in data.items():
         path = (*prefix, key)
@@ -23,13 +23,13 @@ def without_secrets(data: Mapping[str, Any], prefix: KeyPath = ()) -> dict[str, 
 
 
 def withheld_problems(data: Mapping[str, Any]) -> list[Problem]:
-    """One for each value that `without_secrets` took out of `data`, settings of a job."""
-    text = "was not kept with the run, since its name looks like a secret's: give it, or take its line out"
+    """One problem per value of `data` that `without_secrets` has hidden."""
+    text = "was not saved with the run, since its name looks like a secret's: set it, or remove its line"
     return [Problem(path, text) for top, value in given_keys(data) for path in _withheld(top, value)]
 
 
 def is_free(path: KeyPath) -> bool:
-    """Whether the value at `path` belongs to a map whose names the user chooses."""
+    """Whether `path` lies in a map whose keys the user chooses."""
     if field_at(path) is not None or settings_at(path) is not None:
         return False
     above = (path[:end] for end in range(1, len(path)))

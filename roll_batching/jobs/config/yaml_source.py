@@ -1,4 +1,4 @@
-"""A configuration as it was written: plain data, the place of every key, overrides from the command line."""
+"""YAML files as plain data with the place of every key, and overrides of the command line."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, shortened
-from roll_batching.jobs.config.interpolation import resolved
+from roll_batching.jobs.config.interpolation import resolve
 from roll_batching.jobs.config.yaml_values import DEEPEST, LONGEST_TEXT, YamlFaults, read_values, text_fault
 from roll_batching.secret_names import REDACTED, is_secret
 
 
 @dataclass
 class Source:
-    """A YAML document as plain data, with the place where each key was written."""
+    """Settings as plain data, with the file and line of each key."""
 
     name: str
     data: dict[str, Any]
     places: dict[KeyPath, Place] = field(default_factory=dict)
     overrides: list[Place] = field(default_factory=list)
-    """Those of the command line, as places."""
+    """The overrides of the command line, as places."""
     faults: list[Problem] = field(default_factory=list)
-    """References that could not be replaced: reported together with all that is wrong with the rest."""
+    """References that could not be replaced; reported together with the problems of the other keys."""
 
     def place(self, path: KeyPath) -> Place:
-        """Where `path` was written; for a key that is absent, where its nearest parent was."""
+        """The place of the key at `path`, or of its nearest parent in the file."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.places:
                 return self.places[path[:end]]
@@ -35,23 +35,23 @@ class Source:
 
 
 def read_yaml(path: str | Path) -> Source:
-    """Reads the file at `path`: YAML.
+    """Reads the YAML file at `path`.
 
-    Raises ConfigFileError: no readable file, no valid YAML, a key written twice, more than `yaml_values` allows.
+    Raises ConfigFileError: no readable file, invalid YAML, a key written twice, more values than `yaml_values` allows.
     """
-    return parse_yaml(text_of(path), str(path))
+    return parse_yaml(read_text(path), str(path))
 
 
-def text_of(path: str | Path) -> str:
+def read_text(path: str | Path) -> str:
     """The text of the file at `path`. Raises ConfigFileError."""
     try:
-        return _text_of(Path(path))
+        return _read_file(Path(path))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigFileError([Problem((), reason or "cannot be read", Place(str(path)))]) from None
 
 
-def _text_of(file: Path) -> str:
+def _read_file(file: Path) -> str:
     try:
         status = file.stat()
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def _text_of(file: Path) -> str:
 
 
 def parse_yaml(text: str, name: str) -> Source:
-    """As `read_yaml`, for text that is at hand; `name` stands for the file in messages."""
+    """As `read_yaml`, for a text; `name` is the file's name in messages."""
     try:
         data, lines = read_values(text)
     except YamlFaults as error:
@@ -86,13 +86,13 @@ def parse_yaml(text: str, name: str) -> Source:
 
 
 def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
-    """Sets `a.b.c=value` in the source; the value is YAML. Raises ConfigFileError naming bad overrides."""
+    """Sets `a.b.c=value` in `source`; the value is YAML. Raises ConfigFileError with all bad overrides."""
     problems: list[Problem] = []
     for text in overrides:
         key, _, _ = text.partition("=")
         place = Place(f"override '{f'{key}={REDACTED}' if is_secret(key) else shortened(text)}'")
         try:
-            _override(source, text, place)
+            _apply_override(source, text, place)
             source.overrides.append(place)
         except ValueError as error:
             problems.append(Problem((), str(error), place))
@@ -100,7 +100,7 @@ def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
         raise ConfigFileError(problems)
 
 
-def _override(source: Source, text: str, place: Place) -> None:
+def _apply_override(source: Source, text: str, place: Place) -> None:
     key, equals, written = text.partition("=")
     parts = key.strip().removeprefix("--").split(".")
     if not equals or not all(parts):
@@ -115,37 +115,38 @@ def _override(source: Source, text: str, place: Place) -> None:
     except YamlFaults as error:
         first = error.faults[0]
         raise ValueError(f"its value {first.message}" if not first.path else f"in its value, {first.message}") from None
-    _put(source, parts, value, place)
+    _set_value(source, parts, value, place)
 
 
-def _put(source: Source, parts: list[str], value: Any, place: Place) -> None:
-    here: Any = source.data
+def _set_value(source: Source, parts: list[str], value: Any, place: Place) -> None:
+    """Sets the value at the path `parts`, whose numbers index lists. Raises ValueError where it cannot be."""
+    section: Any = source.data
     path: KeyPath = ()
     for number, part in enumerate(parts):
         last = number == len(parts) - 1
-        step: str | int = int(part) if isinstance(here, list) and part.isdecimal() and len(part) < 10 else part
-        path = (*path, step)
-        if isinstance(here, list):
-            if not isinstance(step, int) or step >= len(here):
+        key: str | int = int(part) if isinstance(section, list) and part.isdecimal() and len(part) < 10 else part
+        path = (*path, key)
+        if isinstance(section, list):
+            if not isinstance(key, int) or key >= len(section):
                 raise ValueError(
-                    f"{'.'.join(parts[:number])} is a list of {len(here)} items; {shortened(part)!r} is not one"
+                    f"{'.'.join(parts[:number])} is a list of {len(section)} items; {shortened(part)!r} is not one"
                 )
-        elif not isinstance(here, dict):
+        elif not isinstance(section, dict):
             raise ValueError(
-                f"{'.'.join(parts[:number])} is {shortened(repr(here))}, which has no key {shortened(part)!r}"
+                f"{'.'.join(parts[:number])} is {shortened(repr(section))}, which has no key {shortened(part)!r}"
             )
-        elif not last and here.get(part) is None:
-            here[part] = {}
+        elif not last and section.get(part) is None:
+            section[part] = {}
         if last:
-            here[step] = value
-            for old in [known for known in source.places if known[: len(path)] == path]:
-                del source.places[old]
+            section[key] = value
+            for below in [known for known in source.places if known[: len(path)] == path]:
+                del source.places[below]
             source.places[path] = place
         else:
             source.places.setdefault(path, place)
-            here = here[step]
+            section = section[key]
 
 
 def resolve_references(source: Source) -> None:
-    """Replaces `${path.to.key}` by that key's value; `source.faults` receives what cannot be replaced."""
-    source.data, source.faults = resolved(source.data, source.place)
+    """Replaces `${path.to.key}` by the value of that key; failures go into `source.faults`."""
+    source.data, source.faults = resolve(source.data, source.place)

@@ -1,7 +1,7 @@
-"""YAML text as plain data, in bounded time and memory whatever the text is.
+"""Parses YAML into plain data, in bounded time and memory for any text.
 
-A few lines of YAML can stand for billions of values (aliases of aliases), for a value inside itself, or for
-objects of any kind (tags). What is read here is a tree of sections, lists and plain values of limited size.
+A few lines of YAML can expand to billions of values (aliases of aliases), to a value inside itself, or to Python
+objects (tags). The result here is a tree of sections, lists and plain values of limited size.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import yaml
 from roll_batching.jobs.config.diagnostics import KeyPath
 
 LONGEST_TEXT = 256 * 1024
-"""Characters of a file or of an override; the settings of a large job have a few thousand."""
+"""Most characters of a file or override. A large job has a few thousand."""
 MOST_CHARACTERS = 1024 * 1024
-"""Characters of all values, aliases and references expanded."""
+"""Most characters of all values after aliases and references are expanded."""
 MOST_VALUES = 20_000
-"""Values, sections and lists, aliases and references expanded."""
+"""Most values, sections and lists after aliases and references are expanded."""
 DEEPEST = 32
-"""Sections inside each other; the schema needs six."""
+"""Most nested sections. The schema has six."""
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null", "timestamp")}
 _ONLY_YAML_1_1 = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-9_.]+)+)")
-"""Octal numbers and numbers of base 60, which YAML 1.2 takes for decimal ones or for text."""
+"""Octal and base-60 numbers of YAML 1.1, which are decimal numbers or text in YAML 1.2."""
 _CANNOT_CONSTRUCT = (ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowError)
-"""What PyYAML's constructors raise for text that is not of its tag's kind."""
+"""Exceptions of PyYAML's constructors for text that does not fit its tag."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that cannot be read: the key's path, what is wrong and what to do, and the line from 1."""
+    """One error: the key's path, a message, and the line, counted from 1."""
 
     path: KeyPath
     message: str
@@ -45,7 +45,7 @@ class Fault:
 
 
 class YamlFaults(Exception):
-    """Text that cannot be read as settings, with every fault that was found."""
+    """A text that is no valid settings, with all its faults."""
 
     def __init__(self, faults: list[Fault]) -> None:
         super().__init__(faults)
@@ -53,11 +53,11 @@ class YamlFaults(Exception):
 
 
 class _Refused(yaml.MarkedYAMLError):
-    """Valid YAML beyond one of the limits."""
+    """Valid YAML that exceeds one of the limits."""
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that also reads `1e-6` as a number, which YAML 1.1 takes for text, and limits the nesting."""
+    """SafeLoader that limits nesting and reads `1e-6` as a number, which is text in YAML 1.1."""
 
     nested = 0
 
@@ -79,9 +79,9 @@ _Loader.add_implicit_resolver(
 
 
 def read_values(text: str) -> tuple[Any, dict[KeyPath, int]]:
-    """The value of a YAML text (None where it is empty) and the line from 1 of every key and item.
+    """The value of a YAML text (None if empty), and the line of every key and list item, counted from 1.
 
-    Keys are texts; values are texts, numbers within 64 bits, true or false, and None. Raises YamlFaults.
+    Keys are strings; values are strings, numbers within 64 bits, booleans and None. Raises YamlFaults.
     """
     if len(text) > LONGEST_TEXT:
         raise YamlFaults([Fault((), f"has {len(text):,} characters; at most {LONGEST_TEXT:,} are read", 1)])
@@ -89,8 +89,8 @@ def read_values(text: str) -> tuple[Any, dict[KeyPath, int]]:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        reading = _Reading(loader)
-        data = None if node is None else reading.value(node, ())
+        reader = _Reader(loader)
+        data = None if node is None else reader.value(node, ())
     except yaml.reader.ReaderError as error:
         message = f"is not valid YAML: the character U+{error.character:04X} cannot stand in it; remove it"
         raise YamlFaults([Fault((), message, text.count("\n", 0, error.position) + 1)]) from None
@@ -99,20 +99,20 @@ def read_values(text: str) -> tuple[Any, dict[KeyPath, int]]:
         message = " ".join(part for part in (error.context, error.problem) if part)
         message = message if isinstance(error, _Refused) else f"is not valid YAML: {message}"
         raise YamlFaults([Fault((), message, line)]) from None
-    except (ValueError, OverflowError):  # a %YAML directive or an escape with a number without end
+    except (ValueError, OverflowError):  # a %YAML directive or an escape with an endless number
         raise YamlFaults(
             [Fault((), "is not valid YAML: a number in a directive or an escape is too long", 1)]
         ) from None
     finally:
         if loader is not None:
             loader.dispose()
-    if reading.faults:
-        raise YamlFaults(reading.faults)
-    return data, reading.lines
+    if reader.faults:
+        raise YamlFaults(reader.faults)
+    return data, reader.lines
 
 
 def text_fault(text: str) -> str | None:
-    """Why `text` can be no name, path or variable; None where it can."""
+    """Why `text` cannot be a name, path or variable; None where it can."""
     if "\0" in text:
         return "holds a NUL character; remove it"
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -121,8 +121,8 @@ def text_fault(text: str) -> str | None:
 
 
 @dataclass
-class _Reading:
-    """One reading of composed nodes; aliases lead to the same node again and again."""
+class _Reader:
+    """Converts composed nodes to plain values. Aliases lead to the same node several times."""
 
     loader: _Loader
     lines: dict[KeyPath, int] = field(default_factory=dict)
@@ -157,10 +157,10 @@ class _Reading:
         return result
 
     def _entries(self, node: yaml.Node, path: KeyPath) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        """A mapping's entries by key; those of `<<` first, and overruled by its own."""
+        """The entries of a mapping by key. Its own replace those of `<<`."""
         own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         inherited: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for key_node, child in node.value:
             if key_node.tag == _TAG + "merge":
                 inherited = {**self._merged(key_node, child, path), **inherited}
@@ -168,9 +168,9 @@ class _Reading:
             key = self._key(key_node, path)
             if key is None:
                 continue
-            seen[key] += 1
+            counts[key] += 1
             own[key] = key_node, child
-        for key in (key for key, times in seen.items() if times > 1):
+        for key in (key for key, times in counts.items() if times > 1):
             lines = [_line(key_node) for key_node, _ in node.value if key_node.value == key]
             text = f"is written {len(lines)} times (first in line {lines[0]}); keep one"
             self.faults.append(Fault((*path, key), text, lines[-1]))
@@ -178,7 +178,7 @@ class _Reading:
 
     def _merged(self, key_node: yaml.Node, node: yaml.Node, path: KeyPath) -> dict[str, tuple[yaml.Node, yaml.Node]]:
         parents = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for parent in parents:
             if not isinstance(parent, yaml.MappingNode):
                 self._fault(path, "`<<` takes an alias of a section, or a list of such", key_node)
@@ -186,8 +186,8 @@ class _Reading:
             with self._within(parent):
                 entries = self._entries(parent, path)
             self._count(parent, 1 + len(entries))
-            found = {**entries, **found}
-        return found
+            merged = {**entries, **merged}
+        return merged
 
     def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
         if not isinstance(node, yaml.ScalarNode):
@@ -246,7 +246,7 @@ class _Reading:
 
 
 def too_large(cause: str) -> str:
-    """What to say of settings that exceed the limits once `cause` is expanded."""
+    """The error for settings that exceed the limits after `cause` is expanded."""
     return (
         f"holds more than {MOST_VALUES:,} values or {MOST_CHARACTERS:,} characters once {cause} are expanded; "
         "a job needs a few hundred values: use fewer or smaller ones"

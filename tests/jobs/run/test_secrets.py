@@ -70,7 +70,7 @@ def test_a_run_leaves_no_secret_in_its_folder(tmp_path, report):
     assert written["reward_args"] == {"api_key": REDACTED, "headers": [{"Authorization": REDACTED}], "max_tokens": 7}
     assert written["system_envs"] == {"WANDB_API_KEY": REDACTED, "NCCL_DEBUG": "WARN"}
     assert written["tokenizer"]["eos_token"] == "$", "keys of the schema are no secrets"
-    assert "reward_args.api_key" in errors and "was not kept with the run" in errors
+    assert "reward_args.api_key" in errors and "was not saved with the run" in errors
     report(errors)
 
 
