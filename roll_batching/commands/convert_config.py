@@ -1,4 +1,4 @@
-"""`roll-batching convert-config FILE`: ROLL's and NeMo-RL's files as ours."""
+"""`roll-batching convert-config FILE`: converts files of ROLL and NeMo-RL."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from roll_batching.jobs.conversion import ORIGINS, convert_file, origin_of
 
 
 class Framework(StrEnum):
-    """Whose file it is."""
+    """Frameworks whose files can be converted."""
 
     roll = "roll"
     nemo_rl = "nemo_rl"
 
 
 def convert_config(
-    source: Annotated[Path, typer.Argument(help="A YAML file of ROLL's or NeMo-RL's.")],
+    source: Annotated[Path, typer.Argument(help="YAML file of ROLL or NeMo-RL.")],
     framework: Annotated[
-        Framework | None, typer.Option("--from", help="Whose file it is. Default: told by its sections.")
+        Framework | None, typer.Option("--from", help="Framework of the file. Default: recognised by its sections.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write here instead of printing.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the lists here, too, as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Output file. Default: print the result.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write the lists of keys to this JSON file.")] = None,
 ) -> None:
-    """Convert a file: our YAML, below comments that list what is kept, kept with another meaning, and left out."""
+    """Convert a file to our YAML; comments list keys that are kept, changed in meaning, and left out."""
     origin = ORIGINS[framework.value] if framework is not None else origin_of(source)
-    done = convert_file(source, origin)
+    conversion = convert_file(source, origin)
     if report is not None:
-        _write(report, done.to_json())
+        _write(report, conversion.to_json())
     if output is None:
-        typer.echo(done.to_yaml(), nl=False)
+        typer.echo(conversion.to_yaml(), nl=False)
         return
-    _write(output, done.to_yaml())
-    refused, unknown = len(done.left_out_as("refused")), len(done.left_out_as("unknown"))
+    _write(output, conversion.to_yaml())
+    refused, unknown = len(conversion.left_out_as("refused")), len(conversion.left_out_as("unknown"))
     typer.echo(
-        f"wrote {output}: {len(done.kept)} keys kept, {len(done.changed)} kept with another meaning, {refused} left "
-        f"out that matter, {unknown} unknown here, {len(done.left_out_as('idle'))} that change nothing"
+        f"wrote {output}: {len(conversion.kept)} keys kept, {len(conversion.changed)} kept with another meaning, "
+        f"{refused} left out that matter, {unknown} unknown here, {len(conversion.left_out_as('idle'))} without effect here"
     )
-    for text in done.missing:
+    for text in conversion.missing:
         typer.echo(f"to be filled in: {text}")
 
 

@@ -1,4 +1,4 @@
-"""Other frameworks' configuration files as ours: composed, resolved, translated key by key."""
+"""Converts configuration files of ROLL and NeMo-RL: composition, translation, and a check by the loader."""
 
 from roll_batching.jobs.conversion.convert import ORIGINS, Origin, convert_file, origin_of
 from roll_batching.jobs.conversion.report import Conversion, LeftOut, Moved

@@ -1,6 +1,6 @@
-"""A file of Hydra's or NeMo-RL's kind as plain data: `defaults` followed, `${...}` computed, what fails told by key.
+"""Composes files of ROLL and NeMo-RL into plain data, with Hydra and OmegaConf as these frameworks do.
 
-OmegaConf and Hydra do it, as ROLL and NeMo-RL let them.
+`defaults` are followed and `${...}` is computed. Values that cannot be computed are recorded by key.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from roll_batching.secret_names import is_secret
 
 @dataclass(frozen=True)
 class Composed:
-    """A composed file."""
+    """The settings of a composed file."""
 
     data: dict[str, Any]
-    """Its values, without those that could not be computed."""
+    """The values that could be computed."""
     failed: dict[KeyPath, str] = field(default_factory=dict)
-    """Values that could not be computed, and why."""
+    """By key of a value that could not be computed, the reason."""
     outside: dict[KeyPath, str] = field(default_factory=dict)
-    """Values that came from outside the file (the environment, the clock), and what asked for them."""
+    """By key of a value from the environment or the clock, the expression in the file."""
 
 
 def compose_hydra(path: Path) -> Composed:
-    """The file at `path` as Hydra composes it (ROLL's files). Raises ConfigError."""
+    """Composes the file at `path` with Hydra, as ROLL does. Raises ConfigError."""
     _require()
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    read_yaml(path)  # refuses what is no file of settings, whatever Hydra would make of it
+    read_yaml(path)  # raises our errors, with line numbers, for files that Hydra would misread
     GlobalHydra.instance().clear()
     with _resolvers():
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # `defaults` without `_self_`: the file itself goes last, as in ROLL
+                warnings.simplefilter("ignore")  # `defaults` without `_self_`: the file itself comes last, as in ROLL
                 with initialize_config_dir(str(path.resolve().parent), version_base="1.3"):
                     node = compose(path.name)
         except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
@@ -59,23 +59,24 @@ def compose_hydra(path: Path) -> Composed:
 
 
 def compose_inheriting(path: Path) -> Composed:
-    """The file at `path` over the files that its `defaults` names, as NeMo-RL reads it. Raises ConfigError."""
+    """Merges the file at `path` over the files in its `defaults`, as NeMo-RL does. Raises ConfigError."""
     _require()
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         with _resolvers():
-            return _plain(OmegaConf.create(_inherited(path, ())), path)
+            return _plain(OmegaConf.create(_merge_parents(path, ())), path)
     except OmegaConfBaseException as error:
         raise _cannot_be_composed(path, error) from None
 
 
-def _inherited(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
-    path = path.resolve() if below else path
-    if path in below or len(below) >= DEEPEST:
-        trail = " -> ".join(str(one) for one in (*below, path))
-        raise ConfigFileError([Problem(("defaults",), f"inherit from each other: {trail}", Place(str(below[0])))])
+def _merge_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
+    """The file at `path` over its parents; `children` are the files that led to it."""
+    path = path.resolve() if children else path
+    if path in children or len(children) >= DEEPEST:
+        trail = " -> ".join(str(one) for one in (*children, path))
+        raise ConfigFileError([Problem(("defaults",), f"inherit from each other: {trail}", Place(str(children[0])))])
     data = read_yaml(path).data
     parents = data.pop("defaults", [])
     merged: dict[str, Any] = {}
@@ -85,21 +86,21 @@ def _inherited(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigFileError([Problem(("defaults",), text, Place(str(path)))])
     for parent in parents:
         if not (path.parent / parent).exists():
-            text = f"names {parent}, and there is no file {(path.parent / parent).resolve()}: correct the path"
+            text = f"names {parent}, but the file {(path.parent / parent).resolve()} does not exist: correct the path"
             raise ConfigFileError([Problem(("defaults",), text, Place(str(path)))])
-        merged = _over(merged, _inherited(path.parent / parent, (*below, path)))
-    result: dict[str, Any] = _over(merged, data)
+        merged = _merge(merged, _merge_parents(path.parent / parent, (*children, path)))
+    result: dict[str, Any] = _merge(merged, data)
     return result
 
 
-def _over(below: Any, above: Any) -> Any:
-    """`above` merged over `below`; a section with `_override_: true` takes the place of the one below."""
-    if not isinstance(above, Mapping):
-        return above
-    if not isinstance(below, Mapping) or above.get("_override_"):
-        below = {}
-    own = {key: _over(below.get(key), value) for key, value in above.items() if key != "_override_"}
-    return {**below, **{key: value for key, value in own.items() if value != "???" or key not in below}}
+def _merge(base: Any, override: Any) -> Any:
+    """`override` merged over `base`. A section with `_override_: true` replaces that of `base`."""
+    if not isinstance(override, Mapping):
+        return override
+    if not isinstance(base, Mapping) or override.get("_override_"):
+        base = {}
+    merged = {key: _merge(base.get(key), value) for key, value in override.items() if key != "_override_"}
+    return {**base, **{key: value for key, value in merged.items() if value != "???" or key not in base}}
 
 
 def _cannot_be_composed(path: Path, error: Exception) -> ConfigError:
@@ -117,9 +118,9 @@ def _require() -> None:
 
 @contextlib.contextmanager
 def _resolvers() -> Iterator[None]:
-    """What the frameworks' files call in `${name:...}`, beside OmegaConf's own `oc.*`.
+    """Registers the functions that these files call in `${name:...}`, beside OmegaConf's `oc.*`.
 
-    Meanwhile `${oc.env:NAME}` fails where NAME looks like a secret's, and with it all that is computed from it.
+    In this context `${oc.env:NAME}` fails for names that look like secrets, so that no value holds one.
     """
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
@@ -136,12 +137,12 @@ def _resolvers() -> Iterator[None]:
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, function)
 
-    def variable(name: str, *default: Any) -> Any:
+    def read_variable(name: str, *default: Any) -> Any:
         if is_secret(name):
             raise ValueError(f"{name} looks like a secret, which no file should hold: set it where the job starts")
         return oc.env(name, *default)
 
-    OmegaConf.register_new_resolver("oc.env", variable, replace=True)
+    OmegaConf.register_new_resolver("oc.env", read_variable, replace=True)
     try:
         yield
     finally:
@@ -156,13 +157,13 @@ def _plain(node: Any, path: Path) -> Composed:
 
 
 def _section(node: Any, at: KeyPath, result: Composed, values: Iterator[int], path: Path) -> dict[str, Any]:
-    """`node`, an OmegaConf section, with its values computed; what fails goes into `result.failed`."""
-    found: dict[str, Any] = {}
+    """The values of an OmegaConf section; failures go into `result.failed`. `values` counts down to the limit."""
+    section: dict[str, Any] = {}
     for key in node:
         value = _value(node, key, (*at, key), result, values, path)
         if value is not _ABSENT:
-            found[key] = value
-    return found
+            section[key] = value
+    return section
 
 
 _ABSENT = object()
@@ -176,12 +177,12 @@ def _value(node: Any, key: Any, at: KeyPath, result: Composed, values: Iterator[
         raise ConfigFileError([Problem(at[:1], too_large("references (${name})"), Place(str(path)))])
     written = str(node._get_node(key)._value()) if OmegaConf.is_interpolation(node, key) else ""
     if OmegaConf.is_missing(node, key):
-        result.failed[at] = "is ???: whoever starts the job must give it"
+        result.failed[at] = "is ???: it must be set when the job is started"
         return _ABSENT
     try:
         value = node[key]
     except (OmegaConfBaseException, RecursionError, TypeError, ValueError, ZeroDivisionError) as error:
-        result.failed[at] = _why(written, error)
+        result.failed[at] = _failure(written, error)
         return _ABSENT
     if any(f"${{{name}:" in written for name in ("oc.env", "now")):
         result.outside[at] = shortened(written)
@@ -193,6 +194,6 @@ def _value(node: Any, key: Any, at: KeyPath, result: Composed, values: Iterator[
     return value
 
 
-def _why(written: str, error: Exception) -> str:
+def _failure(written: str, error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{shortened(written)} cannot be computed: {lines[0] if lines else type(error).__name__}"

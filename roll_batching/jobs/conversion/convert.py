@@ -1,4 +1,4 @@
-"""One file of another framework's to ours, whichever framework it is."""
+"""Converts one file of a supported framework."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from roll_batching.jobs.conversion.roll import draft_of_roll
 
 @dataclass(frozen=True)
 class Origin:
-    """A framework whose files are converted."""
+    """A framework whose files can be converted."""
 
     name: str
     compose: Callable[[Path], Composed]
@@ -34,7 +34,7 @@ ORIGINS: dict[str, Origin] = {
 
 
 def convert_file(path: Path, origin: Origin) -> Conversion:
-    """The file at `path`, of `origin`, as ours. Raises ConfigError for another framework's, and for an empty one."""
+    """Converts the file at `path`. Raises ConfigError for a file of another framework and for an empty one."""
     composed = origin.compose(path)
     if not composed.data and not composed.failed:
         raise ConfigError(f"{path} is empty: there is nothing to convert")
@@ -45,17 +45,19 @@ def convert_file(path: Path, origin: Origin) -> Conversion:
     for key, why in composed.failed.items():
         if not any(dotted(key[:end]) in draft.left_out for end in range(1, len(key))):
             draft.leave_out(dotted(key), "refused", why)
-    moved = {origin: path for path, origin in draft.origins.items()}
+    paths = {origin: path for path, origin in draft.origins.items()}
     for key, written in composed.outside.items():
-        place = moved.get(dotted(key), key)
-        draft.meanings.setdefault(place, f"{written} as it was when this was converted")
+        path_here = paths.get(dotted(key), key)
+        draft.meanings.setdefault(path_here, f"the value of {written} at conversion")
     return check_draft(draft)
 
 
 def origin_of(path: Path) -> Origin:
-    """The framework that the file at `path` was written for, by its sections. Raises ConfigError: none is known."""
+    """The framework of the file at `path`, recognised by its sections. Raises ConfigError for unknown ones."""
     data = read_yaml(path).data
-    found = framework_of(data) or ("nemo_rl" if "policy" in data else "roll" if "actor_train" in data else None)
-    if found is None:
-        raise ConfigError(f"{path} is no file of ROLL's or NeMo-RL's by its sections; say whose: --from roll | nemo_rl")
-    return ORIGINS[found]
+    framework = framework_of(data) or ("nemo_rl" if "policy" in data else "roll" if "actor_train" in data else None)
+    if framework is None:
+        raise ConfigError(
+            f"{path} has no section of ROLL or NeMo-RL; name the framework with --from roll or --from nemo_rl"
+        )
+    return ORIGINS[framework]

@@ -1,7 +1,7 @@
-"""Defaults of other frameworks: what a file leaves unsaid means there what the framework's code says.
+"""Fills in the defaults of other frameworks, so that a converted file means what the original meant.
 
-A converter fills them in before it translates (`fill_defaults`), and names them in `Draft.defaults`. `settled` then
-writes out those that differ from ours, each marked as the framework's default, and is silent about the rest.
+A converter fills them in before it translates (`fill_defaults`) and lists them in `Draft.defaults`. `check_draft`
+keeps those that differ from ours, marked as the framework's default, and drops the others.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from typing import Any
 
 
 def fill_defaults(data: dict[str, Any], defaults: Mapping[str, Any]) -> set[str]:
-    """Puts the defaults of absent keys, by dotted key, into `data`; returns the keys it put, sections included.
+    """Adds `defaults`, by dotted key, for keys that `data` lacks; returns the added keys and sections.
 
-    A key below something that is no section (a section that is null, for example) stays absent.
+    A key below a value that is not a section, such as null, stays absent.
     """
     filled: set[str] = set()
     for key, default in defaults.items():
-        here: Any = data
-        *sections, last = key.split(".")
-        for depth, part in enumerate(sections, 1):
-            if isinstance(here, dict) and part not in here:
-                here[part] = {}
-                filled.add(".".join(sections[:depth]))
-            here = here.get(part) if isinstance(here, dict) else None
-        if isinstance(here, dict) and last not in here:
-            here[last] = copy.deepcopy(default)
+        section: Any = data
+        *parents, last = key.split(".")
+        for depth, part in enumerate(parents, 1):
+            if isinstance(section, dict) and part not in section:
+                section[part] = {}
+                filled.add(".".join(parents[:depth]))
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and last not in section:
+            section[last] = copy.deepcopy(default)
             filled.add(key)
     return filled
 
 
 def section_at(data: Any, *path: str | int) -> dict[str, Any]:
-    """The section at `path` of `data`; an empty one that belongs to nothing where there is none."""
+    """The section at `path` of `data`; where there is none, a new empty one that is not part of `data`."""
     for part in path:
         data = data.get(part) if isinstance(data, dict) else None
     return data if isinstance(data, dict) else {}

@@ -1,4 +1,4 @@
-"""What became of a converted file's keys: kept, kept with another meaning, left out."""
+"""Report of a conversion: keys that are kept, kept with another meaning, or left out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 Kind = Literal["idle", "refused", "unknown"]
-"""Why a key is left out: it would change nothing here; it asks for what is not done here; nothing here has its name."""
+"""Why a key is left out: no effect here (idle), not supported (refused), or no such setting (unknown)."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,14 @@ class Moved:
 
     key: str
     to: str
-    """The key that it has here."""
+    """Its key in our file."""
     meaning: str = ""
-    """What is different here; empty where nothing is."""
+    """The difference in meaning; empty without one."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A key that is not in the converted file."""
+    """A key that is not converted."""
 
     key: str
     why: str
@@ -35,7 +35,7 @@ class LeftOut:
 
 @dataclass
 class Conversion:
-    """A converted file: our settings and what became of every key."""
+    """A converted file: settings, and the fate of every key of the original."""
 
     source: str
     settings: dict[str, Any]
@@ -44,23 +44,23 @@ class Conversion:
     kept: list[Moved] = field(default_factory=list)
     changed: list[Moved] = field(default_factory=list)
     defaults: list[Moved] = field(default_factory=list)
-    """Keys that the file leaves out: the framework's defaults, where they differ from ours."""
+    """Defaults of the framework that differ from ours, for keys that the file leaves out."""
     left_out: list[LeftOut] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """What a run needs and the file does not say."""
+    """Keys that a run needs and the file lacks, as `key: what`."""
 
     def left_out_as(self, *kinds: Kind) -> list[LeftOut]:
-        """The keys that are left out for one of these reasons."""
+        """The keys left out for one of these reasons."""
         return [one for one in self.left_out if one.kind in kinds]
 
     def to_yaml(self) -> str:
-        """The settings as YAML, below the three lists as comments."""
+        """The settings as YAML, below comments with the lists of keys."""
         return "".join(f"# {line}\n" if line else "#\n" for line in self._comments()) + yaml.safe_dump(
             self.settings, sort_keys=False, allow_unicode=True, width=110
         )
 
     def to_json(self) -> str:
-        """The three lists and what is missing, as JSON."""
+        """The lists of keys as JSON."""
         lists = {
             "source": self.source,
             "kept": [asdict(one) for one in self.kept],
@@ -73,13 +73,16 @@ class Conversion:
 
     def _comments(self) -> Iterator[str]:
         yield f"Converted from {self.source} by roll-batching convert-config."
-        yield "A key that no list names has its default here, which docs/configuration.md says."
+        yield "Keys in none of these lists have our defaults (docs/configuration.md)."
         for title, lines in (
             ("To be filled in before a run:", self.missing),
-            ("Left out, although it matters:", self._shown("refused")),
-            ("Left out, because nothing here has such a setting:", self._shown("unknown")),
-            ("Left out, because it would change nothing here:", self._shown("idle")),
-            (f"{self.framework}'s defaults, which the file leaves unsaid:", [_explained(one) for one in self.defaults]),
+            ("Left out, although they matter:", self._shown("refused")),
+            ("Left out, because there are no such settings here:", self._shown("unknown")),
+            ("Left out, because they have no effect here:", self._shown("idle")),
+            (
+                f"{self.framework}'s defaults for keys that the file leaves out:",
+                [_explained(one) for one in self.defaults],
+            ),
             ("Kept with another meaning:", [_explained(one) for one in self.changed]),
             ("Kept:", [_names(one) for one in self.kept]),
         ):

@@ -47,5 +47,5 @@ def test_defaults_that_differ_are_written_out_and_marked():
     assert [(one.key, one.why) for one in done.left_out] == [
         ("norm_reward", "Theirs's default; there is no such thing")
     ], "a default without effect here is not mentioned, one that matters is"
-    assert f"# Theirs's defaults, which the file leaves unsaid:\n#   {learning}.weight_decay\n" in done.to_yaml()
+    assert f"# Theirs's defaults, for keys that the file leaves out:\n#   {learning}.weight_decay\n" in done.to_yaml()
     assert json.loads(done.to_json())["defaults_of_the_framework"][0]["key"] == f"{learning}.weight_decay"

@@ -165,7 +165,7 @@ def test_a_file_that_leaves_defaults_unsaid_is_the_job_of_one_that_writes_them(t
     assert job.model_dump() == job_of(tmp_path, written).model_dump()
     marked = {one.key for one in converted(tmp_path, short).defaults}
     assert marked and not converted(tmp_path, written).defaults
-    assert "NeMo-RL's defaults, which the file leaves unsaid:" in converted(tmp_path, short).to_yaml()
+    assert "NeMo-RL's defaults, for keys that the file leaves out:" in converted(tmp_path, short).to_yaml()
 
 
 @pytest.mark.config

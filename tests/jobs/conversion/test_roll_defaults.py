@@ -185,7 +185,7 @@ def test_defaults_are_marked_in_the_file_and_what_is_written_goes_before_them(tm
     done, job = converted("rlvr", tmp_path, loss_agg_mode="token-mean")
     listed = {one.key for one in done.defaults}
     assert "actor_train.training_args.lr_scheduler_type" in listed and "loss_agg_mode" not in listed
-    assert "# ROLL's defaults, which the file leaves unsaid:" in done.to_yaml()
+    assert "# ROLL's defaults, for keys that the file leaves out:" in done.to_yaml()
     assert job.loss_agg_mode == "token-mean"
     assert "adv_estimator" not in listed, "the file names one"
     (tmp_path / "gae.yaml").write_text(FILES["rlvr"].replace("adv_estimator: reinforce", ""))
