@@ -38,9 +38,10 @@ def convert_config(
         return
     _write(output, conversion.to_yaml())
     refused, unknown = len(conversion.left_out_as("refused")), len(conversion.left_out_as("unknown"))
+    idle = len(conversion.left_out_as("idle"))
     typer.echo(
         f"wrote {output}: {len(conversion.kept)} keys kept, {len(conversion.changed)} kept with another meaning, "
-        f"{refused} left out that matter, {unknown} unknown here, {len(conversion.left_out_as('idle'))} without effect here"
+        f"{refused} left out that matter, {unknown} unknown here, {idle} without effect here"
     )
     for text in conversion.missing:
         typer.echo(f"to be filled in: {text}")

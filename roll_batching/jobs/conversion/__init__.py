@@ -1,6 +1,6 @@
 """Converts configuration files of ROLL and NeMo-RL: composition, translation, and a check by the loader."""
 
 from roll_batching.jobs.conversion.convert import ORIGINS, Origin, convert_file, origin_of
-from roll_batching.jobs.conversion.report import Conversion, LeftOut, Moved
+from roll_batching.jobs.conversion.report import Conversion, KeptKey, LeftOut
 
-__all__ = ["ORIGINS", "Conversion", "LeftOut", "Moved", "Origin", "convert_file", "origin_of"]
+__all__ = ["ORIGINS", "Conversion", "LeftOut", "KeptKey", "Origin", "convert_file", "origin_of"]

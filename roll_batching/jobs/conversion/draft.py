@@ -17,7 +17,7 @@ from roll_batching.jobs.config.key_paths import field_at, given_keys
 from roll_batching.jobs.config.validation import check_source
 from roll_batching.jobs.config.withheld import is_free
 from roll_batching.jobs.config.yaml_source import Source
-from roll_batching.jobs.conversion.report import Conversion, Kind, LeftOut, Moved
+from roll_batching.jobs.conversion.report import Conversion, KeptKey, Kind, LeftOut
 from roll_batching.secret_names import is_secret, redact
 
 _PLACEHOLDERS: Mapping[KeyPath, Any] = {("warmup", "file_name"): "?"}
@@ -88,7 +88,7 @@ def check_draft(draft: Draft) -> Conversion:
     for path, _ in given_keys(data):
         origin, meaning = draft.origin(path), _meaning(draft, path)
         written = result.changed if meaning else result.kept
-        (result.defaults if origin in draft.defaults else written).append(Moved(origin, dotted(path), meaning))
+        (result.defaults if origin in draft.defaults else written).append(KeptKey(origin, dotted(path), meaning))
     for key, (kind, why) in sorted(draft.left_out.items()):
         if key not in draft.defaults:
             result.left_out.append(LeftOut(key, why, kind))

@@ -7,7 +7,7 @@ from typing import Any
 
 from roll_batching.errors import ConfigError, PlanError
 from roll_batching.integrations.nemo_rl_names import microbatch_order
-from roll_batching.jobs.conversion.nemo_rl_given import Given
+from roll_batching.jobs.conversion.nemo_rl_file import NemoRlFile
 
 _TRAIN = ("actor_train", "training_args")
 _PACKING, _DYNAMIC = "sequence_packing", "dynamic_batching"
@@ -28,53 +28,51 @@ _ORIGINS: Mapping[tuple[str, ...], str] = {
 """By key of actor_train that `convert_policy` writes, the key of `policy` that it comes from."""
 
 
-def batching(given: Given, source: str, task: str) -> None:
+def convert_batching(file: NemoRlFile, source: str, task: str) -> None:
     """Converts `policy.sequence_packing`, `policy.dynamic_batching` and the batch sizes of `policy`."""
-    policy = given.peek("policy")
+    policy = file.peek("policy")
     try:
         worker, without_effect = convert_policy({key: _integers(value) for key, value in policy.items()})
     except PlanError as error:
         raise ConfigError(f"{source}: policy.{error}") from None
-    layout = given.draft.values["actor_train"].get("strategy_args", {}).get("strategy_config", {})
+    layout = file.draft.values["actor_train"].get("strategy_args", {}).get("strategy_config", {})
     for key, value in worker.items():
-        given.draft.put(("actor_train", key), value)
+        file.draft.put(("actor_train", key), value)
     key = f"policy.{_PACKING}.microbatch_order"
-    if given.peek(key) == "largest_first" and layout.get("pipeline_model_parallel_size", 1) != 1:
+    if file.peek(key) == "largest_first" and layout.get("pipeline_model_parallel_size", 1) != 1:
         text = "micro-batches of a pipeline run in the order of the smallest predicted step time"
-        given.draft.leave_out(key, "refused", text)
+        file.draft.leave_out(key, "refused", text)
     for path, name in _ORIGINS.items():
-        given.draft.origins[("actor_train", *path)] = f"policy.{name}"
+        file.draft.origins[("actor_train", *path)] = f"policy.{name}"
     for name, why in without_effect.items():
-        given.draft.leave_out(f"policy.{name}", "idle", why)
+        file.draft.leave_out(f"policy.{name}", "idle", why)
     for name in (_PACKING, _DYNAMIC, "make_sequence_length_divisible_by"):
-        given.take(f"policy.{name}")
-    _batch_sizes(given, layout, task)
+        file.take(f"policy.{name}")
+    _batch_sizes(file, layout, task)
 
 
-def _batch_sizes(given: Given, layout: Mapping[str, Any], task: str) -> None:
+def _batch_sizes(file: NemoRlFile, layout: Mapping[str, Any], task: str) -> None:
     """Global, micro- and log-prob batch sizes; of pairs, in sequences."""
     tp, pp, cp = (layout.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
-    devices = int(given.draft.values["actor_train"]["device_mapping"].rpartition(",")[2].rstrip(")"))
+    devices = int(file.draft.values["actor_train"]["device_mapping"].rpartition(",")[2].rstrip(")"))
     ranks = max(1, devices // (tp * pp * cp))
-    size, rows = given.take("policy.train_global_batch_size"), given.take("policy.train_micro_batch_size", 1)
+    size, rows = file.take("policy.train_global_batch_size"), file.take("policy.train_micro_batch_size", 1)
     text = ""
     if task == "dpo" and isinstance(size, int) and isinstance(rows, int):
         size, rows, text = 2 * size, 2 * rows, "counts sequences, two per pair; NeMo-RL counts pairs"
-    given.draft.put((*_TRAIN, "per_device_train_batch_size"), rows, "policy.train_micro_batch_size", text)
+    file.draft.put((*_TRAIN, "per_device_train_batch_size"), rows, "policy.train_micro_batch_size", text)
     if isinstance(size, int) and isinstance(rows, int):
         steps, rest = divmod(size, rows * ranks)
         text = f"{size} sequences per optimizer step are {rows} x this x {ranks} data-parallel ranks"
         if rest or not steps:
-            text = (
-                f"{size} sequences per optimizer step do not divide by {rows} x {ranks} ranks: {max(1, steps)} is near"
-            )
+            text = f"{size} sequences per step do not divide by {rows} x {ranks} ranks: {max(1, steps)} is near"
         key = "policy.train_global_batch_size"
-        given.draft.put((*_TRAIN, "gradient_accumulation_steps"), max(1, steps), key, text)
-    given.move("policy.logprob_batch_size", ("actor_train", "infer_batch_size"))
+        file.draft.put((*_TRAIN, "gradient_accumulation_steps"), max(1, steps), key, text)
+    file.move("policy.logprob_batch_size", ("actor_train", "infer_batch_size"))
     for name in ("generation_batch_size", "logprob_chunk_size", "offload_optimizer_for_logprob"):
-        if given.take(f"policy.{name}") is not None:
+        if file.take(f"policy.{name}") is not None:
             text = "roles share one model; infer_batch_size is the size of passes without gradient"
-            given.draft.leave_out(f"policy.{name}", "idle", text)
+            file.draft.leave_out(f"policy.{name}", "idle", text)
 
 
 def _integers(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""NeMo-RL's defaults (commit 7ea279a), of its configuration classes and of its code's `.get(KEY, DEFAULT)`.
+"""Defaults of NeMo-RL's configuration classes and of `.get(KEY, DEFAULT)` in its code (commit 7ea279a).
 
-Absent here is what is off by default (null, false, 0): a converter reads an absent key so, too.
+Settings that are off by default (null, false, 0) are not listed: the converter reads absent keys as off.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll_batching.jobs.conversion.nemo_rl_kinds import value_at
+from roll_batching.jobs.conversion.nemo_rl_types import value_at
 
 _SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {
@@ -80,18 +80,18 @@ _SECTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "policy.megatron_cfg.scheduler": {"lr_decay_style": "linear", "lr_warmup_iters": 0},
 }
-"""By section: defaults that hold where a file has the section. Those of Megatron's optimizer and schedule are of
-Megatron-Core's and Megatron-Bridge's own classes, which NeMo-RL hands its settings to."""
+"""By section, the defaults in a file that has the section. Those of Megatron's optimizer and schedule come from
+classes of Megatron-Core and Megatron-Bridge, which NeMo-RL passes its settings to."""
 
 _TORCH: Mapping[str, Mapping[str, Any]] = {
     "AdamW": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
     "Adam": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
 }
-"""By class of torch's: its own defaults, which hold for what `policy.optimizer.kwargs` leaves unsaid."""
+"""By torch optimizer, its defaults for keys that `policy.optimizer.kwargs` leaves out."""
 
 
 def defaults_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults, by dotted key, that hold in a file of these settings."""
+    """The defaults, by dotted key, that apply to a file with these settings."""
     defaults = {
         f"{section}.{name}": value
         for section, values in _SECTIONS.items()

@@ -2,79 +2,79 @@
 
 from __future__ import annotations
 
-from roll_batching.jobs.conversion.nemo_rl_given import Given
+from roll_batching.jobs.conversion.nemo_rl_file import NemoRlFile
 
 _NO_LIMIT = 1_000_000
-"""Steps or epochs from which NeMo-RL's files mean no limit."""
+"""Numbers of steps from here on mean no limit in NeMo-RL's files."""
 ALL_TEXTS = 1_000_000_000
-"""Held-out texts of an evaluation that takes all of them."""
+"""Number of held-out texts that stands for all of them."""
 
 
-def task_of(given: Given) -> str:
-    """What the job does, in our words: `sft` and `dpo` by their sections; all else is taken for `grpo`."""
-    tasks = [task for task in ("sft", "dpo", "grpo") if isinstance(given.peek(task), dict)]
+def task_of(file: NemoRlFile) -> str:
+    """The task by the sections of the file: `sft`, `dpo`, else `grpo`."""
+    tasks = [task for task in ("sft", "dpo", "grpo") if isinstance(file.peek(task), dict)]
     for other in tasks[1:]:
-        given.take(other)
-        text = f"the file has a section {tasks[0]}, too, which the job is: convert a file with {other} alone for it"
-        given.draft.leave_out(other, "refused", text)
+        file.take(other)
+        text = f"the file also has a section {tasks[0]}, which is converted: put {other} into another file"
+        file.draft.leave_out(other, "refused", text)
     return tasks[0] if tasks else "grpo"
 
 
-def supervised(given: Given, task: str) -> None:
-    """The section `task`: length, evaluation and, of pairs, the loss."""
-    draft = given.draft
+def convert_supervised(file: NemoRlFile, task: str) -> None:
+    """Converts the section `task`: length, evaluation and, for pairs, the loss."""
+    draft = file.draft
     draft.put(("task",), task, task)
-    given.move(f"{task}.seed", ("seed",))
-    _length(given, task)
-    _evaluation(given, task)
-    if given.take("sft.only_unmask_final"):
-        draft.leave_out("sft.only_unmask_final", "refused", "every turn of the assistant's is learnt")
-    text = "no more than these tokens: a longer text is an error that names it; there, it is left out of the loss"
+    file.move(f"{task}.seed", ("seed",))
+    _length(file, task)
+    _evaluation(file, task)
+    if file.take("sft.only_unmask_final"):
+        draft.leave_out("sft.only_unmask_final", "refused", "all turns of the assistant are trained on")
+    text = "a longer text is an error that names it; NeMo-RL leaves it out of the loss"
     draft.meanings["sequence_length",] = text
     if task == "dpo":
-        _preferences(given)
+        _preferences(file)
 
 
-def _length(given: Given, task: str) -> None:
-    steps, epochs = given.take(f"{task}.max_num_steps"), given.take(f"{task}.max_num_epochs", 1)
+def _length(file: NemoRlFile, task: str) -> None:
+    steps, epochs = file.take(f"{task}.max_num_steps"), file.take(f"{task}.max_num_epochs", 1)
     by_steps = isinstance(steps, int) and 0 < steps < _NO_LIMIT
     if by_steps:
-        text = f"ends the job alone; there, max_num_epochs ({epochs}) ends it, too" if epochs is not None else ""
-        given.draft.put(("max_steps",), steps, f"{task}.max_num_steps", text)
+        text = f"ends the job; NeMo-RL also stops at max_num_epochs ({epochs})" if epochs is not None else ""
+        file.draft.put(("max_steps",), steps, f"{task}.max_num_steps", text)
     else:
-        given.draft.put(("num_train_epochs",), epochs, f"{task}.max_num_epochs")
+        file.draft.put(("num_train_epochs",), epochs, f"{task}.max_num_epochs")
 
 
-def _evaluation(given: Given, task: str) -> None:
-    period, batches = given.take(f"{task}.val_period", 0), given.take(f"{task}.val_batches", 0)
-    size = given.take(f"{task}.val_global_batch_size", 1)
-    given.take(f"{task}.val_micro_batch_size")
-    wanted = any([given.take(f"{task}.val_at_start"), given.take(f"{task}.val_at_end"), period and period > 0])
+def _evaluation(file: NemoRlFile, task: str) -> None:
+    period, batches = file.take(f"{task}.val_period", 0), file.take(f"{task}.val_batches", 0)
+    size = file.take(f"{task}.val_global_batch_size", 1)
+    file.take(f"{task}.val_micro_batch_size")
+    wanted = any([file.take(f"{task}.val_at_start"), file.take(f"{task}.val_at_end"), period and period > 0])
     if not wanted:
-        given.draft.put(("eval_samples",), 0, f"{task}.val_period", "there is no evaluation")
+        file.draft.put(("eval_samples",), 0, f"{task}.val_period", "there is no evaluation")
         return
-    text = "first and last step are evaluated, too"
-    given.draft.put(("eval_steps",), max(0, period or 0), f"{task}.val_period", text)
+    text = "the first and the last step are evaluated, too"
+    file.draft.put(("eval_steps",), max(0, period or 0), f"{task}.val_period", text)
     count = batches * size if batches and batches > 0 else ALL_TEXTS
-    text = f"the first {count} held-out ones" if count != ALL_TEXTS else "all that are held out"
-    given.draft.put(("eval_samples",), count, f"{task}.val_batches", text)
+    text = f"the first {count} held-out texts" if count != ALL_TEXTS else "all held-out texts"
+    file.draft.put(("eval_samples",), count, f"{task}.val_batches", text)
 
 
-def _preferences(given: Given) -> None:
-    draft = given.draft
+def _preferences(file: NemoRlFile) -> None:
+    draft = file.draft
     draft.put(("loss_function",), "dpo", "dpo.preference_loss")
     draft.put(("reference",), {}, "dpo")
-    preference, supervised = given.take("dpo.preference_loss_weight", 1), given.take("dpo.sft_loss_weight", 0)
-    given.move("dpo.reference_policy_kl_penalty", ("loss_args", "beta"))
-    if given.take("dpo.preference_average_log_probs"):
+    preference, supervised = file.take("dpo.preference_loss_weight", 1), file.take("dpo.sft_loss_weight", 0)
+    file.move("dpo.reference_policy_kl_penalty", ("loss_args", "beta"))
+    if file.take("dpo.preference_average_log_probs"):
         draft.put(("loss_args", "average_log_probs"), True, "dpo.preference_average_log_probs")
-    averaged = given.take("dpo.sft_average_log_probs")
+    averaged = file.take("dpo.sft_average_log_probs")
     if not preference:
-        text = "is 0, and the loss is that of the pairs: task: sft learns from the better answers alone"
+        text = "is 0, but the loss is over pairs: task: sft trains on the better answers alone"
         draft.leave_out("dpo.preference_loss_weight", "refused", text)
         return
     if preference != 1:
-        text = f"is {preference}, and the pairs' weight is 1: the whole loss is that many times smaller here"
+        text = f"is {preference}, but the weight of the pairs is 1 here: the whole loss is scaled by 1 / {preference}"
         draft.leave_out("dpo.preference_loss_weight", "refused", text)
     if supervised:
         draft.put(("loss_args", "sft_coef"), supervised / preference, "dpo.sft_loss_weight")

@@ -14,7 +14,7 @@ Kind = Literal["idle", "refused", "unknown"]
 
 
 @dataclass(frozen=True)
-class Moved:
+class KeptKey:
     """A key that is kept."""
 
     key: str
@@ -41,9 +41,9 @@ class Conversion:
     settings: dict[str, Any]
     framework: str = ""
     """Name of the framework that the file is for."""
-    kept: list[Moved] = field(default_factory=list)
-    changed: list[Moved] = field(default_factory=list)
-    defaults: list[Moved] = field(default_factory=list)
+    kept: list[KeptKey] = field(default_factory=list)
+    changed: list[KeptKey] = field(default_factory=list)
+    defaults: list[KeptKey] = field(default_factory=list)
     """Defaults of the framework that differ from ours, for keys that the file leaves out."""
     left_out: list[LeftOut] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Conversion:
             ("Left out, because there are no such settings here:", self._shown("unknown")),
             ("Left out, because they have no effect here:", self._shown("idle")),
             (
-                f"{self.framework}'s defaults for keys that the file leaves out:",
+                f"{self.framework}'s defaults, for keys that the file leaves out:",
                 [_explained(one) for one in self.defaults],
             ),
             ("Kept with another meaning:", [_explained(one) for one in self.changed]),
@@ -95,9 +95,9 @@ class Conversion:
         return [f"{one.key}: {one.why}" for one in self.left_out_as(kind)]
 
 
-def _explained(one: Moved) -> str:
+def _explained(one: KeptKey) -> str:
     return f"{_names(one)}: {one.meaning}" if one.meaning else _names(one)
 
 
-def _names(one: Moved) -> str:
+def _names(one: KeptKey) -> str:
     return one.key if one.key == one.to else f"{one.key} -> {one.to}"

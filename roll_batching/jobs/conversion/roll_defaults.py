@@ -1,4 +1,4 @@
-"""What ROLL's code decides where a file is silent, or against it: its defaults, and what `__post_init__` overrides.
+"""ROLL's defaults, and values that its `__post_init__` overrides.
 
 Source: `roll/configs` and `roll/pipeline/*/*_config.py` of ROLL at 8eb27cc; tests/jobs/conversion/data has the fields.
 """
@@ -31,7 +31,7 @@ _CODE = "ROLL's code sets it"
 
 
 def pipeline_of(data: Mapping[str, Any]) -> Pipeline:
-    """Which of ROLL's pipelines a file is for."""
+    """The pipeline of ROLL that a file is for."""
     if "custom_envs" in data or "train_env_manager" in data:
         return "agentic"
     if "sft_train" in data:
@@ -42,7 +42,7 @@ def pipeline_of(data: Mapping[str, Any]) -> Pipeline:
 
 
 def apply_defaults(draft: Draft, data: dict[str, Any], pipeline: Pipeline) -> None:
-    """Overrides in `data` what ROLL's code overrides, and fills in its defaults; notes both in `draft`."""
+    """Applies ROLL's overrides and defaults to `data`, and records both in `draft`."""
     if pipeline == "distillation":
         draft.defaults |= fill_defaults(data, _JOB)
         return
@@ -50,7 +50,7 @@ def apply_defaults(draft: Draft, data: dict[str, Any], pipeline: Pipeline) -> No
     for role in ("actor_train", "sft_train"):
         arguments = section_at(data, role, "training_args")
         if arguments.pop("max_steps", None) is not None:
-            why = "ROLL's code computes it, too: the schedule spans all optimizer steps"
+            why = "the schedule spans all optimizer steps, as in ROLL, whose code computes it"
             draft.leave_out(f"{role}.training_args.max_steps", "idle", why)
     if pipeline in ("rlvr", "agentic"):
         _override_policy(draft, data, pipeline)
@@ -58,11 +58,11 @@ def apply_defaults(draft: Draft, data: dict[str, Any], pipeline: Pipeline) -> No
 
 
 def _defaults_of(data: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
-    """ROLL's defaults that can differ from ours, by dotted key; sections that are absent there stay absent."""
+    """ROLL's defaults that can differ from ours, by dotted key. Absent sections stay absent."""
     trained = "sft_train" if pipeline == "sft" else "actor_train"
     found = dict(_POLICY if pipeline in ("rlvr", "agentic") else _JOB)
     found |= {f"{trained}.{key}": value for key, value in _TRAINED.items()}
-    if pipeline == "dpo":  # it is doubled, as ROLL's code does
+    if pipeline == "dpo":  # `roll._preferences` doubles it
         found |= {f"{role}.infer_batch_size": 16 for role in ("actor_train", "reference") if role in data}
     if pipeline in ("rlvr", "agentic"):
         found |= {f"actor_infer.generating_args.{key}": value for key, value in _SAMPLED.items()}
@@ -85,7 +85,7 @@ def _defaults_of(data: Mapping[str, Any], pipeline: Pipeline) -> dict[str, Any]:
 
 
 def _override_models(draft: Draft, data: dict[str, Any], pipeline: Pipeline) -> None:
-    """`pretrain` is the model of all roles unless each names one; in SFT always."""
+    """Applies `pretrain` to all roles unless every role names a model; in SFT always."""
     path = ("model_args", "model_name_or_path")
     needed = {"rlvr": _ROLES[:3], "agentic": _ROLES[:3], "dpo": ("actor_train", "reference")}.get(pipeline, ())
     named = [section_at(data, role, path[0]).get(path[1]) for role in needed]
@@ -95,7 +95,7 @@ def _override_models(draft: Draft, data: dict[str, Any], pipeline: Pipeline) -> 
         given = section_at(data, role, path[0]).pop(path[1], None)
         if given not in (None, data["pretrain"]):
             why = f"{_CODE} to pretrain, {data['pretrain']}"
-            draft.leave_out(dotted((role, *path)), "idle", f"{why}, where a role names no model" if needed else why)
+            draft.leave_out(dotted((role, *path)), "idle", f"{why}, unless all roles name a model" if needed else why)
 
 
 def _override_policy(draft: Draft, data: dict[str, Any], pipeline: Pipeline) -> None:
@@ -115,11 +115,13 @@ def _override_policy(draft: Draft, data: dict[str, Any], pipeline: Pipeline) -> 
         )
     answer = _response_length(draft, data)
     validation = section_at(data, "validation", "generating_args")
-    longest, asked = data.pop("val_sequence_length", None), data.pop("val_prompt_length", None)
-    if _is_count(longest) and _is_count(asked) and longest > asked and validation:
+    longest, prompt = data.pop("val_sequence_length", None), data.pop("val_prompt_length", None)
+    if _is_count(longest) and _is_count(prompt) and longest > prompt and validation:
         draft.origins["validation", "generating_args", "max_new_tokens"] = "val_sequence_length"
-        _replace(draft, data, ("validation", "generating_args", "max_new_tokens"), longest - asked, "to the difference")
-        draft.leave_out("val_prompt_length", "idle", "held-out prompts may be as long as prompt_length says, as there")
+        _replace(
+            draft, data, ("validation", "generating_args", "max_new_tokens"), longest - prompt, "to the difference"
+        )
+        draft.leave_out("val_prompt_length", "idle", "the limit of held-out prompts is prompt_length, as in ROLL")
     elif answer is not None and validation.get("max_new_tokens", answer) != answer:
         _replace(draft, data, ("validation", "generating_args", "max_new_tokens"), answer, _DIFFERENCE)
 
@@ -128,28 +130,28 @@ _DIFFERENCE = "to sequence_length - prompt_length"
 
 
 def _response_length(draft: Draft, data: dict[str, Any]) -> int | None:
-    """The most tokens of a response, which `sequence_length` rules; None where the file does not say it."""
-    asked: Any = data.get("prompt_length", 1024)
-    whole: Any = data.get("sequence_length")
+    """Most tokens of a response, by `sequence_length` first; None where the file has no limit."""
+    prompt: Any = data.get("prompt_length", 1024)
+    total: Any = data.get("sequence_length")
     given: Any = data.get("response_length")
-    if not _is_count(asked) or not _is_count(given if whole is None else whole):
+    if not _is_count(prompt) or not _is_count(given if total is None else total):
         return None
-    answer: int = given if whole is None else whole - asked
-    if answer < 1:  # the loader says it better
+    answer: int = given if total is None else total - prompt
+    if answer < 1:  # the loader reports it with the line
         return None
     if _is_count(given) and answer != given:
         _replace(draft, data, ("response_length",), answer, _DIFFERENCE)
     if section_at(data, "actor_infer", "generating_args").get("max_new_tokens", answer) != answer:
-        text = "to response_length" if whole is None else _DIFFERENCE
+        text = "to response_length" if total is None else _DIFFERENCE
         _replace(draft, data, ("actor_infer", "generating_args", "max_new_tokens"), answer, text)
     return answer
 
 
 def _replace(draft: Draft, data: dict[str, Any], path: tuple[str, ...], value: Any, text: str) -> None:
-    """Sets what ROLL's code sets."""
-    below = section_at(data, *path[:-1])
-    written = f", whatever the file says ({below[path[-1]]})" if path[-1] in below else ""
-    below[path[-1]] = value
+    """Sets a value that ROLL's code sets."""
+    section = section_at(data, *path[:-1])
+    written = f", whatever the file says ({section[path[-1]]})" if path[-1] in section else ""
+    section[path[-1]] = value
     draft.meanings[path] = f"{_CODE} {text}{written}"
 
 

@@ -1,4 +1,4 @@
-"""ROLL's reward workers, and the prompts that they judge."""
+"""Translates ROLL's reward workers, and selects the prompts that they score."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from roll_batching.jobs.conversion.framework_defaults import section_at
 
 REWARD_WORKERS = "no such reward exists here: write a function, and name it in reward_function or rewards"
 _RUN = (
-    "is missing: how code that the model wrote may be run (docs/rewards.md): subprocess, or a command that runs it in "
-    "a container"
+    "is missing: how to run code that the model wrote (docs/rewards.md): subprocess, or a command that runs it in a "
+    "container"
 )
 _WORKERS: Mapping[str, tuple[str, str]] = {
-    "MathRuleRewardWorker": ("math_verify", "compares the whole response; there, what follows its last </think>"),
+    "MathRuleRewardWorker": ("math_verify", "compares the whole response; ROLL: the text after its last </think>"),
     "CodeSandboxRewardWorker": ("code_tests", "stays off until reward_args.run says how code may be run"),
 }
-"""ROLL's reward workers that exist here, and what is different."""
+"""By reward worker of ROLL, our reward and the difference."""
 _LINES_READ = 200
-"""Lines of a data file that say whose prompts it holds."""
+"""Lines of a data file that are read for tags."""
 _LONGEST_LINE = 1 << 20
 _SHORTEST_NAME = 4
-"""Letters of a domain's or tag's name that a file's name can be told by."""
+"""Fewest letters of a domain or tag to be recognised in a file name."""
 
 
 def translate_rewards(draft: Draft, data: dict[str, Any]) -> None:
-    """Keeps the rewards of `data` that exist here; leaves out the others with the files of their prompts."""
+    """Translates supported rewards of `data`; leaves out the others with the files of their prompts."""
     kept: dict[str, Any] = {}
     dropped: dict[str, Any] = {}
     for section in ("rewards", "reward"):
@@ -53,7 +53,7 @@ def translate_rewards(draft: Draft, data: dict[str, Any]) -> None:
 
 
 def _reward(draft: Draft, name: str, worker: dict[str, Any], function: str, difference: str) -> dict[str, Any]:
-    """The section of one reward that exists here."""
+    """The section of one supported reward."""
     here: dict[str, Any] = {"reward_function": function}
     draft.origins["rewards", name, "reward_function"] = f"rewards.{name}.worker_cls"
     draft.meanings["rewards", name, "reward_function"] = f"{function} {difference}"
@@ -67,17 +67,17 @@ def _reward(draft: Draft, name: str, worker: dict[str, Any], function: str, diff
             here[key] = value
         elif key == "query_filter_config":
             draft.leave_out(
-                where, "refused", "prompts are not drawn again by their rewards; difficulty_mask leaves them out"
+                where, "refused", "prompts are not resampled by their rewards; difficulty_mask leaves them out"
             )
         elif key != "worker_cls":
-            draft.leave_out(where, "idle", "rewards run in processes of their own, reward_workers of them")
+            draft.leave_out(where, "idle", "rewards run in separate processes, reward_workers of them")
     return here
 
 
 def _drop_files(
     draft: Draft, texts: dict[str, Any], where: str, kept: Mapping[str, Any], dropped: Mapping[str, Any]
 ) -> None:
-    """Leaves out the data files whose prompts only dropped rewards judge, as their lines say, else their names."""
+    """Leaves out data files with prompts of dropped rewards only, by the tags of their lines, else by name."""
     files = texts.get("file_name")
     if not isinstance(files, list) or not all(isinstance(one, str) for one in files):
         return
@@ -88,11 +88,11 @@ def _drop_files(
         tags = set(_tags(Path(file), str(key)))
         by_name = any(_has(file, name) for name in theirs) and not any(_has(file, name) for name in ours)
         if (tags <= theirs) if tags else by_name:
-            told = f"its prompts are tagged {', '.join(sorted(tags))}" if tags else "its name says whose prompts it has"
-            draft.leave_out(f"{where} ({file})", "refused", f"{told}, and their reward is left out")
+            origin = f"its prompts are tagged {', '.join(sorted(tags))}" if tags else "its name is that of their domain"
+            draft.leave_out(f"{where} ({file})", "refused", f"{origin}, and their reward is left out")
         else:
             remaining.append(file)
-    if remaining:  # else nothing is left to train on, which the loader says better
+    if remaining:  # else keep the key: a job without any file is no better
         texts["file_name"] = remaining
 
 
@@ -103,7 +103,7 @@ def _names(rewards: Mapping[str, Any]) -> set[str]:
 
 
 def _has(file: str, name: str) -> bool:
-    """Whether the file's name holds `name`, whatever stands between its letters."""
+    """Whether the file name contains `name`, ignoring case and characters between letters."""
     wanted = "".join(letter for letter in name.lower() if letter.isalnum())
     return len(wanted) >= _SHORTEST_NAME and wanted in "".join(
         letter for letter in Path(file).stem.lower() if letter.isalnum()
@@ -111,8 +111,8 @@ def _has(file: str, name: str) -> bool:
 
 
 def _tags(path: Path, key: str) -> Iterator[str]:
-    """The domains or tags of the first prompts of a file; none where it cannot be read here."""
-    if not path.is_file():  # opening a pipe would wait
+    """Domains or tags of the first prompts of a file; none where it cannot be read."""
+    if not path.is_file():  # opening a pipe would block
         return
     try:
         with path.open(encoding="utf-8") as file:
@@ -126,20 +126,20 @@ def _tags(path: Path, key: str) -> Iterator[str]:
 
 
 def divide_prompts(draft: Draft) -> None:
-    """Which prompts are drawn: parts of domains, and what becomes of long ones."""
+    """Translates the parts of domains, and drops long prompts."""
     texts, rewards = section_at(draft.values, "actor_train", "data_args"), draft.values.get("rewards") or {}
     shares = texts.get("domain_interleave_probs")
     if not isinstance(shares, dict):
         return
     path = ("actor_train", "data_args", "domain_interleave_probs")
-    here = {name: share for name, share in shares.items() if name in rewards}
-    if not here:
+    kept = {name: share for name, share in shares.items() if name in rewards}
+    if not kept:
         del texts["domain_interleave_probs"]
-        why = "divides prompts by the domains of `rewards`, none of which is here: all are drawn alike"
+        why = "divides prompts by domains of `rewards` that are all left out: prompts are drawn regardless of domain"
         draft.leave_out(dotted(path), "refused", why)
-    elif len(here) < len(shares) and all(isinstance(share, (int, float)) and share > 0 for share in here.values()):
-        total = sum(here.values())  # what is no part is left to the loader, which says so
-        meaning = f"parts of the domains that are here, over their sum; there, of {', '.join(shares)}"
-        draft.put(path, {name: round(share / total, 4) for name, share in here.items()}, meaning=meaning)
-    meaning = "as there, where those of 5 tokens or fewer are left out, too"
+    elif len(kept) < len(shares) and all(isinstance(share, (int, float)) and share > 0 for share in kept.values()):
+        total = sum(kept.values())  # invalid parts are left to the loader, which reports them
+        meaning = f"parts of the remaining domains, over their sum; in ROLL, of {', '.join(shares)}"
+        draft.put(path, {name: round(share / total, 4) for name, share in kept.items()}, meaning=meaning)
+    meaning = "as in ROLL, which also leaves out prompts of 5 tokens or fewer"
     draft.put(("actor_train", "data_args", "long_prompts"), "drop", "prompt_length", meaning)

@@ -310,7 +310,7 @@ def test_training_on_a_file_of_rolls_says_first_what_to_do(rlvr):
     [
         ("defaults: [../config/nowhere@_here_]\nactor_train: {}\n", "nowhere"),
         ("a: [", "job.yaml"),
-        ("model: 7b\n", "say whose"),
+        ("model: 7b\n", "name the framework"),
     ],
 )
 def test_what_cannot_be_composed_is_one_error(tmp_path, text, words):

@@ -1,4 +1,4 @@
-"""The settings of a NeMo-RL file, taken one by one; what nobody takes is left out, each key with its reason."""
+"""The settings of a NeMo-RL file, and the reasons for keys that the translation does not read."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from typing import Any
 from roll_batching.jobs.conversion.draft import Draft
 
 REWARDS = "no such reward exists here: write a function, and name it in reward_function or rewards"
-ENGINE = "speaks to NeMo-RL's own workers; actor_infer says how engines are started and asked here"
-MARKED = "tokens of tool calls and thoughts have no advantages of their own: a reward function may judge them"
-BEST = "a group is judged by all of its responses; adv_estimator: pass_at_k is near"
+ENGINE = "is for NeMo-RL's own workers; actor_infer configures engines here"
+MARKED = "tokens of tool calls and thoughts have no separate advantages: a reward function may score them"
+BEST = "advantages compare all responses of a group; adv_estimator: pass_at_k is similar"
+STOP = "a response ends at the tokenizer's end token, or the model's stop tokens"
 ROUTERS = "of a mixture of experts, whose routers"
 
 _REASONS: tuple[tuple[str, str, str], ...] = (
     ("policy.generation", "idle", ENGINE),
     ("policy.dtensor_cfg", "idle", "training runs on Megatron-Core, whose settings are strategy_config"),
     ("policy.megatron_cfg.checkpoint", "idle", "checkpoints are written by save_steps and async_save"),
-    ("policy.megatron_cfg.env_vars", "idle", "system_envs sets variables; these speak to what is not used here"),
+    (
+        "policy.megatron_cfg.env_vars",
+        "idle",
+        "system_envs sets variables; these are for components that are not used",
+    ),
     ("policy.generation_batch_size", "idle", ENGINE),
     ("policy.megatron_cfg.peft", "refused", "LoRA is not supported for now"),
     ("policy.megatron_cfg.fp8_cfg", "refused", "FP8 is not supported for now"),
-    ("policy.megatron_cfg.freeze_moe_router", "refused", f"{ROUTERS} are trained like everything else"),
+    ("policy.megatron_cfg.freeze_moe_router", "refused", f"{ROUTERS} are trained like all parameters"),
     ("policy.megatron_cfg.moe_router_dtype", "refused", f"{ROUTERS} compute in the precision of the model"),
     ("policy.megatron_cfg.moe_router_load_balancing_type", "refused", f"{ROUTERS} have model_args.architecture's loss"),
     ("policy.megatron_cfg.moe_router_enable_expert_bias", "refused", f"{ROUTERS} are as the model's config.json says"),
@@ -33,32 +38,32 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         "policy.megatron_cfg.scheduler.override_opt_param_scheduler",
         "idle",
-        "a resumed job goes on with its checkpoint's schedule",
+        "a resumed job continues the schedule of its checkpoint",
     ),
     (
         "policy.optimizer.kwargs",
         "idle",
-        "AdamW keeps fp32 parameters and moments; which of its kernels computes does not change them",
+        "AdamW keeps fp32 parameters and moments, whichever of its kernels is used",
     ),
-    ("policy.hf_config_overrides", "refused", "the model directory's config.json is read as it is: change it there"),
+    ("policy.hf_config_overrides", "refused", "config.json of the model directory is read unchanged: change it there"),
     (
         "policy.tokenizer.chat_template_kwargs",
         "refused",
-        "chat templates are called without arguments: write what they say into chat_template.jinja",
+        "chat templates are called without arguments: write their values into chat_template.jinja",
     ),
     ("policy.refit_buffer_size_gb", "idle", ENGINE),
     ("policy.is_vlm", "refused", "vision-language models are not supported for now"),
     ("policy.router_replay", "refused", "router replay is not supported for now"),
     ("policy.quant_", "refused", "quantised weights are not trained here"),
-    ("async_rl", "idle", "engine_args, sampler_restarts and rollout_timeout say what failures of rollouts do"),
-    ("grpo.seq_logprob_error_threshold", "refused", "loss_args.engine_correction: mask_sequences is near"),
+    ("async_rl", "idle", "engine_args, sampler_restarts and rollout_timeout handle failures of rollouts"),
+    ("grpo.seq_logprob_error_threshold", "refused", "loss_args.engine_correction: mask_sequences is similar"),
     ("grpo.invalid_tool_call_", "refused", MARKED),
     ("grpo.malformed_thinking_", "refused", MARKED),
     ("grpo.penalize_", "refused", MARKED),
     ("grpo.best_at_k_", "refused", BEST),
     ("grpo.combined_training_", "refused", BEST),
     ("grpo.skip_reference_policy_logprobs_calculation", "idle", "without a weight there is no reference"),
-    ("grpo.calculate_advantages_on_gpu", "idle", "changes speed or memory, not what is computed"),
+    ("grpo.calculate_advantages_on_gpu", "idle", "changes speed or memory, not results"),
     ("policy.draft", "refused", "draft models are not trained for now"),
     ("logger", "idle", "metrics go to metrics.jsonl, TensorBoard and, with track_with: wandb, Weights & Biases"),
     ("cluster", "idle", "one process per device of device_mapping; Ray or torchrun starts them on several machines"),
@@ -66,7 +71,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         "checkpointing",
         "idle",
-        "save_steps and save_total_limit say when and how many; the model is exported at the end",
+        "save_steps and save_total_limit replace it; the model is exported at the end",
     ),
     ("env", "refused", REWARDS),
     ("data.custom_dataloader", "refused", "texts are drawn in shuffled order from all files alike"),
@@ -84,7 +89,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("teacher", "refused", "distillation is not supported for now"),
     ("teachers", "refused", "distillation is not supported for now"),
 )
-"""By beginning of a key: how and why what lies below it is left out."""
+"""By prefix of a key: kind and reason for leaving out the keys below it."""
 
 _SPEED = frozenset(
     (
@@ -96,17 +101,17 @@ _SPEED = frozenset(
         "fine_grained_activation_offloading offload_modules use_fused_weighted_squared_relu"
     ).split()
 )
-"""Of Megatron's settings: those that change speed or memory, not what is computed."""
+"""Settings of Megatron that change speed or memory, not results."""
 
 
-class Given:
-    """Settings that are taken one by one, and the draft that they go into."""
+class NemoRlFile:
+    """Settings of a file, which the translation takes out one by one, and the draft of the result."""
 
     def __init__(self, data: dict[str, Any], draft: Draft) -> None:
         self.data, self.draft = data, draft
 
     def peek(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, which stays to be read."""
+        """The value of `key`, which still counts as unread."""
         here: Any = self.data
         for part in key.split("."):
             if not isinstance(here, dict) or part not in here:
@@ -131,28 +136,28 @@ class Given:
         if value is not None:
             self.draft.put(path, change(value), key, meaning)
 
-    def off(self, *keys: str, why: str) -> None:
-        """These must be off, which they then say as well as nothing does."""
+    def expect_off(self, *keys: str, why: str) -> None:
+        """Leaves out keys that must be off; as refused, with the reason `why`, where one is on."""
         for key in keys:
             value = self.take(key)
             if value is not None:
                 off = _is_off(value)
-                self.draft.leave_out(key, "idle" if off else "refused", "is off, as it is here" if off else why)
+                self.draft.leave_out(key, "idle" if off else "refused", "is off, as here" if off else why)
 
-    def leave_out_the_rest(self) -> None:
-        """Notes what nobody has taken, section by section."""
+    def leave_out_rest(self) -> None:
+        """Leaves out all keys that were not taken, by section."""
         self._rest(self.data, "")
 
     def _rest(self, section: Mapping[str, Any], above: str) -> None:
         for name, value in section.items():
             key = f"{above}{name}"
-            reason = next((one for one in _REASONS if _speaks_of(one[0], key)), None)
+            reason = next((one for one in _REASONS if _is_below(one[0], key)), None)
             if value == {}:
-                continue  # all of it was taken
+                continue  # all its keys were taken
             if _is_off(value) and (not isinstance(value, dict) or "enabled" in value or (reason and key == reason[0])):
-                self.draft.leave_out(key, "idle", "is off, as it is here")
+                self.draft.leave_out(key, "idle", "is off, as here")
             elif name in _SPEED or (name == "expert_tensor_parallel_size" and value == 1):
-                self.draft.leave_out(key, "idle", "changes speed or memory, not what is computed")
+                self.draft.leave_out(key, "idle", "changes speed or memory, not results")
             elif reason is not None and (reason[1] == "idle" or not isinstance(value, dict) or key == reason[0]):
                 self.draft.leave_out(key, "refused" if reason[1] == "refused" else "idle", reason[2])
             elif isinstance(value, dict):
@@ -161,13 +166,13 @@ class Given:
                 self.draft.leave_out(key, "unknown", "there is no such setting here")
 
 
-def _speaks_of(beginning: str, key: str) -> bool:
-    """Whether `key` is the section `beginning` or lies in it; one that ends in `_` is the beginning of a name."""
-    return key == beginning or key.startswith(beginning if beginning.endswith("_") else f"{beginning}.")
+def _is_below(prefix: str, key: str) -> bool:
+    """Whether `key` is the section `prefix` or lies in it. A prefix that ends in `_` is that of a name."""
+    return key == prefix or key.startswith(prefix if prefix.endswith("_") else f"{prefix}.")
 
 
 def _is_off(value: Any) -> bool:
-    """Whether `value` switches nothing on, or is a section that is switched off."""
+    """Whether `value` is off, or a section that is switched off."""
     if isinstance(value, dict):
         return value.get("enabled") is False or all(_is_off(below) for below in value.values())
     return value in (None, False, 0, "none", [])

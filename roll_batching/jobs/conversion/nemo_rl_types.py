@@ -1,4 +1,4 @@
-"""Kinds of the values of a NeMo-RL file that its conversion computes with."""
+"""Type checks of the values in a NeMo-RL file that its conversion computes with."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _NUMBERS = (
     "dpo.val_batches dpo.val_global_batch_size dpo.preference_loss_weight dpo.sft_loss_weight"
 ).split()
 CORRECTIONS = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-tis": "mask_sequences"}
-"""By `truncated_importance_sampling_type`: our `engine_correction`."""
+"""By `truncated_importance_sampling_type`, our `engine_correction`."""
 
 
-def check_kinds(data: Mapping[str, Any], source: str) -> None:
-    """Raises ConfigFileError that names all values of a kind that nothing can be computed with."""
+def check_types(data: Mapping[str, Any], source: str) -> None:
+    """Raises ConfigFileError with all values of a wrong type."""
     problems = list(_problems(data))
     if problems:
         raise ConfigFileError([Problem(path, text, Place(source)) for path, text in problems])
@@ -42,7 +42,7 @@ def _problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     for key in _SECTIONS:
         value = value_at(data, key)
         if value is not None and not isinstance(value, Mapping):
-            yield tuple(key.split(".")), f"is {shortened(repr(value))}, and it is a section of keys and values"
+            yield tuple(key.split(".")), f"is {shortened(repr(value))}, but it is a section of keys and values"
     for key in _COUNTS:
         value = value_at(data, key)
         if value is not None and not (_is_whole(value) and value >= 1):
@@ -59,12 +59,12 @@ def _problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether `value` is a whole number, if only by a division's result."""
+    """Whether `value` is a whole number; a float counts, as the result of a division."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value and value % 1 == 0
 
 
 def value_at(data: Any, key: str) -> Any:
-    """The value of a dotted key; None where there is none."""
+    """The value of a dotted key; None if absent."""
     for part in key.split("."):
         data = data.get(part) if isinstance(data, Mapping) else None
     return data
