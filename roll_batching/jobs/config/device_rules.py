@@ -15,21 +15,21 @@ def device_problems(job: JobKeys) -> Iterator[Problem]:
     """Problems of the devices and layouts of roles that do not share actor_train's devices."""
     for name in job.roles:
         if (own := job.own_devices(name)) is not None:
-            yield from _problems(job, name, own)
+            yield from _role_problems(job, name, own)
     sampler, reference = job.own_devices("actor_infer"), job.own_devices("reference")
     if sampler is not None and reference is not None and _overlap_partly(reference, sampler):
         text = "names some of actor_infer's devices: two roles share all of them, in the same order, or none"
         yield Problem(("reference", "device_mapping"), text)
 
 
-def _problems(job: JobKeys, name: str, own: Sequence[int]) -> Iterator[Problem]:
+def _role_problems(job: JobKeys, name: str, own: Sequence[int]) -> Iterator[Problem]:
     role, train, where = job.roles[name], job.actor_train.device_mapping, (name, "device_mapping")
     if supervised(job):
-        text = f"differs from actor_train's, and the roles of task: {job.task} run on the same devices"
+        text = f"differs from actor_train's, but all roles of task: {job.task} run on the same devices"
         yield Problem(where, f"{text}; leave it out here")
         return
     if train is None:
-        text = "names devices of its own, and actor_train's are not known to be others"
+        text = "names devices, but actor_train names none that they could differ from"
         yield Problem(where, f"{text}; name those in actor_train.device_mapping")
     elif _overlap_partly(own, train):
         text = "names some of actor_train's devices: a role shares all of them, in the same order, or none"

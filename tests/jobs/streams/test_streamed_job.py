@@ -245,7 +245,7 @@ def test_the_documents_file_as_toml(folder):
         (folder / "job.toml").write_text(text)
         load_config(folder / "job.toml")
     (folder / "job.toml").write_text("a = [\n")
-    with pytest.raises(ConfigFileError, match="is no valid TOML"):
+    with pytest.raises(ConfigFileError, match="is not valid TOML"):
         load_config(folder / "job.toml")
 
 
