@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from benchmarks.planner.peers import functions_of
 from benchmarks.streams.balance import trl_lengths
 from benchmarks.table import Table
-from roll_batching.jobs.streams import LoadBalancedDataset, PoolFormer
+from roll_batching.jobs.streams import LoadBalancedDataset, PoolBatcher
 
 POOL, CAP = 128, 32_768
 SAMPLES, SAMPLES_OF_PEERS = 400_000, 3_000
@@ -96,7 +96,7 @@ def _figures(sizes: list[np.ndarray], strategy: str) -> tuple[str, str, str]:
 
 
 def _formed(lengths: np.ndarray, strategy: Any) -> Iterator[np.ndarray]:
-    former = PoolFormer(lengths, max_tokens=CAP, strategy=strategy, pool_size=POOL, infinite=False)
+    former = PoolBatcher(lengths, max_tokens=CAP, strategy=strategy, pool_size=POOL, infinite=False)
     while (batch := former.next_batch()).size:
         yield batch
 

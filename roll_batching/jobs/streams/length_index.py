@@ -1,4 +1,4 @@
-"""The lengths of all samples of a dataset: measured once, kept in a file."""
+"""Lengths of all samples of a dataset, measured once and cached in a file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from roll_batching.planning.arrays import Ints
 logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "skip"]
-_LOOKED_AT = 16
-"""Samples whose length is measured again before a file is believed."""
+_CHECKED_SAMPLES = 16
+"""Samples that are measured again before a cache file is used."""
 
 
-class Indexed(Protocol):
-    """A dataset whose samples are asked for by number."""
+class IndexedDataset(Protocol):
+    """A map-style dataset."""
 
     def __len__(self) -> int: ...
 
@@ -29,9 +29,9 @@ class Indexed(Protocol):
 
 
 def length_of(sample: Any, key: str) -> int:
-    """Tokens of a sequence: of what stands under `key`, or of the sequence itself where it is no mapping.
+    """Tokens of a sequence: the length of `sample[key]`, or of `sample` where it is not a mapping.
 
-    Raises DataError where there is nothing to measure.
+    Raises DataError where neither has a length.
     """
     try:
         if isinstance(sample, Mapping):
@@ -44,33 +44,33 @@ def length_of(sample: Any, key: str) -> int:
     raise DataError("it is several sequences, which stay together: give their lengths, one row per sample")
 
 
-def identity_of(dataset: Any) -> str | None:
-    """What a dataset says to tell it from others: its `fingerprint`, or `datasets`' own; None where it says nothing."""
-    found = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
-    return found if isinstance(found, str) else None
+def fingerprint_of(dataset: Any) -> str | None:
+    """The dataset's `fingerprint`, or the `_fingerprint` of Hugging Face's `datasets`; None where it has neither."""
+    fingerprint = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
+    return fingerprint if isinstance(fingerprint, str) else None
 
 
-def read_sample(dataset: Indexed, index: int) -> Any:
-    """The sample. Raises DataError naming it, for whatever the dataset raises."""
+def read_sample(dataset: IndexedDataset, index: int) -> Any:
+    """The sample. Any exception of the dataset becomes a DataError that names the sample."""
     try:
         return dataset[index]
     except Exception as error:
         raise DataError(f"Sample {index} cannot be read ({type(error).__name__}: {error}).") from error
 
 
-def measured(
-    dataset: Indexed, measure: Callable[[Any], int], *, cache: Path | None = None, on_error: OnError = "raise"
+def load_or_measure_lengths(
+    dataset: IndexedDataset, measure: Callable[[Any], int], *, cache: Path | None = None, on_error: OnError = "raise"
 ) -> Ints:
-    """int64[n]: the length of every sample; 0 for one that cannot be read, under "skip".
+    """Lengths of all samples, int64[n]; 0 for one that cannot be read, under "skip".
 
-    With `cache`, a file, lengths are read from there where it is of this dataset (its `identity_of` and number of
-    samples; and some samples are measured again), and written there where it is not.
+    With `cache`, a file, lengths come from there if it fits this dataset: its fingerprint, its number of samples, and
+    the lengths of some samples, measured again. Otherwise they are written there.
 
     Raises DataError, naming the sample, for one that cannot be read or has no tokens.
     """
-    kept = _kept(dataset, measure, cache) if cache is not None else None
-    if kept is not None:
-        return kept
+    cached = _read_cache(dataset, measure, cache) if cache is not None else None
+    if cached is not None:
+        return cached
     lengths = np.zeros(len(dataset), dtype=np.int64)
     for index in range(len(dataset)):
         try:
@@ -81,11 +81,11 @@ def measured(
             logger.warning("%s It is left out.", error)
     if cache is not None:
         with atomic_file(cache) as partial, partial.open("wb") as file:
-            np.savez(file, lengths=lengths, dataset=np.array(identity_of(dataset) or ""))
+            np.savez(file, lengths=lengths, dataset=np.array(fingerprint_of(dataset) or ""))
     return lengths
 
 
-def _measure(dataset: Indexed, measure: Callable[[Any], int], index: int) -> int:
+def _measure(dataset: IndexedDataset, measure: Callable[[Any], int], index: int) -> int:
     sample = read_sample(dataset, index)
     try:
         length = measure(sample)
@@ -96,8 +96,8 @@ def _measure(dataset: Indexed, measure: Callable[[Any], int], index: int) -> int
     return length
 
 
-def _kept(dataset: Indexed, measure: Callable[[Any], int], cache: Path) -> Ints | None:
-    """The lengths in the file, where it is there and of this dataset."""
+def _read_cache(dataset: IndexedDataset, measure: Callable[[Any], int], cache: Path) -> Ints | None:
+    """The lengths in the file; None if it does not exist or belongs to another dataset."""
     if not cache.exists():
         return None
     try:
@@ -106,10 +106,10 @@ def _kept(dataset: Indexed, measure: Callable[[Any], int], cache: Path) -> Ints 
     except (OSError, ValueError, KeyError) as error:
         logger.warning("%s cannot be read (%s): lengths are measured again", cache, error)
         return None
-    if len(lengths) != len(dataset) or dataset_of != (identity_of(dataset) or ""):
+    if len(lengths) != len(dataset) or dataset_of != (fingerprint_of(dataset) or ""):
         logger.warning("%s is of another dataset: lengths are measured again", cache)
         return None
-    for index in np.unique(np.linspace(0, len(lengths) - 1, _LOOKED_AT).astype(np.int64)).tolist():
+    for index in np.unique(np.linspace(0, len(lengths) - 1, _CHECKED_SAMPLES).astype(np.int64)).tolist():
         if lengths[index] and _measure(dataset, measure, index) != lengths[index]:
             logger.warning("%s has another length for sample %d: lengths are measured again", cache, index)
             return None

@@ -1,7 +1,7 @@
-"""cosmos-rl's datasets over our stream: a shard of a dataset, and its samples as micro-batches of optimizer steps.
+"""Datasets of cosmos-rl's load-balanced batching: a shard of a dataset, and the micro-batches of optimizer steps.
 
-Both are `IterableDataset`s for a DataLoader with `batch_size=None` and any number of workers. What they give does not
-depend on that number: every worker forms all micro-batches, from lengths alone, and reads the samples of its own only.
+Both are `IterableDataset`s for a DataLoader with `batch_size=None` and any number of workers. The stream does not
+depend on that number: every worker forms all micro-batches, from lengths alone, and reads the samples of its own steps.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.streams.former import PoolFormer
-from roll_batching.jobs.streams.length_index import Indexed, OnError, identity_of, length_of, measured, read_sample
+from roll_batching.jobs.streams.length_index import (
+    IndexedDataset,
+    OnError,
+    fingerprint_of,
+    length_of,
+    load_or_measure_lengths,
+    read_sample,
+)
+from roll_batching.jobs.streams.pool_batcher import PoolBatcher
 from roll_batching.planning.arrays import Ints
 
 logger = logging.getLogger(__name__)
@@ -26,19 +33,19 @@ _SHARD_STREAM = 5
 
 
 class ShardedIterableDataset(IterableDataset[Any]):
-    """One data-parallel rank's share of a dataset, sample by sample, in an order of its own in every epoch.
+    """One data-parallel rank's share of a dataset, sample by sample, shuffled anew in every epoch.
 
     Args:
-        base_dataset: asked for samples by number.
+        base_dataset: a map-style dataset.
         dp_rank: this data-parallel rank.
         dp_world_size: data-parallel ranks.
         seed: of the order.
 
     Raises:
-        DataError: for a rank that is none, or a negative seed; while iterating, for a sample that cannot be read.
+        DataError: for a rank outside `dp_world_size` or a negative seed; while iterating, for an unreadable sample.
     """
 
-    def __init__(self, base_dataset: Indexed, dp_rank: int, dp_world_size: int, seed: int = 0) -> None:
+    def __init__(self, base_dataset: IndexedDataset, dp_rank: int, dp_world_size: int, seed: int = 0) -> None:
         super().__init__()
         if seed < 0 or not 0 <= dp_rank < dp_world_size:
             raise DataError(
@@ -48,7 +55,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose order the next iteration has."""
+        """Set the epoch, whose order the next iteration has."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -66,48 +73,48 @@ class StepBatches(list[list[Any]]):
     """The micro-batches of one optimizer step of one rank, each a list of samples; none is empty."""
 
     indices: list[list[int]]
-    """Where the samples stand in the dataset."""
+    """Indices of the samples in the dataset."""
     skipped: list[int]
-    """Samples that could not be read and were left out (`on_error="skip"`)."""
+    """Indices of samples that could not be read and were left out (`on_error="skip"`)."""
     state: dict[str, Any]
-    """The position behind this step: `LoadBalancedDataset.load_state_dict` goes on there, whatever loader gave it."""
+    """Position after this step, for `LoadBalancedDataset.load_state_dict` with any number of workers."""
     last: bool
-    """Whether this rank has no further step."""
+    """Whether this is the rank's last step."""
 
 
 class LoadBalancedDataset(IterableDataset[StepBatches]):
     """A rank's samples as micro-batches up to a token cap: each iteration yields those of one optimizer step.
 
-    A sample is a sequence, or k sequences that stay together in one micro-batch, such as the two of a pair.
+    A sample is a sequence, or k sequences that share a micro-batch, such as the two of a pair.
 
     Args:
-        base_dataset: asked for samples by number; or a `ShardedIterableDataset`, which then says rank, ranks and seed.
-        pool_size: samples to choose from (their numbers and lengths: no sample waits in memory).
+        base_dataset: a map-style dataset; or a `ShardedIterableDataset`, whose rank, ranks and seed then count.
+        pool_size: samples to choose from (indices and lengths only: no sample waits in memory).
         max_tokens_for_batch: most tokens of a micro-batch, a hard cap: rows times the longest, or, packed, their sum.
-        length_key: the key of a sequence's tokens; one that is no mapping is measured itself.
+        length_key: the key of a sequence's tokens; `len` of the sequence where it is not a mapping.
         batching_strategy: how rectangles are formed; see `pool.choose`.
-        seq_packing_enabled: form packs instead; the strategy is then not used.
+        seq_packing_enabled: form packs instead; `batching_strategy` has no effect then.
         seed: of the order.
         dp_rank: this data-parallel rank.
         dp_world_size: data-parallel ranks.
         accumulate_steps: micro-batches of an optimizer step.
-        infinite_loop: begin the next epoch where one ends; else end with the first. Ranks may then end at different
-            steps (`StepBatches.last`): those that have ended compute fillers until the longest has.
-        lengths: int64[n] of all samples, where they are known; by default they are measured, once, by reading all.
-            int64[n, k] where each sample is a list of k sequences: these must be given.
-        length_cache: file that keeps what was measured.
-        on_error: a sample that cannot be read ends the iteration with an error that names it, after which the same step
-            can be asked for again; or it is left out, said, and counted.
+        infinite_loop: repeat epochs without end; else stop after the first. Ranks may then end at different steps
+            (`StepBatches.last`): those that have ended compute fillers until the last one has.
+        lengths: int64[n] of all samples, if known; by default they are measured once, by reading all samples.
+            int64[n, k] where each sample is a list of k sequences, which are never measured.
+        length_cache: file for measured lengths.
+        on_error: a sample that cannot be read raises an error that names it, and the next call tries the same step
+            again ("raise"); or it is left out, logged and counted ("skip").
         sequence_multiple: lengths are rounded up to a multiple of this, as the plan's alignment asks.
 
     Raises:
-        DataError: for numbers below 1, unknown words, samples above the cap, and, while iterating, a sample that cannot
-            be read, or has another length than was measured.
+        DataError: for numbers below 1, unknown names, samples above the cap, and, while iterating, a sample that
+            cannot be read or does not have its measured length.
     """
 
     def __init__(
         self,
-        base_dataset: Indexed | ShardedIterableDataset,
+        base_dataset: IndexedDataset | ShardedIterableDataset,
         pool_size: int = 32,
         max_tokens_for_batch: int = 32768,
         length_key: str = "input_ids",
@@ -143,13 +150,13 @@ class LoadBalancedDataset(IterableDataset[StepBatches]):
         self.accumulate_steps = accumulate_steps
         if lengths is None:
             cache = None if length_cache is None else Path(length_cache)
-            lengths = measured(base_dataset, self._length_of, cache=cache, on_error=on_error)
+            lengths = load_or_measure_lengths(base_dataset, self._length_of, cache=cache, on_error=on_error)
         if len(lengths) != len(base_dataset):
             raise DataError(f"{len(lengths)} lengths are given for {len(base_dataset)} samples.")
         self._lengths = np.asarray(lengths, dtype=np.int64)
         self.skipped = int((self._lengths.reshape(len(self._lengths), -1) < 1).any(axis=1).sum())
-        """Samples that were left out so far, in this process: those without length, then each that cannot be read."""
-        self._former = PoolFormer(
+        """Samples left out so far in this process: those without length, and those that could not be read."""
+        self._pool_batcher = PoolBatcher(
             self._lengths,
             max_tokens=max_tokens_for_batch,
             strategy="packed" if seq_packing_enabled else batching_strategy,
@@ -159,95 +166,94 @@ class LoadBalancedDataset(IterableDataset[StepBatches]):
             rank=dp_rank,
             size=dp_world_size,
             infinite=infinite_loop,
-            dataset=identity_of(base_dataset),
+            dataset=fingerprint_of(base_dataset),
         )
         self._epoch, self._to_skip = 0, 0
         self._position: dict[str, Any] | None = None
-        """Behind the last step that was given; None: at the beginning of the epoch."""
+        """After the last step returned; None: at the beginning of the epoch."""
         self._loaded = False
-        """Whether the next iteration begins there."""
+        """Whether the next iteration starts at `_position`."""
         self._steps = 0
-        """Steps before it, since the loader began: workers take turns by it."""
+        """Steps before it, since the loader started: step k belongs to worker k % workers."""
 
     def _length_of(self, sample: Any) -> int:
         return length_of(sample, self.length_key)
 
-    def _differs(self, sample: Any, index: int) -> str | None:
-        """How long a sample is and how long it was measured, where that differs."""
-        expected = self._lengths[index].tolist()
-        together = isinstance(expected, list)
-        found = [self._length_of(sequence) for sequence in sample] if together else self._length_of(sample)
-        if found == expected:
+    def _length_difference(self, sample: Any, index: int) -> str | None:
+        """Clause with the sample's length and its measured length, if they differ."""
+        measured = self._lengths[index].tolist()
+        has_sequences = isinstance(measured, list)
+        length = [self._length_of(sequence) for sequence in sample] if has_sequences else self._length_of(sample)
+        if length == measured:
             return None
-        has, had = (" and ".join(map(str, np.atleast_1d(one))) for one in (found, expected))
-        return f"{has} tokens, and {had} were measured"
+        now, before = (" and ".join(map(str, np.atleast_1d(tokens))) for tokens in (length, measured))
+        return f"{now} tokens, and {before} were measured"
 
     def __len__(self) -> int:
-        """Optimizer steps of an epoch, about: from the tokens of this rank's share, as if micro-batches were full."""
-        state = self._former.state_dict()
+        """Approximate optimizer steps of an epoch: tokens of this rank's share over those of full micro-batches."""
+        state = self._pool_batcher.state_dict()
         tokens = int(self._lengths[state["rank"] :: state["size"]].sum())
-        return max(1, -(-tokens // (self._former.max_tokens * self.accumulate_steps)))
+        return max(1, -(-tokens // (self._pool_batcher.max_tokens * self.accumulate_steps)))
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration begins with this epoch; a loaded position is forgotten."""
+        """Start the next iteration with this epoch, and discard a loaded position."""
         self._epoch, self._position, self._loaded, self._steps = epoch, None, False, 0
 
     def skip_batches(self, steps: int) -> None:
-        """The next iteration passes over so many optimizer steps; they are formed and not read.
+        """Skip so many optimizer steps in the next iteration: they are formed, but not read.
 
-        A state that was saved (`state_dict`, or `StepBatches.state`) goes there at once.
+        Loading a saved state (`state_dict`, or `StepBatches.state`) takes constant time instead.
         """
         self._to_skip = steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in plain values, behind the last step that was given in this process."""
+        """The position as plain data, after the last step returned in this process."""
         if self._position is None:
-            self._former.start_epoch(self._epoch)
-            return {**self._former.state_dict(), "steps": 0}
+            self._pool_batcher.start_epoch(self._epoch)
+            return {**self._pool_batcher.state_dict(), "steps": 0}
         return dict(self._position)
 
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, repartition: bool = False
     ) -> None:
-        """The next iteration goes on from a saved position, with any number of workers.
+        """Start the next iteration at a saved position, with any number of workers.
 
-        What may differ, what is refused, and what `repartition` does: `PoolFormer.load_state_dict`.
-
-        A state that a worker saved (torchdata's `StatefulDataLoader`) is loaded by the same one of as many workers.
+        `state`, `repartition` and errors are those of `PoolBatcher.load_state_dict`. A state that a worker saved
+        (torchdata's `StatefulDataLoader`) must be loaded by the same worker of equally many.
         """
-        self._former.load_state_dict(state, repartition=repartition)
-        taken = int(state["steps"]) if isinstance(state, Mapping) and "steps" in state else 0
-        self._steps = taken if get_worker_info() is not None else 0
-        self._position, self._loaded = {**self._former.state_dict(), "steps": taken}, True
+        self._pool_batcher.load_state_dict(state, repartition=repartition)
+        steps = int(state["steps"]) if isinstance(state, Mapping) and "steps" in state else 0
+        self._steps = steps if get_worker_info() is not None else 0
+        self._position, self._loaded = {**self._pool_batcher.state_dict(), "steps": steps}, True
 
     def __iter__(self) -> Iterator[StepBatches]:
         return _Steps(self)
 
 
 class _Steps(Iterator[StepBatches]):
-    """One pass of one process; a step whose samples cannot be read can be asked for again."""
+    """Iterator of one process; after an error the next call tries the same step again."""
 
     def __init__(self, dataset: LoadBalancedDataset) -> None:
         self._dataset = dataset
         self._worker, self._workers = _worker()
-        former = dataset._former
+        batcher = dataset._pool_batcher
         if dataset._loaded and dataset._position is not None:
-            former.load_state_dict(dataset._position)
+            batcher.load_state_dict(dataset._position)
         else:
-            former.start_epoch(dataset._epoch)
+            batcher.start_epoch(dataset._epoch)
             dataset._position = None
         for _ in range(dataset._to_skip):
-            self._formed()
+            self._form_step()
         dataset._to_skip = 0
         self._next = dataset._steps
         dataset._steps, dataset._loaded = 0, False
 
-    def _formed(self) -> list[list[int]]:
-        """Places of the next step's samples."""
-        former = self._dataset._former
+    def _form_step(self) -> list[list[int]]:
+        """Indices of the next step's samples."""
+        batcher = self._dataset._pool_batcher
         step: list[list[int]] = []
         while len(step) < self._dataset.accumulate_steps:
-            batch = former.next_batch()
+            batch = batcher.next_batch()
             if not batch.size:
                 break
             step.append(batch.tolist())
@@ -256,54 +262,54 @@ class _Steps(Iterator[StepBatches]):
     def __next__(self) -> StepBatches:
         dataset = self._dataset
         while True:
-            before = dataset._former.state_dict()
-            formed = self._formed()
-            if not formed:
+            before = dataset._pool_batcher.state_dict()
+            indices = self._form_step()
+            if not indices:
                 raise StopIteration
             if self._next % self._workers == self._worker:
                 try:
-                    step = self._read(formed)
+                    step = self._read(indices)
                 except BaseException:
-                    dataset._former.load_state_dict(before)
+                    dataset._pool_batcher.load_state_dict(before)
                     raise
                 self._next += 1
-                step.state = {**dataset._former.state_dict(), "steps": self._next}
-                step.last = dataset._former.ended
+                step.state = {**dataset._pool_batcher.state_dict(), "steps": self._next}
+                step.last = dataset._pool_batcher.ended
                 dataset._position = step.state
                 return step
             self._next += 1
 
-    def _read(self, formed: list[list[int]]) -> StepBatches:
+    def _read(self, indices: list[list[int]]) -> StepBatches:
         dataset = self._dataset
         step = StepBatches()
         step.indices, step.skipped = [], []
-        for batch in formed:
-            kept = []
+        for batch in indices:
+            samples = []
             for index in batch:
                 try:
                     sample = read_sample(dataset.base_dataset, index)
                     self._require_length(sample, index)
-                    kept.append((index, sample))
+                    samples.append((index, sample))
                 except DataError as error:
                     if dataset.on_error == "raise":
                         raise
                     logger.warning("%s It is left out.", error)
                     step.skipped.append(index)
-            if kept:
-                step.indices.append([index for index, _ in kept])
-                step.append([sample for _, sample in kept])
+            if samples:
+                step.indices.append([index for index, _ in samples])
+                step.append([sample for _, sample in samples])
         dataset.skipped += len(step.skipped)
         return step
 
     def _require_length(self, sample: Any, index: int) -> None:
-        if difference := self._dataset._differs(sample, index):
+        if difference := self._dataset._length_difference(sample, index):
             raise DataError(
-                f"Sample {index} has {difference}: give lengths of this dataset, or remove the length_cache of "
-                "another; a dataset must give a sample the same length each time."
+                f"Sample {index} has {difference}: pass lengths of this dataset, or remove the length_cache of "
+                "another; a sample must have the same length each time it is read."
             )
 
 
 def _worker() -> tuple[int, int]:
-    """This loader process's number, and how many there are."""
+    """Number of this DataLoader worker, and the number of workers."""
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)

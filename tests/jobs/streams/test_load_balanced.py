@@ -11,8 +11,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.streams.former import PoolFormer
 from roll_batching.jobs.streams.load_balanced import LoadBalancedDataset, ShardedIterableDataset
+from roll_batching.jobs.streams.pool_batcher import PoolBatcher
 
 pytestmark = [
     pytest.mark.streams,
@@ -192,7 +192,7 @@ def test_what_is_of_something_else_is_refused_with_the_difference():
     for words, dataset in others.items():
         with pytest.raises(DataError, match=words):
             dataset.load_state_dict(state)
-    with pytest.raises(DataError, match=r"the positions of all 2 ranks are needed; given are those of \[0\]"):
+    with pytest.raises(DataError, match=r"needs the positions of all 2 saved ranks; given are those of \[0\]"):
         made(dp_world_size=3).load_state_dict(state, repartition=True)
     with pytest.raises(DataError, match="lacks pool"):
         made().load_state_dict({k: v for k, v in made().state_dict().items() if k != "pool"})
@@ -208,7 +208,7 @@ def test_dealt_anew_every_sample_once(sizes, infinite):
     for size in sizes:
         ranks = []
         for rank in range(size):
-            former = PoolFormer(length, max_tokens=400, pool_size=8, rank=rank, size=size, infinite=infinite)
+            former = PoolBatcher(length, max_tokens=400, pool_size=8, rank=rank, size=size, infinite=infinite)
             if states is not None:
                 former.load_state_dict(json.loads(json.dumps(states)), repartition=True)
             for _ in range(3 + 4 * rank if size != sizes[-1] else 0):

@@ -1,4 +1,4 @@
-"""Which samples of one rank form its next micro-batch: a pure function of all lengths, a seed and a small position."""
+"""Micro-batches of one data-parallel rank from a pool of samples: a function of lengths, seed and position alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_batching.planning.compiled import compiled_once
 
 _STREAM = 4
 _IDENTITY = ("seed", "rank", "size", "samples", "lengths", "dataset")
-_WORDS = {
+_DIFFERENCE = {
     "seed": "another seed",
     "samples": "another number of samples",
     "lengths": "a dataset of other lengths",
@@ -23,16 +23,16 @@ _WORDS = {
 }
 
 
-class PoolFormer:
+class PoolBatcher:
     """Forms micro-batches of one data-parallel rank's share of a dataset, epoch after epoch.
 
-    The share is every `size`-th sample, in an order of its own in each epoch. Before each micro-batch a pool is filled
-    in that order; `pool.choose` says who leaves it. Lengths alone are looked at: nothing is read. What is left at the
-    end of an epoch stays in the pool, so that nothing is dropped (the pool may then hold samples of two epochs).
+    The share is every `size`-th sample, shuffled anew in each epoch. Before each micro-batch a pool is filled in that
+    order; `pool.choose` takes the micro-batch from it. No sample is read, only lengths. Samples left at the end of an
+    epoch stay in the pool, so none is dropped (the pool may then hold samples of two epochs).
 
     Args:
-        lengths: int64[n], tokens of every sample of the dataset; below 1: the sample is left out. int64[n, k] of
-            samples that are k sequences each, which stay together (2: pairs).
+        lengths: int64[n], tokens of every sample of the dataset; below 1: the sample is left out. int64[n, k] for
+            samples of k sequences that share a micro-batch (pairs: 2).
         max_tokens: most tokens of a micro-batch: rows times the longest, or the sum when packed. A sequence is a row.
         strategy: how a micro-batch is chosen from the pool.
         pool_size: samples to choose from.
@@ -40,12 +40,12 @@ class PoolFormer:
         seed: of the order.
         rank: this data-parallel rank.
         size: data-parallel ranks.
-        infinite: go on with the next epoch for ever; else the first epoch is all.
-        dataset: what tells this dataset from others of the same lengths, if anything.
+        infinite: repeat epochs without end; else stop after the first.
+        dataset: fingerprint of the dataset, compared on resuming; None: only lengths are compared.
 
     Raises:
-        DataError: for numbers below 1, an unknown strategy, samples above the cap (named), and, where it is to go on
-            for ever, a share without samples.
+        DataError: for numbers below 1, an unknown strategy, samples above the cap (named), and, if `infinite`, a share
+            without samples.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class PoolFormer:
         values = (seed, rank, size, len(lengths), hashlib.sha256(lengths.tobytes()).hexdigest()[:16], dataset)
         self._identity: dict[str, Any] = dict(zip(_IDENTITY, values, strict=True))
         self._origin: list[dict[str, Any]] | None = None
-        """States of all ranks of another number of them, whose unread samples were dealt anew."""
+        """Saved states of all ranks, when resuming with a different DP size: their unread samples were dealt anew."""
         self._last_dealt = -1
-        """The epoch in which they are read; those after it are this layout's own."""
+        """Last epoch of `_origin`: its order and earlier ones come from there, later ones from this layout."""
         self._epoch, self._cursor, self._count = 0, 0, 0
         self._order = self._order_of(0)
         if infinite and not self._order.size:
@@ -98,11 +98,11 @@ class PoolFormer:
 
     @property
     def ended(self) -> bool:
-        """Whether no sample is left."""
+        """Whether no sample is left, in this rank's share or its pool."""
         return not (self.infinite or self._count or self._cursor < self._order.size)
 
     def next_batch(self) -> Ints:
-        """int64: places in the dataset of the next micro-batch's samples; none when the data has ended."""
+        """Indices of the next micro-batch's samples, int64; empty when the data has ended."""
         self._fill()
         if not self._count:
             return self._taken[:0].copy()
@@ -117,7 +117,7 @@ class PoolFormer:
                 if not self.infinite:
                     return
                 self._epoch, self._cursor = self._epoch + 1, 0
-                self._origin, self._last_dealt = None, -1  # all that was dealt anew has been drawn
+                self._origin, self._last_dealt = None, -1  # every sample dealt anew has entered the pool
                 self._order = self._order_of(self._epoch)
             drawn = self._order[self._cursor : self._cursor + room - self._count]
             end = self._count + drawn.size
@@ -132,15 +132,13 @@ class PoolFormer:
         return _share(self._slots, seed, rank, size, epoch)
 
     def start_epoch(self, epoch: int) -> None:
-        """Goes to the beginning of an epoch, with an empty pool."""
+        """Go to the beginning of an epoch, with an empty pool."""
         self._origin, self._last_dealt = None, -1
         self._epoch, self._cursor, self._count = epoch, 0, 0
         self._order = self._order_of(epoch)
 
-    # ---- the position
-
     def state_dict(self) -> dict[str, Any]:
-        """The position in plain values, at most `pool_size` places among them."""
+        """The position as plain data, with at most `pool_size` indices."""
         return {
             **self._identity,
             "epoch": self._epoch,
@@ -152,49 +150,49 @@ class PoolFormer:
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, repartition: bool = False
     ) -> None:
-        """Goes to a saved position at once: nothing is replayed. Cap, strategy and pool size may have changed.
+        """Go to a saved position, without replaying the stream. Cap, strategy and pool size may have changed.
 
         Args:
             state: this rank's, or those of all ranks, in order.
-            repartition: where `state` is of another number of ranks, all of them must be given, and what those ranks
-                had not read of their epochs, up to the latest that any was in, is dealt to these ranks; each sample
-                is read once.
+            repartition: allow states of another number of ranks, given for all of them. The samples that those ranks
+                had not read, of their epochs up to the latest, are dealt to these ranks: each is read once.
 
         Raises:
             DataError: naming the difference, for a state of another dataset or seed, of another rank or number of ranks
-                (without `repartition`), an impossible or an incomplete one.
+                (without `repartition`), or an incomplete or impossible one.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        for one in states:
-            if missing := sorted({*_IDENTITY, "epoch", "cursor", "pool", "origin"} - one.keys()):
+        for saved in states:
+            if missing := sorted({*_IDENTITY, "epoch", "cursor", "pool", "origin"} - saved.keys()):
                 raise DataError(f"The saved stream position lacks {', '.join(missing)}.")
-            for name, what in _WORDS.items():
-                if one[name] != self._identity[name]:
+            for name, difference in _DIFFERENCE.items():
+                if saved[name] != self._identity[name]:
+                    own = self._identity[name]
                     raise DataError(
-                        f"The saved stream position is of {what}: {name} {one[name]!r}, here {self._identity[name]!r}. "
-                        "Resume with what it was saved with, or start anew."
+                        f"The saved stream position is of {difference}: {name} {saved[name]!r}, here {own!r}. "
+                        "Resume with the saved run's data and seed, or start a new run."
                     )
         rank, size = self._identity["rank"], self._identity["size"]
-        if any(one["size"] != size for one in states):
+        if any(saved["size"] != size for saved in states):
             self._deal_anew(states, repartition)
             return
-        mine = [one for one in states if one["rank"] == rank]
-        if not mine:
+        own = [saved for saved in states if saved["rank"] == rank]
+        if not own:
             raise DataError(f"The saved stream position is of rank {states[0]['rank']}, this is rank {rank}.")
-        self._go_to(mine[0])
+        self._restore(own[0])
 
-    def _go_to(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any]) -> None:
         pool = np.array(state["pool"], dtype=np.int64)
         before = self._origin, self._last_dealt
         self._origin = None if state["origin"] is None else list(state["origin"])
-        self._last_dealt = -1 if self._origin is None else max(one["epoch"] for one in self._origin)
+        self._last_dealt = -1 if self._origin is None else max(saved["epoch"] for saved in self._origin)
         epoch, cursor = int(state["epoch"]), int(state["cursor"])
         order = self._order_of(epoch)
-        inside = not pool.size or (0 <= int(pool.min()) and int(pool.max()) < len(self._slots))
-        if epoch < 0 or not 0 <= cursor <= order.size or not inside or (pool.size and not self._slots[pool].all()):
+        in_range = not pool.size or (0 <= int(pool.min()) and int(pool.max()) < len(self._slots))
+        if epoch < 0 or not 0 <= cursor <= order.size or not in_range or (pool.size and not self._slots[pool].all()):
             self._origin, self._last_dealt = before
             raise DataError(f"The saved stream position is impossible: {epoch=}, {cursor=}, {pool=}.")
-        room = max(self.pool_size, pool.size)  # a larger pool than ours empties by and by
+        room = max(self.pool_size, pool.size)  # a saved pool may be larger: it shrinks to `pool_size` as it empties
         self._waiting, self._waiting_slots = np.resize(self._waiting, room), np.resize(self._waiting_slots, room)
         self._taken = np.resize(self._taken, room)
         self._waiting[: pool.size], self._waiting_slots[: pool.size] = pool, self._slots[pool]
@@ -205,44 +203,43 @@ class PoolFormer:
         if not repartition:
             raise DataError(
                 f"The saved stream position is of {old} data-parallel ranks, and there are {size}: resume with as "
-                "many, or pass repartition: true, which deals what was not read yet to the ranks that there are now."
+                "many, or pass repartition: true, which deals the samples not read yet to the ranks of this run."
             )
-        if sorted(one["rank"] for one in states) != list(range(old)):
-            given = sorted(one["rank"] for one in states)
-            raise DataError(f"To deal anew, the positions of all {old} ranks are needed; given are those of {given}.")
-        self._origin = [dict(one) for one in sorted(states, key=lambda one: int(one["rank"]))]
-        self._last_dealt = max(one["epoch"] for one in self._origin)
+        ranks = sorted(saved["rank"] for saved in states)
+        if ranks != list(range(old)):
+            raise DataError(f"repartition needs the positions of all {old} saved ranks; given are those of {ranks}.")
+        self._origin = [dict(saved) for saved in sorted(states, key=lambda saved: int(saved["rank"]))]
+        self._last_dealt = max(saved["epoch"] for saved in self._origin)
         self._epoch, self._cursor, self._count = self._last_dealt, 0, 0
         self._order = self._order_of(self._epoch)
 
 
 def _share(slots: Ints, seed: int, rank: int, size: int, epoch: int) -> Ints:
-    """int64: a rank's samples in the order of an epoch."""
+    """A rank's samples in the order of an epoch, int64."""
     share = np.arange(rank, len(slots), size)
     share = share[slots[share] > 0]
     return share[np.random.default_rng([_STREAM, seed, rank, epoch]).permutation(share.size)]
 
 
 def _unread(slots: Ints, states: Sequence[Mapping[str, Any]], last: int) -> Ints:
-    """int64: what ranks at `states` have not handed out of their epochs up to `last`, pools first, rank after rank."""
-    pools = [np.array(one["pool"], dtype=np.int64) for one in states]
+    """Samples that ranks at `states` have not returned, of epochs up to `last`: pools first, then by rank. int64."""
+    pools = [np.array(saved["pool"], dtype=np.int64) for saved in states]
     rest = []
-    for one in states:
-        dealt = -1 if one["origin"] is None else max(before["epoch"] for before in one["origin"])
-        for epoch in range(int(one["epoch"]), last + 1):
-            if epoch <= dealt:
-                order = _unread(slots, one["origin"], dealt)[one["rank"] :: one["size"]]
+    for saved in states:
+        last_dealt = -1 if saved["origin"] is None else max(earlier["epoch"] for earlier in saved["origin"])
+        for epoch in range(int(saved["epoch"]), last + 1):
+            if epoch <= last_dealt:  # that run had been repartitioned itself
+                order = _unread(slots, saved["origin"], last_dealt)[saved["rank"] :: saved["size"]]
             else:
-                order = _share(slots, one["seed"], one["rank"], one["size"], epoch)
-            rest.append(order[one["cursor"] :] if epoch == one["epoch"] else order)
+                order = _share(slots, saved["seed"], saved["rank"], saved["size"], epoch)
+            rest.append(order[saved["cursor"] :] if epoch == saved["epoch"] else order)
     return np.concatenate([*pools, *rest])
 
 
 def _slots(lengths: Ints, multiple: int, *, packed: bool) -> tuple[Ints, int]:
-    """How long each sample is, int64[n], 0 for one that is left out; and how many rows of that length it takes.
+    """Aligned tokens of each sample, int64[n], 0 for one that is left out; and the rows of that length it takes.
 
-    Of sequences that stay together a pack takes the sum, as of one; a rectangle has a row for each, as long as the
-    longest.
+    Sequences that share a micro-batch count their sum in a pack; in a rectangle each has a row as long as the longest.
     """
     aligned = np.maximum(-(-lengths // multiple) * multiple, 0)
     if lengths.ndim == 1:
@@ -256,11 +253,11 @@ def _require_cap(lengths: Ints, computed: Ints, max_tokens: int, aligned: str) -
     if not above.size:
         return
     first = int(above[0])
-    together = lengths[first].ravel().tolist()
-    has = " and ".join(map(str, together)) + " tokens" + (", which stay together" if len(together) > 1 else "")
-    takes = f" ({computed[first]} {aligned})" if computed[first] != sum(together) else ""
+    sequences = lengths[first].ravel().tolist()
+    tokens = " and ".join(map(str, sequences)) + " tokens" + (", which stay together" if len(sequences) > 1 else "")
+    takes = f" ({computed[first]} {aligned})" if computed[first] != sum(sequences) else ""
     more = f", and {above.size - 1:,} more samples are longer than that" if above.size > 1 else ""
     raise DataError(
-        f"Sample {first} has {has}{takes}, more than max_tokens={max_tokens}{more}: raise the cap, shorten them, or "
+        f"Sample {first} has {tokens}{takes}, more than max_tokens={max_tokens}{more}: raise the cap, shorten them, or "
         "leave them out."
     )
