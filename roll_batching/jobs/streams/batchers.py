@@ -1,8 +1,8 @@
 """Online batchers for samples that arrive one by one: micro-batches of one row per data-parallel rank, even in L^2.
 
-They are TRL's: a fixed number of samples per micro-batch, or a budget of tokens per row. What differs: the samples of a
-micro-batch that closes are divided again, all of them at once; what is left at the end is handed out too; a sample
-above the budget follows a stated policy; and a budget's batcher can look ahead over several micro-batches.
+They are TRL's: a fixed number of samples per micro-batch, or a token budget per row. Differences: a micro-batch that
+closes is divided again, all of its samples at once; remaining samples at the end are yielded too; a sample above the
+budget follows `oversize`; and the batcher of a budget can look ahead over several micro-batches.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 from torch.utils.data import IterableDataset, get_worker_info
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.streams.rows import LengthOf, divide, even_rows, imbalance, lengths_in, tokens_of
+from roll_batching.jobs.streams.rows import LengthOf, divide_into_rows, even_rows, imbalance, row_lengths, tokens_of
 
 S = TypeVar("S")
 OversizePolicy = Literal["error", "alone"]
 
-EVEN = 0.02
-"""Rows this uneven are good enough to take no sample back."""
-FULL = 0.98
-"""A micro-batch is closed at this part of what its rows may hold: the rest is what makes rows even."""
-YIELD = 0.95
-"""To be even it may fall to this part of the tokens that would have fitted."""
+EVEN_ENOUGH = 0.02
+"""Imbalance at which no sample is given back for the next micro-batch."""
+FULL_ENOUGH = 0.98
+"""Share of the token budget at which a micro-batch closes: the rest is room to even out the rows."""
+MIN_FILL = 0.95
+"""Share of the tokens that would fit which a micro-batch keeps while samples are given back for evenness."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class BatcherMetrics:
     _held: int = 0
 
     def add(self, rows: Sequence[Sequence[int]], held: int) -> None:
-        """A micro-batch of rows of lengths, which `held` micro-batches have overtaken, summed over its samples."""
+        """Count a micro-batch of row lengths; `held`: micro-batches that its samples waited through, summed."""
         self.micro_batches += 1
         self.samples += sum(map(len, rows))
         self.tokens += sum(map(sum, rows))
@@ -65,17 +65,17 @@ class BatcherMetrics:
 @dataclass
 class _Waiting(Generic[S]):
     number: int
-    """In the order of arrival."""
+    """Order of arrival."""
     sample: S
     length: int
-    since: int
-    """Micro-batches that had been handed out when it came."""
+    arrived_after: int
+    """Micro-batches yielded before it arrived."""
 
 
 class _Batcher(IterableDataset, Generic[S]):  # type: ignore[type-arg]
-    """What batchers share: they read samples, and hand out `rows[rank]`, lists of samples.
+    """Base of the batchers: reads samples, yields micro-batches as `rows[rank]`, lists of samples.
 
-    One process iterates, since what is read from a queue is gone from it: with a DataLoader `num_workers=0`.
+    One process iterates, since a queue gives each sample once: with a DataLoader, `num_workers=0`.
     """
 
     def __init__(self, samples: Iterable[S], num_processes: int, length_of: LengthOf) -> None:
@@ -99,14 +99,14 @@ class _Batcher(IterableDataset, Generic[S]):  # type: ignore[type-arg]
             length = self.length_of(sample)
             if length < 1:
                 raise DataError(f"Sample {number} has no tokens (length {length}).")
-            self._admit(number, length)
+            self._check_length(number, length)
             yield _Waiting(number, sample, length, self.metrics.micro_batches)
 
-    def _admit(self, number: int, length: int) -> None:
-        """Raises DataError for a sample that must not be there."""
+    def _check_length(self, number: int, length: int) -> None:
+        """Raises DataError for a sample that no micro-batch can hold."""
 
-    def _handed_out(self, rows: list[list[_Waiting[S]]]) -> list[list[S]]:
-        held = sum(self.metrics.micro_batches - one.since for row in rows for one in row)
+    def _release(self, rows: list[list[_Waiting[S]]]) -> list[list[S]]:
+        held = sum(self.metrics.micro_batches - one.arrived_after for row in rows for one in row)
         self.metrics.add([[one.length for one in row] for row in rows], held)
         return [[one.sample for one in row] for row in rows]
 
@@ -116,9 +116,9 @@ def _length(one: _Waiting[Any]) -> int:
 
 
 class StridedBatcher(_Batcher[S]):
-    """Micro-batches of `microbatch_size` samples dealt round the ranks, whatever their lengths: the baseline.
+    """Micro-batches of `microbatch_size` samples dealt to the ranks in turn, without balancing: the baseline.
 
-    Takes and yields what `FixedCountBatcher` does.
+    Arguments and results are those of `FixedCountBatcher`.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ class StridedBatcher(_Batcher[S]):
         for one in self._arriving():
             waiting.append(one)
             if len(waiting) == self.microbatch_size:
-                yield self._handed_out(self._divided(waiting))
+                yield self._release(self._divide(waiting))
                 waiting = []
         if waiting:
-            yield self._handed_out(self._divided(waiting))
+            yield self._release(self._divide(waiting))
 
-    def _divided(self, waiting: list[_Waiting[S]]) -> list[list[_Waiting[S]]]:
+    def _divide(self, waiting: list[_Waiting[S]]) -> list[list[_Waiting[S]]]:
         return [waiting[row :: self.num_processes] for row in range(self.num_processes)]
 
 
@@ -150,7 +150,7 @@ class FixedCountBatcher(StridedBatcher[S]):
     """Micro-batches of `microbatch_size` samples, divided into one row per rank by their squared lengths.
 
     Iterating yields `rows[rank]`, lists of samples, never less even than dealing longest-first. The last micro-batch
-    holds what is left; only there a row can be empty (a plan made by `Plan.from_bins` puts a filler there).
+    holds the remaining samples; only there a row can be empty (`Plan.from_bins` puts a filler there).
 
     Args:
         samples: any iterable; read as far as needed.
@@ -162,20 +162,20 @@ class FixedCountBatcher(StridedBatcher[S]):
         DataError: for numbers below 1 or fewer samples than ranks; while iterating, for a sample without tokens.
     """
 
-    def _divided(self, waiting: list[_Waiting[S]]) -> list[list[_Waiting[S]]]:
+    def _divide(self, waiting: list[_Waiting[S]]) -> list[list[_Waiting[S]]]:
         return even_rows(waiting, self.num_processes, _length)
 
 
 class TokenBudgetBatcher(_Batcher[S]):
     """Micro-batches of as many samples as fit: every row stays within `token_budget` tokens.
 
-    Samples are taken in the order of their arrival while they fit, as many as make even rows, and divided at once.
-    Those that were taken back begin the next micro-batch. Every row holds a sample; only in the last micro-batch,
-    which holds what is left, rows can be empty (a plan made by `Plan.from_bins` puts fillers there).
+    Samples are taken in the order of their arrival while they fit; the last ones are given back where that makes rows
+    more even, and the others divided all at once. Every row holds a sample; only in the last micro-batch, which holds
+    the remaining samples, rows can be empty (`Plan.from_bins` puts fillers there).
 
-    With `window` > 1 so many micro-batches are formed of what arrives for all of them: fuller and more even, of samples
-    that wait for up to `window` - 1 others. `metrics` holds how long. What has grown too old meanwhile is left
-    out and counted, so that no bound on the age of samples is broken by waiting.
+    With `window` > 1 so many micro-batches are formed together: fuller and more even, but a sample waits for up to
+    `window` - 1 others (`metrics` has the mean). A sample that is no longer fresh by then is dropped and counted, so
+    that waiting never breaks a bound on staleness.
 
     Args:
         samples: any iterable; read as far as needed.
@@ -183,8 +183,8 @@ class TokenBudgetBatcher(_Batcher[S]):
         token_budget: tokens per row.
         length_of: tokens of a sample.
         oversize: a sample longer than the budget is an "error", or is placed "alone" in a row above it.
-        window: micro-batches that are formed together; 1 looks no further than the next.
-        is_fresh: whether a sample may still be trained on; asked again before its micro-batch is handed out.
+        window: micro-batches that are formed together; 1: no look-ahead.
+        is_fresh: whether a sample may still be trained on; called again before its micro-batch is yielded.
 
     Raises:
         DataError: for numbers below 1 or an unknown policy; while iterating, for a sample without tokens or,
@@ -214,7 +214,7 @@ class TokenBudgetBatcher(_Batcher[S]):
         self.window = window
         self.is_fresh = is_fresh
 
-    def _admit(self, number: int, length: int) -> None:
+    def _check_length(self, number: int, length: int) -> None:
         if length > self.token_budget and self.oversize == "error":
             raise DataError(
                 f"Sample {number} has {length} tokens, more than token_budget={self.token_budget}: raise the "
@@ -227,75 +227,75 @@ class TokenBudgetBatcher(_Batcher[S]):
             full = self._gather(arriving, waiting)
             if not waiting:
                 return
-            formed = self._formed(waiting) if full else self._rest(waiting)
+            formed = self._form_window(waiting) if full else self._form_rest(waiting)
             for k, rows in enumerate(formed):
-                if not all(self._fresh(one) for row in rows for one in row):
+                if not all(self._is_fresh(one) for row in rows for one in row):
                     self._put_back(formed[k:], waiting)
                     break
-                yield self._handed_out(rows)
+                yield self._release(rows)
 
     def _put_back(self, formed: list[list[list[_Waiting[S]]]], waiting: deque[_Waiting[S]]) -> None:
-        """What is not yet handed out waits again, in the order of its arrival, less what is too old."""
+        """Return micro-batches to the waiting samples, in the order of arrival; drops samples that are too old."""
         back = [one for rows in formed for row in rows for one in row]
-        fresh = [one for one in back if self._fresh(one)]
+        fresh = [one for one in back if self._is_fresh(one)]
         self.metrics.stale_samples += len(back) - len(fresh)
         waiting.extendleft(sorted(fresh, key=lambda one: one.number, reverse=True))
 
-    def _fresh(self, one: _Waiting[S]) -> bool:
+    def _is_fresh(self, one: _Waiting[S]) -> bool:
         return self.is_fresh is None or self.is_fresh(one.sample)
 
     def _gather(self, arriving: Iterator[_Waiting[S]], waiting: deque[_Waiting[S]]) -> bool:
-        """Reads until the window is full; False when nothing more arrives."""
+        """Read until the window is full; False at the end of the samples."""
         room, needed = self._room, self.num_processes * self.window
-        total = sum(map(self._taken, waiting))
-        while total < room and (total <= FULL * room or len(waiting) < needed):
+        total = sum(map(self._row_tokens, waiting))
+        while total < room and (total <= FULL_ENOUGH * room or len(waiting) < needed):
             one = next(arriving, None)
             if one is None:
                 return False
             waiting.append(one)
-            total += self._taken(one)
+            total += self._row_tokens(one)
         return True
 
     @property
     def _room(self) -> int:
         return self.num_processes * self.window * self.token_budget
 
-    def _taken(self, one: _Waiting[S]) -> int:
-        """Of a row's budget: all of it where the sample is above."""
+    def _row_tokens(self, one: _Waiting[S]) -> int:
+        """Tokens of a row's budget that the sample takes: all of it where it is longer."""
         return min(one.length, self.token_budget)
 
-    def _formed(self, waiting: deque[_Waiting[S]]) -> list[list[list[_Waiting[S]]]]:
-        """A window of micro-batches of the first that wait, as many as make even rows; the others go on waiting."""
-        some = list(waiting)
-        totals = list(accumulate(map(self._taken, some)))
-        best, found, enough = None, float("inf"), 0.0
+    def _form_window(self, waiting: deque[_Waiting[S]]) -> list[list[list[_Waiting[S]]]]:
+        """A window of micro-batches of the first waiting samples, fewer where that makes rows more even."""
+        candidates = list(waiting)
+        totals = list(accumulate(map(self._row_tokens, candidates)))
+        best, best_imbalance, min_tokens = None, float("inf"), 0.0
         for count in range(bisect_right(totals, self._room), self.num_processes * self.window - 1, -1):
-            if totals[count - 1] < enough or found <= EVEN:
+            if totals[count - 1] < min_tokens or best_imbalance <= EVEN_ENOUGH:
                 break
-            formed = self._divided(some[:count], self.window)
+            formed = self._divide_window(candidates[:count], self.window)
             if formed is None:
                 continue
-            enough = enough or YIELD * totals[count - 1]
-            uneven = sum(imbalance(lengths_in(rows, _length)) for rows in formed) / self.window
-            if best is None or uneven < found:
-                best, found, taken = formed, uneven, count
-        assert best is not None, "one sample for every row fits"
-        for _ in range(taken):
+            min_tokens = min_tokens or MIN_FILL * totals[count - 1]
+            mean_imbalance = sum(imbalance(row_lengths(rows, _length)) for rows in formed) / self.window
+            if best is None or mean_imbalance < best_imbalance:
+                best, best_imbalance, best_count = formed, mean_imbalance, count
+        assert best is not None, "one sample per row always fits"
+        for _ in range(best_count):
             waiting.popleft()
         return best
 
-    def _rest(self, waiting: deque[_Waiting[S]]) -> list[list[list[_Waiting[S]]]]:
-        """All that is left, in as few micro-batches as hold it."""
-        some = list(waiting)
+    def _form_rest(self, waiting: deque[_Waiting[S]]) -> list[list[list[_Waiting[S]]]]:
+        """All remaining samples, in as few micro-batches as can hold them."""
+        remaining = list(waiting)
         waiting.clear()
-        for count in range(1, len(some) + 1):
-            formed = self._divided(some, count)
+        for count in range(1, len(remaining) + 1):
+            formed = self._divide_window(remaining, count)
             if formed is not None:
                 return formed
-        raise AssertionError("a row for every sample holds them all")
+        raise AssertionError("one micro-batch per sample always fits")
 
-    def _divided(self, samples: list[_Waiting[S]], micro_batches: int) -> list[list[list[_Waiting[S]]]] | None:
-        return divide(
+    def _divide_window(self, samples: list[_Waiting[S]], micro_batches: int) -> list[list[list[_Waiting[S]]]] | None:
+        return divide_into_rows(
             samples,
             self.num_processes,
             token_budget=self.token_budget,
@@ -307,9 +307,9 @@ class TokenBudgetBatcher(_Batcher[S]):
 def rollout_batcher(
     samples: Iterable[S], num_processes: int, *, token_budget: int, microbatch_size: int, **options: Any
 ) -> _Batcher[S]:
-    """The batcher that TRL's settings name: by `token_budget`, or where it is 0 or less by `microbatch_size`.
+    """The batcher of TRL's settings: by `token_budget`, or by `microbatch_size` where the budget is 0 or less.
 
-    `options` are those of `TokenBudgetBatcher`; of a fixed count, `length_of` alone.
+    `options` are those of `TokenBudgetBatcher`; a fixed count takes `length_of` only.
     """
     if token_budget > 0:
         return TokenBudgetBatcher(samples, num_processes, token_budget, **options)

@@ -1,4 +1,4 @@
-"""Micro-batches from a small pool of waiting samples: cosmos-rl's two rectangles and its packs, by lengths alone."""
+"""Choice of a micro-batch from a pool of waiting samples, by lengths: cosmos-rl's strategies."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def require_strategy(strategy: str) -> None:
 
 
 def choose(slots: Ints, cap: int, strategy: PoolStrategy) -> Ints:
-    """Places in the pool of the next micro-batch's samples, in the order in which they join.
+    """Indices in the pool of the next micro-batch's samples, in the order in which they join.
 
-    The oldest (place 0) begins. `prefer_closest` takes the one that keeps rows x longest smallest, of equals the one
-    nearest in length to the longest, of equals the oldest; `prefer_first` of equals at once the oldest; `packed` takes
-    every one that still fits, the oldest first, and counts the sum.
+    The oldest sample (index 0) begins. `prefer_closest` adds the sample that keeps rows x longest smallest; among
+    equals the one nearest in length to the longest, then the oldest. `prefer_first` takes the oldest among equals. `packed`
+    adds every sample that still fits, the oldest first, and counts the sum.
 
     Args:
         slots: int64[n] of tokens that each waiting sample takes, the oldest first; none above `cap`; n >= 1.
@@ -38,10 +38,10 @@ def choose(slots: Ints, cap: int, strategy: PoolStrategy) -> Ints:
 
 
 def take(waiting: Ints, slots: Ints, count: int, cap: int, strategy: PoolStrategy, taken: Ints) -> int:
-    """As `choose` among the first `count` of `waiting`: the chosen go to `taken`, the others close ranks.
+    """As `choose`, among the first `count` of `waiting`: moves the chosen to `taken` and returns their number.
 
-    Returns how many were chosen. `waiting` (what waits) and `slots` (what each takes) are changed in place; all are
-    int64 of at least `count`.
+    `waiting` (indices in the dataset) and `slots` (their tokens) are compacted in place; all are int64 arrays of at
+    least `count`.
     """
     return int(_take(waiting, slots, count, cap, _MODES[strategy], taken))
 
@@ -67,7 +67,7 @@ def _choose(slots: Ints, cap: int, mode: int, places: Ints) -> int:
     count = len(slots)
     number = 0
     if mode == 2:
-        # One pass is enough: what did not fit once cannot fit into the batch later, which only grows.
+        # One pass is enough: the batch only grows, so a sample that did not fit cannot fit later.
         total = 0
         for place in range(count):
             if total + slots[place] <= cap:

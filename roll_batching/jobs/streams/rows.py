@@ -1,7 +1,7 @@
-"""Rows of a micro-batch, one per data-parallel rank: samples divided so that all rows take as long as each other.
+"""Rows of a micro-batch, one per data-parallel rank, of about equal attention cost.
 
-The measure is the sum of squared lengths of a row, what attention waits for. The division is the planner's, which for
-few samples comes within a thousandth of equal rows, where dealing longest-first leaves several.
+The cost of a row is the sum of its squared lengths. The division is the planner's, which for few samples comes within a
+thousandth of equal rows, where dealing longest-first leaves several.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ S = TypeVar("S")
 
 
 class LengthOf(Protocol):
-    """Tokens of a sample."""
+    """Returns the tokens of a sample."""
 
     def __call__(self, sample: Any, /) -> int:
         """At least 1."""
@@ -26,14 +26,14 @@ class LengthOf(Protocol):
 
 
 def tokens_of(sample: Any) -> int:
-    """Tokens of a sample: its `input_ids`, an attribute or a key of a mapping; the length of what has neither."""
+    """Tokens of a sample: the length of its `input_ids` (key or attribute), else of the sample itself."""
     if isinstance(sample, Mapping):
         return len(sample["input_ids"])
     return len(getattr(sample, "input_ids", sample))
 
 
 def imbalance(rows: Sequence[Sequence[int]]) -> float:
-    """(largest - smallest) / mean of the sums of squares over rows of lengths; 0 without any."""
+    """(largest - smallest) / mean of the rows' sums of squared lengths; 0 without any sample."""
     loads = [sum(length * length for length in row) for row in rows]
     return (max(loads) - min(loads)) * len(loads) / sum(loads) if any(loads) else 0.0
 
@@ -41,7 +41,7 @@ def imbalance(rows: Sequence[Sequence[int]]) -> float:
 def balance_by_squared_length(samples: Sequence[S], rows: int, length_of: LengthOf = tokens_of) -> list[list[S]]:
     """Deal samples to `rows` rows, longest first, each to the row with the smallest sum of L^2.
 
-    Equal lengths keep their order, equal rows are taken in order. TRL's rule, and the one to compare with.
+    Equal lengths keep their order, equal rows are taken in order. TRL's rule, the baseline of the benchmarks.
     """
     order = sorted(samples, key=length_of, reverse=True)
     result: list[list[S]] = [[] for _ in range(rows)]
@@ -54,14 +54,14 @@ def balance_by_squared_length(samples: Sequence[S], rows: int, length_of: Length
 
 
 def even_rows(samples: Sequence[S], rows: int, length_of: LengthOf = tokens_of) -> list[list[S]]:
-    """`rows` rows as even as the planner or dealing longest-first makes them, whichever is better. No cap."""
+    """Divide samples into `rows` rows, by the planner or longest first, whichever is more even. No cap."""
     dealt = balance_by_squared_length(samples, rows, length_of)
-    found = divide(samples, rows, token_budget=sum(map(length_of, samples)), length_of=length_of)
-    assert found is not None, "one row holds them all"
-    return min((dealt, found[0]), key=lambda one: imbalance(lengths_in(one, length_of)))
+    planned = divide_into_rows(samples, rows, token_budget=sum(map(length_of, samples)), length_of=length_of)
+    assert planned is not None, "a single row may hold all samples"
+    return min((dealt, planned[0]), key=lambda division: imbalance(row_lengths(division, length_of)))
 
 
-def divide(
+def divide_into_rows(
     samples: Sequence[S],
     rows: int,
     *,
@@ -69,7 +69,7 @@ def divide(
     micro_batches: int = 1,
     length_of: LengthOf = tokens_of,
 ) -> list[list[list[S]]] | None:
-    """`micro_batches` micro-batches of `rows` even rows each, no row above `token_budget`; None if so many cannot be.
+    """Micro-batches of `rows` even rows each, no row above `token_budget`; None if `micro_batches` are too few.
 
     A sample above the budget has a row of its own. With at least `rows * micro_batches` samples no row is empty.
     """
@@ -91,15 +91,15 @@ def divide(
     ]
 
 
-def lengths_in(rows: Sequence[Sequence[S]], length_of: LengthOf = tokens_of) -> list[list[int]]:
-    """The lengths of every row's samples."""
+def row_lengths(rows: Sequence[Sequence[S]], length_of: LengthOf = tokens_of) -> list[list[int]]:
+    """The lengths of the samples of every row."""
     return [[length_of(sample) for sample in row] for row in rows]
 
 
 def serpentine(micro_batches: Sequence[list[list[S]]], length_of: LengthOf = tokens_of) -> list[list[list[S]]]:
-    """The micro-batches of a step in an order for pipelines: the small ones first and last, as it fills and drains.
+    """Order a step's micro-batches for a pipeline: small ones first and last, while it fills and drains.
 
-    By the largest sum of squares of a row, up along every second one and down along the others.
+    The size of a micro-batch is its largest row's sum of squared lengths; every second one ascends, the others descend.
     """
-    loads = [max(sum(n * n for n in row) for row in lengths_in(rows, length_of)) for rows in micro_batches]
+    loads = [max(sum(n * n for n in row) for row in row_lengths(rows, length_of)) for rows in micro_batches]
     return [micro_batches[k] for k in small_at_ends(np.array(loads, dtype=np.int64))]
