@@ -1,8 +1,8 @@
-"""What a job reads before it starts: texts, tokenizer, reward function.
+"""Inputs of a job, read and checked before it starts: texts, tokenizer, reward function.
 
-All texts are read and checked once, by whoever starts the processes (`check_inputs`). The processes compare what they
-read with what was checked, by fingerprint, and check only what differs: under another launcher, everything. Texts to
-learn from are tokenised to be checked; how many tokens they have is kept, so that the next start need not.
+The launcher reads and checks all texts once (`check_inputs`). The ranks compare their texts with the checked ones, by
+fingerprint, and check again if these differ; under torchrun, where no launcher of ours checks, they check everything.
+Training texts are tokenised for the check; their token counts are cached, so that the next start skips it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from roll_batching.jobs.observe.reading import ReadingProgress
 from roll_batching.jobs.rewards.pool import RewardPool, reward_of
 from roll_batching.jobs.texts.chat import ChatTemplate
 from roll_batching.jobs.texts.faults import Faults
-from roll_batching.jobs.texts.fit import AT_ONCE, Fit, token_counts
+from roll_batching.jobs.texts.fit import BATCH_SIZE, Fit, token_counts
 from roll_batching.jobs.texts.jsonl import PathLike, as_files
-from roll_batching.jobs.texts.kept_counts import FOLDER, KeptCounts
 from roll_batching.jobs.texts.texts import (
     Conversation,
     Document,
@@ -39,236 +38,244 @@ from roll_batching.jobs.texts.texts import (
     TextDataset,
     iterate_texts,
 )
+from roll_batching.jobs.texts.token_count_cache import FOLDER, TokenCountCache
 from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 from roll_batching.planning.arrays import Ints
 
 logger = logging.getLogger(__name__)
 
-_LOOKED_AT = 16
-"""Texts that are tokenised before kept counts are believed."""
+_SPOT_CHECKS = 16
+"""Texts that are tokenised again before cached token counts are used."""
 CHECKED = "ROLL_BATCHING_CHECKED"
-"""Variable by which the processes hear which texts were checked: their fingerprint."""
+"""Environment variable with the fingerprint of the texts that the launcher has checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobInputs:
-    """Everything from outside, read and checked. A part that the job does not need is None."""
+    """Texts, tokenizer and reward of a job, checked. A part that the job does not need is None."""
 
     tokenizer: Tokenizer
     corpus: TextDataset[Any] | None
-    """Documents or conversations of the warm-up; what a job of task sft or dpo (pairs) learns from."""
+    """Training texts: documents or conversations of the warm-up or of sft, pairs of dpo."""
     validation: TextDataset[Any] | None
-    """sft and dpo: what is held out."""
+    """sft and dpo: held-out texts."""
     token_counts: Ints | None
-    """sft and dpo: of what is learnt from, as `data.fit.token_counts` has them; None where nobody kept them."""
+    """sft and dpo: token counts of `corpus`, as `texts.fit.token_counts`; None if they are not cached."""
     prompts: PromptDataset | None
     """Training prompts of the RL phase."""
     heldout: PromptDataset | None
-    """Prompts to evaluate with."""
+    """Held-out prompts of the RL phase."""
     reward: RewardPool | None
     """Not yet started."""
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all texts: ranks that read different files have different ones."""
+        """Digest of all texts, to compare between ranks."""
         parts = (self.corpus, self.prompts, self.heldout or self.validation)
-        return _joined(None if part is None else part.fingerprint for part in parts)
+        return _join_digests(None if part is None else part.fingerprint for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Texts(Generic[T]):
-    """One of the sets of texts that a job reads."""
+class _TextSet(Generic[T]):
+    """One of the sets of texts that a job reads, and its limits."""
 
     kind: type[T]
     paths: PathLike | Sequence[PathLike]
     fit: Fit
     template: ChatTemplate | None = None
-    """What makes prompts of messages."""
+    """Chat template, for prompts from messages."""
     instruction: Instruction | None = None
-    """What makes messages of texts."""
-    kept: KeptCounts | None = None
-    """Their token counts from earlier starts, where they are kept."""
+    """Keys of a chat's texts, for messages from texts."""
+    cache: TokenCountCache | None = None
+    """Token counts of earlier starts."""
 
-    def known(self, fingerprint: str) -> Ints | None:
-        """Token counts of the texts with this fingerprint, of which an earlier start has seen that all fit."""
-        counts = None if self.kept is None else self.kept.of(fingerprint)
+    def cached_counts(self, fingerprint: str) -> Ints | None:
+        """Cached token counts of the texts with this fingerprint, if all of them fit."""
+        counts = None if self.cache is None else self.cache.load(fingerprint)
         return None if counts is None or int(counts.max(initial=0)) > self.fit.max_length else counts
 
-    def short_enough(self, texts: list[T]) -> list[T]:
-        """Those of `texts` that are not left out. Raises DataError where that is none."""
+    def drop_long(self, texts: list[T]) -> list[T]:
+        """`texts` without those that `long_prompts: drop` leaves out. Raises DataError if none remains."""
         if not self.fit.leaves_out:
             return texts
         try:
             counts = token_counts(texts, self.fit.tokenizer)
-        except Exception:  # the check that follows says of which text
+        except Exception:  # the check that follows names the text
             return texts
-        kept = [text for text, fits in zip(texts, counts <= self.fit.max_length, strict=True) if fits]
-        if not kept:
+        remaining = [text for text, fits in zip(texts, counts <= self.fit.max_length, strict=True) if fits]
+        if not remaining:
             raise DataError(
-                f"every prompt of {self.paths} has more than {self.fit.max_length:,} tokens, and long_prompts: drop "
-                f"leaves nothing: raise {self.fit.setting}"
+                f"every prompt of {self.paths} has more than {self.fit.max_length:,} tokens, so long_prompts: drop "
+                f"leaves none: raise {self.fit.setting}"
             )
-        if len(kept) < len(texts) and os.environ.get("RANK", "0") == "0":
+        if len(remaining) < len(texts) and os.environ.get("RANK", "0") == "0":
             logger.warning(
                 "%d of %d prompts of %s have more than %s tokens (%s), up to %s, and are left out: long_prompts is "
                 "drop",
-                *(len(texts) - len(kept), len(texts), self.paths),
+                *(len(texts) - len(remaining), len(texts), self.paths),
                 *(f"{self.fit.max_length:,}", self.fit.setting, f"{int(counts.max()):,}"),
             )
-        return kept
+        return remaining
 
     def read(self, faults: Faults, read: Callable[[int], None] = lambda size: None) -> Iterator[T]:
-        """The texts, one by one."""
+        """Iterate over the texts; `read` is called with bytes read."""
         return iterate_texts(
             self.kind, self.paths, self.fit.keys, faults, read, template=self.template, instruction=self.instruction
         )
 
 
-def check_inputs(job: JobConfig) -> dict[str, str]:
-    """Reads all texts that `job` names, line by line, and shows how far it is.
+def check_inputs(config: JobConfig) -> dict[str, str]:
+    """Read and check all texts that `config` names, line by line, with a progress display.
 
-    Returns the variable that tells the processes that this was done. Raises DataError naming every line that cannot
+    Returns the environment variable that tells the ranks so. Raises DataError naming every line that cannot
     be used, or ConfigError naming what cannot be found or does not fit the model.
     """
-    parts = _parts(job, _tokenizer_that_fits(job))
-    given = [part for part in parts if part is not None]
-    files = [file for part in given for file in as_files(part.paths) if file.is_file()]
+    parts = _parts(config, _tokenizer_that_fits(config))
+    files = [file for part in parts if part is not None for file in as_files(part.paths) if file.is_file()]
     faults = Faults()
     with ReadingProgress("checking the data files", sum(file.stat().st_size for file in files)) as progress:
-        checked = [None if part is None else _checked(part, faults, progress.read) for part in parts]
+        checked = [None if part is None else _check(part, faults, progress.read) for part in parts]
     faults.check()
-    for part, found in zip(parts, checked, strict=True):
-        fingerprint, counts = found or ("", None)
-        if part is not None and part.kept is not None and counts is not None:
-            part.kept.keep(fingerprint, counts)
-    return {CHECKED: _joined(None if found is None else found[0] for found in checked)}
+    for part, result in zip(parts, checked, strict=True):
+        fingerprint, counts = result or ("", None)
+        if part is not None and part.cache is not None and counts is not None:
+            part.cache.save(fingerprint, counts)
+    return {CHECKED: _join_digests(None if result is None else result[0] for result in checked)}
 
 
-def _checked(part: _Texts[Any], faults: Faults, read: Callable[[int], None]) -> tuple[str, Ints | None]:
-    """Fingerprint of the texts, and their token counts; None where these were known, so that nothing was tokenised."""
-    if part.kept is not None and part.kept.any():
+def _check(part: _TextSet[Any], faults: Faults, read: Callable[[int], None]) -> tuple[str, Ints | None]:
+    """Fingerprint of the texts, and their token counts; None for cached ones, which need no check."""
+    if part.cache is not None and part.cache.any():
         digest, unreadable = Fingerprint(), Faults()
         for text in part.read(unreadable, read):
             digest.add(text)
-        if not len(unreadable) and part.known(digest.value()) is not None:
+        if not len(unreadable) and part.cached_counts(digest.value()) is not None:
             return digest.value(), None
     digest, counts = Fingerprint(), []
     texts = part.read(faults, read)
-    while some := list(islice(texts, AT_ONCE)):
-        counts.append(part.fit.check(some, faults))
-        for text, count in zip(some, counts[-1], strict=True):
+    while batch := list(islice(texts, BATCH_SIZE)):
+        counts.append(part.fit.check(batch, faults))
+        for text, count in zip(batch, counts[-1], strict=True):
             if not part.fit.leaves_out or count <= part.fit.max_length:
                 digest.add(text)
     return digest.value(), np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
 
 
-def load_inputs(job: JobConfig) -> JobInputs:
-    """Read what `job` names, and check what the launcher has not.
+def load_inputs(config: JobConfig) -> JobInputs:
+    """Read all inputs that `config` names, and check texts that the launcher has not.
 
     Raises DataError naming every line that cannot be used, or ConfigError naming what cannot be found or does not fit
     the model.
     """
-    tokenizer = _tokenizer_that_fits(job)
-    corpus, prompts, heldout = _parts(job, tokenizer)
+    tokenizer = _tokenizer_that_fits(config)
+    corpus, prompts, heldout = _parts(config, tokenizer)
     faults = Faults()
     documents = None if corpus is None else list(corpus.read(faults))
     training = None if prompts is None else list(prompts.read(faults))
     evaluation = None if heldout is None else list(heldout.read(faults))
     faults.check()
     if prompts is not None and training is not None:
-        training = prompts.short_enough(training)
+        training = prompts.drop_long(training)
     if heldout is not None and evaluation is not None:
-        evaluation = heldout.short_enough(evaluation)
-    learnt = None if documents is None else TextDataset(documents)
+        evaluation = heldout.drop_long(evaluation)
+    dataset = None if documents is None else TextDataset(documents)
     inputs = JobInputs(
         tokenizer=tokenizer,
-        corpus=learnt,
-        token_counts=None if corpus is None or learnt is None else _looked_at(corpus, learnt),
+        corpus=dataset,
+        token_counts=None if corpus is None or dataset is None else _spot_check(corpus, dataset),
         prompts=None if training is None else PromptDataset(training),
-        heldout=None if evaluation is None or supervised(job) else PromptDataset(evaluation),
-        validation=TextDataset(evaluation) if evaluation is not None and supervised(job) else None,
-        reward=reward_of(job),
+        heldout=None if evaluation is None or supervised(config) else PromptDataset(evaluation),
+        validation=TextDataset(evaluation) if evaluation is not None and supervised(config) else None,
+        reward=reward_of(config),
     )
     if inputs.fingerprint == os.environ.get(CHECKED):
         return inputs
     counts = None
-    if corpus is not None and learnt is not None and inputs.token_counts is None:
-        counts = corpus.fit.check(learnt, faults)
-    for one, texts in ((prompts, training), (heldout, evaluation)):
-        if one is not None:
-            one.fit.check(texts or (), faults)
+    if corpus is not None and dataset is not None and inputs.token_counts is None:
+        counts = corpus.fit.check(dataset, faults)
+    for part, texts in ((prompts, training), (heldout, evaluation)):
+        if part is not None:
+            part.fit.check(texts or (), faults)
     faults.check()
-    if corpus is None or learnt is None or counts is None or corpus.kept is None:
+    if corpus is None or dataset is None or counts is None or corpus.cache is None:
         return inputs
-    corpus.kept.keep(learnt.fingerprint, counts)
+    corpus.cache.save(dataset.fingerprint, counts)
     return replace(inputs, token_counts=counts)
 
 
-def _looked_at(part: _Texts[Any], texts: TextDataset[Any]) -> Ints | None:
-    """Token counts of `texts` that are kept; None where there are none, or those of a few texts are others."""
-    counts = part.known(texts.fingerprint)
+def _spot_check(part: _TextSet[Any], texts: TextDataset[Any]) -> Ints | None:
+    """Cached token counts of `texts`; None if there are none, or if some texts, counted again, have others."""
+    counts = part.cached_counts(texts.fingerprint)
     if counts is None:
         return None
-    some = np.unique(np.linspace(0, len(texts) - 1, _LOOKED_AT).astype(np.int64))
+    indices = np.unique(np.linspace(0, len(texts) - 1, _SPOT_CHECKS).astype(np.int64))
     try:
-        if np.array_equal(token_counts([texts[place] for place in some.tolist()], part.fit.tokenizer), counts[some]):
+        if np.array_equal(
+            token_counts([texts[index] for index in indices.tolist()], part.fit.tokenizer), counts[indices]
+        ):
             return counts
-    except Exception:  # whatever the tokenizer raises now: whoever counts all of them says of which text
+    except Exception:  # the full count that follows raises it again, and names the text
         pass
-    if part.kept is not None:
-        part.kept.forget(texts.fingerprint)
-    logger.warning("the kept token counts of %s are others than now: all tokens are counted again", part.paths)
+    if part.cache is not None:
+        part.cache.remove(texts.fingerprint)
+    logger.warning(
+        "the cached token counts of %s differ from those of its texts: all tokens are counted again", part.paths
+    )
     return None
 
 
-def _parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any] | None, _Texts[Any] | None, _Texts[Any] | None]:
-    """Corpus, prompts and what is held out, those of them that `job` reads.
+def _parts(
+    config: JobConfig, tokenizer: Tokenizer
+) -> tuple[_TextSet[Any] | None, _TextSet[Any] | None, _TextSet[Any] | None]:
+    """Corpus, prompts and held-out texts, those of them that `config` names.
 
     Raises DataError for messages without a chat template.
     """
-    if supervised(job):
-        learnt, held_out = _supervised_parts(job, tokenizer)
-        return learnt, None, held_out
-    data, warmup, rl = job.actor_train.data_args, job.warmup, job.max_steps > 0
+    if supervised(config):
+        texts, held_out = _supervised_parts(config, tokenizer)
+        return texts, None, held_out
+    data, warmup, rl = config.actor_train.data_args, config.warmup, config.max_steps > 0
     corpus = prompts = heldout = None
     if warmup is not None:
         fit = Fit(
             tokenizer=tokenizer,
-            **_longest(
-                job,
-                job.sequence_length or 1,
+            **_limit(
+                config,
+                config.sequence_length or 1,
                 "sequence_length (prompt_length + response_length where it is not given)",
             ),
             keys=(warmup.prompt, warmup.response) if warmup.messages is None else (warmup.messages,),
         )
         if warmup.messages is not None:
-            ChatTemplate(tokenizer)  # said now, not of every line
+            ChatTemplate(tokenizer)  # fails here once, not at every line
         kind = Document if warmup.messages is None else Conversation
-        corpus = _Texts(kind=kind, paths=warmup.file_name, fit=fit)
+        corpus = _TextSet(kind=kind, paths=warmup.file_name, fit=fit)
     if rl:
         assert data.file_name is not None  # check_runnable
         fit = Fit(
             tokenizer=tokenizer,
-            max_length=job.prompt_length,
+            max_length=config.prompt_length,
             setting="prompt_length",
             keys=(data.messages or data.prompt, data.response),
             leaves_out=data.long_prompts == "drop",
-            unjudged=_unjudged(job),
+            reward_fault=_missing_reward(config),
         )
-        trained = fit if fit.leaves_out else replace(fit, **_longest(job, job.prompt_length, "prompt_length", answer=1))
+        trained = (
+            fit if fit.leaves_out else replace(fit, **_limit(config, config.prompt_length, "prompt_length", answer=1))
+        )
         prompts = _prompts(data, data.file_name, trained)
-        if data.eval_file_name is not None and job.eval_samples:
+        if data.eval_file_name is not None and config.eval_samples:
             heldout = _prompts(data, data.eval_file_name, fit)
     return corpus, prompts, heldout
 
 
-def _longest(job: JobConfig, length: int, key: str, answer: int = 0) -> dict[str, Any]:
-    """`max_length` and `setting` of texts to train on: `length`, or less where one micro-batch takes no more.
+def _limit(config: JobConfig, length: int, key: str, answer: int = 0) -> dict[str, Any]:
+    """`max_length` and `setting` of training texts: `length`, or less where the cap of a micro-batch is below it.
 
-    A text and the `answer` tokens that follow at least fill a micro-batch; under `oversize: error` a longer one would
-    end the job in its first step.
+    A text and `answer` response tokens must fit into one micro-batch: under `oversize: error` a longer one would end
+    the job in its first step.
     """
-    role = job.actor_train
+    role = config.actor_train
     passes = role.batching().train
     if passes.oversize != "error" or passes.max_tokens is None or passes.max_tokens - answer >= length:
         return {"max_length": length, "setting": key}
@@ -276,102 +283,102 @@ def _longest(job: JobConfig, length: int, key: str, answer: int = 0) -> dict[str
     return {"max_length": passes.max_tokens - answer, "setting": f"actor_train.{role.train_cap_key}{beside}"}
 
 
-def _unjudged(job: JobConfig) -> Callable[[Prompt], str]:
-    """What is said of a prompt that no reward judges."""
-    reward = reward_of(job)
+def _missing_reward(config: JobConfig) -> Callable[[Prompt], str]:
+    """Returns the fault of a prompt without a reward; empty for others."""
+    reward = reward_of(config)
     assert reward is not None, "an RL job has a reward"
     return lambda prompt: reward.unjudged(prompt.extra)
 
 
 def read_prompts(
-    job: JobConfig, tokenizer: Tokenizer, paths: Sequence[PathLike] | None, *, answers: bool = True
+    config: JobConfig, tokenizer: Tokenizer, paths: Sequence[PathLike] | None, *, answers: bool = True
 ) -> list[Prompt]:
-    """Prompts of `paths`, in the job's keys; of its held-out file, else of its prompts, where none are given.
+    """Prompts of `paths`, by default of the job's held-out file, else of its training prompts.
 
-    Lines need no answer where `answers` is False. Raises DataError naming every line that cannot be used.
+    With `answers` False lines need no answer. Raises DataError naming every line that cannot be used.
     """
-    data = job.actor_train.data_args
-    found = paths or data.eval_file_name or data.file_name
-    if found is None:
+    data = config.actor_train.data_args
+    files = paths or data.eval_file_name or data.file_name
+    if files is None:
         raise ConfigError("the run's configuration names no file of prompts: name one")
     keys = (data.messages or data.prompt, data.response)[: 2 if answers else 1]
     fit = Fit(
         tokenizer=tokenizer,
-        max_length=job.prompt_length,
+        max_length=config.prompt_length,
         setting="prompt_length",
         keys=keys,
         leaves_out=data.long_prompts == "drop",
     )
     faults = Faults()
-    texts = _prompts(data, found, fit)
+    texts = _prompts(data, files, fit)
     prompts = list(texts.read(faults))
     fit.check(prompts, faults)
     faults.check()
-    return texts.short_enough(prompts)
+    return texts.drop_long(prompts)
 
 
-def _prompts(data: DataArgs, paths: PathLike | Sequence[PathLike], fit: Fit) -> _Texts[Prompt]:
-    """Prompts of `paths`. Raises DataError for chats without a chat template."""
+def _prompts(data: DataArgs, paths: PathLike | Sequence[PathLike], fit: Fit) -> _TextSet[Prompt]:
+    """The text set of `paths`. Raises DataError for chats without a chat template."""
     template = ChatTemplate(fit.tokenizer) if data.messages is not None or data.chat else None
-    return _Texts(kind=Prompt, paths=paths, fit=fit, template=template, instruction=_instruction(data))
+    return _TextSet(kind=Prompt, paths=paths, fit=fit, template=template, instruction=_instruction(data))
 
 
 def _instruction(data: DataArgs) -> Instruction | None:
     return Instruction(data.query, data.system) if data.chat else None
 
 
-def prompt_of(text: str, job: JobConfig, tokenizer: Tokenizer) -> Prompt:
-    """`text` as one of the job's prompts: what a user says, where its prompts are chats."""
-    data = job.actor_train.data_args
+def prompt_of(text: str, config: JobConfig, tokenizer: Tokenizer) -> Prompt:
+    """`text` as a prompt of the job; as a user's message where its prompts are chats."""
+    data = config.actor_train.data_args
     if data.messages is None and not data.chat:
         return Prompt(text, "")
     return Prompt(ChatTemplate(tokenizer).prompt([{"role": "user", "content": text}]), "")
 
 
-def _supervised_parts(job: JobConfig, tokenizer: Tokenizer) -> tuple[_Texts[Any], _Texts[Any] | None]:
-    """What a job of task sft or dpo learns from, and what it holds out."""
-    data = job.actor_train.data_args
+def _supervised_parts(config: JobConfig, tokenizer: Tokenizer) -> tuple[_TextSet[Any], _TextSet[Any] | None]:
+    """Training and held-out texts of a job of task sft or dpo."""
+    data = config.actor_train.data_args
     assert data.file_name is not None  # check_runnable
     chat = data.messages is not None or data.chat
     template, instruction = ChatTemplate(tokenizer) if chat else None, _instruction(data)
     kind: type[Any] = Pair
     keys: tuple[str, ...] = (data.messages or data.prompt, data.chosen, data.rejected)
-    if job.task == "sft":
+    if config.task == "sft":
         kind, keys = Conversation if chat else Document, (data.prompt, data.response)
         if data.messages is not None:
             keys = (data.messages,)
-    held_out = Fit(tokenizer=tokenizer, max_length=job.sequence_length or 1, setting="sequence_length", keys=keys)
-    fit = replace(held_out, **_longest(job, held_out.max_length, "sequence_length"))
+    held_out = Fit(tokenizer=tokenizer, max_length=config.sequence_length or 1, setting="sequence_length", keys=keys)
+    fit = replace(held_out, **_limit(config, held_out.max_length, "sequence_length"))
     form = f"{kind.__name__} of messages" if chat else kind.__name__
-    kept = KeptCounts(Path(job.output_dir) / FOLDER, tokenizer, form)
-    corpus = _Texts(kind=kind, paths=data.file_name, fit=fit, template=template, instruction=instruction, kept=kept)
-    if data.eval_file_name is None or not job.eval_samples:
+    cache = TokenCountCache(Path(config.output_dir) / FOLDER, tokenizer, form)
+    corpus = _TextSet(kind=kind, paths=data.file_name, fit=fit, template=template, instruction=instruction, cache=cache)
+    if data.eval_file_name is None or not config.eval_samples:
         return corpus, None
-    return corpus, replace(corpus, paths=data.eval_file_name, fit=held_out, kept=None)
+    return corpus, replace(corpus, paths=data.eval_file_name, fit=held_out, cache=None)
 
 
-def _joined(digests: Iterable[str | None]) -> str:
+def _join_digests(digests: Iterable[str | None]) -> str:
     return "/".join(digest or "-" for digest in digests)
 
 
-def load_tokenizer(job: JobConfig) -> Tokenizer:
-    """The tokenizer that `job.tokenizer` describes. Raises DataError or ConfigError when it cannot be made."""
-    wanted = job.tokenizer
-    if wanted.type == "hf":
-        if wanted.name_or_path is None:
+def load_tokenizer(config: JobConfig) -> Tokenizer:
+    """The tokenizer that `config.tokenizer` describes. Raises DataError or ConfigError when it cannot be made."""
+    settings = config.tokenizer
+    if settings.type == "hf":
+        if settings.name_or_path is None:
             raise ConfigError("tokenizer.name_or_path is missing, and actor_train names no model to take it from")
-        model = job.actor_train.model_args.model_name_or_path
-        return HFTokenizer(wanted.name_or_path, eos=wanted.eos_token, pad=wanted.pad_token, model=model)
-    if wanted.eos_token is None:
+        model = config.actor_train.model_args.model_name_or_path
+        return HFTokenizer(settings.name_or_path, eos=settings.eos_token, pad=settings.pad_token, model=model)
+    if settings.eos_token is None:
         raise ConfigError("tokenizer.eos_token is missing: a char tokenizer needs a character that ends responses")
-    if wanted.vocabulary_file is not None:
-        return CharTokenizer.from_file(wanted.vocabulary_file, wanted.eos_token, wanted.pad_token)
-    return CharTokenizer(wanted.vocabulary or "", wanted.eos_token, wanted.pad_token)
+    if settings.vocabulary_file is not None:
+        return CharTokenizer.from_file(settings.vocabulary_file, settings.eos_token, settings.pad_token)
+    return CharTokenizer(settings.vocabulary or "", settings.eos_token, settings.pad_token)
 
 
-def _tokenizer_that_fits(job: JobConfig) -> Tokenizer:
-    tokenizer = load_tokenizer(job)
-    model = job.actor_train.model_args.architecture
+def _tokenizer_that_fits(config: JobConfig) -> Tokenizer:
+    tokenizer = load_tokenizer(config)
+    model = config.actor_train.model_args.architecture
     if model is not None and tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocab_size of {model.vocab_size}: "

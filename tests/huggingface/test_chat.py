@@ -74,10 +74,10 @@ def test_a_template_that_would_have_to_be_guessed_is_refused(tmp_path, report):
         "message['content']", "(message['content'] if loop.last or message['role'] != 'assistant' else 'x')"
     )
     cases = {
-        "otherwise when more messages follow": (forgetful, CHAT, "writes message 3, or what"),
+        "otherwise when more messages follow": (forgetful, CHAT, "renders message 3, or the"),
         "the last turn alone": (forgetful, CHAT[:3], None),
-        "no turn of the assistant": (tiny.PLAIN_TEMPLATE, CHAT[:2], "nothing to learn"),
-        "no marks": (tiny.MARKED_TEMPLATE.replace("== 'assistant'", "== 'nobody'"), CHAT, "marks nothing"),
+        "no turn of the assistant": (tiny.PLAIN_TEMPLATE, CHAT[:2], "no token to train"),
+        "no marks": (tiny.MARKED_TEMPLATE.replace("== 'assistant'", "== 'nobody'"), CHAT, "marks no token"),
         "a template that raises": ("{{ raise_exception('no system') }}", CHAT, "fails on it .*no system"),
         "no template": (None, CHAT, "has no chat template"),
     }
@@ -103,7 +103,7 @@ def test_a_token_across_the_border_is_refused(tmp_path):
     own = tokenizer(tmp_path, turns + "{% if add_generation_prompt %}{{ 'a=' }}{% endif %}")
     own.tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex("=#|."), "isolated")
     assert learnt(own, [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])[1] == ["2$"]
-    with pytest.raises(DataError, match="a token spans the place"):
+    with pytest.raises(DataError, match="a token spans the beginning or the end of message"):
         ChatTemplate(own).conversation([{"role": "user", "content": "1"}, {"role": "assistant", "content": "#2"}])
 
 

@@ -24,8 +24,8 @@ def choose(slots: Ints, cap: int, strategy: PoolStrategy) -> Ints:
     """Indices in the pool of the next micro-batch's samples, in the order in which they join.
 
     The oldest sample (index 0) begins. `prefer_closest` adds the sample that keeps rows x longest smallest; among
-    equals the one nearest in length to the longest, then the oldest. `prefer_first` takes the oldest among equals. `packed`
-    adds every sample that still fits, the oldest first, and counts the sum.
+    equals the one nearest in length to the longest, then the oldest. `prefer_first` takes the oldest among equals.
+    `packed` adds every sample that still fits, the oldest first, and counts the sum.
 
     Args:
         slots: int64[n] of tokens that each waiting sample takes, the oldest first; none above `cap`; n >= 1.

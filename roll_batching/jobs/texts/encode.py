@@ -1,4 +1,4 @@
-"""Texts to batches: the one place where a text that does not fit is named by file and line."""
+"""Encodes texts as batches; errors name the text's file and line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_lengt
 
     Args:
         prompts: at least one.
-        tokenizer: turns text into tokens.
+        tokenizer: encodes text.
         max_length: longest prompt in tokens.
         ids: one per prompt; by default 0, 1, 2, ...
 
@@ -29,86 +29,87 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_lengt
         DataError: naming file and line: a prompt longer than `max_length` or without tokens, a character
             that the tokenizer does not know.
     """
-    rows = [_encode(prompt.prompt, tokenizer, prompt.source, "the prompt") for prompt in prompts]
-    for prompt, row in zip(prompts, rows, strict=True):
-        if not row:
+    input_ids = [_encode(prompt.prompt, tokenizer, prompt.source, "the prompt") for prompt in prompts]
+    for prompt, tokens in zip(prompts, input_ids, strict=True):
+        if not tokens:
             raise DataError(f"{prompt.source}: the prompt has no tokens.")
-        if len(row) > max_length:
-            raise DataError(f"{prompt.source}: {too_long(prompt, len(row), max_length, 'prompt_length')}. Shorten it.")
-    return SampleBatch.from_lists({"input_ids": rows}, {"input_ids": _tokens(tokenizer)}, ids)
+        if len(tokens) > max_length:
+            fault = too_long(prompt, len(tokens), max_length, "prompt_length")
+            raise DataError(f"{prompt.source}: {fault}. Shorten it.")
+    return SampleBatch.from_lists({"input_ids": input_ids}, {"input_ids": _token_field(tokenizer)}, ids)
 
 
 def encode_documents(
     documents: Sequence[Document | Conversation], tokenizer: Tokenizer, *, max_length: int, ids: Any = None
 ) -> SampleBatch:
-    """Documents as a batch: prompt, response, end token; of a conversation what the chat template makes of it.
+    """Documents as a batch of prompt, response and end token; conversations through the chat template.
 
-    Fields: `input_ids` (token, int64) and `response_mask` (token, bool: true on what is learnt, the response and the
+    Fields: `input_ids` (token, int64) and `response_mask` (token, bool: true on trained tokens, the response and the
     end token; in a conversation the assistant's turns).
 
     Args:
         documents: at least one.
-        tokenizer: turns text into tokens.
+        tokenizer: encodes text.
         max_length: longest document in tokens, end token included.
         ids: one per document; by default 0, 1, 2, ...
 
     Raises:
         DataError: naming file and line: a document longer than `max_length`, a prompt without tokens, a
-            character that the tokenizer does not know, a conversation that its template cannot take.
+            character that the tokenizer does not know, a conversation that the chat template refuses.
     """
-    rows, masks = [], []
+    input_ids, masks = [], []
     for document in documents:
-        row, mask = _learnt(document, tokenizer)
-        if len(row) > max_length:
-            fault = too_long(document, len(row), max_length, "sequence_length")
+        tokens, mask = _encode_with_mask(document, tokenizer)
+        if len(tokens) > max_length:
+            fault = too_long(document, len(tokens), max_length, "sequence_length")
             raise DataError(f"{document.source}: {fault}. Shorten it.")
-        rows.append(row)
+        input_ids.append(tokens)
         masks.append(torch.tensor(mask))
-    schema = {"input_ids": _tokens(tokenizer), "response_mask": FieldSpec("token", False)}
-    return SampleBatch.from_lists({"input_ids": rows, "response_mask": masks}, schema, ids)
+    schema = {"input_ids": _token_field(tokenizer), "response_mask": FieldSpec("token", False)}
+    return SampleBatch.from_lists({"input_ids": input_ids, "response_mask": masks}, schema, ids)
 
 
 def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, *, max_length: int, ids: Any = None) -> SampleBatch:
-    """Pairs as a batch of twice as many samples: of each the chosen answer, then the rejected one, after the prompt.
+    """Pairs as a batch of two samples each: the prompt with the chosen answer, then with the rejected one.
 
-    Fields: those of `encode_documents`, true on the answers alone; `pair` (sample, int64: the pair's id) and `chosen`
-    (sample, bool). The ids of the samples are twice the pair's, and one more.
+    Fields: those of `encode_documents`, with `response_mask` true on the answers only; `pair` (sample, int64: id of
+    the pair) and `chosen` (sample, bool). The sample ids of pair p are 2p and 2p + 1.
 
     Args:
         pairs: at least one.
-        tokenizer: turns text into tokens.
+        tokenizer: encodes text.
         max_length: longest prompt and answer in tokens, end token included.
         ids: one per pair; by default 0, 1, 2, ...
 
     Raises:
         DataError: as `encode_documents`.
     """
-    numbers = torch.arange(len(pairs)) if ids is None else torch.as_tensor(ids, dtype=torch.int64)
-    both = torch.stack([2 * numbers, 2 * numbers + 1], 1).flatten()
-    documents: list[Document | Conversation] = [one for pair in pairs for one in pair.documents]
-    batch = encode_documents(documents, tokenizer, max_length=max_length, ids=both)
+    pair_ids = torch.arange(len(pairs)) if ids is None else torch.as_tensor(ids, dtype=torch.int64)
+    sample_ids = torch.stack([2 * pair_ids, 2 * pair_ids + 1], 1).flatten()
+    documents: list[Document | Conversation] = [document for pair in pairs for document in pair.documents]
+    batch = encode_documents(documents, tokenizer, max_length=max_length, ids=sample_ids)
     if any(pair.chat for pair in pairs):
-        mask = torch.cat([_last_turn(row) for row in batch.to_lists("response_mask")])
+        mask = torch.cat([_last_turn(mask) for mask in batch.to_lists("response_mask")])
         batch = batch.without("response_mask").with_fields(
             {"response_mask": mask}, {"response_mask": FieldSpec("token", False)}
         )
     sample = FieldSpec("sample")
-    fields = {"pair": both // 2, "chosen": both % 2 == 0}
+    fields = {"pair": sample_ids // 2, "chosen": sample_ids % 2 == 0}
     return batch.with_fields(fields, {"pair": sample, "chosen": sample})
 
 
 def _last_turn(mask: torch.Tensor) -> torch.Tensor:
-    """bool[L]: the last run of what is true in `mask`, bool[L]."""
+    """`mask`, bool[L], with only its last run of true values."""
     places = mask.nonzero().flatten()
     gaps = (places[1:] != places[:-1] + 1).nonzero().flatten()
     first = int(gaps[-1]) + 1 if gaps.numel() else 0
-    kept = torch.zeros_like(mask)
-    kept[places[first:]] = True
-    return kept
+    last = torch.zeros_like(mask)
+    last[places[first:]] = True
+    return last
 
 
-def _learnt(document: Document | Conversation, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """The tokens of a document, and which of them are learnt."""
+def _encode_with_mask(document: Document | Conversation, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """The tokens of a document, and a mask of the trained ones."""
     if isinstance(document, Conversation):
         try:
             return ChatTemplate(tokenizer).conversation(document.messages)
@@ -121,12 +122,12 @@ def _learnt(document: Document | Conversation, tokenizer: Tokenizer) -> tuple[li
     return prompt + response, [False] * len(prompt) + [True] * len(response)
 
 
-def _tokens(tokenizer: Tokenizer) -> FieldSpec:
+def _token_field(tokenizer: Tokenizer) -> FieldSpec:
     return FieldSpec("token", tokenizer.pad_token_id)
 
 
-def _encode(text: str, tokenizer: Tokenizer, source: str, what: str) -> list[int]:
+def _encode(text: str, tokenizer: Tokenizer, source: str, part: str) -> list[int]:
     try:
-        return tokens_of(text, tokenizer, what)
+        return tokens_of(text, tokenizer, part)
     except DataError as error:
         raise DataError(f"{source}: {error}. {UNKNOWN}") from None

@@ -1,4 +1,4 @@
-"""All that is wrong with data files, gathered in bounded memory and said at once."""
+"""Faults of data files, collected in bounded memory and reported together."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from roll_batching.errors import DataError
 
 _SHOWN = 4
-"""Places that are shown of one kind of fault in one file."""
-_CHARACTERS = 40
+"""Places shown for one kind of fault in one file."""
+_SHOWN_CHARACTERS = 40
 
 
 @dataclass
 class _Kind:
-    """Faults of one file that one cure mends."""
+    """Faults of one file with the same cure."""
 
     shown: list[str] = field(default_factory=list)
     count: int = 0
@@ -22,7 +22,7 @@ class _Kind:
 
 
 class Faults:
-    """Faults by file and cure: the first few of each kind are kept, the others counted."""
+    """Faults by file and cure: the first few of each kind are listed, the others counted."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, str], _Kind] = {}
@@ -33,10 +33,10 @@ class Faults:
     def add(
         self, source: str, what: str, cure: str, *, tokens: int = 0, characters: frozenset[str] = frozenset()
     ) -> None:
-        """Notes that `what` is wrong at `source`, `file` or `file:line`.
+        """Add the fault `what` at `source`, `file` or `file:line`.
 
-        `tokens` is the length of a text that is too long, `characters` those that a tokenizer does not know: the
-        message tells the longest and all of them.
+        `tokens` is the length of a text that is too long, `characters` are unknown to the tokenizer: the message names
+        the greatest length and all characters.
         """
         file, colon, line = source.rpartition(":")
         of_line = bool(colon) and line.isdigit()
@@ -48,24 +48,24 @@ class Faults:
             kind.shown.append(f"{source}: {what}" if of_line else f"{source} {what}")
 
     def check(self) -> None:
-        """Raises DataError with all that was noted; returns when there is nothing."""
+        """Raises DataError with all faults, if there are any."""
         if len(self) == 1:
             (((_, cure), kind),) = self._kinds.items()
             raise DataError(f"{kind.shown[0]}. {cure}")
         if self._kinds:
-            kinds = "\n".join(_told(cure, kind) for (_, cure), kind in self._kinds.items())
+            kinds = "\n".join(_describe(cure, kind) for (_, cure), kind in self._kinds.items())
             raise DataError(f"the data files have {len(self):,} faults:\n{kinds}")
 
 
-def _told(cure: str, kind: _Kind) -> str:
+def _describe(cure: str, kind: _Kind) -> str:
     lines = [f"  {shown}" for shown in kind.shown]
     if kind.count > len(kind.shown):
         lines.append(f"  and {kind.count - len(kind.shown):,} more of this kind in the same file")
     if kind.longest:
         cure = f"The longest has {kind.longest:,} tokens. {cure}"
     if len(kind.characters) > 1:
-        known = sorted(kind.characters)[:_CHARACTERS]
-        more = len(kind.characters) - len(known)
+        characters = sorted(kind.characters)[:_SHOWN_CHARACTERS]
+        more = len(kind.characters) - len(characters)
         others = f" and {more} more" if more else ""
-        cure = f"The characters are {', '.join(map(ascii, known))}{others}. {cure}"
+        cure = f"The characters are {', '.join(map(ascii, characters))}{others}. {cure}"
     return "\n".join([*lines, f"    {cure}"])

@@ -1,4 +1,4 @@
-"""Whether texts fit: how many tokens they have, and whether the tokenizer knows them."""
+"""Checks that texts fit: their number of tokens, and that the tokenizer knows their characters."""
 
 from __future__ import annotations
 
@@ -15,46 +15,48 @@ from roll_batching.jobs.texts.texts import Conversation, Document, Pair, Prompt,
 from roll_batching.jobs.texts.tokenizers import Tokenizer, UnknownCharacterError, encode_many
 from roll_batching.planning.arrays import Ints
 
-AT_ONCE = 1024
+BATCH_SIZE = 1024
 """Texts that are encoded together."""
 UNKNOWN = "Take such characters out of the text, or add them to tokenizer.vocabulary (and raise vocab_size)."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What the texts of a file must fit: prompts alone, or documents with response and end token."""
+    """Limits of the texts of a file: of prompts, or of documents with response and end token."""
 
     tokenizer: Tokenizer
     max_length: int
-    """Tokens."""
+    """Most tokens of a text."""
     setting: str
-    """The configuration key that gives `max_length`, and in parentheses what there is to know of it."""
+    """The configuration key that sets `max_length`, with a remark in parentheses."""
     keys: tuple[str, ...]
     """Keys of the texts in a line: two, one for conversations, three for pairs."""
     leaves_out: bool = False
-    """Texts with more tokens are left out, and no fault."""
-    unjudged: Callable[[Prompt], str] = lambda prompt: ""
-    """What is said of a prompt that no reward judges; nothing of others."""
+    """Whether longer texts are left out instead of a fault."""
+    reward_fault: Callable[[Prompt], str] = lambda prompt: ""
+    """Returns the fault of a prompt without a reward; empty for others."""
 
     def check(self, items: Sequence[Text], faults: Faults) -> Ints:
-        """Notes in `faults` what does not fit, naming file, line, key and cure.
+        """Add the faults of `items` to `faults`, with file, line, key and cure.
 
-        Returns `token_counts` of `items`; without meaning where there are faults.
+        Returns `token_counts` of `items`; meaningless if there are faults.
         """
-        counts = [self._check_some(items[start : start + AT_ONCE], faults) for start in range(0, len(items), AT_ONCE)]
+        counts = [
+            self._check_batch(items[start : start + BATCH_SIZE], faults) for start in range(0, len(items), BATCH_SIZE)
+        ]
         return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
 
-    def _check_some(self, items: Sequence[Text], faults: Faults) -> Ints:
-        single = _single(items)
+    def _check_batch(self, items: Sequence[Text], faults: Faults) -> Ints:
+        samples = _split_pairs(items)
         try:
-            counts = _counted(single, self.tokenizer)
-        except Exception:  # one of them at least; which, and why, is seen one by one
-            for item in single:
+            counts = _count_tokens(samples, self.tokenizer)
+        except Exception:  # of at least one text: check one by one to name it
+            for item in samples:
                 self._check_one(item, faults)
             return np.zeros(len(items), dtype=np.int64)
-        for item, (prompt, rest) in zip(single, counts.tolist(), strict=True):
+        for item, (prompt, rest) in zip(samples, counts.tolist(), strict=True):
             self._check_lengths(item, prompt, rest, faults)
-        return _of_items(counts, items)
+        return _merge_pairs(counts, items)
 
     def _check_one(self, item: Text, faults: Faults) -> None:
         try:
@@ -73,44 +75,44 @@ class Fit:
             self._check_lengths(item, prompt, rest, faults)
 
     def _check_lengths(self, item: Text, prompt: int, rest: int, faults: Faults) -> None:
-        if isinstance(item, Prompt) and (what := self.unjudged(item)):
-            faults.add(item.source, what, "Name the tag in a tag_included of `rewards`, or remove the line.")
+        if isinstance(item, Prompt) and (fault := self.reward_fault(item)):
+            faults.add(item.source, fault, "Name the tag in a tag_included of `rewards`, or remove the line.")
         if not prompt:
             faults.add(item.source, f"the prompt has no tokens ({self.keys[0]!r})", "Remove the line.")
         elif prompt + rest > self.max_length and not self.leaves_out:
-            what = too_long(item, prompt + rest, self.max_length, self.setting.partition(" (")[0])
-            faults.add(item.source, what, self._shorter(item), tokens=prompt + rest)
+            fault = too_long(item, prompt + rest, self.max_length, self.setting.partition(" (")[0])
+            faults.add(item.source, fault, self._length_cure(item), tokens=prompt + rest)
 
-    def _shorter(self, item: Text) -> str:
+    def _length_cure(self, item: Text) -> str:
         keys = self.keys if isinstance(item, Document) else self.keys[:1]
         return f"Shorten {' or '.join(map(repr, keys))}, remove the line, or raise {self.setting}."
 
 
 def token_counts(items: Sequence[Text], tokenizer: Tokenizer) -> Ints:
-    """int64[n]: the tokens of each text, end token included; int64[n, 2]: of the two answers of each pair.
+    """Tokens of each text, end token included: int64[n]; of the two answers of each pair: int64[n, 2].
 
-    Raises what the tokenizer or a chat template raises, without naming the text.
+    Raises the errors of the tokenizer or chat template, which do not name the text.
     """
     counts = [
-        _of_items(_counted(_single(some), tokenizer), some)
-        for some in (items[start : start + AT_ONCE] for start in range(0, len(items), AT_ONCE))
+        _merge_pairs(_count_tokens(_split_pairs(batch), tokenizer), batch)
+        for batch in (items[start : start + BATCH_SIZE] for start in range(0, len(items), BATCH_SIZE))
     ]
     return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
 
 
-def _single(items: Sequence[Text]) -> list[Any]:
-    """Each text, of a pair two."""
-    return [one for item in items for one in (item.documents if isinstance(item, Pair) else (item,))]
+def _split_pairs(items: Sequence[Text]) -> list[Any]:
+    """The texts, with each pair as its two documents."""
+    return [text for item in items for text in (item.documents if isinstance(item, Pair) else (item,))]
 
 
-def _of_items(counts: Ints, items: Sequence[Text]) -> Ints:
-    """From int64[m, 2] of single texts to what `token_counts` gives."""
-    whole = counts.sum(axis=1)
-    return whole.reshape(-1, 2) if isinstance(items[0], Pair) else whole
+def _merge_pairs(counts: Ints, items: Sequence[Text]) -> Ints:
+    """From int64[m, 2] of `_count_tokens` to the result of `token_counts`."""
+    totals = counts.sum(axis=1)
+    return totals.reshape(-1, 2) if isinstance(items[0], Pair) else totals
 
 
-def _counted(items: Sequence[Any], tokenizer: Tokenizer) -> Ints:
-    """int64[n, 2]: tokens of the prompt, and of what follows it; of a conversation all of them, and 0."""
+def _count_tokens(items: Sequence[Any], tokenizer: Tokenizer) -> Ints:
+    """Tokens of prompt and response, int64[n, 2]; of a conversation all tokens, and 0."""
     if isinstance(items[0], Conversation):
         template = ChatTemplate(tokenizer)
         return np.array([(len(template.conversation(item.messages)[0]), 0) for item in items], dtype=np.int64)
@@ -122,17 +124,17 @@ def _counted(items: Sequence[Any], tokenizer: Tokenizer) -> Ints:
 
 
 def tokens_of(text: str, tokenizer: Tokenizer, key: str) -> list[int]:
-    """The tokens of `text`. Raises DataError, naming `key`, for whatever the tokenizer fails with."""
+    """The tokens of `text`. Any exception of the tokenizer becomes a DataError that names `key`."""
     try:
         return tokenizer.encode(text)
     except UnknownCharacterError as error:
         raise UnknownCharacterError(f"{key}: {error}", error.characters) from None
     except Exception as error:
-        raise DataError(f"{key}: the tokenizer fails on it ({type(error).__name__}: {error})") from error
+        raise DataError(f"{key}: the tokenizer fails on this text ({type(error).__name__}: {error})") from error
 
 
 def too_long(item: Text, tokens: int, limit: int, key: str) -> str:
     """The fault of a text with more tokens than `limit`, which the configuration key `key` gives."""
-    what = "prompt" if isinstance(item, Prompt) else "conversation" if isinstance(item, Conversation) else "document"
-    ending = ", end token included" if what == "document" else ""
-    return f"the {what} has {tokens:,} tokens{ending}, more than the {limit:,} allowed ({key})"
+    kind = "prompt" if isinstance(item, Prompt) else "conversation" if isinstance(item, Conversation) else "document"
+    ending = ", end token included" if kind == "document" else ""
+    return f"the {kind} has {tokens:,} tokens{ending}, more than the {limit:,} allowed ({key})"
