@@ -123,7 +123,7 @@ def test_a_run_that_ends_meanwhile_leaves_the_last_whole_checkpoint(tmp_path, en
     assert named == ["warmup-000001"]
     if end == "full":
         said = outcomes[0].output.strip().splitlines()[-1]
-        assert "No space left on device (ENOSPC)" in said and f"{places}/warmup-000001 is whole: go on from it" in said
+        assert "No space left on device (ENOSPC)" in said and f"{places}/warmup-000001 is complete: resume with" in said
         assert sorted(path.name for path in places.iterdir()) == named, "it is room that is missing"
     run_ranks(2, "tests.jobs.rl.jobs:run", supervised(tmp_path, resume_from_checkpoint=True))
     assert sorted(path.name for path in places.iterdir()) == ["warmup-000003", "warmup-000004"]

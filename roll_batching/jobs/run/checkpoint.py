@@ -1,7 +1,7 @@
-"""Checkpoints of a job: the strategy's, and beside it all that decides how the run goes on.
+"""Checkpoints of a job: model and optimizer, data position, random numbers, and digests of the settings.
 
-They lie in the run's folder under `checkpoints`, named by phase and step. A run that was killed and goes on from its
-last one draws the same data and the same random numbers, and writes the same rows as one that was never killed.
+They lie in `checkpoints` of the run's folder, named by phase and step. A run that is killed and resumed from its last
+checkpoint draws the same data and random numbers, and writes the same rows, as one that was never killed.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from roll_batching.strategy.checkpoint_writer import CheckpointWriter
 logger = logging.getLogger(__name__)
 
 PHASES = ("warmup", "sft", "dpo", "rl")
-"""Of all jobs, in the order in which one may have them."""
+"""Phases of all jobs, in order."""
 FOLDER = "checkpoints"
 _RECORD = "job.json"
 _NAME = re.compile(rf"({'|'.join(PHASES)})-(\d{{6,}})")
 
 
-Frozen = MegatronInferStrategy | RemoteReference
-"""A reference, wherever it is."""
+Reference = MegatronInferStrategy | RemoteReference
+"""A reference model, on this job's ranks or in its own processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedPoint:
-    """Where a job was when a checkpoint was written."""
+    """Phase, step and data position of a checkpoint."""
 
     path: Path
     phase: str
     step: int
-    """The last step that was done in the phase."""
+    """Last completed step of the phase."""
     position: dict[str, Any]
-    """State of the phase's data stream, and of what else goes on from step to step."""
+    """State of the phase's data stream and objective."""
     layout: ParallelDims
-    """The parallel layout that wrote it."""
+    """Parallel layout of the run that wrote it."""
     job: Digests | None = field(default=None, repr=False)
-    """Of the job that wrote it; None: an earlier version did."""
+    """Digests of the job that wrote it; None for a checkpoint of an earlier version."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -72,10 +72,10 @@ class SavedPoint:
 
 
 class JobCheckpoints:
-    """Writes the checkpoints of a run, and restores the one that it goes on from.
+    """Writes the checkpoints of a run, and restores the one that it resumes from.
 
     Building it is collective and changes nothing in the folder. Raises RankError, the same on all ranks, when the job
-    is to save and cannot, or when the checkpoint that `resume_from_checkpoint` names is not there.
+    has `save_steps` and its model cannot be saved, or when `resume_from_checkpoint` names no checkpoint.
     """
 
     def __init__(self, config: JobConfig, strategy: MegatronTrainStrategy, inputs: JobInputs) -> None:
@@ -84,30 +84,30 @@ class JobCheckpoints:
         self.strategy = strategy
         self.verify = config.verify_checkpoint
         self._job: Digests | None = None
-        """Of this job, on the rank that writes and compares them."""
+        """Digests of this job, on rank 0."""
         self._changed: list[str] = []
-        """What differs from the job that wrote the checkpoint, on that rank."""
-        self.every = config.save_steps
-        self.kept = config.save_total_limit
-        self.background = config.async_save
+        """Clauses on what differs from the job that wrote the checkpoint, on rank 0."""
+        self.save_steps = config.save_steps
+        self.save_total_limit = config.save_total_limit
+        self.async_save = config.async_save
         self.resumed: SavedPoint | None = None
-        """The point that the run goes on from; None where it starts at the beginning."""
+        """The checkpoint that the run resumes from; None where it starts at the beginning."""
         self._group = strategy.layout.host_group
         with consensus(self._group, "the job's checkpoints") as facts:
             self._check()
             if config.resume_from_checkpoint:
                 self.resumed = _resumed(config, self.folder)
-            if dist.get_rank() == 0 and (self.every or self.resumed is not None):
+            if dist.get_rank() == 0 and (self.save_steps or self.resumed is not None):
                 self._job = digests_of(config, inputs)
                 if self.resumed is not None and self.resumed.job is not None:
                     check_tokenizer(self.resumed.job, inputs.tokenizer, self.resumed.path)
                     self._changed = changes(self.resumed.job, self._job)
-            facts.equal("the checkpoint that is found", self.resumed, "Save to a file system that all machines share")
+            facts.equal("the checkpoint to resume from", self.resumed, "Save to a file system that all machines share")
         self.latest = self.resumed.path if self.resumed is not None else None
         self._pending: tuple[AtomicFolder, list[CheckpointWriter]] | None = None
 
     def _check(self) -> None:
-        if self.every:
+        if self.save_steps:
             check_saving(self.strategy.state)
 
     @property
@@ -132,21 +132,20 @@ class JobCheckpoints:
                 previous.move(path)
 
     def is_past(self, phase: str) -> bool:
-        """Whether the resumed point belongs to a later phase, so that `phase` is not run."""
+        """Whether the resumed checkpoint is of a later phase, so that `phase` is skipped."""
         return self.resumed is not None and PHASES.index(self.resumed.phase) > PHASES.index(phase)
 
-    def restore(self, phase: str, last: int, stream: Stateful, reference: Frozen | None = None) -> int:
-        """Puts model, optimizer, data and random numbers where they were; returns the steps done in `phase`.
+    def restore(self, phase: str, last: int, stream: Stateful, reference: Reference | None = None) -> int:
+        """Restore model, optimizer, data position and random numbers; returns the completed steps of `phase`.
 
-        Raises CheckpointError when these are more than `last`, those that the phase has.
-
-        Does nothing and returns 0 when the run does not go on from inside this phase. To be called when everything
-        that draws random numbers is built and the phase's optimizer is new. Collective.
+        Does nothing and returns 0 when the run does not resume inside this phase. Called when everything that draws
+        random numbers is built and the phase's optimizer is new. Collective. Raises CheckpointError when the checkpoint
+        is beyond `last`, the phase's number of steps.
         """
         point = self.resumed
         if point is None or point.phase != phase:
             return 0
-        with self._advised(lambda: self._instead_of(point)):
+        with self._with_advice(lambda: self._advise_earlier(point)):
             if point.step > last:
                 raise CheckpointError(
                     f"{point.path} is at step {point.step:,} of {phase}, which has {last:,} steps here: raise "
@@ -166,8 +165,8 @@ class JobCheckpoints:
             logger.warning("%s goes on with what has changed since: %s", point.path, "; ".join(self._changed))
         if point.layout != self.strategy.layout.dims and dist.get_rank() == 0:
             logger.warning(
-                "%s was saved with %s and this run has %s: it goes on from the same weights and data, with other "
-                "mini-batches and random numbers than the saved run would have had",
+                "%s was saved with %s and this run has %s: it continues from the same weights and data, with other "
+                "mini-batches and random numbers than the saved run",
                 point.path,
                 point.layout,
                 self.strategy.layout,
@@ -180,23 +179,23 @@ class JobCheckpoints:
         step: int,
         last: int,
         stream: Stateful,
-        reference: Frozen | None = None,
+        reference: Reference | None = None,
     ) -> None:
-        """Writes a checkpoint after every `save_steps`-th and the `last` step of a phase. Collective.
+        """Write a checkpoint after every `save_steps`-th and the `last` step of a phase. Collective.
 
-        With `async_save` the step after next may find it being written; the next one, and the phase's end, wait for it.
+        With `async_save` it is written while training continues; the next checkpoint, and the phase's end, wait for it.
         """
-        if not self.every:
+        if not self.save_steps:
             return
-        due = not step % self.every or step == last
-        with self._advised(self._last_whole):
-            self._settle(wait=due)
+        due = not step % self.save_steps or step == last
+        with self._with_advice(self._advise_latest):
+            self._finish_pending(wait=due)
             if not due:
                 return
-            background = self.background and step != last
+            async_save = self.async_save and step != last
             draft = AtomicFolder(self.folder / f"{phase}-{step:06d}", self._group)
             with draft.writing() as folder:
-                writings = [write_state(self.strategy.state, folder, background=background)]
+                writings = [write_state(self.strategy.state, folder, background=async_save)]
                 if isinstance(reference, RemoteReference):
                     reference.write(folder / "reference")
                 elif reference is not None:
@@ -204,15 +203,15 @@ class JobCheckpoints:
                         if dist.get_rank() == 0:
                             (folder / "reference").mkdir()
                     with reference.loaded("parameters"):
-                        writings.append(write_state(reference.state, folder / "reference", background=background))
+                        writings.append(write_state(reference.state, folder / "reference", background=async_save))
                 with consensus(self._group, "the job's checkpoints"):
-                    self._write_own(folder, phase, step, stream)
+                    self._write_job_files(folder, phase, step, stream)
                     writings[0].add_to_manifest(_random_file())
             self._pending = draft, writings
-            self._settle(wait=not background)
+            self._finish_pending(wait=not async_save)
 
-    def _settle(self, *, wait: bool) -> None:
-        """Makes the checkpoint that is being written whole: when all ranks have written, or, with `wait`, now."""
+    def _finish_pending(self, *, wait: bool) -> None:
+        """Complete the pending checkpoint once all ranks have written; with `wait`, wait for them."""
         if self._pending is None:
             return
         draft, writings = self._pending
@@ -223,19 +222,19 @@ class JobCheckpoints:
                 return
         self._pending = None
         with draft.writing():
-            for writing in reversed(writings):  # the job's own lists the manifest of its reference
+            for writing in reversed(writings):  # the job's manifest lists that of its reference
                 writing.finish()
         draft.commit()
         self.latest = draft.path
-        if self.kept is not None and dist.get_rank() == 0:
+        if self.save_total_limit is not None and dist.get_rank() == 0:
             placed = sorted((place, path) for path in self.folder.iterdir() if (place := _place(path)) is not None)
-            for _, old in placed[: -self.kept]:
+            for _, old in placed[: -self.save_total_limit]:
                 shutil.rmtree(old, ignore_errors=True)
                 if old.exists():
-                    logger.warning("%s could not be removed: it stays, and takes room", old)
+                    logger.warning("%s could not be removed (save_total_limit): remove it to free its disk space", old)
 
-    def _write_own(self, folder: Path, phase: str, step: int, stream: Stateful) -> None:
-        """What the job adds to the strategy's files: random numbers of every rank, and where it is."""
+    def _write_job_files(self, folder: Path, phase: str, step: int, stream: Stateful) -> None:
+        """Write the job's own files: random states of every rank, and the record of phase, step and position."""
         file = folder / _random_file()
         try:
             with file.open("wb") as output:
@@ -249,75 +248,71 @@ class JobCheckpoints:
             write_text(folder / _RECORD, json.dumps(record, indent=1) + "\n")
 
     @contextlib.contextmanager
-    def _advised(self, advice: Callable[[], str]) -> Iterator[None]:
-        """Adds to what fails, the same on all ranks, how the run can go on."""
+    def _with_advice(self, advice: Callable[[], str]) -> Iterator[None]:
+        """Append to an error, which is the same on all ranks, how the run can continue."""
         try:
             yield
         except RollBatchingError as error:
             raise type(error)(f"{error}. {advice()}") from None
 
-    def _last_whole(self) -> str:
+    def _advise_latest(self) -> str:
         if self.latest is None:
-            return "No checkpoint of this run is whole yet: it can only start anew"
+            return "This run has no complete checkpoint yet: start it again from the beginning"
         own = self.latest.resolve().parent == self.folder.resolve()
-        return f"{self.latest} is whole: go on from it with resume_from_checkpoint={'true' if own else self.latest}"
+        return f"{self.latest} is complete: resume with resume_from_checkpoint={'true' if own else self.latest}"
 
-    def _instead_of(self, point: SavedPoint) -> str:
+    def _advise_earlier(self, point: SavedPoint) -> str:
         before = [
             (place, path) for path in point.path.parent.iterdir() if (place := _place(path)) and place < point.order
         ]
         for _, path in sorted(before, reverse=True):
             with contextlib.suppress(CheckpointError):
                 check_files(path)
-                return f"The checkpoint before it is whole: go on from it with resume_from_checkpoint={path}"
-        return "No whole checkpoint lies before it: mend what is named, or start a new run"
-
-
-# ---- finding
+                return f"The checkpoint before it is complete: resume with resume_from_checkpoint={path}"
+        return "No earlier checkpoint is complete: repair the named file, or start a new run"
 
 
 def _place(path: Path) -> tuple[int, int] | None:
-    """Phase and step of a checkpoint by its name; None for anything else, half-written ones included."""
+    """Phase and step of a checkpoint by its name; None for any other path, such as a partial checkpoint."""
     match = _NAME.fullmatch(path.name)
     return (PHASES.index(match[1]), int(match[2])) if match and (path / _RECORD).is_file() else None
 
 
 def _resumed(config: JobConfig, folder: Path) -> SavedPoint | None:
-    """The point that `resume_from_checkpoint` names; None when the run that is to go on has saved none yet."""
-    given = config.resume_from_checkpoint
-    point = _find(folder if given is True else Path(str(given)), given)
+    """The checkpoint of `resume_from_checkpoint`; None with `true` when the run has none yet."""
+    setting = config.resume_from_checkpoint
+    point = _find(folder if setting is True else Path(str(setting)), setting)
     rl = config.task == "grpo"
     phases = {
         "warmup": (config.warmup is not None, "no warmup section"),
         "rl": (rl and config.max_steps > 0, "max_steps: 0" if rl else f"task: {config.task}"),
     }
-    there, missing = (
-        phases.get(point.phase, (config.task == point.phase, f"task: {config.task}")) if point else (True, "")
-    )
-    if point is not None and not there:
-        raise CheckpointError(f"{point.path} is of the phase {point.phase}, and this configuration has {missing}")
+    if point is not None:
+        has_phase, reason = phases.get(point.phase, (config.task == point.phase, f"task: {config.task}"))
+        if not has_phase:
+            raise CheckpointError(f"{point.path} is of the phase {point.phase}, and this configuration has {reason}")
     return point
 
 
 def saved_point(path: Path) -> SavedPoint | None:
-    """The checkpoint at `path`, or the latest of the run or of the folder of checkpoints there; None: there is none."""
+    """The checkpoint at `path`, or the latest in that run's folder or folder of checkpoints; None without any."""
     if (path / _RECORD).is_file():
         return _read(path)
-    found = [(place, inside) for inside in _candidates(path) if (place := _place(inside)) is not None]
-    return _read(max(found)[1]) if found else None
+    checkpoints = [(place, child) for child in _candidates(path) if (place := _place(child)) is not None]
+    return _read(max(checkpoints)[1]) if checkpoints else None
 
 
-def _find(path: Path, given: bool | str) -> SavedPoint | None:
+def _find(path: Path, setting: bool | str) -> SavedPoint | None:
     point = saved_point(path)
     if point is not None:
         return point
-    if given is True:
+    if setting is True:
         if dist.get_rank() == 0:
             logger.warning("there is no checkpoint in %s: the run starts at the beginning", path)
         return None
     raise CheckpointError(
-        f"resume_from_checkpoint: {path} is neither a checkpoint of a job nor a folder that holds some: name one, or "
-        "use true for the run's own last one"
+        f"resume_from_checkpoint: {path} is neither a checkpoint of a job nor a folder with checkpoints: name one, or "
+        "set true for the run's own last one"
     )
 
 
@@ -337,13 +332,10 @@ def _read(path: Path) -> SavedPoint:
             raise CheckpointError(f"{file} is not what was written: it has step {point.step!r} of {point.phase!r}")
         if named and (named[1], int(named[2])) != (point.phase, point.step):
             raise CheckpointError(
-                f"{file} says step {point.step:,} of {point.phase}, and its folder is {path.name}: one of them is "
-                "another checkpoint's"
+                f"{file} says step {point.step:,} of {point.phase}, and its folder is {path.name}: the file or the "
+                "folder's name is another checkpoint's"
             )
         return point
-
-
-# ---- random numbers
 
 
 def _random_file() -> str:
@@ -351,7 +343,7 @@ def _random_file() -> str:
 
 
 def _random_states() -> dict[str, Any]:
-    """This rank's generators as plain values: torch's, Megatron's, Python's and numpy's (a loss may draw from them)."""
+    """This rank's generator states as plain data: torch, Megatron, Python and numpy (a loss may draw from any)."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     numbers = np.random.get_state(legacy=False)

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the job that wrote it, as digests: tokenizer, data and settings, compared on resuming."""
+"""Digests of a job's tokenizer, data, reward code and settings: saved in checkpoints, compared on resuming."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from roll_batching.jobs.rewards.pool import reward_of
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 
 Digests = Mapping[str, Mapping[str, str]]
-"""By part of a job (tokenizer, data, reward code, settings), by name."""
+"""Digests by part of a job (tokenizer, data, reward code, settings), then by name."""
 _WITHOUT_EFFECT = {
     *("exp_name", "output_dir", "resume_from_checkpoint", "verify_checkpoint", "system_envs"),
     *("save_steps", "save_total_limit", "async_save", "export_model", "rollout_samples", "logging_steps"),
     *("track_with", "tracker_kwargs", "tokenizer"),
 }
-"""Keys that do not change how a run goes on, or are compared as what they name."""
+"""Keys that do not change how a run continues, or whose referents are compared instead."""
 _SHOWN = 12
 _HEX = 16
 
 
 def digests_of(config: JobConfig, inputs: JobInputs) -> dict[str, dict[str, str]]:
-    """Digests of all that decides how the job goes on, beside its weights."""
+    """Digests of everything but the weights that decides how the job continues."""
     texts = {"learnt texts": inputs.corpus, "prompts": inputs.prompts, "held-out data": inputs.heldout}
     texts["held-out data"] = texts["held-out data"] or inputs.validation
     return {
@@ -41,52 +41,52 @@ def digests_of(config: JobConfig, inputs: JobInputs) -> dict[str, dict[str, str]
 
 
 def settings_of(config: JobConfig) -> dict[str, Any]:
-    """The settings that decide how the job goes on, by path; of secrets only that they are there."""
-    given = config.model_dump(mode="json", exclude_defaults=True, exclude=_WITHOUT_EFFECT)
-    return dict(_leaves(without_secrets(given)))
+    """The settings that decide how the job continues, by path; secrets are replaced by a placeholder."""
+    settings = config.model_dump(mode="json", exclude_defaults=True, exclude=_WITHOUT_EFFECT)
+    return dict(_leaves(without_secrets(settings)))
 
 
 def check_tokenizer(saved: Digests, tokenizer: Tokenizer, path: Path) -> None:
-    """Raises `CheckpointError` when tokens mean other texts than in the job that wrote the checkpoint `path`."""
-    before, here = saved.get("tokenizer", {}).get("vocabulary"), tokenizer.parts["vocabulary"]
-    if before is not None and before != here:
+    """Raises CheckpointError when the vocabulary differs from that of the job that wrote the checkpoint `path`."""
+    before, now = saved.get("tokenizer", {}).get("vocabulary"), tokenizer.parts["vocabulary"]
+    if before is not None and before != now:
         raise CheckpointError(
-            f"{path} was trained with another vocabulary: the same token stands for another text here, so its weights "
-            "mean nothing. Give the tokenizer that the run began with (tokenizer.vocabulary, vocabulary_file or "
+            f"{path} was trained with another vocabulary: the same token id is another text here, so its weights "
+            "cannot be used. Set the tokenizer of that run (tokenizer.vocabulary, vocabulary_file or "
             "name_or_path), or start a new run"
         )
 
 
 def changes(saved: Digests, own: Digests) -> list[str]:
-    """What differs from the job that wrote a checkpoint, though it may: a clause of a sentence each."""
-    said = []
+    """Allowed differences from the job that wrote a checkpoint, as clauses of a sentence."""
+    clauses = []
     for part, clause in (
         ("tokenizer", "the tokenizer's {}"),
         ("data", "{} (some lines, or keys beside their texts)"),
         ("reward code", "the code of the reward {}"),
         ("settings", "{}"),
     ):
-        before, here = saved.get(part, {}), own[part]
-        names = sorted(name for name in before.keys() | here.keys() if before.get(name) != here.get(name))
+        before, now = saved.get(part, {}), own[part]
+        names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            said.append(clause.format(", ".join(names[:_SHOWN]) + more))
-    return said
+            clauses.append(clause.format(", ".join(names[:_SHOWN]) + more))
+    return clauses
 
 
 def _reward_code(config: JobConfig) -> dict[str, str]:
-    """The files of the reward functions. Nothing is imported here: their processes do that."""
+    """Digests of the reward functions' files. They are located without an import: only reward processes import them."""
     pool = reward_of(config)
-    found = {}
+    digests = {}
     for domain in () if pool is None else pool.domains:
         module = domain.path.partition(":")[0].split(".")
         for place in sys.path:
             base = Path(place or ".", *module)
             file = next((one for one in (base.with_suffix(".py"), base / "__init__.py") if one.is_file()), None)
             if file is not None:
-                found[domain.path] = hashlib.sha256(file.read_bytes()).hexdigest()[:_HEX]
+                digests[domain.path] = hashlib.sha256(file.read_bytes()).hexdigest()[:_HEX]
                 break
-    return found
+    return digests
 
 
 def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

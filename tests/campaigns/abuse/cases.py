@@ -151,7 +151,7 @@ RUNS = [
         name="runs: resume from a cut checkpoint",
         code=FAILED,
         settings=RESUMING,
-        words=("is cut off: it has ", "The checkpoint before it is whole: go on from it with resume_from_checkpoint="),
+        words=("is cut off: it has ", "The checkpoint before it is complete: resume with resume_from_checkpoint="),
         scene=damaged(cut),
     ),
     Abuse(
@@ -166,7 +166,7 @@ RUNS = [
         code=FAILED,
         settings=SAVING,
         files={"scoring.py": FILLING_REWARD},
-        words=("rl-000002", " is free there", "rl-000001 is whole: go on from it with resume_from_checkpoint=true"),
+        words=("rl-000002", " is free there", "rl-000001 is complete: resume with resume_from_checkpoint=true"),
         lines=1,
         scene=small_disk,
     ),

@@ -18,7 +18,7 @@ from tests.jobs.run.test_resume_changes import PERMUTED
 from tests.support.ranks import run_ranks
 
 HERE = "tests.jobs.run.test_other_vocabulary:"
-REFUSED = r"rl-000001 was trained with another vocabulary: .* Give the tokenizer that the run began with"
+REFUSED = r"rl-000001 was trained with another vocabulary: .* Set the tokenizer of that run"
 
 
 def commands(lines: dict[str, list[str]]) -> dict[str, tuple[int, str]]:

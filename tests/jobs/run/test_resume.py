@@ -174,7 +174,7 @@ def test_another_layout_goes_on_with_a_notice(tmp_path):
     )
     outcomes = run_ranks(2, "tests.jobs.rl.jobs:run", other, check=False, timeout=60)
     assert [outcome.returncode for outcome in outcomes] == [0, 0], outcomes[0].output
-    assert "goes on from the same weights and data" in outcomes[0].output
+    assert "continues from the same weights and data" in outcomes[0].output
     assert "warmup continues after step 2 of 3, from " in outcomes[0].output
     assert [row["step"] for row in rows_of(tmp_path, "wide")] == [1, 2, 3]
 
@@ -221,7 +221,7 @@ def test_trouble_with_checkpoints_tells_which_is_whole_and_how_to_go_on(tmp_path
         said = outcome.output.strip().splitlines()[-1]
         assert re.search(r"rl-000002\.partial/(__|random-)\S+ cannot be written", said), outcome.output
         assert "cannot be written: File too large (EFBIG)" in said, outcome.output
-        assert f"{run}/checkpoints/rl-000001 is whole: go on from it with resume_from_checkpoint=true" in said
+        assert f"{run}/checkpoints/rl-000001 is complete: resume with resume_from_checkpoint=true" in said
     report(said.replace(str(tmp_path), "..."))
     assert saved(tmp_path, "full") == ["rl-000001"]
 
@@ -236,6 +236,6 @@ def test_trouble_with_checkpoints_tells_which_is_whole_and_how_to_go_on(tmp_path
         said = run_ranks(1, HERE + "refusals", {"it": job | {"resume_from_checkpoint": True}})[0]["it"]
         file.write_bytes(raw)
         assert f"{file} " in said and len(said.splitlines()) == 1, said
-        assert f"The checkpoint before it is whole: go on from it with resume_from_checkpoint={first}" in said
+        assert f"The checkpoint before it is complete: resume with resume_from_checkpoint={first}" in said
         report(said.replace(str(tmp_path), "..."))
     run_ranks(1, "tests.jobs.rl.jobs:run", job | {"resume_from_checkpoint": str(first)})
