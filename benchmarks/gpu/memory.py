@@ -92,7 +92,7 @@ def main(job: str, device: str) -> None:
     from roll_batching.distributed.parallel_layout import start_processes
 
     start_processes()
-    task = RankTask(job=config_from_dict(json.loads(job)), rank=0, world_size=1, device=device)  # type: ignore[arg-type]
+    task = RankTask(config=config_from_dict(json.loads(job)), rank=0, world_size=1, device=device)  # type: ignore[arg-type]
     report = observe(task, with_values=True)
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()

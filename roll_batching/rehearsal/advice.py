@@ -84,18 +84,18 @@ def find_limits(rehearsal: Rehearsal, gpu_memory: float, rehearse: Rehearse) -> 
     """
     searches = [
         _Search(cap, gpu_memory, {cap.value: need})
-        for cap in caps_of(rehearsal.job, rehearsal.dims)
+        for cap in caps_of(rehearsal.config, rehearsal.dims)
         if (need := rehearsal.need_in(cap.phases)) > gpu_memory
     ]
     if rehearsal.fits(gpu_memory):
-        training = caps_of(rehearsal.job, rehearsal.dims)[0]
+        training = caps_of(rehearsal.config, rehearsal.dims)[0]
         searches = [_Search(training, gpu_memory, {training.value: rehearsal.need_in(training.phases)})]
     for _ in range(_PROBES):
         guesses = [(search, guess) for search in searches if (guess := search.guess()) is not None]
         if not guesses:
             break
         changed = Change(settings={search.cap.key: guess for search, guess in guesses})
-        outcome = rehearse(changed.of(rehearsal.job))
+        outcome = rehearse(changed.of(rehearsal.config))
         for search, guess in guesses:
             search.needs[guess] = outcome.need_in(search.cap.phases)
     return [search.limit() for search in searches]
@@ -103,7 +103,7 @@ def find_limits(rehearsal: Rehearsal, gpu_memory: float, rehearse: Rehearse) -> 
 
 def largest_fitting_caps(rehearsal: Rehearsal, limits: Sequence[Limit], gpu_memory: float) -> Change | None:
     """Largest caps with which a job fits; None when lower caps alone are not enough."""
-    capped = {phase for cap in caps_of(rehearsal.job, rehearsal.dims) for phase in cap.phases}
+    capped = {phase for cap in caps_of(rehearsal.config, rehearsal.dims) for phase in cap.phases}
     others = [phase for stage in rehearsal.stages for phase in stage.report.peaks if phase not in capped]
     if not limits or rehearsal.need_in(others) > gpu_memory:
         return None
@@ -120,10 +120,10 @@ def try_changes(
     smallest need is rehearsed again with the smallest caps.
     """
     tried: list[TriedChange] = []
-    for candidates in candidate_changes(rehearsal.job, rehearsal.dims.world_size):
+    for candidates in candidate_changes(rehearsal.config, rehearsal.dims.world_size):
         for change in candidates:
             try:
-                tried.append(TriedChange(change=change, need=rehearse(change.of(rehearsal.job)).worst.need))
+                tried.append(TriedChange(change=change, need=rehearse(change.of(rehearsal.config)).worst.need))
             except RollBatchingError:
                 continue
             if tried[-1].need <= gpu_memory:
@@ -131,8 +131,8 @@ def try_changes(
     nearest = min(tried, key=lambda one: one.need, default=None)
     if nearest is None or nearest.need <= gpu_memory or not last_resort:
         return tried
-    changed = nearest.change.of(rehearsal.job)
+    changed = nearest.change.of(rehearsal.config)
     dims = changed.actor_train.strategy_args.strategy_config.parallel_dims(rehearsal.dims.world_size)
     least = {cap.key: cap.least for cap in caps_of(changed, dims) if cap.least < cap.value}
     both = Change(settings={**nearest.change.settings, **least})
-    return [*tried, TriedChange(change=both, need=rehearse(both.of(rehearsal.job)).worst.need)] if least else tried
+    return [*tried, TriedChange(change=both, need=rehearse(both.of(rehearsal.config)).worst.need)] if least else tried

@@ -51,12 +51,12 @@ def assume_balanced_routing(imbalance: float) -> None:
     token_dispatcher.permute = patched_permute
 
 
-def routing_notes(job: JobConfig, imbalance: float) -> tuple[str, ...]:
-    """Notes on the assumed routing of `job`; empty without experts."""
-    model = job.actor_train.model_args.architecture
+def routing_notes(config: JobConfig, imbalance: float) -> tuple[str, ...]:
+    """Notes on the assumed routing of `config`; empty without experts."""
+    model = config.actor_train.model_args.architecture
     if model is None or model.moe is None:
         return ()
-    size = job.actor_train.strategy_args.strategy_config.expert_model_parallel_size
+    size = config.actor_train.strategy_args.strategy_config.expert_model_parallel_size
     experts = f"{model.moe.num_experts // size} of {model.moe.num_experts} experts on a rank"
     share = "an equal share of the tokens" if imbalance == 1 else f"{imbalance:g} times an equal share of the tokens"
     return (f"{experts} get {share}: assumed (--expert-imbalance), because routing depends on tensor values",)

@@ -88,7 +88,7 @@ class StageReport:
 class Rehearsal:
     """Outcome of a rehearsed job."""
 
-    job: JobConfig
+    config: JobConfig
     dims: ParallelDims
     stages: tuple[StageReport, ...]
 
@@ -108,7 +108,7 @@ class Rehearsal:
     @property
     def fault(self) -> str | None:
         """Error that the first rollout would raise; None if it would not fail."""
-        return fault_of(self.job, self.dims)
+        return fault_of(self.config, self.dims)
 
     @property
     def reads_inside(self) -> dict[str, int]:
@@ -117,17 +117,17 @@ class Rehearsal:
 
 
 def rehearse_job(
-    job: JobConfig,
+    config: JobConfig,
     *,
     world_size: int | None = None,
     lengths: Sequence[int] | Literal["data"] | None = None,
     expert_imbalance: float = 1.0,
     device: str = "cuda",
 ) -> Rehearsal:
-    """Rehearse one rank of each kind of pipeline stage of `job`.
+    """Rehearse one rank of each kind of pipeline stage of `config`.
 
     Args:
-        job: the job.
+        config: settings of the job.
         world_size: number of ranks; None: the devices of `device_mapping`, or one replica.
         lengths: tokens of the samples of an optimizer step; "data": of the first step of a job of task sft or dpo;
             None: samples as long as the job allows.
@@ -138,18 +138,18 @@ def rehearse_job(
         ConfigError: the model's shape is unknown, the layout does not divide it, or the data have no lengths yet.
         RehearsalError: a rank failed.
     """
-    for name, role in job.roles.items():
+    for name, role in config.roles.items():
         text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
-        if name == "actor_infer" and not has_local_rollouts(job):
+        if name == "actor_infer" and not has_local_rollouts(config):
             continue
-        if job.own_devices(name) is not None:
-            raise job.error(Problem((name, "device_mapping"), text))
-        if different := differing_keys(role, job.actor_train):
-            raise job.error(Problem((name, "strategy_args", "strategy_config", different[0]), text))
-    world, megatron, architecture = _shape(job, world_size)
+        if config.own_devices(name) is not None:
+            raise config.error(Problem((name, "device_mapping"), text))
+        if different := differing_keys(role, config.actor_train):
+            raise config.error(Problem((name, "strategy_args", "strategy_config", different[0]), text))
+    world, megatron, architecture = _shape(config, world_size)
     dims = megatron.parallel_dims(world)
     if lengths == "data":
-        lengths = lengths_of_data(job, dims.dp_size)
+        lengths = lengths_of_data(config, dims.dp_size)
     tasks, kinds = [], stages_of(dims)
     depth = architecture.num_layers // (dims.pp_size * dims.vpp_size)
     layers = layers_of(depth, megatron, architecture)
@@ -157,7 +157,7 @@ def rehearse_job(
         for count in layers:
             tasks.append(
                 RankTask(
-                    job=job,
+                    config=config,
                     rank=stage * (world // dims.pp_size),
                     world_size=world,
                     layers=count * dims.pp_size * dims.vpp_size,
@@ -175,7 +175,7 @@ def rehearse_job(
         else:
             report = extrapolate_layers(shallow[0], shallow[1], (layers[0], layers[1], depth))
         stages.append(StageReport(name=name, report=report))
-    return Rehearsal(job=job, dims=dims, stages=tuple(stages))
+    return Rehearsal(config=config, dims=dims, stages=tuple(stages))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ class StepTotals:
 
 def totals_of(rehearsal: Rehearsal) -> StepTotals:
     """Totals of the training passes of a rehearsed job."""
-    dims, job = rehearsal.dims, rehearsal.job
+    dims, config = rehearsal.dims, rehearsal.config
     computed, pipeline = 0.0, dims.pp_size
     for number, stage in enumerate(rehearsal.stages):
         represented = pipeline - 2 if number == 1 and len(rehearsal.stages) == 3 else 1
@@ -207,8 +207,8 @@ def totals_of(rehearsal: Rehearsal) -> StepTotals:
         computed += represented * passes / stage.report.micro_batches
     training = rehearsal.stages[0].report.training
     count = None
-    if job.stream is None:
-        count = training.in_step or -(-job.mini_batch_size(dims.dp_size) // dims.dp_size // training.samples)
+    if config.stream is None:
+        count = training.in_step or -(-config.mini_batch_size(dims.dp_size) // dims.dp_size // training.samples)
     return StepTotals(
         micro_batches=count,
         computed=computed * dims.tp_size * dims.cp_size,
@@ -220,7 +220,7 @@ def totals_of(rehearsal: Rehearsal) -> StepTotals:
 def rehearse_timeline(rehearsal: Rehearsal) -> RankReport:
     """Rehearse the fullest rank again, with all layers and a timeline. Raises `RehearsalError`."""
     rank = rehearsal.worst.report.rank
-    task = RankTask(job=rehearsal.job, rank=rank, world_size=rehearsal.dims.world_size, timeline=True)
+    task = RankTask(config=rehearsal.config, rank=rank, world_size=rehearsal.dims.world_size, timeline=True)
     return run_tasks([task])[0]
 
 
@@ -244,8 +244,8 @@ def layers_of(depth: int, megatron: MegatronConfig, architecture: ArchitectureCo
     return (FEW, MORE) if are_equal and depth > WHOLE else (depth,)
 
 
-def _shape(job: JobConfig, world_size: int | None) -> tuple[int, MegatronConfig, ArchitectureConfig]:
-    train = job.actor_train
+def _shape(config: JobConfig, world_size: int | None) -> tuple[int, MegatronConfig, ArchitectureConfig]:
+    train = config.actor_train
     megatron, architecture = train.strategy_args.strategy_config, train.model_args.architecture
     if architecture is None:
         name = train.model_args.model_name_or_path
@@ -254,11 +254,13 @@ def _shape(job: JobConfig, world_size: int | None) -> tuple[int, MegatronConfig,
             if name is None
             else f"is missing, and {name} is not a directory here"
         )
-        raise job.error(Problem(("actor_train", "model_args", "architecture"), text))
-    world = world_size or job.world_size or megatron.model_size
-    job.dp_size(world)
+        raise config.error(Problem(("actor_train", "model_args", "architecture"), text))
+    world = world_size or config.world_size or megatron.model_size
+    config.dp_size(world)
     chunks = megatron.pipeline_model_parallel_size * megatron.vpp_size
     if architecture.num_layers % chunks:
         path: tuple[Any, ...] = ("actor_train", "model_args", "architecture", "num_layers")
-        raise job.error(Problem(path, f"{architecture.num_layers} layers do not divide into {chunks} pipeline chunks"))
+        raise config.error(
+            Problem(path, f"{architecture.num_layers} layers do not divide into {chunks} pipeline chunks")
+        )
     return world, megatron, architecture

@@ -16,9 +16,9 @@ from roll_batching.planning import Plan, PlanConstraints
 from roll_batching.planning.arrays import Ints
 
 
-def longest_sample(job: JobConfig) -> int:
+def longest_sample(config: JobConfig) -> int:
     """Tokens of the longest sequence that the job accepts."""
-    return job.sequence_length or (job.prompt_length + (job.response_length or 0))
+    return config.sequence_length or (config.prompt_length + (config.response_length or 0))
 
 
 def longest_bin(constraints: PlanConstraints, longest: int, unit: int = 1) -> list[int]:
@@ -79,19 +79,21 @@ def plan_of_equal_bins(constraints: PlanConstraints, lengths: Sequence[int], mic
     return Plan.from_bins(bins, all_lengths, constraints)
 
 
-def lengths_of_data(job: JobConfig, dp_size: int) -> list[int]:
-    """Token counts of the samples of the first optimizer step of `job`; for pairs chosen, rejected, chosen, ...
+def lengths_of_data(config: JobConfig, dp_size: int) -> list[int]:
+    """Token counts of the samples of the first optimizer step of `config`; for pairs chosen, rejected, chosen, ...
 
     Raises ConfigError if lengths are known only while the job runs, and the errors of `load_inputs`.
     """
-    if not supervised(job) or job.stream is not None:
-        reason = "a stream forms its steps" if supervised(job) else "responses have no length before they are sampled"
+    if not supervised(config) or config.stream is not None:
+        reason = (
+            "a stream forms its steps" if supervised(config) else "responses have no length before they are sampled"
+        )
         raise ConfigError(
             f"--lengths data: {reason}. Give a file of lengths, or omit --lengths to rehearse the longest samples"
         )
-    job.check_runnable()
-    inputs = load_inputs(job)
+    config.check_runnable()
+    inputs = load_inputs(config)
     assert inputs.corpus is not None
-    texts = job.mini_batch_size(dp_size) // (2 if job.task == "dpo" else 1)
-    step = next(EpochStream(inputs.corpus, texts, seed=job.seed))
+    texts = config.mini_batch_size(dp_size) // (2 if config.task == "dpo" else 1)
+    step = next(EpochStream(inputs.corpus, texts, seed=config.seed))
     return [int(count) for count in token_counts(step, inputs.tokenizer).reshape(-1)]

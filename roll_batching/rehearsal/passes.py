@@ -81,10 +81,10 @@ class Policy(_RehearsedStrategy, MegatronTrainStrategy):
 
         config.finalize_model_grads_func = traced_finalize
 
-    def roll_out(self, job: JobConfig) -> str:
+    def roll_out(self, config: JobConfig) -> str:
         """Rehearse the rollouts of a step; returns a note for the report."""
         with self._evaluating():
-            return rehearse_rollout(self.state, job, self.recorder)
+            return rehearse_rollout(self.state, config, self.recorder)
 
 
 class Reference(_RehearsedStrategy):
@@ -95,7 +95,7 @@ class Reference(_RehearsedStrategy):
 class Passes:
     """Passes of one step of a job."""
 
-    job: JobConfig
+    config: JobConfig
     policy: Policy
     reference: Reference | None
     loss: Any
@@ -106,13 +106,13 @@ class Passes:
     @property
     def unit(self) -> int:
         """Number of samples that stay together: 2 for pairs."""
-        return 2 if self.job.task == "dpo" else 1
+        return 2 if self.config.task == "dpo" else 1
 
     def plan(self, strategy: MegatronInferStrategy, batching: BatchingSpec, count: int) -> Plan:
         """Plan of `count` equal micro-batches per rank, as full as `batching` allows."""
         constraints = _constraints(strategy, batching)
         if self.lengths is None:
-            lengths = longest_bin(constraints, longest_sample(self.job), self.unit)
+            lengths = longest_bin(constraints, longest_sample(self.config), self.unit)
         else:
             lengths = fullest_bin(self._step_plan(strategy, constraints))
         return plan_of_equal_bins(constraints, lengths, count)
@@ -159,17 +159,17 @@ class Passes:
 
     def roll_out(self) -> tuple[str, ...]:
         """Rehearse rollouts of the training model; returns notes for the report."""
-        return (self.policy.roll_out(self.job),) if has_local_rollouts(self.job) else ()
+        return (self.policy.roll_out(self.config),) if has_local_rollouts(self.config) else ()
 
     def run(self, recorder: Recorder) -> dict[str, int]:
         """Run all planned passes of a step; returns the tokens of a micro-batch by pass."""
         tokens, policy = {}, self.policy
-        if is_rl(self.job) and policy.batching.logprob_plan != "none":
+        if is_rl(self.config) and policy.batching.logprob_plan != "none":
             own = policy.batching.logprob_plan == "own"
             batching = policy.batching.infer if own else policy.batching.train
             tokens[LOG_PROBS] = self._log_probs(recorder, policy, self.plan(policy, batching, self.count()), LOG_PROBS)
         if (reference := self.reference) is not None:
-            if is_rl(self.job):
+            if is_rl(self.config):
                 plan = self.plan(reference, reference.batching.infer, self.count())
             else:
                 plan = self.plan(
@@ -192,51 +192,51 @@ class Passes:
         with _disable_current_modes():
             local = _local(self.policy, plan)
             if spec.prepare is not None:
-                local = spec.prepare(local, self.policy.layout, self.job.seed)
+                local = spec.prepare(local, self.policy.layout, self.config.seed)
             counts = self.policy.count(local, self.loss)
         self.policy.train_step(local, plan, self.loss, counts=counts)
 
 
 def passes_of(
-    job: JobConfig,
+    config: JobConfig,
     recorder: Recorder,
     lengths: tuple[int, ...] | None = None,
     micro_batches: int | None = None,
     *,
     with_values: bool = False,
 ) -> Passes:
-    """Build the models of `job` and return its passes; `with_values`: on real tensors with initialized weights."""
-    policy = Policy(_with_schedule(job), seed=job.seed, temperature=job.logprob_temperature)
+    """Build the models of `config` and return its passes; `with_values`: on real tensors with initialized weights."""
+    policy = Policy(_with_schedule(config), seed=config.seed, temperature=config.logprob_temperature)
     policy.recorder, policy.with_values = recorder, with_values
     policy.initialize(weights=with_values)
     policy.trace_gradient_sync()
     reference = None
-    if job.max_steps and job.reference is not None and wants_reference(job):
-        reference = Reference(job.reference, seed=job.seed, temperature=policy.temperature)
+    if config.max_steps and config.reference is not None and wants_reference(config):
+        reference = Reference(config.reference, seed=config.seed, temperature=policy.temperature)
         reference.recorder, reference.with_values = recorder, with_values
         reference.initialize(weights=with_values)
     return Passes(
-        job=job,
+        config=config,
         policy=policy,
         reference=reference,
-        loss=loss_of(job) if job.max_steps else SFTLoss(),
+        loss=loss_of(config) if config.max_steps else SFTLoss(),
         lengths=lengths,
         micro_batches=micro_batches,
     )
 
 
-def _with_schedule(job: JobConfig) -> WorkerConfig:
+def _with_schedule(config: JobConfig) -> WorkerConfig:
     """Settings of the trained role with a learning-rate schedule, whose length has no effect here."""
-    dp_size = job.dp_size(dist.get_world_size())
-    args = schedule_of(job, dp_size) if is_rl(job) else supervised_schedule_of(job, 1, 1)
+    dp_size = config.dp_size(dist.get_world_size())
+    args = schedule_of(config, dp_size) if is_rl(config) else supervised_schedule_of(config, 1, 1)
     if args.max_steps < 1:
-        args = job.actor_train.with_training(max_steps=1).training_args
-    return job.actor_train.model_copy(update={"training_args": args})
+        args = config.actor_train.with_training(max_steps=1).training_args
+    return config.actor_train.model_copy(update={"training_args": args})
 
 
-def is_rl(job: JobConfig) -> bool:
+def is_rl(config: JobConfig) -> bool:
     """Whether the main phase of the job is reinforcement learning."""
-    return bool(job.max_steps) and not supervised(job)
+    return bool(config.max_steps) and not supervised(config)
 
 
 def _on_host(check: Callable[..., None] | None) -> Callable[..., None] | None:

@@ -27,7 +27,7 @@ def rehearse_rank(task: RankTask) -> RankReport:
         fake_cuda.install()
     fake_world.join(task.rank, task.world_size)
     fake_world.patch_megatron()
-    architecture = task.job.actor_train.model_args.architecture
+    architecture = task.config.actor_train.model_args.architecture
     if architecture is not None and architecture.moe is not None:
         assume_balanced_routing(task.expert_imbalance)
     with fake_world.fake_device(task.device):
@@ -38,14 +38,14 @@ def observe(task: RankTask, *, with_values: bool = False) -> RankReport:
     """Run the passes of `task` and report on them; `with_values`: on real tensors in a real process group."""
     started = time.perf_counter()
     recorder = Recorder(task.device)
-    job = task.job if task.layers is None else with_layers(task.job, task.layers)
+    config = task.config if task.layers is None else with_layers(task.config, task.layers)
     with recorder, recorder.tracking_modules():
-        passes = passes_of(job, recorder, task.lengths, task.micro_batches, with_values=with_values)
+        passes = passes_of(config, recorder, task.lengths, task.micro_batches, with_values=with_values)
         _name_modules(recorder, passes)
         with recorder.all_as(_FIRST_STEP):
             passes.first_step()
         first = recorder.clock + 1
-        notes = passes.roll_out() + routing_notes(job, task.expert_imbalance)
+        notes = passes.roll_out() + routing_notes(config, task.expert_imbalance)
         tokens = passes.run(recorder)
     report = _report(recorder, passes, tokens, notes, time.perf_counter() - started)
     if not task.timeline:
@@ -90,7 +90,7 @@ def _report(
         parameters=sum(p.numel() for chunk in policy.chunks for p in chunk.parameters()),
         kept=kept_bytes(recorder.blocks, kinds),
         peaks={
-            phase: _without_offloaded(peak) if passes.job.is_offload_states else peak
+            phase: _without_offloaded(peak) if passes.config.is_offload_states else peak
             for phase, peak in peaks.items()
             if phase != _FIRST_STEP
         },
@@ -114,9 +114,9 @@ def _without_offloaded(peak: PhasePeak) -> PhasePeak:
     return replace(peak, bytes=peak.bytes - sum(peak.kinds.values()) + sum(kinds.values()), kinds=kinds)
 
 
-def with_layers(job: JobConfig, layers: int) -> JobConfig:
-    """Copy of `job` whose models have `layers` layers."""
+def with_layers(config: JobConfig, layers: int) -> JobConfig:
+    """Copy of `config` whose models have `layers` layers."""
     for role in ("actor_train", "reference"):
-        if getattr(job, role) is not None:
-            job = with_value(job, f"{role}.model_args.architecture.num_layers", layers)
-    return job
+        if getattr(config, role) is not None:
+            config = with_value(config, f"{role}.model_args.architecture.num_layers", layers)
+    return config

@@ -26,15 +26,15 @@ from roll_batching.strategy.generation import (
 from roll_batching.strategy.model_state import ModelState
 
 
-def has_local_rollouts(job: JobConfig) -> bool:
+def has_local_rollouts(config: JobConfig) -> bool:
     """Whether the training model itself samples rollouts in every step."""
-    return bool(job.max_steps) and not (supervised(job) or uses_engine(job) or job.has_sampler)
+    return bool(config.max_steps) and not (supervised(config) or uses_engine(config) or config.has_sampler)
 
 
-def fault_of(job: JobConfig, dims: ParallelDims) -> str | None:
-    """Error of the first rollout of `job`; None if it would not fail."""
+def fault_of(config: JobConfig, dims: ParallelDims) -> str | None:
+    """Error of the first rollout of `config`; None if it would not fail."""
     try:
-        if has_local_rollouts(job):
+        if has_local_rollouts(config):
             check_layout(dims)
     except LayoutError as error:
         return str(error)
@@ -51,32 +51,32 @@ class RolloutSizes:
     """Positions per row in the KV cache."""
 
 
-def sizes_of(job: JobConfig, dims: ParallelDims) -> RolloutSizes:
-    """Rollouts of one data-parallel rank of `job` in a step."""
-    prompts, settings = -(-job.rollout_batch_size // dims.dp_size), sampling_of(job, None)
+def sizes_of(config: JobConfig, dims: ParallelDims) -> RolloutSizes:
+    """Rollouts of one data-parallel rank of `config` in a step."""
+    prompts, settings = -(-config.rollout_batch_size // dims.dp_size), sampling_of(config, None)
     return RolloutSizes(
         prompts=prompts,
         rows=prompts * settings.num_return_sequences,
-        room=cache_positions(job.prompt_length, settings, dims),
+        room=cache_positions(config.prompt_length, settings, dims),
     )
 
 
-def rehearse_rollout(model: ModelState, job: JobConfig, recorder: Recorder) -> str:
+def rehearse_rollout(model: ModelState, config: JobConfig, recorder: Recorder) -> str:
     """Run the parts of `strategy.generation.generate` that hold the most memory; returns a note for the report.
 
     Which rows end early depends on sampled values. Memory is largest if none does, so all rows have full length here.
     Only the first and the last token are sampled: those between differ only in how much of the cache they attend to.
     """
-    layout, settings = model.layout, sampling_of(job, None)
-    if fault_of(job, layout):
+    layout, settings = model.layout, sampling_of(config, None)
+    if fault_of(config, layout):
         return "rollouts are not rehearsed: they fail"
     if layout.pp_size > 1:
         return (
             "rollouts are not rehearsed: a pipeline has no KV cache and recomputes the whole sequence for every token"
         )
-    sizes = sizes_of(job, layout)
+    sizes = sizes_of(config, layout)
     wave = len(split_by_cache_limit([sizes.room] * sizes.rows, settings.max_tokens_in_cache, layout)[0])
-    prompts = [torch.zeros(job.prompt_length, dtype=torch.int64, device=layout.device) for _ in range(sizes.prompts)]
+    prompts = [torch.zeros(config.prompt_length, dtype=torch.int64, device=layout.device) for _ in range(sizes.prompts)]
     rows = [prompts[number // settings.num_return_sequences] for number in range(wave)]
     number = torch.arange(wave, device=layout.device)
     with decoding(model, settings) as make_decoder, torch.no_grad():

@@ -17,7 +17,7 @@ GRADIENTS = ("inputs", "forward", "backward", "gradient sync", "optimizer")
 class RankTask:
     """One rank of a job, to be rehearsed in its own process."""
 
-    job: JobConfig
+    config: JobConfig
     rank: int
     world_size: int
     layers: int | None = None

@@ -40,14 +40,14 @@ class Change:
         """As overrides on the command line."""
         return " ".join(f"{path}={_yaml_scalar(value)}" for path, value in self.settings.items())
 
-    def of(self, job: JobConfig) -> JobConfig:
-        """Copy of `job` with this change."""
+    def of(self, config: JobConfig) -> JobConfig:
+        """Copy of `config` with this change."""
         for path, value in self.settings.items():
-            job = with_value(job, path, value)
+            config = with_value(config, path, value)
             for role in ("actor_infer", "reference") if path.startswith(_LAYOUT) else ():
-                if getattr(job, role) is not None:
-                    job = with_value(job, path.replace("actor_train", role, 1), value)
-        return job
+                if getattr(config, role) is not None:
+                    config = with_value(config, path.replace("actor_train", role, 1), value)
+        return config
 
 
 def _yaml_scalar(value: Any) -> str:
@@ -76,45 +76,45 @@ class Cap:
     """Phases whose memory the cap bounds."""
 
 
-def caps_of(job: JobConfig, dims: ParallelDims) -> list[Cap]:
+def caps_of(config: JobConfig, dims: ParallelDims) -> list[Cap]:
     """Caps of all passes of a step, the training cap first."""
-    plan = job.actor_train.logprob_plan
+    plan = config.actor_train.logprob_plan
     in_training = (*GRADIENTS, *((LOG_PROBS,) if plan == "train" else ()))
-    if supervised(job):
+    if supervised(config):
         return [
-            _cap(job, "actor_train", "train", (*in_training, REFERENCE))
+            _cap(config, "actor_train", "train", (*in_training, REFERENCE))
         ]  # the reference runs on the plans of training
-    caps = [_cap(job, "actor_train", "train", in_training)]
+    caps = [_cap(config, "actor_train", "train", in_training)]
     if plan == "own":
-        caps.append(_cap(job, "actor_train", "infer", (LOG_PROBS,)))
-    if has_local_rollouts(job) and dims.pp_size == dims.cp_size == 1:
-        sizes, key = sizes_of(job, dims), "actor_infer.generating_args.max_tokens_in_cache"
-        value = job.actor_infer.generating_args.max_tokens_in_cache or sizes.rows * sizes.room
+        caps.append(_cap(config, "actor_train", "infer", (LOG_PROBS,)))
+    if has_local_rollouts(config) and dims.pp_size == dims.cp_size == 1:
+        sizes, key = sizes_of(config, dims), "actor_infer.generating_args.max_tokens_in_cache"
+        value = config.actor_infer.generating_args.max_tokens_in_cache or sizes.rows * sizes.room
         caps.append(Cap(key=key, value=value, least=sizes.room, step=sizes.room, phases=ROLLOUT))
-    if job.reference is not None:
-        caps.append(_cap(job, "reference", "infer", (REFERENCE,)))
+    if config.reference is not None:
+        caps.append(_cap(config, "reference", "infer", (REFERENCE,)))
     return caps
 
 
-def _cap(job: JobConfig, name: str, kind: Pass, phases: tuple[str, ...]) -> Cap:
-    role = getattr(job, name)
+def _cap(config: JobConfig, name: str, kind: Pass, phases: tuple[str, ...]) -> Cap:
+    role = getattr(config, name)
     spec = role.batching_spec(kind, train_rows=role.training_args.per_device_train_batch_size)
-    unit = 2 if job.task == "dpo" else 1
+    unit = 2 if config.task == "dpo" else 1
     key = f"{name}.{_KEYS[spec.mode, kind]}"
     if spec.mode == "padded":
         return Cap(key=key, value=spec.rows or 1, least=unit, step=unit, phases=phases)
     value = spec.max_tokens or 1
     step = max(_FINE, min(_COARSE, value // 16 // _FINE * _FINE))
-    least = -(-unit * longest_sample(job) // step) * step
+    least = -(-unit * longest_sample(config) // step) * step
     return Cap(key=key, value=value, least=least, step=step, phases=phases)
 
 
-def candidate_changes(job: JobConfig, world_size: int) -> Iterator[list[Change]]:
+def candidate_changes(config: JobConfig, world_size: int) -> Iterator[list[Change]]:
     """Changes that save memory without changing results, by kind from cheap to expensive, each kind in growing size.
 
     Layouts with fewer data-parallel ranks accumulate more micro-batches, so that the mini-batch stays the same.
     """
-    train = job.actor_train
+    train = config.actor_train
     megatron, model = train.strategy_args.strategy_config, train.model_args.architecture
     assert model is not None
     if not megatron.use_distributed_optimizer:
@@ -132,7 +132,7 @@ def candidate_changes(job: JobConfig, world_size: int) -> Iterator[list[Change]]
         for factor in factors
         if model.kv_heads % (factor * tensor) == 0
     ]
-    if has_local_rollouts(job) and pipeline == 1:
+    if has_local_rollouts(config) and pipeline == 1:
         return  # without a KV cache, rollouts under a pipeline recompute the whole sequence for every token
     yield [
         _layout({"pipeline_model_parallel_size": factor * pipeline, **full}, factor * accumulated)

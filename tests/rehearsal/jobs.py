@@ -61,7 +61,7 @@ def job_of(
 
 
 def task_of(job: dict[str, Any], world_size: int, rank: int = 0, device: str = "cpu", **options: Any) -> RankTask:
-    return RankTask(job=config_from_dict(job), rank=rank, world_size=world_size, device=device, **options)
+    return RankTask(config=config_from_dict(job), rank=rank, world_size=world_size, device=device, **options)
 
 
 def rehearsed(task: RankTask) -> RankReport:
@@ -77,7 +77,7 @@ def measured(task: RankTask) -> RankReport:
     from roll_batching.rehearsal.rank import observe
 
     start_processes()
-    if task.job.actor_train.model_args.architecture.moe is not None:
+    if task.config.actor_train.model_args.architecture.moe is not None:
         _route_evenly()
     assert int(os.environ["WORLD_SIZE"]) == task.world_size
     return observe(task, with_values=True)

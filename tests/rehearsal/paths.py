@@ -18,7 +18,7 @@ BF16 = {"model_args": {**job_of()["actor_train"]["model_args"], "dtype": "bf16"}
 def shipped(name: str) -> RankReport:
     """Rehearse a shipped configuration with two layers."""
     job = load_config(f"configs/{name}.yaml")
-    return rehearsed(RankTask(job=job, rank=0, world_size=job.world_size or 1, layers=2))
+    return rehearsed(RankTask(config=job, rank=0, world_size=job.world_size or 1, layers=2))
 
 
 def job_on_device(payload: tuple[dict[str, Any], int]) -> RankReport:
@@ -63,7 +63,7 @@ def _with_policy(job: dict[str, Any], use: Callable[[Any, Any], Any]) -> Any:
     fake_world.patch_megatron()
     recorder = Recorder("cuda")
     with fake_world.fake_device("cuda"), recorder:
-        passes = passes_of(task_of(job, 1).job, recorder)
+        passes = passes_of(task_of(job, 1).config, recorder)
         return use(passes, recorder)
 
 

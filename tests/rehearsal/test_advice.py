@@ -63,7 +63,7 @@ class FakeRehearse:
             micro_batches=2, tokens={}, seconds=0.0,
             training=TrainingBatch(samples=4, model_flops=1.0, padding=0.0, in_step=None),
         )  # fmt: skip
-        return Rehearsal(job=job, dims=dims, stages=(StageReport(name="the only stage", report=report),))
+        return Rehearsal(config=job, dims=dims, stages=(StageReport(name="the only stage", report=report),))
 
 
 def memory_for(found: Rehearsal, mib: float) -> float:
@@ -103,7 +103,7 @@ def test_only_the_caps_of_phases_that_do_not_fit_are_lowered():
     before = len(rehearse.jobs)
     change = largest_fitting_caps(both, find_limits(both, memory, rehearse), memory)
     assert set(change.settings) == {TRAIN, FORWARD} and len(rehearse.jobs) - before <= 6
-    assert rehearse(change.of(both.job)).fits(memory)
+    assert rehearse(change.of(both.config)).fits(memory)
 
 
 def test_no_cap_is_advised_if_none_fits():

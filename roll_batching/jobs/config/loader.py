@@ -42,9 +42,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, task: Task |
     return job
 
 
-def _check_overrides(job: JobConfig, source: Source) -> None:
+def _check_overrides(config: JobConfig, source: Source) -> None:
     """Raises ConfigFileError for overrides without effect: they are typed for this one run, to change it."""
-    unread = [notice for notice in job.notices if notice.kind is NoticeKind.NO_EFFECT]
+    unread = [notice for notice in config.notices if notice.kind is NoticeKind.NO_EFFECT]
     typed = [notice for notice in unread if notice.place in source.overrides]
     if typed:
         raise ConfigFileError(Problem(notice.key, f"{notice.text}; leave it out", notice.place) for notice in typed)

@@ -192,9 +192,9 @@ class RewardPool:
             yield from workers
 
 
-def reward_of(job: JobConfig) -> RewardPool | None:
-    """The rewards of `job`, not yet started; None without an RL phase."""
-    if job.task != "grpo" or not job.max_steps or not (job.rewards or job.reward_function):
+def reward_of(config: JobConfig) -> RewardPool | None:
+    """The rewards of `config`, not yet started; None without an RL phase."""
+    if config.task != "grpo" or not config.max_steps or not (config.rewards or config.reward_function):
         return None
     domains = [
         RewardDomain(
@@ -203,16 +203,16 @@ def reward_of(job: JobConfig) -> RewardPool | None:
             arguments=one.reward_args,
             tags=None if one.tag_included is None else tuple(one.tag_included),
         )
-        for name, one in job.rewards.items()
+        for name, one in config.rewards.items()
     ]
-    if job.reward_function is not None:
-        domains = [RewardDomain(path=_path(job.reward_function), arguments=job.reward_args)]
+    if config.reward_function is not None:
+        domains = [RewardDomain(path=_path(config.reward_function), arguments=config.reward_args)]
     return RewardPool(
         *domains,
-        tag=job.actor_train.data_args.tag,
-        workers=job.reward_workers,
-        failure=job.reward_failure,
-        limits=RewardLimits(seconds=job.reward_timeout, memory=job.reward_memory),
+        tag=config.actor_train.data_args.tag,
+        workers=config.reward_workers,
+        failure=config.reward_failure,
+        limits=RewardLimits(seconds=config.reward_timeout, memory=config.reward_memory),
     )
 
 

@@ -36,9 +36,9 @@ class LayoutSampler:
         rests: the second model's weights are on the device from `update` to `release_memory` only.
     """
 
-    def __init__(self, worker: WorkerConfig, strategy: MegatronInferStrategy, *, rests: bool) -> None:
+    def __init__(self, role: WorkerConfig, strategy: MegatronInferStrategy, *, rests: bool) -> None:
         self.strategy, self._rests = strategy, rests
-        self.model = MegatronInferStrategy(worker, seed=strategy.seed, temperature=strategy.temperature)
+        self.model = MegatronInferStrategy(role, seed=strategy.seed, temperature=strategy.temperature)
         self.model.initialize(weights=False)
         self._exchange = LayoutExchange.of(strategy.layout.dp_rank, self.model.layout.dp_rank)
         self._version: int | None = None

@@ -19,19 +19,19 @@ from roll_batching.jobs.run.folder import read_lock
 from roll_batching.known_warnings import hide_known_warnings
 
 
-def run_on_ray(job: JobConfig, count: int, variables: Mapping[str, str], *, max_restarts: int) -> str | None:
-    """Runs `job` on `count` ranks of the Ray that this process has joined; None, or the error that ended it.
+def run_on_ray(config: JobConfig, count: int, variables: Mapping[str, str], *, max_restarts: int) -> str | None:
+    """Runs `config` on `count` ranks of the Ray that this process has joined; None, or the error that ended it.
 
     A lost rank, with its process or its machine, ends all others; they restart up to `max_restarts` times from the last
     checkpoint of this run. An error that a rank reports would recur, and ends the job. The caller holds the lock of the
     run's folder.
     """
-    folder, restarts = job.run_folder, 0
+    folder, restarts = config.run_folder, 0
     shared = read_lock(folder) if max_restarts else None
     earlier = _latest_checkpoint(folder) if max_restarts else None
     with caught_signals() as caught:
         while True:
-            failure = _attempt(job, count, {**variables, RESTARTS: str(restarts)}, caught, shared)
+            failure = _attempt(config, count, {**variables, RESTARTS: str(restarts)}, caught, shared)
             if caught:
                 return f"stopped by {caught[0].name}; all ranks were ended"
             if failure is None:
@@ -41,12 +41,12 @@ def run_on_ray(job: JobConfig, count: int, variables: Mapping[str, str], *, max_
             restarts += 1
             latest, start = _latest_checkpoint(folder), "where it started"
             if latest is not None and latest != earlier:  # else it is an earlier run's
-                job, start = job.model_copy(update={"resume_from_checkpoint": True}), f"from {latest[0]}"
+                config, start = config.model_copy(update={"resume_from_checkpoint": True}), f"from {latest[0]}"
             print(f"{failure.line}\nrestart {restarts} of {max_restarts}, {start}", file=sys.stderr, flush=True)
 
 
 def _attempt(
-    job: JobConfig,
+    config: JobConfig,
     count: int,
     variables: Mapping[str, str],
     caught: Sequence[object],
@@ -63,9 +63,11 @@ def _attempt(
         caught: signals caught so far.
         shared: path and text of a file that rank 0 must be able to read, if the run's folder must be shared.
     """
-    minutes = job.actor_train.backend_timeout
-    tp_size = {name: role.strategy_args.strategy_config.tensor_model_parallel_size for name, role in job.roles.items()}
-    roles = {name: (len(own), tp_size[name]) for name in job.roles if (own := job.own_devices(name)) is not None}
+    minutes = config.actor_train.backend_timeout
+    tp_size = {
+        name: role.strategy_args.strategy_config.tensor_model_parallel_size for name, role in config.roles.items()
+    }
+    roles = {name: (len(own), tp_size[name]) for name in config.roles if (own := config.own_devices(name)) is not None}
     with reserve_devices(count, tp_size["actor_train"], minutes, lambda: bool(caught), roles) as reservation:
         if reservation is None:
             return None
@@ -75,7 +77,7 @@ def _attempt(
                 return _folder_not_shared(shared[0], ranks.processes[0])
             start_workers = StartRayWorkers(reservation, variables)
             if environments and ranks.failure is None and not caught:
-                ranks.call("run", [(job, own, start_workers) for own in environments], caught)
+                ranks.call("run", [(config, own, start_workers) for own in environments], caught)
             return ranks.failure
 
 
