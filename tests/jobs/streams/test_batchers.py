@@ -20,7 +20,7 @@ from roll_batching.jobs.streams import (
 )
 from roll_batching.jobs.streams.rows import imbalance
 from roll_batching.planning.pipeline.ordering import pipeline_makespan
-from tests.jobs.streams.test_stream import lengths_of
+from tests.jobs.streams.test_pool_batcher import lengths_of
 
 pytestmark = pytest.mark.streams
 

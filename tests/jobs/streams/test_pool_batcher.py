@@ -22,11 +22,11 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["prefer_closest", "prefer_firs
 
 
 def lengths_of(count, seed=0, longest=200):
-    return np.clip(np.random.default_rng(seed).lognormal(3.5, 0.9, count), 1, longest).astype(np.int64)
+    return np.clip(np.random.default_rng(seed).lognormal(3.5, 0.9, count), 1, longest).astype(int).tolist()
 
 
 def batcher_of(lengths, **options):
-    return PoolBatcher(np.asarray(lengths), **{"max_tokens": 400, "pool_size": 8, **options})
+    return PoolBatcher(np.array(lengths), **{"max_tokens": 400, "pool_size": 8, **options})
 
 
 def batches_of(batcher, most=10**9):
@@ -158,7 +158,7 @@ def test_an_error_surfaces_and_no_sample_is_lost(broken):
         return iter(
             LoadBalancedDataset(
                 dataset,
-                lengths=lengths_of(30),
+                lengths=np.array(lengths_of(30)),
                 pool_size=4,
                 max_tokens_for_batch=400,
                 accumulate_steps=3,
@@ -215,7 +215,7 @@ def streamed_step(payload: None) -> tuple[int, str]:
     # Rank 1 forms fewer micro-batches: the plan gives it a filler.
     step = batches_of(batcher_of(lengths, rank=rank, size=world, strategy="packed"), 3 - rank)
     indices = [index for batch in step for index in batch]
-    local = make_batch(indices, [int(lengths[i]) for i in indices])
+    local = make_batch(indices, [lengths[i] for i in indices])
     bins = gather_bins(local, [len(batch) for batch in step])
     table = gather_lengths(local)
     plan = Plan.from_bins(
