@@ -19,7 +19,7 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class EpochStream(Iterator[list[T]], Generic[T]):
-    """Batches of one size, for ever: each epoch in its own random order, each item once per epoch.
+    """Infinite iterator over batches of one size: each epoch in another random order, each item once per epoch.
 
     A batch may hold the end of one epoch and the beginning of the next, so that nothing is dropped. All
     ranks that build it with the same arguments draw the same batches.
@@ -108,9 +108,9 @@ class PromptStream(EpochStream[Prompt]):
 
 
 class MixedStream(Iterator[list[T]], Generic[T]):
-    """Batches with a fixed number of each domain's items, drawn from `EpochStream`s of their own.
+    """Batches with a fixed number of items of each domain, each from its own `EpochStream`.
 
-    Items of one domain are spread over the batch, so that every part of it has about the same mixture.
+    Items of one domain are spread evenly over the batch, so that every part of it has about the same mixture.
 
     Args:
         domains: the items of each, by name.

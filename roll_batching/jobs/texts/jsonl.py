@@ -1,4 +1,4 @@
-"""Records of data files, read strictly: every fault is noted with file and line, not only the first."""
+"""Strict reader of data files: collects every fault with file and line, not only the first."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from roll_batching.jobs.texts.tables import Table, TableError, table_of
 PathLike = str | Path
 
 _LONGEST_LINE = 64 * 2**20
-"""Bytes of a line beyond which it is not looked at: a file without line ends would be read into memory whole."""
+"""Most bytes of a line: a file without line ends would otherwise be read into memory at once."""
 _BYTES_BETWEEN_REPORTS = 2**20
-_PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz"}
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz"}
 _MESSAGES = 'A chat is a list such as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
 _ONE_OBJECT = "Each line is one JSON object, or the whole file a JSON array of them."
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line: the texts asked for, everything else, and its place as `file:line`."""
+    """One line of a data file: the texts of the requested keys, all other keys, and its place as `file:line`."""
 
     texts: tuple[str, ...]
     extra: dict[str, Any]
@@ -53,9 +53,9 @@ def iterate_records(
     With `chat` the first key holds a list of messages, each with `role` and `content`, or the JSON text of one; the
     record's first text is that list as JSON.
 
-    Blank lines are skipped; line numbers begin at 1. What cannot be used is noted in `faults` and passed over: a file
-    that is missing, is no regular file or cannot be read, one without records, a line that is not UTF-8, not JSON or
-    not an object, a key that is missing or does not hold a text. `read` hears now and then of bytes that were read.
+    Blank lines are skipped; line numbers begin at 1. Faults are added to `faults` and skipped: a file that is missing,
+    not regular, unreadable or without records, a line that is not UTF-8, not JSON or not an object, a key that is
+    missing or does not hold a text. `read` is called from time to time with bytes read.
     """
     files = as_files(paths)
     if not files:
@@ -79,9 +79,9 @@ def read_records(paths: PathLike | Sequence[PathLike], keys: Sequence[str]) -> l
 def _records_of(
     path: Path, keys: Sequence[str], faults: Faults, read: Callable[[int], None], chat: bool
 ) -> Iterator[Record]:
-    before, some, unreported = len(faults), False, 0
+    faults_before, has_records, unreported = len(faults), False, 0
     try:
-        with _opened(path) as file:
+        with _open(path) as file:
             for number, line in _lines(file):
                 unreported += len(line)
                 if unreported > _BYTES_BETWEEN_REPORTS:
@@ -94,7 +94,7 @@ def _records_of(
                 except _BadLineError as bad:
                     faults.add(f"{path}:{number}", bad.what, bad.cure)
                     continue
-                some = True
+                has_records = True
                 yield Record(texts, extra, f"{path}:{number}")
     except FileNotFoundError:
         cure = f"Looked at {path.absolute()}; relative paths start at the working directory."
@@ -104,49 +104,49 @@ def _records_of(
     except _BadLineError as bad:
         faults.add(str(path), bad.what, bad.cure)
     read(unreported)
-    if not some and len(faults) == before:
+    if not has_records and len(faults) == faults_before:
         faults.add(str(path), "holds no records", "One JSON object per line is needed.")
 
 
 def _rows_of(
     table: Table, keys: Sequence[str], faults: Faults, read: Callable[[int], None], chat: bool
 ) -> Iterator[Record]:
-    """As `_records_of`, of a table."""
-    before, number = len(faults), 0
+    """As `_records_of`, for a table."""
+    faults_before, number = len(faults), 0
     try:
         for number, value in enumerate(table.rows(read), 1):
             try:
-                texts, extra = _picked(_object(value), keys, chat)
+                texts, extra = _split_keys(_object(value), keys, chat)
             except _BadLineError as bad:
                 faults.add(f"{table.path}:{number}", bad.what, bad.cure)
                 continue
             yield Record(texts, extra, f"{table.path}:{number}")
     except TableError as error:
         faults.add(str(table.path), error.what, error.cure)
-    if not number and len(faults) == before:
+    if not number and len(faults) == faults_before:
         faults.add(str(table.path), "holds no records", "At least one row is needed.")
 
 
 class _BadLineError(Exception):
-    """What is wrong with a line or a file, and what to do."""
+    """A fault of a line or a file, and its cure."""
 
     def __init__(self, what: str, cure: str) -> None:
         self.what, self.cure = what, cure
 
 
-def _opened(path: Path) -> io.BufferedReader[io.FileIO]:
-    """The file, at its beginning or behind its byte order mark."""
-    kind = os.stat(path).st_mode  # before it is opened: opening a pipe waits for whoever writes into it
+def _open(path: Path) -> io.BufferedReader[io.FileIO]:
+    """The open file, positioned after a byte order mark."""
+    kind = os.stat(path).st_mode  # before opening: opening a pipe blocks until a process writes to it
     if stat.S_ISDIR(kind):
         raise _BadLineError("cannot be read: it is a folder", "Name the file in it.")
     if not stat.S_ISREG(kind):
         raise _BadLineError("cannot be read: it is a pipe or a device", "Every process reads it: name a regular file.")
     file = io.BufferedReader(io.FileIO(path), buffer_size=2**20)
     start = file.peek(4)[:4]
-    packed = next((name for mark, name in _PACKED.items() if start.startswith(mark)), None)
-    if packed or start.startswith((b"\xff\xfe", b"\xfe\xff")):
+    compression = next((name for mark, name in _COMPRESSED.items() if start.startswith(mark)), None)
+    if compression or start.startswith((b"\xff\xfe", b"\xfe\xff")):
         file.close()
-        raise _BadLineError(f"is a {packed or 'UTF-16'} file", "Give it as JSON Lines in UTF-8, not packed.")
+        raise _BadLineError(f"is a {compression or 'UTF-16'} file", "Write it as uncompressed JSON Lines in UTF-8.")
     if start.startswith(b"\xef\xbb\xbf"):
         file.seek(3)
     return file
@@ -158,7 +158,7 @@ def _lines(file: io.BufferedReader[io.FileIO]) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
             raise _BadLineError(
-                f"line {number} is longer than {_LONGEST_LINE // 2**20} MiB; it and what follows was not read",
+                f"line {number} is longer than {_LONGEST_LINE // 2**20} MiB; it and the following lines were not read",
                 _ONE_OBJECT,
             )
         yield number, line
@@ -175,7 +175,7 @@ def _parse(line: bytes, keys: Sequence[str], chat: bool) -> tuple[tuple[str, ...
         raise _BadLineError("nested too deeply", _ONE_OBJECT) from None
     except ValueError as error:  # an integer of more digits than Python converts
         raise _BadLineError(f"not valid JSON: {error}", _ONE_OBJECT) from None
-    return _picked(_object(value), keys, chat)
+    return _split_keys(_object(value), keys, chat)
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -184,8 +184,8 @@ def _object(value: Any) -> dict[str, Any]:
     return value
 
 
-def _picked(value: dict[str, Any], keys: Sequence[str], chat: bool) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The texts under `keys`, and what else there is."""
+def _split_keys(value: dict[str, Any], keys: Sequence[str], chat: bool) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The texts under `keys`, and the other keys."""
     texts = tuple(_messages(value, key) if chat and key == keys[0] else _text(value, key) for key in keys)
     for key in keys:
         value.pop(key, None)
@@ -194,27 +194,27 @@ def _picked(value: dict[str, Any], keys: Sequence[str], chat: bool) -> tuple[tup
 
 def _messages(value: dict[str, Any], key: str) -> str:
     """The list of messages under `key`, as JSON."""
-    found = _value(value, key)
-    if isinstance(found, str):
+    messages = _value(value, key)
+    if isinstance(messages, str):
         try:
-            found = json.loads(found)
+            messages = json.loads(messages)
         except ValueError:
             raise _BadLineError(f"{key!r} is a text, but not the JSON of a list of messages", _MESSAGES) from None
-    if not isinstance(found, list) or not found:
-        raise _BadLineError(f"{key!r} must be a list of messages, got {type(found).__name__}", _MESSAGES)
-    for number, message in enumerate(found, 1):
+    if not isinstance(messages, list) or not messages:
+        raise _BadLineError(f"{key!r} must be a list of messages, got {type(messages).__name__}", _MESSAGES)
+    for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _BadLineError(f"message {number} of {key!r} has no role", _MESSAGES)
         if not isinstance(message.get("content"), str):
             raise _BadLineError(f"message {number} of {key!r} has no text as content", _MESSAGES)
-    text = json.dumps(found, ensure_ascii=False)
-    return _whole_characters(text, key)
+    text = json.dumps(messages, ensure_ascii=False)
+    return _require_encodable(text, key)
 
 
 def _value(value: dict[str, Any], key: str) -> Any:
     if key not in value:
-        known = ascii(", ".join(value))[1:-1]
-        shown = known if len(known) <= 80 else f"{known[:77]}..."
+        keys = ascii(", ".join(value))[1:-1]
+        shown = keys if len(keys) <= 80 else f"{keys[:77]}..."
         raise _BadLineError(
             f"key {key!r} is missing; the line has {shown or 'no keys'}",
             "The configuration names the keys of a file beside its file_name (prompt, response).",
@@ -226,14 +226,16 @@ def _text(value: dict[str, Any], key: str) -> str:
     text = _value(value, key)
     if not isinstance(text, str):
         raise _BadLineError(f"{key!r} must be a string, got {type(text).__name__}", "Put the value in quotes.")
-    return _whole_characters(text, key)
+    return _require_encodable(text, key)
 
 
-def _whole_characters(text: str, key: str) -> str:
+def _require_encodable(text: str, key: str) -> str:
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
             half = ascii(text[error.start])
-            raise _BadLineError(f"{key!r} holds half a character: {half}", "Write both halves of the pair.") from None
+            raise _BadLineError(
+                f"{key!r} holds a lone surrogate: {half}", "Write both halves of the surrogate pair."
+            ) from None
     return text

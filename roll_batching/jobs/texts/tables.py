@@ -13,13 +13,13 @@ from typing import Any
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _PARQUET, _ARRAY = b"PAR1", re.compile(rb"\s*\[\s*\{")
 _START = 4096
-"""Bytes at the beginning of a file that say what it is; blanks may precede an array."""
-_AT_ONCE = 1024
-"""Rows that are held as Python objects."""
+"""Bytes at the beginning of a file that tell its format; white space may precede an array."""
+_BATCH_SIZE = 1024
+"""Rows that are converted to Python objects together."""
 
 
 class TableError(Exception):
-    """What is wrong with a table, and what to do."""
+    """A fault of a table, and its cure."""
 
     def __init__(self, what: str, cure: str) -> None:
         self.what, self.cure = what, cure
@@ -27,15 +27,15 @@ class TableError(Exception):
 
 @dataclass(frozen=True)
 class Table:
-    """A Parquet file, a folder of `datasets`, or a JSON array, which is held in memory while it is read."""
+    """A Parquet file, a folder of `datasets`, or a JSON array, which is read into memory as a whole."""
 
     path: Path
     is_array: bool = False
 
     def rows(self, read: Callable[[int], None] = lambda size: None) -> Iterator[Any]:
-        """The rows as plain data; an absent part of a message is left out. `read` hears of bytes that were read.
+        """The rows as plain data, without null keys of messages. `read` is called with bytes read.
 
-        Raises TableError: pyarrow is missing, a folder of several splits, a file that is none.
+        Raises TableError: without pyarrow, for a folder of several splits, for an invalid file.
         """
         if self.is_array:
             yield from _of_array(self.path, read)
@@ -50,13 +50,13 @@ class Table:
             else:
                 batches = _of_parquet(self.path, read)
             for batch in batches:
-                yield from (_without_gaps(row) for row in batch.to_pylist())
+                yield from (_drop_null_keys(row) for row in batch.to_pylist())
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise TableError(f"cannot be read as a table ({error})", "Write it again, or give JSON Lines.") from None
 
 
 def table_of(path: Path) -> Table | None:
-    """The table at `path`; None where there is another kind of file, or none."""
+    """The table at `path`; None for another kind of file, or none."""
     if path.is_dir():
         return Table(path) if (path / _STATE).is_file() or (path / _SPLITS).is_file() else None
     if not path.is_file():
@@ -65,7 +65,7 @@ def table_of(path: Path) -> Table | None:
         with path.open("rb") as file:
             start = file.read(_START).removeprefix(codecs.BOM_UTF8)
     except OSError:
-        return None  # said by whoever reads it as lines
+        return None  # reported when it is read as lines
     if _ARRAY.match(start):
         return Table(path, is_array=True)
     return Table(path) if start.startswith(_PARQUET) else None
@@ -78,7 +78,7 @@ def _of_array(path: Path, read: Callable[[int], None]) -> Iterator[Any]:
     except RecursionError:
         raise TableError("is a JSON array that is nested too deeply", cure) from None
     except (ValueError, OSError) as error:
-        raise TableError(f"begins as a JSON array, and is none ({error})", cure) from None
+        raise TableError(f"begins as a JSON array, but is not valid ({error})", cure) from None
     read(path.stat().st_size)
     yield from rows
 
@@ -88,7 +88,7 @@ def _of_parquet(path: Path, read: Callable[[int], None]) -> Iterator[Any]:
 
     file = parquet.ParquetFile(path)
     size, count = path.stat().st_size, max(file.metadata.num_rows, 1)
-    for batch in file.iter_batches(batch_size=_AT_ONCE):
+    for batch in file.iter_batches(batch_size=_BATCH_SIZE):
         read(size * batch.num_rows // count)
         yield batch
 
@@ -105,18 +105,18 @@ def _of_arrow(folder: Path, read: Callable[[int], None]) -> Iterator[Any]:
         with pyarrow.memory_map(str(file)) as source:
             for batch in pyarrow.ipc.open_stream(source):
                 read(batch.nbytes)
-                for start in range(0, batch.num_rows, _AT_ONCE):
-                    yield batch.slice(start, _AT_ONCE)
+                for start in range(0, batch.num_rows, _BATCH_SIZE):
+                    yield batch.slice(start, _BATCH_SIZE)
 
 
-def _without_gaps(value: Any) -> Any:
-    """`value` without the keys of nested objects that hold nothing: a column gives every row all keys of any."""
+def _drop_null_keys(value: Any) -> Any:
+    """`value` without null keys of nested objects: a column of a table gives every row the keys of all rows."""
     if not isinstance(value, dict):
         return value
     return {
-        key: [_filled(item) for item in inner] if isinstance(inner, list) else inner for key, inner in value.items()
+        key: [_non_null(item) for item in inner] if isinstance(inner, list) else inner for key, inner in value.items()
     }
 
 
-def _filled(item: Any) -> Any:
+def _non_null(item: Any) -> Any:
     return {key: inner for key, inner in item.items() if inner is not None} if isinstance(item, dict) else item

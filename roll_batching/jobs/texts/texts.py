@@ -1,4 +1,4 @@
-"""Texts to learn from: prompts with answers for RL; documents and conversations for SFT; pairs for DPO."""
+"""Training texts: prompts with answers for RL, documents and conversations for SFT, pairs for DPO."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from roll_batching.jobs.texts.jsonl import PathLike, Record, iterate_records
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a rollout starts from, and what its reward compares with."""
+    """A prompt for rollouts, with the answer that its reward compares with."""
 
     prompt: str
     answer: str
     extra: dict[str, Any] = field(default_factory=dict)
-    """All other keys of the line, as they were."""
+    """All other keys of the line, unchanged."""
     source: str = "memory"
-    """Where it comes from, as `file:line`."""
+    """Origin, as `file:line`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A supervised sample: the prompt bears no loss, the response is learnt."""
+    """A supervised sample: the loss covers the response, not the prompt."""
 
     prompt: str
     response: str
@@ -39,7 +39,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A supervised sample of several turns: what the assistant says is learnt."""
+    """A supervised sample of several turns: the loss covers the assistant's."""
 
     messages: tuple[Message, ...]
     extra: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Conversation:
 
     @property
     def prompt(self) -> str:
-        """Its messages as JSON: what tells it from others."""
+        """Its messages as JSON, for fingerprints and errors."""
         return json.dumps(self.messages, ensure_ascii=False)
 
 
@@ -60,13 +60,13 @@ class Pair:
     chosen: str
     rejected: str
     chat: bool = False
-    """Whether the prompt is messages, which the answers follow as the assistant's."""
+    """Whether the prompt is a list of messages, and the answers are the assistant's next message."""
     extra: dict[str, Any] = field(default_factory=dict)
     source: str = "memory"
 
     @property
     def documents(self) -> tuple[Document, Document] | tuple[Conversation, Conversation]:
-        """The chosen one, then the rejected one, each with the prompt."""
+        """The prompt with the chosen answer, and with the rejected one."""
         if not self.chat:
             return tuple(Document(self.prompt, one, source=self.source) for one in (self.chosen, self.rejected))  # type: ignore[return-value]
         before = json.loads(self.prompt)
@@ -79,7 +79,7 @@ T = TypeVar("T", bound=Text)
 
 
 def second_text(item: Text) -> str:
-    """What follows the prompt: its answer, the document's response, a pair's two; nothing in a conversation."""
+    """Text after the prompt: answer, response, or both of a pair as JSON; empty for a conversation."""
     if isinstance(item, Conversation):
         return ""
     if isinstance(item, Pair):
@@ -88,13 +88,13 @@ def second_text(item: Text) -> str:
 
 
 class Fingerprint:
-    """Digest of texts and their order, fed one by one; other keys and the files' names do not count."""
+    """Incremental digest of texts and their order, without other keys and file names."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
     def add(self, item: Text) -> None:
-        """The next text."""
+        """Add the next text."""
         for text in (item.prompt, second_text(item)):
             raw = text.encode("utf-8", "surrogatepass")
             self._digest.update(len(raw).to_bytes(8, "little") + raw)
@@ -106,25 +106,25 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """Texts of a line that make a chat, as instruction data has them: a prompt, and what these keys hold.
+    """Keys of a line whose texts become the turns of a chat, as in instruction data.
 
     Source: ROLL, `roll/pipeline/sft/sft_pipeline.py`, `build_conversation`.
     """
 
     query: str | None = None
-    """What the user says after the prompt."""
+    """Key of text that is appended to the prompt in the user's turn."""
     system: str | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Those that are read."""
+        """The keys that are set."""
         return tuple(key for key in (self.query, self.system) if key is not None)
 
     def chat(self, record: Record, keys: Sequence[str], *, answered: bool) -> Record:
-        """`record`, read by `keys` and then its own, with messages as JSON for a first text.
+        """`record`, read with `keys` and then these keys, with the chat's messages as JSON for its first text.
 
-        They end before the assistant's turn, or with it where the chat is `answered` by the second text. The first text
-        is empty where the user says nothing.
+        The messages end before the assistant's turn; with `answered` its turn is the second text. The first text is
+        empty if the user's turn is.
         """
         (prompt, *answers), own = record.texts[: len(keys)], record.texts[len(keys) :]
         texts = dict(zip(self.keys, own, strict=True))
@@ -147,12 +147,12 @@ def iterate_texts(
     template: ChatTemplate | None = None,
     instruction: Instruction | None = None,
 ) -> Iterator[T]:
-    """Prompts, documents, conversations or pairs of data files, one after the other, their texts under `keys`.
+    """Prompts, documents, conversations or pairs of data files, in order, with their texts under `keys`.
 
     The first key holds the messages of a conversation; with `template` it holds messages that become a prompt's text,
-    or stay messages in a pair; with `instruction` the first key holds a text, and what it names makes messages of it.
-    Without a second key the second text is empty.
-    What cannot be used is noted in `faults` and passed over, an empty prompt too; see `jsonl.iterate_records`.
+    or stay messages in a pair; with `instruction` it holds a text that becomes part of a chat's messages. Without a
+    second key the second text is empty. Unusable lines, such as an empty prompt, are added to `faults` and skipped; see
+    `jsonl.iterate_records`.
     """
     chat = instruction is None and (kind is Conversation or template is not None)
     own = () if instruction is None else instruction.keys
@@ -194,7 +194,7 @@ def _check_pair(record: Record, keys: Sequence[str], faults: Faults) -> None:
 
 
 class TextDataset(Sequence[T], Generic[T]):
-    """Texts in a fixed order, with a fingerprint by which a resumed run recognises them."""
+    """Texts in a fixed order, with a fingerprint that a resumed run compares."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items: tuple[T, ...] = tuple(items)
@@ -217,7 +217,7 @@ class TextDataset(Sequence[T], Generic[T]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the texts and their order; other keys and the files' names do not count."""
+        """Digest of the texts and their order, without other keys and file names."""
         digest = Fingerprint()
         for item in self._items:
             digest.add(item)

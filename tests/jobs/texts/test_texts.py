@@ -69,8 +69,8 @@ def test_keys_have_the_names_that_the_file_gives_them(tmp_path):
         ([], "a.jsonl holds no records"),
         ([b"[" * 100_000], "a.jsonl:1: nested too deeply"),
         ([b'{"prompt": "1", "answer": "2", "level": ' + b"9" * 5000 + b"}"], "a.jsonl:1: not valid JSON: Exceeds"),
-        ([b'{"prompt": "1 \\ud83d", "answer": "2"}'], r"a.jsonl:1: 'prompt' holds half a character: '.ud83d'"),
-        ([b"\x1f\x8b\x08 packed"], "a.jsonl is a gzip file. Give it as JSON Lines in UTF-8, not packed"),
+        ([b'{"prompt": "1 \\ud83d", "answer": "2"}'], r"a.jsonl:1: 'prompt' holds a lone surrogate: '.ud83d'"),
+        ([b"\x1f\x8b\x08 packed"], "a.jsonl is a gzip file. Write it as uncompressed JSON Lines in UTF-8"),
         ([b"\xff\xfe{\x00"], "a.jsonl is a UTF-16 file"),
     ],
 )
