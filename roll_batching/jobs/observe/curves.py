@@ -1,4 +1,4 @@
-"""The learning curve as a picture: what was learned, how answers grew, what batching saved."""
+"""The learning curve as a picture: reward, response length, marks and padding, or the loss."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BLUE, ORANGE, GREEN, GREY = "#2563a8", "#d9622b", "#2e8b6f", "#aab4be"
 def plot_learning_curve(rows: Sequence[Metrics], path: Path, *, title: str) -> None:
     """Draw the rows of phase `rl` into `path` (PNG): reward, response length, marks, padding by mode.
 
-    Columns that no row has are left out of the picture. Without any `rl` row, the loss of training and, where it was
-    measured, that of held-out texts is drawn.
+    Columns without values are left out. Without any `rl` row, the training loss and, where it was measured, the
+    held-out loss are drawn.
     """
     rl = [r for r in rows if r["phase"] == "rl"]
     spacing = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
@@ -42,7 +42,7 @@ def plot_learning_curve(rows: Sequence[Metrics], path: Path, *, title: str) -> N
 
 
 def _reward_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
-    _dress(axes, "Reward", percent=False)
+    _style(axes, "Reward", percent=False)
     _line(axes, rows, "reward", GREY, "training prompts, each step", width=1.2)
     _smooth(axes, rows, "reward", BLUE, "its mean over 5 steps")
     steps, values = _held_out(rows)
@@ -65,7 +65,7 @@ def _reward_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
 
 
 def _length_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
-    _dress(axes, "Response length, tokens", percent=False)
+    _style(axes, "Response length, tokens", percent=False)
     _line(axes, rows, "response_length_max", GREY, "longest of the step", width=1.2)
     _line(axes, rows, "response_length_mean", BLUE, "mean")
     axes.set_ylim(bottom=0)
@@ -74,7 +74,7 @@ def _length_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
 
 def _marks_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
     names = sorted({key for row in rows for key in row if key.startswith("mark/")})
-    _dress(axes, "Share of answers" if names else "Clipped share of tokens", percent=True)
+    _style(axes, "Share of answers" if names else "Clipped share of tokens", percent=True)
     for name, color in zip(names or ["clip_fraction"], (GREEN, ORANGE, BLUE, GREY), strict=False):
         _line(axes, rows, name, color, name.removeprefix("mark/").replace("_", " "))
     axes.set_ylim(0, 1.02 if names else None)
@@ -82,7 +82,7 @@ def _marks_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
 
 
 def _padding_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
-    _dress(axes, "Computed tokens that are padding", percent=True)
+    _style(axes, "Computed tokens that are padding", percent=True)
     for mode, color in (("padded", GREY), ("dynamic", ORANGE), ("packed", BLUE)):
         pairs = [
             (r["step"], 1 - r["tokens"] / r[f"tokens_{mode}"]) for r in rows if r.get(f"tokens_{mode}") is not None
@@ -94,7 +94,7 @@ def _padding_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
 
 
 def _loss_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
-    _dress(axes, "Loss", percent=False)
+    _style(axes, "Loss", percent=False)
     _line(axes, rows, "loss", BLUE, "training, each step")
     measured = [(r["eval_updates"], r["eval_loss"]) for r in rows if r.get("eval_loss") is not None]
     if measured:
@@ -102,7 +102,7 @@ def _loss_panel(axes: Axes, rows: Sequence[Metrics]) -> None:
     _legend(axes)
 
 
-def _dress(axes: Axes, title: str, *, percent: bool) -> None:
+def _style(axes: Axes, title: str, *, percent: bool) -> None:
     axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=8)
     axes.set_xlabel("step", fontsize=9, color=SOFT)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
@@ -135,11 +135,11 @@ def _smooth(axes: Axes, rows: Sequence[Metrics], key: str, color: str, label: st
 
 
 def _column(rows: Sequence[Metrics], key: str) -> tuple[list[int], list[float]]:
-    kept = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
-    return [s for s, _ in kept], [v for _, v in kept]
+    points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
+    return [s for s, _ in points], [v for _, v in points]
 
 
 def _held_out(rows: Sequence[Metrics]) -> tuple[list[int], list[float]]:
-    """Held-out rewards by the number of updates that had been made."""
-    kept = [(r["eval_updates"], r["eval_reward"]) for r in rows if r.get("eval_reward") is not None]
-    return [s for s, _ in kept], [v for _, v in kept]
+    """Numbers of updates, and the held-out rewards after them."""
+    points = [(r["eval_updates"], r["eval_reward"]) for r in rows if r.get("eval_reward") is not None]
+    return [s for s, _ in points], [v for _, v in points]

@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard events: one row per step, on disk as soon as the step is over."""
+"""metrics.jsonl and TensorBoard events: one row per step, written when the step is over."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ METRICS = "metrics.jsonl"
 EVENTS = "tensorboard"
 
 Metrics = dict[str, Any]
-"""Column -> number, text, or None. Every row has `step` (from 1 in each phase) and `phase`."""
+"""One row: column -> number, text, or None. A written row has `step` (from 1 in each phase) and `phase`."""
 
 
 class Tracker(Protocol):
-    """Takes rows as well, somewhere else."""
+    """Receives every row, beside the file."""
 
     def add(self, row: Metrics) -> None:
-        """One more row."""
+        """Send a row."""
 
     def close(self) -> None:
-        """There are no more."""
+        """End the run; no row follows."""
 
 
 class MetricsWriter:
     """Appends rows to `folder`/metrics.jsonl and to TensorBoard events in `folder`/tensorboard.
 
-    `tracker` gets what is written from now on, too.
+    `tracker` also receives the rows written from now on.
 
     Only one process may write: the others pass `enabled=False`, which makes every call a no-op.
-    `resume_after`, (phase, step), cuts off what an interrupted run wrote after the state that is now resumed; the
-    file is replaced at once, and events are written anew. Without it there must be no rows yet.
+    `resume_after`, (phase, step), removes the rows after it, which an interrupted run wrote after its last checkpoint;
+    the file is replaced atomically, and events are written anew. Without it there must be no rows yet.
 
     TensorBoard needs the packages of the extra `megatron`; without them (`tensorboard=False`) only the JSON
-    lines are written. A number that is not finite is written as null, since JSON has no other word for it.
+    lines are written. A number that is not finite is written as null, since JSON has no NaN.
 
-    Raises RollBatchingError when files cannot be read or written, or rows of another run are in the way.
+    Raises RollBatchingError when files cannot be read or written, or the file holds rows of another run.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class MetricsWriter:
         self._events: Any = None
         if not enabled:
             return
-        with self._written():
+        with self._name_write_errors():
             folder.mkdir(parents=True, exist_ok=True)
             if resume_after is not None and self.path.exists():
                 self.rows = rows_until(read_metrics(self.path), *resume_after)
                 with atomic_file(self.path) as partial:
-                    partial.write_text("".join(map(_as_line, self.rows)), encoding="utf-8")
+                    partial.write_text("".join(map(_to_line, self.rows)), encoding="utf-8")
             elif self.path.exists() and self.path.stat().st_size:
                 raise RollBatchingError(f"{self.path} holds the rows of another run: move it away")
             self._file = self.path.open("a", encoding="utf-8")
@@ -76,36 +76,36 @@ class MetricsWriter:
                 from torch.utils.tensorboard import SummaryWriter
 
                 if (folder / EVENTS).exists():
-                    shutil.rmtree(folder / EVENTS)  # all of it is in the rows
-                _leave_errors_of_events_to_flush()
+                    shutil.rmtree(folder / EVENTS)  # written again from the rows
+                _silence_tensorboard_thread()
                 self._events = SummaryWriter(str(folder / EVENTS))
                 for row in self.rows:
                     self._add_events(row)
 
     @contextlib.contextmanager
-    def _written(self) -> Iterator[None]:
+    def _name_write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise RollBatchingError(
-                f"{error.filename or self.path} cannot be written: {cause(error)}. Free some space or mend the folder, "
-                "then resume the run"
+                f"{error.filename or self.path} cannot be written: {cause(error)}. Free some space or repair the "
+                "folder, then resume the run"
             ) from error
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add one row. It is flushed before this returns."""
         if self._file is None:
             return
-        kept = {key: _plain(value) for key, value in row.items()}
-        self.rows.append(kept)
-        with self._written():
-            self._file.write(_as_line(kept))
+        plain = {key: _to_plain(value) for key, value in row.items()}
+        self.rows.append(plain)
+        with self._name_write_errors():
+            self._file.write(_to_line(plain))
             self._file.flush()
             if self._events is not None:
-                self._add_events(kept)
+                self._add_events(plain)
                 self._events.flush()
         if self._tracker is not None:
-            self._tracker.add(kept)
+            self._tracker.add(plain)
 
     def _add_events(self, row: Metrics) -> None:
         assert self._events is not None
@@ -115,7 +115,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the files. Safe to call twice."""
-        with contextlib.suppress(OSError):  # flushed after every row: what is left was told of already
+        with contextlib.suppress(OSError):  # flushed after every row: earlier errors have been raised
             if self._file is not None:
                 self._file.close()
         with contextlib.suppress(OSError):
@@ -128,21 +128,21 @@ class MetricsWriter:
 
 
 @functools.cache
-def _leave_errors_of_events_to_flush() -> None:
-    """TensorBoard's thread prints no traceback: `flush` and `close` raise its error where rows are written."""
-    others = threading.excepthook
+def _silence_tensorboard_thread() -> None:
+    """Print no traceback of TensorBoard's thread: `flush` and `close` raise its error where rows are written."""
+    original_hook = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
         if not type(args.thread).__module__.startswith("tensorboard."):
-            others(args)
+            original_hook(args)
 
     threading.excepthook = hook
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """The rows of a metrics.jsonl. A last line that a killed run did not finish is left out.
+    """The rows of a metrics.jsonl, without a last line that a killed run left incomplete.
 
-    Raises RollBatchingError, naming the line, when another line is no row.
+    Raises RollBatchingError, naming the line, when another line is not a row.
     """
     rows: list[Metrics] = []
     lines = path.read_bytes().split(b"\n")
@@ -155,25 +155,25 @@ def read_metrics(path: Path) -> list[Metrics]:
         except (ValueError, TypeError, KeyError) as error:
             if number != len(lines):
                 raise RollBatchingError(
-                    f"{path}:{number} is no row of a run ({type(error).__name__}: {error}): mend the line or move the "
-                    "file away"
+                    f"{path}:{number} is not a row of metrics ({type(error).__name__}: {error}): repair the line or "
+                    "move the file away"
                 ) from None
     return rows
 
 
 def rows_until(rows: list[Metrics], phase: str, step: int) -> list[Metrics]:
-    """The rows up to the last one of this phase that is not later than `step`."""
+    """The rows up to the last row of this phase whose step is at most `step`."""
     last = max((i for i, r in enumerate(rows) if r["phase"] == phase and r["step"] <= step), default=-1)
     if last < 0:  # nothing of the phase yet: keep the phases before it
         return [r for r in rows if r["phase"] != phase]
     return rows[: last + 1]
 
 
-def _as_line(row: Metrics) -> str:
+def _to_line(row: Metrics) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if hasattr(value, "item"):  # numpy scalars and one-element tensors
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Numbers as a terminal shows them."""
+"""Number formatting for the terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ _LONGEST = 1e12
 
 
 def fixed(value: float, digits: int, *, sign: bool = False) -> str:
-    """`value` with so many digits after the point; in powers of ten where it would be very long."""
+    """`value` with `digits` decimals; in scientific notation from 1e12 on."""
     plus = "+" if sign else ""
     return f"{value:{plus},.{digits}f}" if abs(value) < _LONGEST else f"{value:{plus}.{digits + 1}g}"

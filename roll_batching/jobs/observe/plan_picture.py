@@ -11,16 +11,18 @@ from roll_batching.files import atomic_file
 from roll_batching.planning import Plan
 
 MOST_DRAWN_RANKS = 32
-"""Up to here every rank shows its sequences; above, a map of fill and cost."""
+"""Most ranks whose sequences are drawn; more are drawn as maps of fill and cost."""
 
 
 def check_picture(path: str | Path) -> None:
-    """Raise `DataError` when the suffix of `path` names no format of pictures."""
+    """Raises DataError when the suffix of `path` is not an image format."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     formats = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in formats:
-        raise DataError(f"{path} names no picture; end it in one of {', '.join(f'.{one}' for one in sorted(formats))}")
+        raise DataError(
+            f"{path} has no suffix of an image format: use one of {', '.join(f'.{one}' for one in sorted(formats))}"
+        )
 
 
 def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:

@@ -1,4 +1,4 @@
-"""Progress that reads well on a terminal, as a bar, and in a log file, as a line now and then."""
+"""Progress of a run: a bar on a terminal, periodic lines in a log file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def default_console() -> Console:
-    """Standard output; where it is no terminal, wide enough for the tables of a run."""
+    """Standard output; 110 columns wide where it is not a terminal, for the tables of a run."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=110)
 
 
 class ProgressReporter:
-    """Shows how far the phases of a run are. Every method does nothing where `enabled` is False.
+    """Shows the progress of a run's phases. With `enabled` False every method is a no-op.
 
     On a terminal: one bar per phase with the latest values beside it. Elsewhere: a line at the first and the
     last step of a phase, and in between at most every ten seconds.
@@ -87,7 +87,7 @@ class ProgressReporter:
             self.console.print(text, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the bars as they stand. Safe to call twice."""
+        """Stop the bars. Safe to call twice."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None

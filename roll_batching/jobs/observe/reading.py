@@ -1,4 +1,4 @@
-"""How far the reading of large files is: a bar on a terminal, a line now and then elsewhere, nothing when quick."""
+"""Progress of reading large files: a bar on a terminal, periodic lines elsewhere, nothing in the first second."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-_QUICK = 1.0
+_SILENT_SECONDS = 1.0
 """Seconds before anything is shown."""
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 class ReadingProgress:
-    """A context in which `read` is told of bytes that were read, of `total`. Shown on standard error."""
+    """Context manager that shows the bytes read, of `total`, on standard error."""
 
     def __init__(self, title: str, total: int, *, console: Console | None = None) -> None:
         self.title, self.total = title, total
@@ -24,11 +24,11 @@ class ReadingProgress:
 
     def __enter__(self) -> ReadingProgress:
         self._started = time.monotonic()
-        self._next = self._started + _QUICK
+        self._next = self._started + _SILENT_SECONDS
         return self
 
     def read(self, size: int) -> None:
-        """`size` more bytes were read."""
+        """Count `size` more bytes."""
         self._done += size
         now = time.monotonic()
         if now < self._next or self._done >= self.total:

@@ -1,4 +1,4 @@
-"""rollouts.jsonl: what the model said, one line per response, in the order of the steps."""
+"""The sample log rollouts.jsonl: one line per logged response, in the order of the steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLLOUTS = "rollouts.jsonl"
 
 
 class RolloutsFile:
-    """Appends lines to `folder`/rollouts.jsonl, each with `step`. Nothing is written, nor the file made, before `add`.
+    """Appends lines to `folder`/rollouts.jsonl, each with `step`. The file is created by the first line.
 
     Raises RollBatchingError when the file cannot be written.
     """
@@ -26,7 +26,7 @@ class RolloutsFile:
         self._file: TextIO | None = None
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Writes one line per mapping. They are flushed before this returns."""
+        """Write one line per mapping, flushed before this returns."""
         try:
             for line in lines:
                 if self._file is None:
@@ -36,7 +36,8 @@ class RolloutsFile:
                 self._file.flush()
         except OSError as error:
             raise RollBatchingError(
-                f"{self.path} cannot be written: {cause(error)}. Free some space, or write fewer (rollout_samples)"
+                f"{self.path} cannot be written: {cause(error)}. Free some space, or log fewer responses "
+                "(rollout_samples)"
             ) from error
 
     def close(self) -> None:
@@ -48,7 +49,7 @@ class RolloutsFile:
 
 
 def end_of_step(path: Path, step: int) -> int:
-    """Bytes of `path` up to its first line that is of a step later than `step`, or that is not whole."""
+    """Bytes of `path` before its first line of a later step than `step`, or its first incomplete line."""
     end = 0
     with path.open("rb") as lines:
         for line in lines:
@@ -62,7 +63,7 @@ def end_of_step(path: Path, step: int) -> int:
 
 
 def cut_after(path: Path, end: int) -> None:
-    """Leaves the first `end` bytes of `path`. Raises RollBatchingError when it cannot be written."""
+    """Truncate `path` to its first `end` bytes. Raises RollBatchingError when it cannot be written."""
     try:
         os.truncate(path, end)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The table that closes a run: what was learned, how fast, and what other batchings would have cost."""
+"""Closing tables of a run: held-out metrics before and after, throughput, tokens under other batching modes."""
 
 from __future__ import annotations
 
@@ -22,39 +22,38 @@ _NOT_SHOWN = ("eval_updates", "eval_samples")
 
 
 def summarize(rows: Sequence[Metrics]) -> dict[str, float]:
-    """Figures of a run's `rl` rows (or, without any, of its other rows).
+    """Summary of a run's `rl` rows (or, without any, of its other rows).
 
-    Of what was held out, before and after: `reward_before` and `reward_after`, the same for every mark's share and for
-    the reward where the mark is set (`mark/x_before`, `reward_with/x_before`, ...); of supervised runs `loss_before`,
+    Held-out metrics before and after: `reward_before` and `reward_after`, the same for every mark's share and for the
+    reward where the mark is set (`mark/x_before`, `reward_with/x_before`, ...); of supervised runs `loss_before`,
     `loss_after` and the loss's metrics. Then `tokens` (real tokens trained on), `train_seconds`, `tokens_per_second`,
-    and `tokens_<mode>` for what the same steps compute in each mode.
-    Figures that the rows do not hold are left out.
+    and `tokens_<mode>`, computed tokens of the same steps in each mode. Metrics without values are left out.
     """
-    chosen = [r for r in rows if r["phase"] == "rl"] or list(rows)
-    evaluated = [r for r in chosen if r.get("eval_updates") is not None]
-    figures: dict[str, float] = {}
+    phase_rows = [r for r in rows if r["phase"] == "rl"] or list(rows)
+    evaluated = [r for r in phase_rows if r.get("eval_updates") is not None]
+    summary: dict[str, float] = {}
     if evaluated:
         for when, row in (("before", evaluated[0]), ("after", evaluated[-1])):
             for key, value in row.items():
                 if key.startswith("eval_") and key not in _NOT_SHOWN and value is not None:
-                    figures[f"{key.removeprefix('eval_')}_{when}"] = value
+                    summary[f"{key.removeprefix('eval_')}_{when}"] = value
     for key in ("tokens", "train_seconds", *(f"tokens_{mode}" for mode, _ in MODES)):
-        values = [r[key] for r in chosen if r.get(key) is not None]
+        values = [r[key] for r in phase_rows if r.get(key) is not None]
         if values:
-            figures[key] = sum(values)
-    if figures.get("train_seconds"):
-        figures["tokens_per_second"] = figures["tokens"] / figures["train_seconds"]
-    return figures
+            summary[key] = sum(values)
+    if summary.get("train_seconds"):
+        summary["tokens_per_second"] = summary["tokens"] / summary["train_seconds"]
+    return summary
 
 
-def show_summary(figures: dict[str, float], console: Console, *, used: str, title: str) -> None:
-    """Print the closing table. `used` is the mode that the run itself trained with."""
+def show_summary(summary: dict[str, float], console: Console, *, used: str, title: str) -> None:
+    """Print the closing tables. `used` is the batching mode of the run."""
     table = Table(title=title, title_justify="left", title_style="bold", show_header=True, header_style="bold")
-    table.add_column("held-out problems" if "reward_after" in figures else "held-out texts")
+    table.add_column("held-out problems" if "reward_after" in summary else "held-out texts")
     for column in ("before", "after", "change"):
         table.add_column(column, justify="right")
-    for name in _evaluated(figures):
-        before, after = figures[f"{name}_before"], figures[f"{name}_after"]
+    for name in _evaluated(summary):
+        before, after = summary[f"{name}_before"], summary[f"{name}_after"]
         digits = 1 if max(abs(before), abs(after)) > 10 else 3
         change = fixed(after - before, digits, sign=True)
         table.add_row(_label(name), fixed(before, digits), fixed(after, digits), change)
@@ -65,27 +64,27 @@ def show_summary(figures: dict[str, float], console: Console, *, used: str, titl
     tokens.add_column("tokens that the same training steps compute")
     for column in ("tokens", "of them padding", "against padded"):
         tokens.add_column(column, justify="right")
-    reference = figures.get("tokens_padded")
+    reference = summary.get("tokens_padded")
     for mode, label in MODES:
-        computed = figures.get(f"tokens_{mode}")
+        computed = summary.get(f"tokens_{mode}")
         if computed is not None:
             tokens.add_row(
                 label + (" (this run)" if mode == used else ""),
                 f"{computed:,.0f}",
-                f"{1 - figures['tokens'] / computed:.1%}",
+                f"{1 - summary['tokens'] / computed:.1%}",
                 f"{computed / reference:.2f} x" if reference else "",
             )
     if tokens.row_count:
         console.print(tokens)
-    if "tokens_per_second" in figures:
+    if "tokens_per_second" in summary:
         console.print(
-            f"{figures['tokens']:,.0f} real tokens trained on, {figures['tokens_per_second']:,.0f} tokens per second"
+            f"{summary['tokens']:,.0f} real tokens trained on, {summary['tokens_per_second']:,.0f} tokens per second"
         )
 
 
-def _evaluated(figures: dict[str, float]) -> list[str]:
-    names = [key.removesuffix("_before") for key in figures if key.endswith("_before")]
-    return [name for name in names if f"{name}_after" in figures]
+def _evaluated(summary: dict[str, float]) -> list[str]:
+    names = [key.removesuffix("_before") for key in summary if key.endswith("_before")]
+    return [name for name in names if f"{name}_after" in summary]
 
 
 def _label(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Rows to Weights & Biases or SwanLab: `track_with`."""
+"""Sends rows of metrics to Weights & Biases or SwanLab (`track_with`)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from roll_batching.jobs.observe.metrics_file import Metrics
 logger = logging.getLogger(__name__)
 
 _FOLDER = {"wandb": "dir", "swanlab": "log_dir"}
-"""The trackers, and what the `init` of each calls the folder of its files."""
+"""Trackers, and the name of the folder argument of their `init`."""
 _OFFLINE = {"wandb": "set WANDB_MODE=offline", "swanlab": "set tracker_kwargs.mode to offline"}
 
 
 def tracker_of(name: str | None) -> Any:
     """The module of the tracker that `track_with` names; None where it names none.
 
-    Raises ConfigError, with its cure, where it is not installed.
+    Raises ConfigError where it is not installed.
     """
     if name not in _FOLDER:
         return None
@@ -36,8 +36,8 @@ def tracker_of(name: str | None) -> Any:
 class TrackedRun:
     """A run of the tracker `name`, to which rows are sent as they are written.
 
-    Its files lie in `folder`; `options` are keywords of the tracker's `init` and go before what is chosen here. A
-    resumed job begins a run of its own, with the rows from there on.
+    Its files lie in `folder`; `options` are keywords of the tracker's `init` and override those set here. A resumed job
+    starts a new run of the tracker, with the rows from there on.
 
     Raises:
         ConfigError: it is not installed, or refuses `options`.
@@ -48,33 +48,33 @@ class TrackedRun:
         self, name: str, folder: Path, job: str, config: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         self._name, tracker = name, tracker_of(name)
-        chosen = {"project": "roll-batching", "name": job, _FOLDER[name]: str(folder), "config": dict(config)}
+        arguments = {"project": "roll-batching", "name": job, _FOLDER[name]: str(folder), "config": dict(config)}
         try:
-            self._run = tracker.init(**{**chosen, **options})
+            self._run = tracker.init(**{**arguments, **options})
         except (TypeError, ValueError) as error:
             raise ConfigError(f"tracker_kwargs: {name}.init refuses them: {error}") from None
-        except Exception as error:  # no login, no network: its own words
+        except Exception as error:  # such as no login or no network
             raise RollBatchingError(
                 f"{name} cannot start ({type(error).__name__}: {error}): log in, {_OFFLINE[name]}, or leave "
                 "track_with out"
             ) from None
 
     def add(self, row: Metrics) -> None:
-        """Logs the numbers of `row` under the names that TensorBoard has, `phase/column`.
+        """Log the numbers of `row` under the same names as in TensorBoard, `phase/column`.
 
-        Raises RollBatchingError when the tracker does not take them.
+        Raises RollBatchingError when the tracker refuses them.
         """
         numbers = {f"{row['phase']}/{key}": value for key, value in row.items() if isinstance(value, (int, float))}
         try:
             self._run.log(numbers)
-        except Exception as error:  # its own kinds, and those of its libraries
+        except Exception as error:  # of any kind, also of its libraries
             raise RollBatchingError(
-                f"{self._name} does not take the step's figures ({type(error).__name__}: {error}): "
+                f"{self._name} refuses the step's metrics ({type(error).__name__}: {error}): "
                 f"{_OFFLINE[self._name]}, or leave track_with out, then resume the run"
             ) from None
 
     def close(self) -> None:
-        """Finishes the run; where the tracker cannot, that is said: metrics.jsonl has all that it was given."""
+        """Finish the run; a failure is only logged, since metrics.jsonl has all rows."""
         try:
             self._run.finish()
         except Exception as error:

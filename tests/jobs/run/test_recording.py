@@ -49,6 +49,6 @@ def test_a_tracker_that_takes_no_figures_is_named(tmp_path):
     run = TrackedRun("wandb", tmp_path, "mine", {}, {"mode": "offline"})
     run.add({"phase": "rl", "step": 1, "loss": 1.0})
     run.close()
-    with pytest.raises(RollBatchingError, match="wandb does not take the step's figures.*resume the run"):
+    with pytest.raises(RollBatchingError, match="wandb refuses the step's metrics.*resume the run"):
         run.add({"phase": "rl", "step": 2, "loss": 1.0})
     run.close()
