@@ -77,5 +77,5 @@ def test_a_tokenizer_whose_files_are_gone_is_one_error(tmp_path, left):
     (tmp_path / "tokenizer.json").unlink()
     if left == "config.json":
         (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(DataError, match=r"holds special tokens alone.*tokenizer\.json.*tokenizer\.name_or_path"):
+    with pytest.raises(DataError, match=r"has special tokens only.*tokenizer\.json.*tokenizer\.name_or_path"):
         HFTokenizer(tmp_path)

@@ -1,1 +1,1 @@
-"""What an RL step optimises: advantages from rewards, their running state, and the loss of a configuration."""
+"""Objective of an RL step: advantages, their state between steps, and the loss of a configuration."""

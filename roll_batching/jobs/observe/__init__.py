@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: metrics, progress, the learning curve, the closing table."""
+"""Metrics of a run: files, trackers, progress, learning curve, closing tables."""

@@ -1,1 +1,1 @@
-"""What a run leaves in its folder: lock, checkpoints, metrics, saved models; and `JobContext`, shared by its phases."""
+"""The run folder: lock, checkpoints, metrics, saved models; and `JobContext`, which the phases share."""

@@ -162,7 +162,9 @@ class JobCheckpoints:
                     with explain_read_errors(point.path / _random_file()):
                         _set_random_states(torch.load(point.path / _random_file(), weights_only=True))
         if self._changed:
-            logger.warning("%s goes on with what has changed since: %s", point.path, "; ".join(self._changed))
+            logger.warning(
+                "%s: the run continues with changes since it was saved: %s", point.path, "; ".join(self._changed)
+            )
         if point.layout != self.strategy.layout.dims and dist.get_rank() == 0:
             logger.warning(
                 "%s was saved with %s and this run has %s: it continues from the same weights and data, with other "

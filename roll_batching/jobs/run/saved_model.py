@@ -115,7 +115,7 @@ def _missing(run: Path) -> str:
         return f"{run} holds no checkpoint, but the trained model, in {run / MODEL}: read that with transformers"
     if not (run / CONFIG).is_file():
         return f"{run} holds no checkpoint and is no run's folder: it has no {CONFIG}"
-    return f"{run} holds no checkpoint: the run saved none. Train again with save_steps=10, or however many steps apart"
+    return f"{run} holds no checkpoint: the run saved none. Train again with save_steps, for example save_steps=10"
 
 
 def tokenizer_of(model: SavedModel, pretrain: str | None = None) -> Tokenizer:
@@ -142,8 +142,8 @@ def _on_one_process(role: WorkerConfig, point: SavedPoint, pretrain: str | None,
         dtype = _DTYPES[json.loads(file.read_text(encoding="utf-8"))["dtype"]]
     changes = {"dtype": dtype} | ({} if pretrain is None else {"model_name_or_path": pretrain})
     attention = role.strategy_args.strategy_config.attention_backend
-    kept = {"attention_backend": attention} if runs and ATTENTION_BACKENDS.get(attention) is None else {}
-    strategy = role.strategy_args.model_copy(update={"strategy_config": MegatronConfig().model_copy(update=kept)})
+    changed = {"attention_backend": attention} if runs and ATTENTION_BACKENDS.get(attention) is None else {}
+    strategy = role.strategy_args.model_copy(update={"strategy_config": MegatronConfig().model_copy(update=changed)})
     model = role.model_args.model_copy(update=changes)
     return role.model_copy(update={"strategy_args": strategy, "model_args": model, "device_mapping": None})
 

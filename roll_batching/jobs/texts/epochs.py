@@ -68,7 +68,7 @@ class EpochStream(Iterator[list[T]], Generic[T]):
         return np.concatenate(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: a few plain values. A stream that loads it goes on with the very next batch."""
+        """The position as plain data; a stream that loads it continues with the next batch."""
         return {
             "epoch": self._epoch,
             "position": self._position,

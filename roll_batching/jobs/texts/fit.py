@@ -70,7 +70,7 @@ class Fit:
         except UnknownCharacterError as error:
             faults.add(item.source, str(error), UNKNOWN, characters=error.characters)
         except DataError as error:
-            faults.add(item.source, str(error), "Remove the line, or write it anew.")
+            faults.add(item.source, str(error), "Remove the line, or correct it.")
         else:
             self._check_lengths(item, prompt, rest, faults)
 

@@ -175,7 +175,7 @@ def iterate_texts(
             try:
                 first = template.prompt(messages)
             except DataError as error:
-                faults.add(record.source, f"{keys[0]}: {error}", "Remove the line, or write it anew.")
+                faults.add(record.source, f"{keys[0]}: {error}", "Remove the line, or correct it.")
                 continue
             extra = extra if instruction is not None else extra | {keys[0]: messages}
         if first:
@@ -189,7 +189,7 @@ def _check_pair(record: Record, keys: Sequence[str], faults: Faults) -> None:
     if not prompt:
         faults.add(record.source, f"the prompt is empty ({keys[0]!r})", "Remove the line, or give it a prompt.")
     elif chosen == rejected:
-        cure = "Remove the line: nothing can be learnt from it."
+        cure = "Remove the line: equal answers give no gradient."
         faults.add(record.source, f"{keys[1]!r} and {keys[2]!r} are the same text", cure)
 
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back: one small protocol, a tokenizer of characters, and Hugging Face's."""
+"""Tokenizers: the protocol that jobs use, a character tokenizer, and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roll_batching.huggingface.directory import find_directory, stop_tokens
 
 
 class UnknownCharacterError(DataError):
-    """A text holds characters that the tokenizer cannot turn into tokens: all of them are in `characters`."""
+    """A text holds characters unknown to the tokenizer; `characters` holds all of them."""
 
     def __init__(self, message: str, characters: frozenset[str]) -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class UnknownCharacterError(DataError):
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the jobs need of a tokenizer. Special tokens are never added by `encode`."""
+    """The tokenizer interface of the jobs. `encode` never adds special tokens."""
 
     @property
     def eos_token_id(self) -> int:
@@ -31,23 +31,23 @@ class Tokenizer(Protocol):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """All tokens that end a response, `eos_token_id` among them."""
+        """All tokens that end a response, including `eos_token_id`."""
 
     @property
     def pad_token_id(self) -> int:
-        """The token that fills gaps; may equal `eos_token_id`."""
+        """The padding token; may equal `eos_token_id`."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token."""
+        """The largest token id plus 1."""
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all that says which tokens texts and chats become."""
+        """Digest of everything that decides the tokens of texts and chats, library version included."""
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """Digests of the `vocabulary`, which text each token is, and of the rest, by name; of any library's version."""
+        """Digests by name: `vocabulary` (the text of each token) and other parts; without the library version."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`."""
@@ -57,12 +57,12 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer:
-    """One token per character; a character's id is its place in the vocabulary.
+    """One token per character; its id is its index in the vocabulary.
 
     Args:
         vocabulary: the characters, each once. The end and pad tokens are among them.
         eos: the character that ends a response. Texts to encode may not contain it: append `eos_token_id`.
-        pad: the character that fills gaps, by default `eos`; refused in texts as well.
+        pad: the padding character, by default `eos`; texts may not contain it either.
 
     Raises:
         DataError: for an empty vocabulary, a repeated character, or an end or pad token that is not in it.
@@ -74,9 +74,9 @@ class CharTokenizer:
         if len(self._id) != len(vocabulary):
             repeated = sorted({c for c in vocabulary if vocabulary.count(c) > 1})
             raise DataError(f"The vocabulary holds {', '.join(map(repr, repeated))} more than once.")
-        for what, token in (("end", eos), ("pad", pad)):
+        for kind, token in (("end", eos), ("pad", pad)):
             if token not in self._id:
-                raise DataError(f"The {what} token {token!r} is not one character of the vocabulary.")
+                raise DataError(f"The {kind} token {token!r} is not one character of the vocabulary.")
         self._vocabulary = vocabulary
         self._reserved = {pad: "fills gaps", eos: "ends a response"}
         self._plain = frozenset(vocabulary) - self._reserved.keys()
@@ -85,13 +85,13 @@ class CharTokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path, eos: str, pad: str | None = None) -> CharTokenizer:
-        """Read the vocabulary from a UTF-8 text file; line ends at its end do not count.
+        """Read the vocabulary from a UTF-8 text file; trailing line ends are removed.
 
         Raises:
             DataError: for a file that cannot be read, and all of the constructor.
         """
-        if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
-            raise DataError(f"The vocabulary file {path} cannot be read: it is no regular file")
+        if Path(path).exists() and not Path(path).is_file():  # opening a pipe blocks
+            raise DataError(f"The vocabulary file {path} cannot be read: it is not a regular file")
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
@@ -149,14 +149,14 @@ class CharTokenizer:
 
 
 class HFTokenizer:
-    """A tokenizer of Hugging Face's `transformers`, by name or folder.
+    """A Hugging Face tokenizer (`transformers`), by name or folder.
 
     Args:
         name_or_path: as for `AutoTokenizer.from_pretrained`.
         eos: text of the end token, by default the tokenizer's own.
         pad: text of the pad token, by default the tokenizer's own, else the end token.
-        model: the model directory whose `generation_config.json` says which tokens end a response, by default the
-            tokenizer's folder. With `eos` that token alone does.
+        model: the model directory whose `generation_config.json` lists the tokens that end a response, by default the
+            tokenizer's folder. With `eos` only that token ends one.
 
     Raises:
         DataError: when `transformers` is not installed, nothing can be loaded, or there is no such token.
@@ -178,9 +178,9 @@ class HFTokenizer:
         except (OSError, ValueError) as error:
             raise DataError(f"No tokenizer could be loaded from {str(name_or_path)!r}: {error}") from None
         if len(self.tokenizer.get_vocab().keys() - self.tokenizer.get_added_vocab().keys()) < 2:
-            # What transformers makes of a folder without these files, for some families: the end token and no other.
+            # For some families transformers makes a tokenizer of special tokens only from a folder without its files.
             raise DataError(
-                f"The tokenizer of {str(name_or_path)!r} holds special tokens alone, and no text has tokens: put its "
+                f"The tokenizer of {str(name_or_path)!r} has special tokens only and cannot encode text: put its "
                 "files there (tokenizer.json, or vocab.json and merges.txt), or name another in tokenizer.name_or_path."
             )
         eos_id = self._token_id(eos, self.tokenizer.eos_token_id)
@@ -204,24 +204,24 @@ class HFTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary, added ones included."""
+        """Tokens of the vocabulary, including added ones."""
         return len(self.tokenizer)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of its rules (of a tokenizer in Python: its vocabulary), its chat template and its library."""
+        """Digest of rules (of a Python tokenizer: vocabulary), chat template, end token and library version."""
         import transformers
 
-        one = self.tokenizer
-        named = (type(one).__name__, transformers.__version__, one.chat_template, self.eos_token_id)
-        return _digest(*named, self._rules())
+        tokenizer = self.tokenizer
+        values = (type(tokenizer).__name__, transformers.__version__, tokenizer.chat_template, self.eos_token_id)
+        return _digest(*values, self._rules())
 
     def _rules(self) -> str:
-        """From texts to tokens, as JSON; of a tokenizer in Python: its vocabulary."""
+        """The rules of a fast tokenizer as JSON; the vocabulary of a Python one."""
         rules = getattr(self.tokenizer, "backend_tokenizer", None)
         if rules is None:
             return json.dumps(sorted(self.tokenizer.get_vocab().items()), sort_keys=True)
-        # These two change with its calls.
+        # `truncation` and `padding` change with the arguments of the last call.
         return json.dumps(json.loads(rules.to_str()) | {"truncation": None, "padding": None}, sort_keys=True)
 
     @cached_property
@@ -244,12 +244,12 @@ class HFTokenizer:
         return self.tokenizer.decode(numbers, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _digest(*words: Any) -> str:
-    return hashlib.sha256(repr(words).encode("utf-8", "surrogatepass")).hexdigest()
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(repr(values).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def encode_many(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """`tokenizer.encode` of each text; Hugging Face's are encoded together, on all cores."""
+    """`tokenizer.encode` of each text; a Hugging Face tokenizer encodes them together, on all cores."""
     if isinstance(tokenizer, HFTokenizer) and texts:
         return list(tokenizer.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
     return [tokenizer.encode(text) for text in texts]

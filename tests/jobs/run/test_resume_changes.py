@@ -175,11 +175,11 @@ def test_changed_keys_of_data_rewards_and_settings_are_said_once(tmp_path, repor
     first, second = run_ranks(2, HERE + "endings", {"data": again, "settings": changed})
     report(first["data"].replace(str(tmp_path), "..."))
     assert (
-        "goes on with what has changed since: prompts (some lines, or keys beside their texts); max_steps"
+        "the run continues with changes since it was saved: prompts (some lines, or keys beside their texts); max_steps"
         in (first["data"])
     )
-    assert "changed since: max_steps, reward_args.bonus" in first["settings"], first
-    assert "changed since" not in second["data"] + second["settings"], "said by one rank"
+    assert "since it was saved: max_steps, reward_args.bonus" in first["settings"], first
+    assert "since it was saved" not in second["data"] + second["settings"], "said by one rank"
     checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
     listed = json.loads((checkpoints / "rl-000004" / "manifest.json").read_text())["files"]
     assert {"job.json", "random-00001.pt", "strategy.json", "reference/manifest.json"} <= listed.keys()
@@ -214,4 +214,4 @@ def test_jobs_of_texts_and_pairs_too(tmp_path, task, stream):
     edited(tmp_path / f"{task}.jsonl", lambda line: line.update(source="another"))
     first, second = run_ranks(2, HERE + "endings", {"permuted": permuted, "data": again})
     assert "was trained with another vocabulary" in first["permuted"] and "another vocabulary" in second["permuted"]
-    assert "changed since: learnt texts (some lines" in first["data"] and "Error" not in first["data"], first
+    assert "since it was saved: learnt texts (some lines" in first["data"] and "Error" not in first["data"], first

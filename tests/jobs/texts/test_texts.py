@@ -119,7 +119,7 @@ def test_a_pipe_is_refused_at_once_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(DataError, match="is a pipe or a device. Every process reads it"):
         PromptDataset.from_jsonl(tmp_path / "pipe.jsonl")
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         CharTokenizer.from_file(tmp_path / "pipe.jsonl", "$")
 
 
