@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll_batching.jobs.texts.encode import encode_documents, encode_prompts
-from roll_batching.jobs.texts.epochs import DocumentStream, EpochStream, MixedStream, PromptStream, epoch_order
+from roll_batching.jobs.texts.epochs import EpochStream, MixedStream, PromptStream, epoch_order
 from roll_batching.jobs.texts.texts import Document, DocumentDataset, Prompt, PromptDataset
 from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer, Tokenizer
 
@@ -11,7 +11,6 @@ __all__ = [
     "CharTokenizer",
     "Document",
     "DocumentDataset",
-    "DocumentStream",
     "EpochStream",
     "HFTokenizer",
     "MixedStream",

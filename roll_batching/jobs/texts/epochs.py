@@ -8,7 +8,7 @@ from typing import Any, Generic
 import numpy as np
 
 from roll_batching.errors import DataError
-from roll_batching.jobs.texts.texts import Conversation, Document, Prompt, T, TextDataset
+from roll_batching.jobs.texts.texts import Prompt, T, TextDataset
 
 _ORDER_STREAM = 1
 
@@ -145,7 +145,3 @@ class MixedStream(Iterator[list[T]], Generic[T]):
             )
         for name, stream in self._streams.items():
             stream.load_state_dict(saved[name])
-
-
-class DocumentStream(EpochStream[Document | Conversation]):
-    """An `EpochStream` of supervised documents."""

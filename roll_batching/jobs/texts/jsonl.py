@@ -68,14 +68,6 @@ def iterate_records(
             yield from _rows_of(table, keys, faults, read, chat)
 
 
-def read_records(paths: PathLike | Sequence[PathLike], keys: Sequence[str]) -> list[Record]:
-    """All records of `iterate_records`. Raises DataError naming all faults."""
-    faults = Faults()
-    records = list(iterate_records(paths, keys, faults))
-    faults.check()
-    return records
-
-
 def _records_of(
     path: Path, keys: Sequence[str], faults: Faults, read: Callable[[int], None], chat: bool
 ) -> Iterator[Record]:

@@ -11,7 +11,7 @@ from roll_batching.jobs.texts import (
     CharTokenizer,
     Document,
     DocumentDataset,
-    DocumentStream,
+    EpochStream,
     HFTokenizer,
     Prompt,
     PromptDataset,
@@ -189,7 +189,7 @@ def test_a_position_is_refused_where_it_does_not_belong():
 
 def test_documents_stream_as_prompts_do():
     documents = DocumentDataset([Document("1", "2"), Document("3", "4")])
-    assert sorted(d.prompt for d in next(DocumentStream(documents, 2))) == ["1", "3"]
+    assert sorted(d.prompt for d in next(EpochStream(documents, 2))) == ["1", "3"]
     assert documents.fingerprint != DocumentDataset([Document("1", "2"), Document("34", "")]).fingerprint
 
 
@@ -303,9 +303,13 @@ def test_a_text_that_does_not_fit_is_named(report):
 
 
 def _read_all(paths, keys):
-    from roll_batching.jobs.texts.jsonl import read_records
+    from roll_batching.jobs.texts.faults import Faults
+    from roll_batching.jobs.texts.jsonl import iterate_records
 
-    return read_records(paths, keys)
+    faults = Faults()
+    records = list(iterate_records(paths, keys, faults))
+    faults.check()
+    return records
 
 
 @pytest.mark.parametrize("layout", [{"indent": 1}, {}])
