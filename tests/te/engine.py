@@ -35,7 +35,7 @@ def as_if_on_an_h100() -> Iterator[None]:
     import torch
 
     from roll_batching.modeling import builder
-    from roll_batching.strategy import infer, parts
+    from roll_batching.strategy import compatibility, infer
 
     properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, name="H100")
     with contextlib.ExitStack() as stack:
@@ -45,7 +45,7 @@ def as_if_on_an_h100() -> Iterator[None]:
             (torch.cuda, "get_device_capability", (9, 0)),
             (torch.cuda, "get_device_properties", properties),
             (builder, "refusals_here", []),
-            (parts, "refusals_here", []),
+            (compatibility, "refusals_here", []),
         ):
             stack.enter_context(mock.patch.object(owner, name, lambda *args, answer=answer, **kwargs: answer))
         yield

@@ -224,7 +224,7 @@ _MEGATRON: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _no_effect("moe_shared_expert_overlap", "the shared expert is computed after the others"),
         _no_effect("moe_layer_recompute", "recompute_granularity: selective with recompute_modules: [moe] does it"),
         _no_effect("cross_entropy_loss_fusion", "log-probs come from kernels of this package"),
-        # The next three corrupt or mispair transfers of planned shapes: strategy/parts.py refuses them in given models.
+        # The next three corrupt or mispair planned transfers: strategy/compatibility.py refuses them in given models.
         _refused("overlap_p2p_comm", "transfers with planned shapes are not overlapped; leave it out", False),
         _refused("batch_p2p_comm", "batched transfers pair wrongly with two stages under VPP; leave it out", False),
         _refused("deallocate_pipeline_outputs", "it races with transfers before Megatron-Core 0.18", False),

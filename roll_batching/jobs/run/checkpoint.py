@@ -331,7 +331,7 @@ def _read(path: Path) -> SavedPoint:
         point = SavedPoint(path=path, **(record | {"layout": ParallelDims(**record["layout"])}))
         named = _NAME.fullmatch(path.name)
         if point.phase not in PHASES or type(point.step) is not int or point.step < 1:
-            raise CheckpointError(f"{file} is not what was written: it has step {point.step!r} of {point.phase!r}")
+            raise CheckpointError(f"{file} is malformed: it has step {point.step!r} of {point.phase!r}")
         if named and (named[1], int(named[2])) != (point.phase, point.step):
             raise CheckpointError(
                 f"{file} says step {point.step:,} of {point.phase}, and its folder is {path.name}: the file or the "

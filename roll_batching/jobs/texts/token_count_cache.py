@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from roll_batching.files import whole_file
+from roll_batching.files import atomic_file
 from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.planning.arrays import Ints
 
@@ -54,7 +54,7 @@ class TokenCountCache:
         """Write the counts to the cache; a write error is only logged."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with whole_file(self._file(fingerprint)) as partial, partial.open("wb") as file:
+            with atomic_file(self._file(fingerprint)) as partial, partial.open("wb") as file:
                 np.savez(file, counts=counts)
         except OSError as error:
             logger.warning("token counts cannot be cached in %s (%s): the next start counts again", self.folder, error)

@@ -12,7 +12,7 @@ from typing import Any
 from tests.campaigns.abuse.runner import DONE, FAILED, TRAIN, Abuse
 from tests.campaigns.abuse.scenes import RESUMING, complete, damaged, not_begun, two_checkpoints
 
-NOT_WRITTEN = ("does not hold what was written", "The checkpoint before it is complete: resume with ")
+NOT_WRITTEN = ("was changed after it was written", "The checkpoint before it is complete: resume with ")
 
 
 def _shard(checkpoint: Path) -> Path:

@@ -138,11 +138,11 @@ BROKEN = {
     ),
     "rollouts in a layout that cannot generate": (
         {f"{SAMPLING}.context_parallel_size": 2},
-        {f"{SAMPLING}.context_parallel_size": "is 2, and no model samples with more than 1; set it to 1 here"},
+        {f"{SAMPLING}.context_parallel_size": "is 2, and models sample only with 1; set it to 1 here"},
     ),
     "rollouts with another layout's context parallelism": (
         {f"{LAYOUT}.context_parallel_size": 2, f"{SAMPLING}.tensor_model_parallel_size": 2},
-        {f"{SAMPLING}.context_parallel_size": "is 2, as in actor_train, and no model samples with more than 1"},
+        {f"{SAMPLING}.context_parallel_size": "is 2, as in actor_train, and models sample only with 1"},
     ),
     "rollouts in an impossible layout": (
         {
@@ -156,7 +156,7 @@ BROKEN = {
     ),
     "rollouts ahead in another layout": (
         {"async_generation_ratio": 1, f"{SAMPLING}.tensor_model_parallel_size": 2},
-        {f"{SAMPLING}.tensor_model_parallel_size": "is one process where it shares actor_train's devices"},
+        {f"{SAMPLING}.tensor_model_parallel_size": "the sampler of async_generation_ratio is one process"},
     ),
     "a row of rollouts in their own layout": (
         {
@@ -166,7 +166,7 @@ BROKEN = {
             f"{SAMPLING}.sequence_parallel": True,
             "actor_infer.generating_args": {"max_tokens_in_cache": 20},
         },
-        {"actor_infer.generating_args.max_tokens_in_cache": "is 20, and one row may need 21"},
+        {"actor_infer.generating_args.max_tokens_in_cache": "is 20, but one prompt and its response may need 21"},
     ),
     "reference on other devices": (
         {"reference.device_mapping": "0-3"},
@@ -219,7 +219,7 @@ BROKEN = {
     ),
     "a cache without room for one row": (
         {"prompt_length": 10, "response_length": 10, "actor_infer.generating_args": {"max_tokens_in_cache": 19}},
-        {"actor_infer.generating_args.max_tokens_in_cache": "is 19, and one row may need 20"},
+        {"actor_infer.generating_args.max_tokens_in_cache": "is 19, but one prompt and its response may need 20"},
     ),
     "roles that want different environments": (
         {"actor_train.system_envs": {"A": "1"}, "reference.system_envs": {"A": "2"}},

@@ -100,9 +100,9 @@ def test_another_vocabulary_and_steps_that_cannot_be_are_refused_on_every_rank(t
             r"at step 4 of warmup, which has 2 steps here: raise warmup\.training_args\.max_steps",
         ),
         "one more": (job(resume_from_checkpoint=counted("more", 3)), changed),
-        "no number": (job(resume_from_checkpoint=counted("text", "4")), "is not what was written: it has step '4'"),
-        "true": (job(resume_from_checkpoint=counted("true", True)), "is not what was written: it has step True"),
-        "negative": (job(resume_from_checkpoint=counted("negative", -1)), "is not what was written: it has step -1"),
+        "no number": (job(resume_from_checkpoint=counted("text", "4")), "is malformed: it has step '4'"),
+        "true": (job(resume_from_checkpoint=counted("true", True)), "is malformed: it has step True"),
+        "negative": (job(resume_from_checkpoint=counted("negative", -1)), "is malformed: it has step -1"),
     }
     before = (places.parent / "metrics.jsonl").read_bytes()
     first, second = run_ranks(2, HERE + "endings", {name: one for name, (one, _) in cases.items()})
