@@ -19,7 +19,7 @@ PLUGIN: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("files", "known_warnings", "lifetime", "moved", "secret_names"),
     ("registry",),
-    ("planning",),
+    ("planning", "megatron_patches"),
     ("distributed", "huggingface"),
     ("settings", "samples"),
     ("packing",),

@@ -64,7 +64,7 @@ def start_processes(timeout_minutes: float = 30.0) -> torch.device:
         device, backend = torch.device("cuda", local_rank), "nccl"
         torch.cuda.set_device(device)
     else:
-        from roll_batching.distributed import cpu_platform
+        from roll_batching.megatron_patches import cpu_platform
 
         cpu_platform.install()
         device, backend = torch.device("cpu"), "gloo"

@@ -118,7 +118,7 @@ class ModelArgs(Settings):
     family: str | None = setting(
         None,
         help="Your own model family as `package.module:NAME`, for a directory whose `model_type` is not supported "
-        "([architecture.md](architecture.md)). Default: the family of `model_type`.",
+        "(docs/architecture.md). Default: the family of `model_type`.",
     )
     architecture: ArchitectureConfig | None = setting(
         None,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from roll_batching.distributed import consensus, exchange
 from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
+from roll_batching.megatron_patches.checkpoint_files import file_writes_replaced, write_bucket
 from roll_batching.strategy.checkpoint_files import describe_cause, hide_future_warnings, system_error
 from roll_batching.strategy.checkpoint_folder import RECORD, SAVING, write_text
 from roll_batching.strategy.checkpoint_manifest import MANIFEST, FileDigest, digest_files, listed_files, manifest_text
@@ -141,46 +141,20 @@ class _WriteErrors:
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
-        """Context around a part of Megatron's save that replaces its writer functions.
-
-        Files are written by this process: the processes that Megatron forks for them (0.16) outlive a killed rank, and
-        its threads (0.19) lose the cause of an error.
-        """
-        from megatron.core.dist_checkpointing import serialization
-        from megatron.core.dist_checkpointing.strategies import common, filesystem_async
+        """Context around a part of Megatron's save that replaces its writer functions."""
         from torch.distributed.checkpoint import CheckpointException
 
-        writer: Any = filesystem_async.FileSystemWriterAsync
         folder, errors, digests = self._folder, self._errors, self._digests
 
-        def write(transforms: Any, use_msc: bool, rank: int, buckets: list[Any], results: Any) -> None:
-            written = {
-                number: _write(writer, transforms, number, bucket, errors) for number, bucket in enumerate(buckets)
-            }
-            results.put(written)
+        def write(transforms: Any, buckets: list[Any], results: Any) -> None:
+            results.put({number: _write(transforms, number, bucket, errors) for number, bucket in enumerate(buckets)})
             if digests is not None and not errors:  # on this thread, so that digests too are computed in the background
                 try:
                     digests.update(digest_files(folder, [Path(bucket[0]).name for bucket in buckets]))
                 except CheckpointError as error:
                     errors.append((folder, error))
 
-        with contextlib.ExitStack() as patches:
-            for owner, name, replacement in (
-                (writer, "write_preloaded_data_multiproc", staticmethod(write)),
-                (writer, "write_preloaded_data_multithread", staticmethod(write)),
-                (writer, "finish", _collecting(getattr(writer, "finish", None), folder / ".metadata", errors)),
-                (filesystem_async, "_results_queue", queue.Queue()),
-                (
-                    serialization,
-                    "save_config",
-                    _collecting(serialization.save_config, folder / "metadata.json", errors),
-                ),
-                _common_part(common, folder, errors),
-            ):
-                if hasattr(owner, name):
-                    before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
-                    patches.callback(setattr, owner, name, before)
-                    setattr(owner, name, replacement)
+        with file_writes_replaced(write, lambda function, name: _collecting(function, folder / name, errors)):
             try:
                 yield
             except CheckpointException as failed:  # not an `Exception`; raised on all ranks
@@ -199,28 +173,15 @@ class _WriteErrors:
         )
 
 
-def _write(
-    writer: Any, transforms: Any, number: int, bucket: Any, errors: list[tuple[Path, BaseException]]
-) -> list[Any]:
+def _write(transforms: Any, number: int, bucket: Any, errors: list[tuple[Path, BaseException]]) -> list[Any]:
     """Megatron's write results of one file; empty, with the error recorded, if this or an earlier write failed."""
     if errors:
         return []
-    results: queue.Queue[Any] = queue.Queue()
-    count: queue.Queue[Any] = queue.Queue()
-    count.put(number)
-    writer.write_preloaded_data(
-        transforms,
-        local_proc_idx=number,
-        write_bucket=bucket,
-        results_queue=results,
-        count_queue=count,
-        use_fsync=True,
-    )
-    _, written = results.get_nowait()
+    written = write_bucket(transforms, number, bucket)
     if isinstance(written, Exception):
         errors.append((Path(bucket[0]), written))
         return []
-    return list(written)
+    return written
 
 
 def _cause_of_write_error(file: Path, error: BaseException) -> str:
@@ -247,12 +208,6 @@ def _collecting(function: Any, file: Path, errors: list[tuple[Path, BaseExceptio
             errors.append((file, error))
 
     return call
-
-
-def _common_part(common: Any, folder: Path, errors: list[tuple[Path, BaseException]]) -> tuple[Any, str, Any]:
-    """The patch of `save_common`: before 0.19 Megatron writes everything but tensors into a separate file."""
-    owner = getattr(common, "TorchCommonSaveStrategy", common)
-    return owner, "save_common", _collecting(getattr(owner, "save_common", None), folder / "common.pt", errors)
 
 
 def check_free_space(folder: Path, needed: int) -> None:

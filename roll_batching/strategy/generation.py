@@ -188,7 +188,7 @@ def _decoding_mode(device: torch.device, *, cached: bool) -> Iterator[None]:
     if not cached:
         yield
         return
-    from roll_batching.distributed import cpu_platform
+    from roll_batching.megatron_patches import cpu_platform
 
     # At small batches the platform's TorchFunctionMode takes half of a decoding step on the CPU.
     with cpu_platform.function_mode_paused():

@@ -15,14 +15,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
-from roll_batching.modeling.experts import padding_uncounted, routed_padding
+from roll_batching.megatron_patches.planned_p2p import PlannedP2P
+from roll_batching.megatron_patches.router_padding import router_padding_masked
+from roll_batching.modeling.experts import routed_padding
 from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.batch import PackedBatch, StepPacks
 from roll_batching.packing.layout import PackLayout
 from roll_batching.packing.params import PackedParams
 from roll_batching.planning import Plan
 from roll_batching.strategy.out_of_memory import MicroBatchTracker
-from roll_batching.strategy.planned_p2p import PlannedP2P
 
 Packs = Sequence[PackedBatch] | StepPacks
 LossBinder = Callable[[PackedBatch, Any], Callable[..., Any]]
@@ -128,8 +129,8 @@ def run_schedule(
     elif pg_collection is not None:
         options["pg_collection"] = pg_collection
     interleaved = layout.vpp_size > 1
-    uncounted = padding_uncounted(chunks) if needs_padding_mask else contextlib.nullcontext()
-    with tracker.explain_out_of_memory(), _changed(config, changes), uncounted:
+    padding_masked = router_padding_masked(chunks) if needs_padding_mask else contextlib.nullcontext()
+    with tracker.explain_out_of_memory(), _changed(config, changes), padding_masked:
         results = get_forward_backward_func(layout.pp_size, layout.vpp_size if interleaved else None)(
             forward_step_func=forward_step,
             # Each virtual stage reads all micro-batches, at its own pace.
