@@ -30,21 +30,21 @@ def find_directory(name: str) -> Path | None:
     except ImportError:
         return None
     try:
-        found = try_to_load_from_cache(name, CONFIG)
+        file = try_to_load_from_cache(name, CONFIG)
     except (ValueError, OSError):  # not a valid repository name
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def directory_of(name: str) -> Path:
     """The directory of `find_directory`. Raises ConfigError if there is none."""
-    found = find_directory(name)
-    if found is None:
+    path = find_directory(name)
+    if path is None:
         raise ConfigError(
             f"{name[:200]!r} is neither a directory on this machine nor a model in Hugging Face's cache: give the "
             f"directory that holds {CONFIG}, or download the model first (hf download NAME)"
         )
-    return found
+    return path
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -82,9 +82,9 @@ class Piece:
 
     name: str
     rows: slice
-    """Of the tensor."""
+    """Rows of the tensor."""
     columns: slice | None
-    """Of the tensor; None: all."""
+    """Columns of the tensor; None for all."""
     at: slice
     """Rows of the parameter."""
 

@@ -63,23 +63,23 @@ def _covariances(batch: SampleBatch, counted: torch.Tensor, layout: ParallelLayo
     )
 
 
-def _gather_selected(chosen: np.ndarray, tokens: _Tokens, layout: ParallelLayout) -> np.ndarray:
-    """[n, 3] covariance, id and position of the tokens `chosen` on all ranks, sorted by id and position. Collective."""
+def _gather_selected(is_selected: np.ndarray, tokens: _Tokens, layout: ParallelLayout) -> np.ndarray:
+    """[n, 3] covariance, id and position of the selected tokens of all ranks, sorted by id and position. Collective."""
     columns = (tokens.values, tokens.ids, tokens.places)
-    mine = np.stack([column[chosen].astype(np.float64) for column in columns], -1)
+    local = np.stack([column[is_selected].astype(np.float64) for column in columns], -1)
     parts = exchange(
-        layout.host_group, "selecting tokens by covariance", lambda: mine if layout.is_replica_leader else None
+        layout.host_group, "selecting tokens by covariance", lambda: local if layout.is_replica_leader else None
     )
     selected = np.concatenate([part for part in parts if part is not None])
     return selected[np.lexsort((selected[:, 2], selected[:, 1]))]
 
 
-def _mark(batch: SampleBatch, held: np.ndarray) -> SampleBatch:
-    """`batch` with the field `held_back`, set for those of the tokens `held` [n, 3] that it holds."""
+def _mark(batch: SampleBatch, selected: np.ndarray) -> SampleBatch:
+    """`batch` with the field `held_back`, set for the tokens `selected` [n, 3] that are in it."""
     marks = torch.zeros(batch.num_tokens, dtype=torch.bool)
-    rows, here = batch.find(torch.from_numpy(held[:, 1].astype(np.int64)))
-    places = torch.from_numpy(held[:, 2].astype(np.int64))
-    marks[batch.offsets[rows[here]] + places[here]] = True
+    rows, is_here = batch.find(torch.from_numpy(selected[:, 1].astype(np.int64)))
+    positions = torch.from_numpy(selected[:, 2].astype(np.int64))
+    marks[batch.offsets[rows[is_here]] + positions[is_here]] = True
     return batch.with_fields({_HELD_BACK: marks}, {_HELD_BACK: FieldSpec("next_token")})
 
 

@@ -72,12 +72,12 @@ class HeadContext:
         return logits.masked_fill(padded, torch.finfo(logits.dtype).min / 2)
 
     def statistics_of(
-        self, logits: torch.Tensor, pack: PackedBatch, *, whole: bool
+        self, logits: torch.Tensor, pack: PackedBatch, *, gather_cp: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs, entropies) of the result of `logits`: of this rank's positions, or if `whole` of all [tokens]."""
+        """(log-probs, entropies) of the result of `logits`: local positions, or with `gather_cp` all [tokens]."""
         values, entropies = self._token_log_probs(logits, pack, None, pack.head_rows, True, temperature=1.0)
         assert entropies is not None  # requested above
-        if not whole:
+        if not gather_cp:
             return values, entropies
         both = self.gather(torch.stack([values, entropies], -1), pack)
         return both[:, 0], both[:, 1]

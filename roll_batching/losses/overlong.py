@@ -14,5 +14,5 @@ def mask_overlong(batch: SampleBatch, overlong: torch.Tensor, mask: str = "respo
     its tokens. The head skips these positions.
     """
     sample = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
-    kept = ~overlong.bool().cpu()[sample].to(batch[mask].device)
-    return batch.with_fields({mask: batch[mask] * kept}, {mask: batch.schema[mask]})
+    is_counted = ~overlong.bool().cpu()[sample].to(batch[mask].device)
+    return batch.with_fields({mask: batch[mask] * is_counted}, {mask: batch.schema[mask]})

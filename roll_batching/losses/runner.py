@@ -192,7 +192,7 @@ class LossRunner:
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any
     ) -> tuple[torch.Tensor, MicroBatchRecord | None]:
         statistics = bool(self._spec.needs & {"log_probs", "entropy"})
-        parts = SequenceParts(output, pack, chunk, self._head, whole=self._spec.gather_cp, statistics=statistics)
+        parts = SequenceParts(output, pack, chunk, self._head, gather_cp=self._spec.gather_cp, statistics=statistics)
 
         def call() -> tuple[torch.Tensor, MicroBatchRecord]:
             views = [SequenceView(self._counts, parts, place) for place in range(pack.samples)]

@@ -50,19 +50,19 @@ class SequenceParts:
         chunk: Any,
         head: HeadContext,
         *,
-        whole: bool,
+        gather_cp: bool,
         statistics: bool,
     ) -> None:
         layout = head.layout
         self.pack, self.tp_group, self.cp_group = pack, layout.tp_group, layout.cp_group
-        cp_size, cp_rank = (1, 0) if whole else (layout.cp_size, layout.cp_rank)
+        cp_size, cp_rank = (1, 0) if gather_cp else (layout.cp_size, layout.cp_rank)
         self._sizes = row_counts(pack.layout, cp_rank, cp_size)
         self._rows = None if cp_size == 1 else pack.params.rows
         local = head.logits(output, chunk)
-        self.logits = self._cut(head.gather(local, pack) if whole else local)
+        self.logits = self._cut(head.gather(local, pack) if gather_cp else local)
         self._cached: dict[str, Sequence[torch.Tensor]] = {}
         if statistics:
-            log_probs, entropy = head.statistics_of(local, pack, whole=whole)
+            log_probs, entropy = head.statistics_of(local, pack, gather_cp=gather_cp)
             self._cached |= {"log_probs": self._cut(log_probs), "entropy": self._cut(entropy)}
 
     def field(self, name: str, make: Callable[[], torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -148,19 +148,19 @@ class SequenceView(View):
 
     def mask(self, name: str | None = None) -> torch.Tensor:
         """[positions] bool of a declared mask; the first one by default."""
-        chosen = self._mask_name(name)
-        return self._parts.field(f":mask {chosen}", lambda: self._pack.masks[chosen])[self._place]
+        mask = self._mask_name(name)
+        return self._parts.field(f":mask {mask}", lambda: self._pack.masks[mask])[self._place]
 
     def count(self, mask: str | None = None) -> torch.Tensor:
         """Counted tokens of this sequence on all context-parallel ranks: an int64 scalar on the device."""
-        chosen = self._mask_name(mask)
+        mask_name = self._mask_name(mask)
 
         def make() -> torch.Tensor:
-            counted = self._pack.masks[chosen].long()
+            counted = self._pack.masks[mask_name].long()
             empty = counted.new_zeros(len(self._pack.layout.segments))
             return empty.index_add(0, self._pack.segment_ids, counted)
 
-        return self._parts.per_sample(f":count {chosen}", make)[self._place]
+        return self._parts.per_sample(f":count {mask_name}", make)[self._place]
 
     def sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """Sum of [positions] values over the counted positions of this view, not divided."""

@@ -74,8 +74,8 @@ def reference_point(mismatched: SampleBatch, layout: ParallelLayout, mask: str =
     """
     log_ratios = (mismatched["log_probs"] - mismatched["ref_log_probs"]).detach().double().cpu()
     total = float(torch.where(counted_positions(mismatched, mask), log_ratios, 0.0).sum())
-    mine = (total, len(mismatched)) if layout.is_replica_leader else (0.0, 0)
-    parts = exchange(layout.host_group, "the reference point of KTO", lambda: mine)
+    local = (total, len(mismatched)) if layout.is_replica_leader else (0.0, 0)
+    parts = exchange(layout.host_group, "the reference point of KTO", lambda: local)
     return max(sum(total for total, _ in parts) / max(sum(count for _, count in parts), 1), 0.0)
 
 

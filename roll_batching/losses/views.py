@@ -45,12 +45,12 @@ class View:
         return self._counts.sums[name]
 
     def _mask_name(self, name: str | None) -> str:
-        chosen = next(iter(self._pack.masks)) if name is None else name
-        if chosen not in self._pack.masks:
+        mask = next(iter(self._pack.masks)) if name is None else name
+        if mask not in self._pack.masks:
             raise LossError(
-                f"the loss reduces over {chosen!r}, but declares masks {tuple(self._pack.masks)}: add it to `masks`"
+                f"the loss reduces over {mask!r}, but declares masks {tuple(self._pack.masks)}: add it to `masks`"
             )
-        return chosen
+        return mask
 
     def _field(self, name: str) -> Any:
         try:

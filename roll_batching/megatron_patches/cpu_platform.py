@@ -127,11 +127,11 @@ def _with_unequal_parts(gather: Callable[..., Any]) -> Callable[..., Any]:
     """`gather` for parts of unequal shapes, which tensor-parallel experts need and gloo lacks, by broadcasts."""
 
     @functools.wraps(gather)
-    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         if async_op or len({part.shape for part in parts}) == 1:
-            return gather(parts, mine, group, async_op)
+            return gather(parts, tensor, group, async_op)
         group = group or torch.distributed.group.WORLD
-        parts[group.rank()].copy_(mine)
+        parts[group.rank()].copy_(tensor)
         for rank, part in enumerate(parts):
             torch.distributed.broadcast(part, torch.distributed.get_global_rank(group, rank), group=group)
         return None
@@ -144,20 +144,20 @@ def _with_unequal_sums(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(scatter)
     def reduce_scatter(
-        mine: torch.Tensor,
+        tensor: torch.Tensor,
         parts: list[torch.Tensor],
         op: Any = torch.distributed.ReduceOp.SUM,
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
         if async_op or len({part.shape for part in parts}) == 1:
-            return scatter(mine, parts, op, group, async_op)
+            return scatter(tensor, parts, op, group, async_op)
         group = group or torch.distributed.group.WORLD
         for rank, part in enumerate(parts):
             summed = part.clone()
             torch.distributed.reduce(summed, torch.distributed.get_global_rank(group, rank), op, group=group)
             if rank == group.rank():
-                mine.copy_(summed)
+                tensor.copy_(summed)
         return None
 
     return reduce_scatter

@@ -207,7 +207,7 @@ def build_chunks(
     in_core = rotary if attention.rotates else None
     rotation = {"position_embedding_type": "none"} if attention.rotates else megatron_rotation(rotary)
     chunks = []
-    with _random_numbers(seed + 100 * layout.pp_rank, all_groups, kept=groups is None):
+    with _seeded(seed + 100 * layout.pp_rank, all_groups, restore=groups is not None):
         for chunk in range(layout.vpp_size):
             vp_stage = chunk if layout.vpp_size > 1 else None
             first = (chunk * layout.pp_size + layout.pp_rank) * layers
@@ -233,8 +233,8 @@ def build_chunks(
 
 
 @contextlib.contextmanager
-def _random_numbers(seed: int, groups: Any, *, kept: bool) -> Iterator[None]:
-    """Seeds torch and Megatron's RNG tracker for this rank's coordinates in `groups`; restores them unless `kept`.
+def _seeded(seed: int, groups: Any, *, restore: bool) -> Iterator[None]:
+    """Seeds torch and Megatron's RNG tracker for this rank's coordinates in `groups`; with `restore` only inside.
 
     A model in a second layout must restore them: ranks that share a layer in training draw the same dropout masks, and
     their coordinates in the second layout differ.
@@ -246,8 +246,8 @@ def _random_numbers(seed: int, groups: Any, *, kept: bool) -> Iterator[None]:
     # without the factor, experts of one stage would start equal to those of another.
     expert_rank = groups.ep.rank() * groups.pp.size()
     coordinates = {"tp_rank": groups.tp.rank(), "ep_rank": expert_rank, "etp_rank": groups.expt_tp.rank()}
-    before = None if kept else get_cuda_rng_tracker().get_states()
-    with torch.random.fork_rng(devices, enabled=not kept):
+    before = get_cuda_rng_tracker().get_states() if restore else None
+    with torch.random.fork_rng(devices, enabled=restore):
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, **coordinates)
         if not devices:

@@ -103,10 +103,10 @@ def head_input(hidden: torch.Tensor, weight: torch.Tensor, gpt: Any) -> torch.Te
     """
     hidden, group = hidden.to(weight.dtype), gpt.pg_collection.tp  # Float16Module made the output fp32
     if gpt.config.sequence_parallel:
-        whole = tensor_parallel.gather_from_sequence_parallel_region(
+        gathered = tensor_parallel.gather_from_sequence_parallel_region(
             hidden.transpose(0, 1), tensor_parallel_output_grad=True, group=group
         )
-        return whole.transpose(0, 1).reshape(-1, whole.shape[-1])
+        return gathered.transpose(0, 1).reshape(-1, gathered.shape[-1])
     # No transpose after this mapping: for a gradient that is not contiguous, Megatron's `_reduce` (mappings.py)
     # all-reduces a copy and returns the original.
     return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group).reshape(-1, hidden.shape[-1])

@@ -91,22 +91,22 @@ def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> Buck
     queries, key_start, keys = spans_of(layout, cp_rank)
     query_start = np.cumsum(queries) - queries
     classes = np.stack([_size_class(queries), _size_class(keys)], axis=1)
-    _, member = np.unique(classes, axis=0, return_inverse=True)
-    member = member.reshape(-1)
+    _, bucket_of = np.unique(classes, axis=0, return_inverse=True)
+    bucket_of = bucket_of.reshape(-1)
     inverse = np.empty(int(queries.sum()), np.int64)
     buckets, base = [], 0
-    for bucket in range(int(member.max()) + 1):
-        chosen = np.flatnonzero(member == bucket)
-        width, depth = int(queries[chosen].max()), int(keys[chosen].max())
-        q_rows = _grid(query_start[chosen], queries[chosen], width)
-        real = np.arange(width) < queries[chosen][:, None]
+    for bucket in range(int(bucket_of.max()) + 1):
+        members = np.flatnonzero(bucket_of == bucket)
+        width, depth = int(queries[members].max()), int(keys[members].max())
+        q_rows = _grid(query_start[members], queries[members], width)
+        real = np.arange(width) < queries[members][:, None]
         inverse[q_rows[real]] = (base + np.arange(q_rows.size).reshape(q_rows.shape))[real]
         base += q_rows.size
         mask = None
         if layout.cp_size > 1:
-            last_seen = (keys - queries)[chosen][:, None] + np.arange(width)
+            last_seen = (keys - queries)[members][:, None] + np.arange(width)
             mask = torch.from_numpy(np.arange(depth) <= last_seen[:, :, None])[:, None]
-        k_rows = _grid(key_start[chosen], keys[chosen], depth)
+        k_rows = _grid(key_start[members], keys[members], depth)
         if layout.cp_size > 1:
             k_rows = layout.restore[k_rows]
         buckets.append(Bucket(queries=torch.from_numpy(q_rows), keys=torch.from_numpy(k_rows), mask=mask).to(device))
