@@ -21,7 +21,7 @@ from benchmarks import ROOT
 from benchmarks.planner.cases import CAP, COST, heavy_tailed, measure, ours, ours_with_experts, w1
 from roll_batching.planning import PlanConstraints, karmarkar_karp, pack_bins, plan_step, quadratic_cost
 from roll_batching.planning.pipeline.ordering import order_for_pipeline, pipeline_makespan, small_at_ends
-from roll_batching.planning.pipeline.schedule import needs, stage_operations
+from roll_batching.planning.pipeline.schedule import dependency_of, stage_operations
 
 
 def median_seconds(call: Callable[[], object], repeats: int = 5) -> float:
@@ -247,7 +247,7 @@ def makespans(orders: np.ndarray, stages: int) -> np.ndarray:
     while any(waiting):
         for stage, operations in enumerate(waiting):
             while operations:
-                awaited = needs(operations[0], stage, stages, 1)
+                awaited = dependency_of(operations[0], stage, stages, 1)
                 if awaited is not None and awaited not in ends:
                     break
                 kind, micro_batch, _ = operation = operations.pop(0)

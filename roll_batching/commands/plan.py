@@ -1,4 +1,4 @@
-"""`roll-batching plan LENGTHS`: plan a file of sequence lengths, compare modes, draw the plan."""
+"""`roll-batching plan LENGTHS`: plan sequence lengths of a file, compare modes, draw the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll_batching.planning.batching_spec import Oversize
 from roll_batching.planning.lengths_io import MOST_TOKENS, read_length_file
 from roll_batching.planning.registry import ALGORITHMS
 
-ROWS = (
+TABLE_ROWS = (
     (
         "micro-batches per rank",
         "num_micro_batches",
@@ -24,35 +24,45 @@ ROWS = (
         "forward and backward passes of one step, equal on all ranks",
     ),
     ("real tokens", "real_tokens", "{:,}", "tokens of the sequences"),
-    ("computed tokens", "computed_tokens", "{:,}", "real tokens, padding and fillers: what all ranks compute together"),
-    ("padding", "padding_share", "{:.1%}", "share of the computed tokens that are not real"),
+    ("computed tokens", "computed_tokens", "{:,}", "real tokens, padding and fillers on all ranks"),
+    ("padding", "padding_share", "{:.1%}", "share of computed tokens that are not real tokens"),
     (
         "all padded to the longest",
         "tokens_before",
         "{:,}",
-        "what would be computed with every row as long as the longest",
+        "computed tokens if every sequence were padded to the longest",
     ),
-    ("removed of that", "share_removed", "{:.1%}", "share of it that this plan does not compute"),
-    ("fill of the cap", "fill", "{:.1%}", "computed tokens over what the micro-batches may hold"),
-    ("rank imbalance", "imbalance", "{:.2%}", "cost of the costliest rank above the mean: the wait once per step"),
+    ("removed of that", "share_removed", "{:.1%}", "share of those tokens that this plan does not compute"),
+    ("fill of the cap", "fill", "{:.1%}", "computed tokens / (micro-batches x cap), without fillers"),
+    (
+        "rank imbalance",
+        "imbalance",
+        "{:.2%}",
+        "cost of the costliest rank above the mean, for ranks that wait once per step",
+    ),
     (
         "lockstep imbalance",
         "lockstep_imbalance",
         "{:.2%}",
-        "the same where ranks meet at every micro-batch, as under expert parallelism",
+        "the same for ranks that wait at every micro-batch, as with expert parallelism",
     ),
-    ("what is waited for", "objective", "{}", "rank_total: once per step; lockstep: at every micro-batch; pipeline"),
+    (
+        "objective",
+        "objective",
+        "{}",
+        "when ranks wait for each other: rank_total, once per step; lockstep, at every micro-batch; pipeline",
+    ),
     (
         "above its lower bound",
         "gap",
         "{:.3%}",
-        "by how much a better plan with as many micro-batches could at most gain",
+        "most that another plan with as many micro-batches could gain",
     ),
-    ("fillers", "fillers", "{:,}", "micro-batches without a sequence, where these do not suffice for all ranks"),
+    ("fillers", "fillers", "{:,}", "micro-batches without a sequence, where there are too few sequences for all ranks"),
     ("truncated", "truncated", "{:,}", "sequences above the cap that were cut (--oversize truncate)"),
-    ("dropped", "dropped", "{:,}", "sequences above the cap that were left out (--oversize drop)"),
+    ("dropped", "dropped", "{:,}", "sequences above the cap that were dropped (--oversize drop)"),
 )
-"""Of the printed table: label, key of the report, format, and what it means."""
+"""Printed table: label, key of the report, format, and meaning."""
 
 MOST_RANKS = 65_536
 MOST_SPLITS = 1024
@@ -63,37 +73,42 @@ ALGORITHMS_OF_MODES = "\n\n".join(
             f"{mode.capitalize()} mode: {'; '.join(f'{entry.name} ({entry.summary})' for entry in registry)}."
             for mode, registry in ALGORITHMS.items()
         ),
-        "In their place, a packer of your own: package.module:function.",
+        "Or your own packer: package.module:function.",
     ]
 )
-"""What --algorithm takes, for the end of the help."""
+"""Values of --algorithm, for the end of the help text."""
 
 
 def plan(
     lengths: Annotated[Path, typer.Argument(help="CSV, JSONL, npy or Parquet file with one sequence per row.")],
     column: Annotated[
         list[str] | None,
-        typer.Option(help="A column to sum; may be given again. Default: those named like tokens or lengths."),
+        typer.Option(help="Column to sum; may be repeated. Default: columns named like tokens or lengths."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Cap of a micro-batch in tokens.")] = 16384,
     dp: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Data-parallel ranks.")] = 8,
     mode: Annotated[str, typer.Option(help="packed, dynamic or padded.")] = "packed",
-    algorithm: Annotated[str | None, typer.Option(help="Algorithm of the mode, see below; default: its best.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="Algorithm of the mode, see below; default: the first.")] = None,
     tp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Tensor-parallel size; aligns packs.")] = 1,
     cp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Context-parallel size; aligns sequences.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Pipeline stages; their makespan is balanced.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Pipeline stages; the makespan is minimized.")] = 1,
     vpp: Annotated[int, typer.Option(min=1, max=MOST_SPLITS, help="Model chunks per pipeline stage.")] = 1,
     ep: Annotated[
-        int, typer.Option(min=1, max=MOST_SPLITS, help="Expert-parallel size; ranks that share experts wait.")
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_SPLITS,
+            help="Expert-parallel size; ranks that share experts wait for each other at every micro-batch.",
+        ),
     ] = 1,
     sequence_parallel: Annotated[bool, typer.Option(help="Align packs for sequence parallelism.")] = False,
     oversize: Annotated[str, typer.Option(help="Sequences above the cap: error, alone, truncate, drop.")] = "error",
     first: Annotated[int | None, typer.Option(min=1, help="Plan only the first N sequences.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the plan into this file.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Padded, dynamic and packed side by side.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the plan to this file.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare padded, dynamic and packed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
-    """Plan one step over LENGTHS and say what it costs."""
+    """Plan one step for the sequence lengths in LENGTHS, and print its padding and balance."""
     try:
         if plot is not None:
             from roll_batching.jobs.observe.plan_picture import check_picture
@@ -112,13 +127,13 @@ def plan(
             sequence_parallel=sequence_parallel,
             oversize=cast(Oversize, oversize),
         )
-        made, reports = _plans(sizes, packed, mode, algorithm, compare)
+        chosen, reports = _make_plans(sizes, packed, mode, algorithm, compare)
     except (DataError, PlanError) as error:
         raise ConfigError(str(error)) from error
     if plot is not None:
         from roll_batching.jobs.observe.plan_picture import draw_plan
 
-        draw_plan(made, plot)
+        draw_plan(chosen, plot)
     if as_json:
         typer.echo(
             json.dumps(
@@ -126,8 +141,8 @@ def plan(
                     "lengths": str(lengths),
                     "columns": table.columns,
                     "left_out": dict(table.left_out),
-                    "fingerprint": made.fingerprint,
-                    "constraints": made.constraints.to_dict(),
+                    "fingerprint": chosen.fingerprint,
+                    "constraints": chosen.constraints.to_dict(),
                     "reports": reports,
                     "plot": None if plot is None else str(plot),
                 }
@@ -137,26 +152,26 @@ def plan(
     typer.echo(f"length = {' + '.join(table.columns)}")
     for name, reason in table.left_out.items():
         typer.echo(f"left out: {name or 'a column without a name'} ({reason})")
-    _print_table({name: reports[name] for name in ("padded", "dynamic", "packed") if name in reports}, made)
+    _print_table({name: reports[name] for name in ("padded", "dynamic", "packed") if name in reports}, chosen)
     if plot is not None:
         typer.echo(f"picture: {plot}")
 
 
-def _plans(
+def _make_plans(
     sizes: Ints, packed: PlanConstraints, mode: str, algorithm: str | None, compare: bool
 ) -> tuple[Plan, dict[str, Any]]:
-    """The plan in `mode`, and the reports by mode of all that are asked for."""
+    """Plan in `mode`, and reports by mode; with `compare`, of all modes."""
     width = min(int(sizes.max()), packed.usable_tokens)
-    made = plan_step(sizes, _as_mode(packed, mode, algorithm, width))
-    reports = {mode: made.report.to_dict()}
+    chosen = plan_step(sizes, _with_mode(packed, mode, algorithm, width))
+    reports = {mode: chosen.report.to_dict()}
     for other in ("padded", "dynamic", "packed") if compare else ():
         if other != mode:
-            reports[other] = plan_step(sizes, _as_mode(packed, other, None, width)).report.to_dict()
-    return made, reports
+            reports[other] = plan_step(sizes, _with_mode(packed, other, None, width)).report.to_dict()
+    return chosen, reports
 
 
-def _as_mode(packed: PlanConstraints, mode: str, algorithm: str | None, width: int) -> PlanConstraints:
-    """The same layout and cap in another mode; padded means rows as wide as the longest sequence."""
+def _with_mode(packed: PlanConstraints, mode: str, algorithm: str | None, width: int) -> PlanConstraints:
+    """`packed` in another mode; in mode padded, rows are as long as the longest sequence (`width`)."""
     changes: dict[str, Any] = {"mode": mode, "algorithm": algorithm}
     return replace(packed, **changes, padded_length=width if mode == "padded" else None)
 
@@ -169,8 +184,8 @@ def _print_table(reports: dict[str, dict[str, Any]], plan: Plan) -> None:
     table.add_column("")
     for name in reports:
         table.add_column(name, justify="right")
-    for label, key, form, _ in ROWS:
+    for label, key, form, _ in TABLE_ROWS:
         table.add_row(label, *(form.format(report[key]) for report in reports.values()))
     Console().print(table)
-    for label, _, _, meaning in ROWS:
+    for label, _, _, meaning in TABLE_ROWS:
         typer.echo(f"{label}: {meaning}")

@@ -1,24 +1,25 @@
-"""Who computes what, when: pure functions of lengths, constraints and a cost model. Needs no torch.
+"""Plans of optimizer steps: which rank computes which samples in which micro-batch.
+
+Pure functions of lengths, constraints and a cost model, without torch:
 
     plan = plan_step(lengths, PlanConstraints(dp_size=8, max_tokens=16384))
     plan.micro_batches[dp_rank][k].samples
 
 Invariants of every plan:
 
-1. every sample is placed exactly once, or listed in `plan.dropped` with its reason;
-2. every DP rank has the same number of micro-batches, none of them empty: fillers take the place;
-3. with interleaving that number obeys Megatron's rule;
+1. every sample is placed exactly once, or listed in `plan.dropped` with a reason;
+2. every DP rank has the same number of micro-batches (K); where samples run short, fillers are added;
+3. with interleaving, K obeys Megatron's rule;
 4. no micro-batch computes more than `max_tokens`, alignment included;
 5. samples of one group share a micro-batch;
 
 and, for `load_balance`:
 
-6. without a pipeline there are at most as many micro-batches as first-fit-decreasing needs; with one, their
-   number has the smallest predicted makespan;
-7. cost is balanced for what the layout waits for: rank totals where ranks meet once per step (and then every
-   index), every index where they share experts or gather parameters layer by layer, the pipeline's makespan;
-   without a pipeline equal costs meet at equal indices;
-8. arithmetic is integer and searches have iteration budgets: two machines never disagree.
+6. without a pipeline, K is at most what first-fit-decreasing needs; with one, K has the smallest predicted makespan;
+7. cost is balanced for the parallel layout: rank totals where ranks wait for each other once per step, and then each
+   index; each index where ranks share experts or gather parameters layer by layer; the makespan of a pipeline. Without
+   a pipeline, micro-batches of similar cost have equal indices;
+8. arithmetic is integer and searches stop after a number of steps, so that two machines make equal plans.
 """
 
 from roll_batching.planning.batching_spec import BatchingSpec

@@ -1,4 +1,4 @@
-"""Integer arrays: what lengths, costs and indices are kept in."""
+"""Integer and boolean arrays of plans: checks, rounding, sums over parts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ Flags = NDArray[np.bool_]
 
 
 def as_lengths(lengths: ArrayLike) -> Ints:
-    """`lengths` as int64[n]; `PlanError` for anything that is not a one-dimensional array of integers."""
+    """`lengths` as int64[n]; raises `PlanError` unless it is a one-dimensional array of integers."""
     array = _array_of(lengths, "lengths")
     if array.ndim != 1 or len(array) == 0:
         raise PlanError(f"lengths must be one-dimensional with at least one sample, got {array.shape}")
     sizes = as_ints(array, "lengths", len(array))
     if len(sizes) * int(sizes.max()) > 1 << 50:
-        raise PlanError(f"lengths has {len(sizes)} samples of up to {sizes.max()} tokens, more than 2^50 in all")
+        raise PlanError(
+            f"lengths has {len(sizes)} samples of up to {sizes.max()} tokens, which may exceed 2^50 together"
+        )
     return sizes
 
 
 def as_ints(values: ArrayLike, name: str, count: int) -> Ints:
-    """`values` as int64[count]; `PlanError` by `name` for another shape, or for what is no whole number."""
+    """`values` as int64[count]; raises `PlanError` with `name` for another shape or values that are not integers."""
     array = _array_of(values, name)
     if array.shape != (count,):
         raise PlanError(f"{name} has shape {array.shape}, expected ({count},), one value per sample")
@@ -41,7 +43,7 @@ def as_ints(values: ArrayLike, name: str, count: int) -> Ints:
 def _array_of(values: ArrayLike, name: str) -> NDArray[Any]:
     try:
         return np.asarray(values)
-    except Exception as error:  # ragged lists, tensors with a gradient or on a device: each has its own
+    except Exception as error:  # ragged lists, tensors with a gradient or on a device raise various errors
         raise PlanError(f"{name} cannot be read as an array of integers: {error}") from error
 
 
@@ -53,25 +55,26 @@ def round_up(values: Ints, multiple: int) -> Ints:
 
 
 def offsets_of(counts: Ints) -> Ints:
-    """Where each of consecutive parts begins, and the end: int64[n + 1] from their sizes, int64[n]."""
+    """Offsets of consecutive parts, int64[n + 1], from their sizes, int64[n]."""
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets
 
 
 def sums_of(values: Ints, offsets: Ints) -> Ints:
-    """The sum of every part (int64[n]), 0 for an empty one, of parts that lie between `offsets` (int64[n + 1])."""
-    return _reduced(np.add, values, offsets)
+    """Sum of each part `values[offsets[i]:offsets[i + 1]]`, int64[n]; 0 for an empty part."""
+    return _reduce_parts(np.add, values, offsets)
 
 
 def largest_of(values: Ints, offsets: Ints) -> Ints:
-    """The largest value of every part (int64[n]), 0 for an empty one; values are at least 0."""
-    return _reduced(np.maximum, values, offsets)
+    """Largest value of each part, as `sums_of`, int64[n]; 0 for an empty part. Values are at least 0."""
+    return _reduce_parts(np.maximum, values, offsets)
 
 
-def _reduced(operation: np.ufunc, values: Ints, offsets: Ints) -> Ints:
+def _reduce_parts(operation: np.ufunc, values: Ints, offsets: Ints) -> Ints:
     if len(offsets) - 1 == len(values) and offsets[-1] == len(values) and np.all(np.diff(offsets) == 1):
         return values.copy()
+    # `reduceat` returns a value of the next part for an empty one.
     result = np.zeros(len(offsets) - 1, dtype=np.int64)
     filled = np.diff(offsets) > 0
     if len(values):

@@ -1,4 +1,4 @@
-"""From placed units to a checked `Plan`: order inside packs, shapes, fillers."""
+"""Assemble the checked arrays of a plan from placed units: samples in order, shapes, fillers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from roll_batching.planning.problem import PlanProblem
 
 
 def assemble(problem: PlanProblem, placement: Placement) -> PlanArrays:
-    """The checked plan of placed units."""
+    """Checked arrays of the plan that `placement` describes."""
     units = problem.units
     sizes = units.rows[placement.units]
     starts = offsets_of(sizes)
-    # Positions of all members: each unit's first plus a running count inside it.
+    # Index of each sample: its unit's first plus a running count in the unit.
     inside = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
     samples = units.samples[np.repeat(units.offsets[placement.units], sizes) + inside]
     return _assemble_samples(
@@ -34,7 +34,7 @@ def assemble(problem: PlanProblem, placement: Placement) -> PlanArrays:
 def _assemble_samples(
     problem: PlanProblem, samples: Ints, offsets: Ints, count: int, *, row_length: Ints | None = None
 ) -> PlanArrays:
-    """Samples in order and the micro-batches' offsets (int64[dp*K + 1])."""
+    """Plan of samples in order and offsets of micro-batches (int64[dp*K + 1])."""
     constraints = problem.constraints
     if constraints.mode == "packed":
         slots = problem.slots[samples]
@@ -68,14 +68,16 @@ def _assemble_samples(
 
 
 def _pack_shapes(constraints: PlanConstraints, slots: Ints, offsets: Ints) -> tuple[Ints, Ints]:
+    """Tokens and rows of each pack, int64[dp*K]."""
     tokens = round_up(sums_of(slots, offsets), constraints.pack_alignment)
-    tokens[np.diff(offsets) == 0] = constraints.micro_batch_alignment
+    tokens[np.diff(offsets) == 0] = constraints.micro_batch_alignment  # fillers
     if constraints.shared_shapes:
         tokens = _largest_of_ranks(tokens, constraints.dp_size)
     return tokens, np.ones(len(tokens), dtype=np.int64)
 
 
 def _rectangle_shapes(problem: PlanProblem, samples: Ints, offsets: Ints, row_length: Ints | None) -> tuple[Ints, Ints]:
+    """Tokens and rows of each rectangle, int64[dp*K]; `row_length` as in `Placement`."""
     constraints = problem.constraints
     counts = np.diff(offsets)
     length = largest_of(problem.used[samples], offsets)
@@ -92,45 +94,49 @@ def _rectangle_shapes(problem: PlanProblem, samples: Ints, offsets: Ints, row_le
 
 
 def _largest_of_ranks(values: Ints, dp_size: int) -> Ints:
-    """Every index's largest value among the ranks, for all of them (rank-major)."""
+    """Largest value of each index among the ranks, repeated for all ranks (rank-major)."""
     return np.tile(values.reshape(dp_size, -1).max(axis=0), dp_size)
 
 
 def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]]) -> PlanArrays:
-    """A plan from `bins[dp_rank][k]`, checked; see `Plan.from_bins`."""
+    """Checked arrays of a plan from `bins[dp_rank][k]`; see `Plan.from_bins`."""
     constraints = problem.constraints
     _require_list("bins", bins)
     if len(bins) != constraints.dp_size:
         raise PlanError(f"bins has {len(bins)} ranks, dp_size={constraints.dp_size}")
-    for place, rank in enumerate(bins):
-        _require_list(f"bins[{place}]", rank)
+    for number, rank in enumerate(bins):
+        _require_list(f"bins[{number}]", rank)
     per_rank = [len(rank) for rank in bins]
     if len(set(per_rank)) != 1:
         raise PlanError(
             f"ranks have different numbers of micro-batches ({min(per_rank)} to {max(per_rank)}); every rank "
-            "needs the same, add empty bins (they become fillers)"
+            "needs the same number: add empty bins, which become fillers"
         )
     count = per_rank[0]
     check_count(count, constraints)
-    flat = [_bin(f"bins[{place}][{k}]", one) for place, rank in enumerate(bins) for k, one in enumerate(rank)]
-    offsets = offsets_of(np.array([len(one) for one in flat], dtype=np.int64))
+    flat = [
+        _as_indices(f"bins[{number}][{k}]", members)
+        for number, rank in enumerate(bins)
+        for k, members in enumerate(rank)
+    ]
+    offsets = offsets_of(np.array([len(members) for members in flat], dtype=np.int64))
     samples = np.concatenate(flat) if flat else np.zeros(0, dtype=np.int64)
     outside = (samples < 0) | (samples >= len(problem.lengths))
     if outside.any():
-        raise PlanError(f"bins name sample {samples[outside][0]}, but there are {len(problem.lengths)} samples")
-    gone = {record.index for record in problem.dropped}
-    if gone:
-        kept = np.array([int(sample) not in gone for sample in samples], dtype=bool)
-        before = np.concatenate([[0], np.cumsum(kept)])
-        samples, offsets = samples[kept], before[offsets].astype(np.int64)
+        raise PlanError(f"bins hold sample index {samples[outside][0]}, but there are {len(problem.lengths)} samples")
+    dropped = {record.index for record in problem.dropped}
+    if dropped:
+        placed = np.array([int(sample) not in dropped for sample in samples], dtype=bool)
+        placed_before = np.concatenate([[0], np.cumsum(placed)])
+        samples, offsets = samples[placed], placed_before[offsets].astype(np.int64)
     return _assemble_samples(problem, samples, offsets, count)
 
 
 def _require_list(name: str, value: object) -> None:
     if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
-        raise PlanError(f"{name} is {kind_of(value)}: bins[dp_rank][k] is a list of sample indices")
+        raise PlanError(f"{name} is {kind_of(value)}: pass bins[dp_rank][k] as lists of sample indices")
 
 
-def _bin(name: str, value: Any) -> Ints:
+def _as_indices(name: str, value: Any) -> Ints:
     _require_list(name, value)
     return as_ints(value, name, len(value))

@@ -1,4 +1,4 @@
-"""How the samples of a pass are put into micro-batches, whatever layout runs it."""
+"""Settings that form micro-batches, independent of the parallel layout."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class BatchingSpec:
-    """Mode, cap, algorithm and their companions; checked at construction.
+    """Mode, cap, algorithm and further settings of micro-batches; checked at construction.
 
-    Raises `PlanError` for values that no plan could satisfy or that the mode would not read.
+    Raises `PlanError` for values that no plan can satisfy or that the mode does not read.
     """
 
     mode: Mode = "packed"
-    """"packed" (samples end to end), "dynamic" (rectangles of like lengths) or "padded" (fixed rows)."""
+    """"packed" (samples end to end), "dynamic" (rectangles of similar lengths) or "padded" (fixed rows)."""
 
     max_tokens: int | None = None
     """Cap on the tokens that one micro-batch computes, before CP divides it. None only in mode "padded"."""
 
     algorithm: str = None  # type: ignore[assignment]  # a name once constructed
-    """How micro-batches are formed: a name of the mode (see `registry.ALGORITHMS`), or the dotted path of a packer.
-    Left out it is the mode's default: load_balance, roll, none."""
+    """Name of an algorithm of the mode (see `registry.ALGORITHMS`), or the dotted path of a packer.
+    Default by mode: load_balance, roll, none."""
 
     sequence_length_round: int = 1
     """Modes "dynamic" and "padded": the rectangle's length is a multiple of this."""
@@ -44,29 +44,29 @@ class BatchingSpec:
     """Mode "padded": sequences per micro-batch; None takes as many as the cap admits."""
 
     padded_length: int | None = None
-    """The run's fixed maximum. Mode "padded": the length of every row (None: the micro-batch's longest).
+    """Maximum sequence length of the run. Mode "padded": length of each row (None: the longest of the micro-batch).
     Other modes: only the width that the report compares with (`tokens_before`)."""
 
     min_num_micro_batches: int = 1
-    """Lower bound on the micro-batches of a rank."""
+    """Fewest micro-batches per rank."""
 
     shared_shapes: bool = False
-    """Every rank computes the same shape at the same micro-batch index (the largest of them)."""
+    """All ranks compute one shape at each micro-batch index: the largest among them."""
 
     sequence_multiple: int | str | None = None
-    """Asked per-sequence alignment beside the layout's own (2*cp when cp > 1): an int, or "2*cp*tp"."""
+    """Alignment of each sequence beside that of the layout (2*cp when cp > 1): an integer, or "2*cp*tp"."""
 
     oversize: Oversize = "error"
-    """A sequence or group above the cap: "error", "alone" (a micro-batch of its own, above the cap),
-    "truncate" or "drop"."""
+    """A sequence or group above the cap: "error", "alone" (a separate micro-batch, above the cap), "truncate" or
+    "drop"."""
 
     objective: Objective = "auto"
-    """What load_balance minimises. "auto" and "pipeline": the step's time by the layout; where ranks meet once per
-    step, rank totals as level as packs allow, and then lockstep. "lockstep": as if all ranks met at every micro-batch;
-    "rank_total": rank totals alone."""
+    """Objective of load_balance. "auto" and "pipeline": the predicted time of a step in the parallel layout; where
+    ranks wait for each other once per step, the largest rank total, and then the lockstep cost. "lockstep": as if all
+    ranks waited for each other at every micro-batch. "rank_total": the largest rank total only."""
 
     seed: int = 0
-    """Seed of first_fit_shuffle and of the search; the same seed gives the same plan on any machine."""
+    """Seed of first_fit_shuffle and of searches. Equal seeds make equal plans on all machines."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -77,35 +77,37 @@ class BatchingSpec:
         if isinstance(self.sequence_multiple, str) and self.sequence_multiple != "2*cp*tp":
             raise PlanError(f'sequence_multiple={self.sequence_multiple!r} must be an integer, None or "2*cp*tp"')
         for name in ("sequence_length_round", "min_num_micro_batches"):
-            self._take_integer(name)
+            self._convert_integer(name)
         for name in ("max_tokens", "rows", "padded_length"):
             if getattr(self, name) is not None:
-                self._take_integer(name)
+                self._convert_integer(name)
         if self.sequence_multiple not in (None, "2*cp*tp"):
-            self._take_integer("sequence_multiple")
-        self._take_integer("seed", lowest=0)
+            self._convert_integer("sequence_multiple")
+        self._convert_integer("seed", lowest=0)
         object.__setattr__(self, "shared_shapes", switch_of("shared_shapes", self.shared_shapes))
         self._check_algorithm()
         self._check_mode()
 
-    def _take_integer(self, name: str, lowest: int = 1) -> None:
+    def _convert_integer(self, name: str, lowest: int = 1) -> None:
         object.__setattr__(self, name, integer_of(name, getattr(self, name), lowest))
 
     def _check_algorithm(self) -> None:
         if not isinstance(self.algorithm, str):
-            raise PlanError(f"algorithm={self.algorithm!r} must be a name, or your own packer as package.module:name")
+            raise PlanError(
+                f"algorithm={self.algorithm!r} must be a name, or the path of a packer as package.module:name"
+            )
         try:
             algorithm = algorithm_of(self.mode, self.algorithm)
         except ConfigError:
             raise PlanError(
                 f"algorithm={self.algorithm!r} does not exist in mode {self.mode!r}; choose one of "
-                f"{', '.join(ALGORITHMS[self.mode].names)}, or your own packer as package.module:name"
+                f"{', '.join(ALGORITHMS[self.mode].names)}, or a packer as package.module:name"
             ) from None
         if self.shared_shapes and self.mode != "packed" and not algorithm.same_positions:
-            able = [entry.name for entry in ALGORITHMS[self.mode] if entry.same_positions]
+            names = [entry.name for entry in ALGORITHMS[self.mode] if entry.same_positions]
             raise PlanError(
-                f"shared_shapes=True needs ranks that cut at the same positions; algorithm={self.algorithm!r} forms "
-                f"micro-batches freely, choose {' or '.join(map(repr, able))}"
+                f"shared_shapes=True needs an algorithm that cuts all ranks at the same positions, unlike "
+                f"algorithm={self.algorithm!r}; choose {' or '.join(map(repr, names))}"
             )
 
     def _check_mode(self) -> None:
@@ -117,23 +119,23 @@ class BatchingSpec:
             raise PlanError(f'rows={self.rows} is read in mode "padded" only, not in {self.mode!r}')
         if self.mode == "packed" and self.sequence_length_round != 1:
             raise PlanError(
-                f"sequence_length_round={self.sequence_length_round} is read in rectangles only; "
-                "in mode 'packed' ask for sequence_multiple"
+                f"sequence_length_round={self.sequence_length_round} is not read in mode 'packed'; "
+                "set sequence_multiple, or leave it 1"
             )
 
     @property
     def row_limit(self) -> int | None:
-        """Mode "padded": the longest sample that a row of `padded_length` holds; None without a limit."""
+        """Mode "padded": longest sample that fits into a row; None: no limit."""
         return self.padded_length if self.mode == "padded" else None
 
     @property
     def batching(self) -> BatchingSpec:
-        """The batching alone, of a subclass that knows more."""
+        """These settings without the fields of a subclass."""
         return BatchingSpec(**{field.name: getattr(self, field.name) for field in fields(BatchingSpec)})
 
 
 def load_algorithm(spec: BatchingSpec) -> Any:
-    """What forms the micro-batches of `spec`. Raises `PlanError` when it cannot be loaded or called."""
+    """Function that forms the micro-batches of `spec`; raises `PlanError` if it cannot be loaded."""
     try:
         algorithm = ALGORITHMS[spec.mode].load(spec.algorithm)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What no plan can beat: lower bounds of the largest rank total and of the lockstep cost."""
+"""Lower bounds of the largest rank total and of the lockstep cost."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from roll_batching.planning.arrays import Ints, offsets_of
 
 
 def rank_total_bound(costs: Ints, slots: Ints, ranks: int, room: int | None) -> int:
-    """Cost that the costliest rank has at least, of indivisible units with `costs` and `slots` (int64[n]).
+    """Lower bound of the largest rank total, for indivisible units with `costs` and `slots` (int64[n]).
 
-    The largest of: the mean; j + 1 of the j * ranks + 1 costliest units, which some rank has, for every j; the
-    costliest unit with the cheapest of those slots that the other ranks have no room for. `room` is what one rank can
-    hold in all its micro-batches; None where that is not limited.
+    The largest of: the mean; for each j, the cheapest j + 1 of the j * ranks + 1 costliest units, since some rank has
+    j + 1 of them; the costliest unit together with the cheapest slots that the other ranks have no room for. `room` is
+    the number of tokens that one rank can hold in all its micro-batches; None: not limited.
     """
     mean = -(-int(costs.sum()) // ranks)
     running = offsets_of(np.sort(costs)[::-1])
@@ -23,10 +23,10 @@ def rank_total_bound(costs: Ints, slots: Ints, ranks: int, room: int | None) -> 
 
 
 def lockstep_bound(costs: Ints, slots: Ints, ranks: int, cap: int | None) -> int:
-    """Sum over indices of the largest cost among the ranks, at least.
+    """Lower bound of the lockstep cost: the sum over indices of the largest cost among the ranks.
 
-    Of units above half the cap no two share a pack: their costs 0, ranks, 2 * ranks ... by falling cost are in sum
-    the least that as many indices can begin with. No rank's total is above the sum either (`rank_total_bound`).
+    No two units above half the cap share a pack. By falling cost, an index holds at most `ranks` of them, so the sum of
+    their costs 0, ranks, 2 * ranks, ... is a lower bound. `rank_total_bound` is another. 0 without a cap.
     """
     if cap is None:
         return 0
@@ -35,15 +35,16 @@ def lockstep_bound(costs: Ints, slots: Ints, ranks: int, cap: int | None) -> int
 
 
 def _giant_bound(costs: Ints, slots: Ints, elsewhere: int) -> int:
+    """Cost of the costliest unit and of the cheapest slots that do not fit `elsewhere` (tokens of other ranks)."""
     giant = int(np.argmax(costs))
     more = int(slots.sum()) - elsewhere - int(slots[giant])
     if more <= 0:
         return int(costs[giant])
     cheapest = np.argsort(costs / slots, kind="stable")
     cheapest = cheapest[cheapest != giant]
-    whole = int(np.searchsorted(np.cumsum(slots[cheapest]), more, side="right"))
-    cost = int(costs[cheapest[:whole]].sum())
-    if whole < len(cheapest):
-        part = more - int(slots[cheapest[:whole]].sum())
-        cost += int(costs[cheapest[whole]]) * part // int(slots[cheapest[whole]])
+    full = int(np.searchsorted(np.cumsum(slots[cheapest]), more, side="right"))
+    cost = int(costs[cheapest[:full]].sum())
+    if full < len(cheapest):
+        part = more - int(slots[cheapest[:full]].sum())
+        cost += int(costs[cheapest[full]]) * part // int(slots[cheapest[full]])
     return int(costs[giant]) + cost

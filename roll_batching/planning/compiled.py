@@ -1,12 +1,13 @@
-"""The compiled helper: numba, where it is switched on.
+"""Compilation by numba, with a cache on disk.
 
-Kernels are plain Python functions over int64 arrays and scalars. With `NUMBA_DISABLE_JIT=1` in the
-environment (numba's own switch) the same functions run interpreted and give the same plans, slower:
-integers stay below 2^62 and random numbers come from a multiplicative generator that needs no overflow.
+Compiled functions are plain Python functions of int64 arrays and scalars. With `NUMBA_DISABLE_JIT=1` in the environment
+(numba's own switch) they run interpreted, slower, and make equal plans: integers stay below 2^62, and the random number
+generator needs no overflow.
 
-What is compiled is kept: beside the source, or where numba keeps it for a user (`NUMBA_CACHE_DIR` names another
-place), or, where neither can be written, in this user's folder among the temporary files. Of the processes of one
-machine one compiles and the others wait and load.
+The cache lies beside the source, else in numba's cache folder of the user (`NUMBA_CACHE_DIR` names another), else, if
+neither can be written, in a private folder among the temporary files. One process of a machine compiles; the others
+wait and load. The cache of a function is outdated only when its own file changes: a value of another module must be an
+argument, not a global.
 """
 
 from __future__ import annotations
@@ -32,88 +33,93 @@ _numba: Any = numba.config
 
 
 def compiled(function: F) -> F:
-    """`function` compiled on first use and kept on disk."""
+    """`function`, compiled on first use and cached on disk."""
     try:
         return cast(F, numba.njit(cache=True, nogil=True)(function))
-    except RuntimeError:  # numba finds no place that it may write
-        folder = _own_folder()
+    except RuntimeError:  # numba finds no folder that it may write to
+        folder = _private_folder()
         if folder is None:
             return cast(F, numba.njit(nogil=True)(function))
         _numba.CACHE_DIR = str(folder / "numba")
         return cast(F, numba.njit(cache=True, nogil=True)(function))
 
 
-SAID_SECONDS = 60.0
-"""Within them one process says for all that the planner is compiled."""
+WARNING_SECONDS = 60.0
+"""Within this time one process warns of compilation for all processes of the user."""
 
-_here: set[str] = set()
+_ready_kinds: set[str] = set()
 """Kinds of plans whose code this process has compiled or loaded."""
 
 
 @contextlib.contextmanager
 def compiled_once(kind: str) -> Iterator[None]:
-    """Where the first plan of a `kind` is made: of all processes of this user on this machine one compiles for it.
+    """Let one process of this user compile for the first plan of a `kind`, while others wait.
 
-    Says that it compiles, once for the processes of a job, as a warning of this module's logger.
+    Logs a warning when it compiles, once for the processes of a job.
     """
-    if kind in _here:
+    if kind in _ready_kinds:
         yield
         return
-    with event.install_listener("numba:compile", _FirstCompilation()), contextlib.ExitStack() as held:
-        done = _wait_for_turn(kind, held)
+    with event.install_listener("numba:compile", _FirstCompilation()), contextlib.ExitStack() as locks:
+        done = _wait_for_turn(kind, locks)
         yield
         if done is not None:
-            with contextlib.suppress(OSError):  # a full disk costs the next process a second look, no plan
+            with contextlib.suppress(OSError):  # on a full disk the next process looks again
                 done.touch()
-    _here.add(kind)
+    _ready_kinds.add(kind)
 
 
-def _wait_for_turn(kind: str, held: contextlib.ExitStack) -> Path | None:
-    """The file to make once `kind` is compiled, its lock in `held`; None where it is, or nothing can be locked."""
-    folder = _own_folder()
+def _wait_for_turn(kind: str, locks: contextlib.ExitStack) -> Path | None:
+    """Lock compilation of `kind`; returns the file to create once it is compiled.
+
+    None if it is compiled already, or if no file can be locked.
+    """
+    folder = _private_folder()
     if folder is None:
         return None
     done = folder / f"{_stamp(kind)}.compiled"
     if done.exists():
         return None
     try:
-        lock = held.enter_context(open(folder / "compiling.lock", "w"))
+        lock = locks.enter_context(open(folder / "compiling.lock", "w"))
         fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:  # a full disk, a file system without locks: every process compiles for itself
+    except OSError:  # on a full disk or without file locks, each process compiles for itself
         return None
     return done
 
 
 class _FirstCompilation(event.Listener):
-    said = False
+    """Warns when numba starts to compile, once per process."""
+
+    has_warned = False
 
     def on_start(self, event: Any) -> None:
-        if not _FirstCompilation.said:
-            _FirstCompilation.said = True
-            _say_once()
+        if not _FirstCompilation.has_warned:
+            _FirstCompilation.has_warned = True
+            _warn_once()
 
     def on_end(self, event: Any) -> None:
         pass
 
 
-def _say_once() -> None:
-    """Warns that the planner is compiled, unless a process of this user has said so within `SAID_SECONDS`.
+def _warn_once() -> None:
+    """Warn of compilation, unless a process of this user has warned within `WARNING_SECONDS`.
 
-    The ranks of a job take turns: each may compile another kind of plan.
+    Ranks of one job may each compile another kind of plan, one after the other.
     """
-    folder = _own_folder()
+    folder = _private_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
-            mark = folder / "said"
-            is_recent = mark.exists() and time.time() - mark.stat().st_mtime < SAID_SECONDS
-            mark.touch()
+            last_warning = folder / "last_warning"
+            is_recent = last_warning.exists() and time.time() - last_warning.stat().st_mtime < WARNING_SECONDS
+            last_warning.touch()
             if is_recent:
                 return
-    logger.warning("compiling the planner, once on this machine (about ten seconds; later plans do without)")
+    logger.warning("compiling the planner, once on this machine (about ten seconds)")
 
 
-def _own_folder() -> Path | None:
-    """This user's folder among the temporary files; None where there is none that nobody else may write."""
+def _private_folder() -> Path | None:
+    """Folder of this user among the temporary files; None if other users may write to it."""
     folder = Path(tempfile.gettempdir()) / f"roll-batching-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -125,22 +131,22 @@ def _own_folder() -> Path | None:
 
 
 def _stamp(kind: str) -> str:
-    """A name for `kind` with this code, numba and place to keep what is compiled."""
-    here = Path(__file__).parent
-    sources = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(here.rglob("*.py"))]
+    """Name of `kind` for this source, version of numba and cache folder."""
+    root = Path(__file__).parent
+    sources = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(root.rglob("*.py"))]
     text = repr((kind, sources, numba.__version__, _numba.CACHE_DIR, _numba.CPU_NAME))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 @compiled
 def next_random(state: int) -> int:
-    """The next state of Lehmer's generator (multiplier 48271, modulus 2^31 - 1): 1 to 2^31 - 2."""
+    """Next state of a Lehmer generator (multiplier 48271, modulus 2^31 - 1): 1 to 2^31 - 2."""
     return state * 48271 % 2147483647
 
 
 @compiled
 def seed_state(seed: int) -> int:
-    """A first state from any seed of at least 0."""
+    """First state for a seed of at least 0."""
     state = (seed * 7919 + 12345) % 2147483646 + 1
     for _ in range(4):
         state = next_random(state)
@@ -149,5 +155,5 @@ def seed_state(seed: int) -> int:
 
 @compiled
 def draw(state: int, bound: int) -> int:
-    """An index below `bound` (at most 2^31) from a state of the generator."""
+    """Index below `bound` (at most 2^31) from a state of the generator."""
     return state * bound >> 31

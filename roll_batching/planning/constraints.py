@@ -1,4 +1,4 @@
-"""What a plan must respect: the layout it runs on, and how its samples are batched."""
+"""Constraints of a plan: parallel layout and batching."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from roll_batching.planning.plain_values import LARGEST
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConstraints(BatchingSpec, ParallelDims):
-    """The rules of one plan; checked at construction.
+    """Constraints of one plan; checked at construction.
 
-    All keywords of `ParallelDims` and of `BatchingSpec`, flat; `dims` and `batching` give the two back. Raises
-    `PlanError` for values that no plan could satisfy or that the mode would not read.
+    Takes all keywords of `ParallelDims` and of `BatchingSpec`; `dims` and `batching` return the two. Raises `PlanError`
+    for values that no plan can satisfy or that the mode does not read.
     """
 
     dp_size: int
     """Data-parallel ranks, each a replica of TP x CP x PP processes."""
 
     group_size: int | str | None = None
-    """Interleaving only: Megatron's `microbatch_group_size_per_vp_stage`. None means `pp_size`, with the
-    micro-batch count a multiple of it; an int N admits K with K % N == 0 or K % N >= pp_size; "auto" admits
-    every K >= pp_size and the plan names the smallest N that Megatron accepts for it."""
+    """Interleaving only: Megatron's `microbatch_group_size_per_vp_stage`. None: `pp_size`, and the number of
+    micro-batches (K) is a multiple of it. An integer N admits K with K % N == 0 or K % N >= pp_size. "auto" admits each
+    K >= pp_size, and the plan has the smallest N that Megatron accepts for it."""
 
     pack_multiple: int = 1
-    """What the precision asks of the tokens that one rank holds (1 in bf16 and fp32, 16 in FP8)."""
+    """Alignment of the tokens that one rank holds, by precision: 1 in bf16 and fp32, 16 in FP8."""
 
     def __post_init__(self) -> None:
         try:
@@ -37,13 +37,13 @@ class PlanConstraints(BatchingSpec, ParallelDims):
         except LayoutError as error:
             raise PlanError(str(error)) from None
         BatchingSpec.__post_init__(self)
-        self._take_integer("pack_multiple")
+        self._convert_integer("pack_multiple")
         self._check_group_size()
         if self.rectangle_alignment > LARGEST:
             raise PlanError(
                 f"sequence_length_round={self.sequence_length_round}, sequence_multiple={self.sequence_multiple}, "
                 f"pack_multiple={self.pack_multiple} and the layout together align to {self.rectangle_alignment} "
-                "tokens, above 2^40: lower one of them"
+                "tokens, more than 2^40: set one of them lower"
             )
         if self.max_tokens is not None and self.usable_tokens < 1:
             raise PlanError(
@@ -53,7 +53,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
 
     @classmethod
     def of(cls, dims: ParallelDims, batching: BatchingSpec, **further: Any) -> PlanConstraints:
-        """The constraints of a layout and a batching; `further` are `group_size` and `pack_multiple`."""
+        """Constraints from a layout and batching settings; `further`: `group_size`, `pack_multiple`."""
         sizes = {field.name: getattr(dims, field.name) for field in fields(ParallelDims)}
         return cls(**sizes, **{field.name: getattr(batching, field.name) for field in fields(BatchingSpec)}, **further)
 
@@ -66,7 +66,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
             if self.group_size != "auto":
                 raise PlanError(f'group_size={self.group_size!r} must be an integer, None or "auto"')
         else:
-            self._take_integer("group_size")
+            self._convert_integer("group_size")
             if self.group_size < self.pp_size:
                 raise PlanError(
                     f"group_size={self.group_size} is below pp_size={self.pp_size}; Megatron's interleaved "
@@ -75,7 +75,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
 
     @property
     def sequence_alignment(self) -> int:
-        """Every slot is a multiple of this: 2*cp when cp > 1, and what `sequence_multiple` asks."""
+        """Multiple of each slot: of 2*cp when cp > 1, and of `sequence_multiple`."""
         layout = 2 * self.cp_size if self.cp_size > 1 else 1
         if self.sequence_multiple is None:
             return layout
@@ -85,25 +85,28 @@ class PlanConstraints(BatchingSpec, ParallelDims):
 
     @property
     def pack_alignment(self) -> int:
-        """Every pack's tokens are a multiple of this: CP halves, and precision and SP on a rank's share."""
+        """Multiple of the tokens of each pack.
+
+        CP divides a pack into 2*cp chunks; precision and sequence parallelism align the share of a rank.
+        """
         share = self.cp_size * self.pack_multiple * (self.tp_size if self.sequence_parallel else 1)
         return math.lcm(2 * self.cp_size if self.cp_size > 1 else 1, share)
 
     @property
     def rectangle_alignment(self) -> int:
-        """Every row length of a rectangle is a multiple of this."""
+        """Multiple of the row length of a rectangle."""
         return math.lcm(self.sequence_length_round, self.sequence_alignment, self.pack_alignment)
 
     @property
     def micro_batch_alignment(self) -> int:
-        """The cheapest legal micro-batch, in tokens: what a filler computes."""
+        """Tokens of the smallest legal micro-batch, which is a filler."""
         if self.mode == "packed":
             return math.lcm(self.pack_alignment, self.sequence_alignment)
         return self.rectangle_alignment
 
     @property
     def usable_tokens(self) -> int:
-        """Slots that fit below the cap once the pack is aligned (0 or less: none). Needs `max_tokens`."""
+        """Most tokens of all slots of an aligned pack below the cap; 0: nothing fits. Needs `max_tokens`."""
         if self.max_tokens is None:
             raise PlanError("usable_tokens needs max_tokens")
         alignment = self.pack_alignment if self.mode == "packed" else self.rectangle_alignment
@@ -112,10 +115,10 @@ class PlanConstraints(BatchingSpec, ParallelDims):
 
     @property
     def lockstep_ranks(self) -> int:
-        """How many consecutive DP ranks wait for each other at every micro-batch, given the objective.
+        """Number of consecutive DP ranks that wait for each other at every micro-batch, by objective.
 
-        1: ranks meet once per step. `dp_size`: all of them, also where they compute the same shapes. Else the layout's
-        `meeting_ranks`.
+        1: ranks wait for each other once per step. `dp_size`: all ranks, also where they compute the same shapes. Else
+        `meeting_ranks` of the layout.
         """
         if self.objective == "rank_total":
             return 1
@@ -124,5 +127,5 @@ class PlanConstraints(BatchingSpec, ParallelDims):
         return self.meeting_ranks
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by field name; `PlanConstraints(**d)` restores it."""
+        """Plain values by field name; `PlanConstraints(**values)` restores them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,8 +1,8 @@
-"""What a sequence costs: the model that every balance is measured in.
+"""Cost models: the cost of a sequence and of a micro-batch.
 
 All costs here are `linear*L + quadratic*L^2` per sequence plus `fixed` per micro-batch, with integer
 coefficients, so that equal inputs give equal plans on every machine. `sequence_costs` evaluates a model
-exactly and brings the result below 2^53 in total.
+exactly and scales the costs to a total below 2^53.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from roll_batching.errors import PlanError
 from roll_batching.planning.plain_values import kind_of
 
 TOTAL_BITS = 53
-"""Totals stay exactly representable in float64, whatever later reads them."""
+"""Totals stay below 2^53, which float64 represents exactly."""
 
 FIXED_TOKENS = 512
-"""Tokens that cost as much as a micro-batch costs beside its sequences, where nobody measured it.
+"""Fixed cost of a micro-batch in tokens, where it has not been measured.
 
 Measured by `benchmarks/bench_fixed.py`: 150 on a CPU core. On an H100, steps of the Qwen3-1.7B shape run no kernel for
 the time of 830 tokens per micro-batch (`results/`).
@@ -31,26 +31,26 @@ the time of 830 tokens per micro-batch (`results/`).
 
 @runtime_checkable
 class CostModel(Protocol):
-    """What the planner asks of a cost: integer costs, monotone in the length."""
+    """Cost model for the planner: integer costs, monotone in the length."""
 
     @property
     def fixed(self) -> int:
-        """Cost of a micro-batch beside its sequences; 0 where it is not known.
+        """Fixed cost of a micro-batch beside its sequences; 0: not known.
 
-        It decides how many micro-batches a pipeline runs: there, 0 is replaced by `FIXED_TOKENS` average tokens.
+        It decides the number of micro-batches in a pipeline, where 0 is replaced by `FIXED_TOKENS` average tokens.
         """
         ...
 
     def sequence(self, length: int) -> int:
-        """Cost of one sequence of `length` tokens, as an exact integer of at least 0."""
+        """Cost of one sequence of `length` tokens, an integer of at least 0."""
         ...
 
 
 @dataclass(frozen=True)
 class LinearQuadraticCost:
-    """`linear*L + quadratic*L^2` per sequence, `fixed` per micro-batch; integers of any common unit.
+    """Cost `linear*L + quadratic*L^2` per sequence, `fixed` per micro-batch; integers of any unit.
 
-    The defaults 24576 and 1 are the ones of verl and ROLL (6 x hidden size 4096, a dense 7B).
+    The defaults 24576 and 1 are those of verl and ROLL (6 x hidden size 4096, a dense 7B).
     """
 
     linear: int = 24576
@@ -64,7 +64,7 @@ class LinearQuadraticCost:
                 raise PlanError(f"{type(self).__name__}.{name}={value!r} must be an integer of at least 0")
             object.__setattr__(self, name, int(value))
         if self.linear == 0 and self.quadratic == 0:
-            raise PlanError(f"{type(self).__name__} needs a linear or a quadratic part above 0")
+            raise PlanError(f"{type(self).__name__} needs linear or quadratic above 0")
 
     def sequence(self, length: int) -> int:
         """Cost of one sequence of `length` tokens."""
@@ -72,22 +72,22 @@ class LinearQuadraticCost:
 
 
 def token_cost(*, fixed: int = 0) -> LinearQuadraticCost:
-    """Cost by tokens alone."""
+    """Cost by number of tokens."""
     return LinearQuadraticCost(linear=1, quadratic=0, fixed=fixed)
 
 
 def quadratic_cost(*, fixed: int = 0) -> LinearQuadraticCost:
-    """Cost by squared lengths alone (TRL's measure of attention)."""
+    """Cost by squared lengths, TRL's measure of attention."""
     return LinearQuadraticCost(linear=0, quadratic=1, fixed=fixed)
 
 
 DEFAULT_COST = LinearQuadraticCost(fixed=24576 * FIXED_TOKENS)
-"""Used where the caller names no cost: the 7B figures, a micro-batch costing as much as `FIXED_TOKENS` more."""
+"""Default cost: a dense 7B, with a fixed cost of `FIXED_TOKENS` tokens per micro-batch."""
 
 
 @dataclass(frozen=True)
 class ScaledCosts:
-    """Integer costs of distinct samples: `values[i]` is `exact_i >> shift`, with a total below 2^53."""
+    """Scaled integer costs: `values[i]` (int64[n]) is the exact cost >> `shift`, with a total below 2^53."""
 
     values: NDArray[np.int64]
     fixed: int
@@ -95,7 +95,7 @@ class ScaledCosts:
 
 
 def require_cost(cost: Any) -> None:
-    """Raises `PlanError` unless `cost` is a cost model."""
+    """Raise `PlanError` unless `cost` is a cost model."""
     if inspect.isclass(cost) or not isinstance(cost, CostModel):
         raise PlanError(
             f"cost is {kind_of(cost)}: pass an object with `fixed` and `sequence(length)`, such as "
@@ -108,8 +108,8 @@ def require_cost(cost: Any) -> None:
 def sequence_costs(lengths: NDArray[np.int64], cost: Any) -> ScaledCosts:
     """Exact costs of `lengths` (int64[n]), divided by the smallest power of two that keeps the total < 2^53.
 
-    A cost above zero never becomes zero. Raises `PlanError` for what is no cost model, and for one that returns no
-    integer.
+    A cost above zero never becomes zero. Raises `PlanError` if `cost` is not a cost model, or returns a value that is
+    not an integer.
     """
     require_cost(cost)
     if isinstance(cost, LinearQuadraticCost):
@@ -125,7 +125,7 @@ def sequence_costs(lengths: NDArray[np.int64], cost: Any) -> ScaledCosts:
 
 
 def _in_int64(lengths: NDArray[np.int64], cost: LinearQuadraticCost) -> ScaledCosts | None:
-    """Costs of `lengths` by array arithmetic, where they need no scaling; else None."""
+    """Costs of `lengths` by array arithmetic; None if they need scaling."""
     largest = cost.sequence(int(lengths.max(initial=0)))
     if max(largest * len(lengths), cost.fixed) >= 1 << TOTAL_BITS:
         return None
@@ -143,7 +143,7 @@ def _exact_costs(distinct: NDArray[np.int64], cost: Any) -> list[int]:
 def _distinct(
     lengths: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Sorted distinct values, each element's position in them, and their counts."""
+    """Sorted distinct values, position of each element among them, and their counts."""
     largest = int(lengths.max(initial=0))
     if largest <= 4 * len(lengths) + 65536:
         counts = np.bincount(lengths, minlength=largest + 1)
@@ -169,7 +169,7 @@ def _checked(cost: Any, length: int) -> int:
 class FlopsCost(LinearQuadraticCost):
     """Training FLOPs of a decoder-only transformer, from its shape.
 
-    Forward and backward count as three forwards. Attention counts half of L^2 (causal). The unit is FLOPs
+    Forward and backward together count as three forward passes. Causal attention counts half of L^2. The unit is FLOPs
     of one TP x CP rank.
     """
 
@@ -197,12 +197,11 @@ class FlopsCost(LinearQuadraticCost):
         forward_only: bool = False,
         fixed_tokens: int = FIXED_TOKENS,
     ) -> FlopsCost:
-        """Count the multiply-adds of one token and of one pair of tokens.
+        """Cost model from the multiply-adds of one token and of one pair of tokens.
 
-        `num_experts` makes `num_moe_layers` of the layers (None: all) mixtures, of which a token passes
-        `moe_router_topk` experts (and the shared expert, where it has a size). `fixed_tokens` expresses a
-        micro-batch's own cost in tokens' worth of the linear part. Raises `PlanError` for sizes below 1, and for
-        more mixtures than layers.
+        With `num_experts`, `num_moe_layers` of the layers (None: all) have experts, of which a token passes
+        `moe_router_topk`, and the shared expert where it has a size. `fixed_tokens` is the fixed cost of a micro-batch
+        in tokens of the linear part. Raises `PlanError` for sizes below 1 and for more MoE layers than layers.
         """
         _refuse_below_one(
             hidden_size=hidden_size,
@@ -218,11 +217,11 @@ class FlopsCost(LinearQuadraticCost):
         query = num_attention_heads * head_dim
         projections = hidden_size * (2 * query + 2 * groups * head_dim)
         matrices = 3 if gated_linear_unit else 2
-        mixtures = _mixtures(num_layers, num_moe_layers) if num_experts else 0
-        feed_forward = (num_layers - mixtures) * matrices * hidden_size * ffn_hidden_size
+        moe_layers = _count_moe_layers(num_layers, num_moe_layers) if num_experts else 0
+        feed_forward = (num_layers - moe_layers) * matrices * hidden_size * ffn_hidden_size
         if num_experts:
             width = moe_router_topk * (moe_ffn_hidden_size or ffn_hidden_size) + moe_shared_expert_size
-            feed_forward += mixtures * (matrices * hidden_size * width + hidden_size * num_experts)
+            feed_forward += moe_layers * (matrices * hidden_size * width + hidden_size * num_experts)
         per_token = num_layers * projections + feed_forward
         if include_head:
             per_token += hidden_size * vocab_size
@@ -241,38 +240,40 @@ def _refuse_below_one(**sizes: int) -> None:
             raise PlanError(f"FlopsCost.from_model: {name}={value!r} must be at least 1")
 
 
-def _mixtures(num_layers: int, num_moe_layers: int | None) -> int:
+def _count_moe_layers(num_layers: int, num_moe_layers: int | None) -> int:
     if num_moe_layers is None:
         return num_layers
     if not 0 <= num_moe_layers <= num_layers:
-        raise PlanError(f"FlopsCost.from_model: num_moe_layers={num_moe_layers!r} of num_layers={num_layers!r}")
+        raise PlanError(
+            f"FlopsCost.from_model: num_moe_layers={num_moe_layers!r} must lie between 0 and num_layers={num_layers!r}"
+        )
     return num_moe_layers
 
 
 @dataclass(frozen=True)
 class FittedCost(LinearQuadraticCost):
-    """A cost measured on a machine, in attoseconds; `residual` is the fit's relative RMS error."""
+    """Cost fitted to measured times, in attoseconds; `residual` is the relative RMS error of the fit."""
 
     residual: float = 0.0
 
 
 def fit_cost(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> FittedCost:
-    """Least squares of measured micro-batch times on `fixed + linear*sum(L) + quadratic*sum(L^2)`.
+    """Fit `fixed + linear*sum(L) + quadratic*sum(L^2)` to measured micro-batch times by least squares.
 
-    `lengths` holds the sequence lengths of every measured micro-batch, `seconds` (float[m]) its time. No
-    part may be negative: parts that would be are set to zero and the rest is fitted again. Raises
-    `PlanError` for fewer than three measurements or times that are not finite and above 0.
+    `lengths` holds the sequence lengths of each measured micro-batch, `seconds` (float[m]) its time. Coefficients are
+    not negative: the best fit among all subsets of coefficients is taken. Raises `PlanError` for fewer than three
+    measurements or times that are not finite and above 0.
     """
     packs = [np.atleast_1d(np.asarray(pack, dtype=np.int64)) for pack in lengths]
     times = np.asarray(seconds, dtype=np.float64)
     if times.ndim != 1 or len(packs) != len(times):
         raise PlanError(f"fit_cost: {len(packs)} micro-batches but seconds has shape {times.shape}")
     if len(times) < 3:
-        raise PlanError(f"fit_cost: {len(times)} measurements cannot fix three coefficients; measure more")
+        raise PlanError(f"fit_cost: {len(times)} measurements do not determine three coefficients; measure more")
     if not np.all(np.isfinite(times)) or np.any(times <= 0):
         raise PlanError("fit_cost: seconds must be finite and above 0")
     design = np.array([[1.0, float(pack.sum()), float((pack.astype(np.float64) ** 2).sum())] for pack in packs])
-    # Weighted by 1/time: a relative error is what a planner needs, short micro-batches count as well.
+    # Weighted by 1/time: the planner needs small relative errors, also for short micro-batches.
     coefficients = _non_negative_fit(design / times[:, None], np.ones_like(times))
     residual = float(np.sqrt(np.mean((design @ coefficients / times - 1.0) ** 2)))
     fixed, linear, quadratic = (int(round(value * 1e18)) for value in coefficients)

@@ -1,7 +1,7 @@
-"""Who may share micro-batches, and the micro-batches that an algorithm forms of them.
+"""Pools of units that may share micro-batches, and the bins that an algorithm forms of each pool.
 
-Units are pooled: all of them, or those of each rank where they have a home. An algorithm that has all ranks cut at the
-same positions works on one pool of positions.
+A pool holds all units, or those of one rank where units have home ranks. Algorithms that cut all ranks at the same
+positions work on one pool of positions.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Flags, Ints
 from roll_batching.planning.packers.items import Items, Packer, check_bins
 from roll_batching.planning.packers.sorted_buckets import Limits, cut_positions
-from roll_batching.planning.placement import Bin, Placement, bin_cost, cut_in_order, split_in_two
+from roll_batching.planning.placement import Bin, Placement, bin_cost, split_by_cost, split_in_order
 from roll_batching.planning.problem import PlanProblem
 from roll_batching.registry import describe_error
 
 
 @dataclass(frozen=True)
 class UnitPool:
-    """Units that may share micro-batches: those of `ranks` ranks."""
+    """Units that may share micro-batches on `ranks` ranks."""
 
     problem: PlanProblem
     units: Ints
@@ -31,18 +31,18 @@ class UnitPool:
     keeps_order: bool
 
     def form(self) -> list[Bin]:
-        """The packer's bins, checked. A unit above the cap has one for itself, which the packer does not see."""
+        """Checked bins of the packer; each unit above the cap gets a bin by itself, without the packer."""
         alone = self.problem.units.alone[self.units]
         if not alone.any():
-            return self._packed(self.units)
+            return self._pack(self.units)
         if not self.keeps_order:
-            return self._packed(self.units[~alone]) + [[int(unit)] for unit in self.units[alone]]
+            return self._pack(self.units[~alone]) + [[int(unit)] for unit in self.units[alone]]
         bins: list[Bin] = []
         for run in np.split(self.units, np.flatnonzero(np.diff(alone.astype(np.int64))) + 1):
-            bins += [[int(unit)] for unit in run] if self.problem.units.alone[run[0]] else self._packed(run)
+            bins += [[int(unit)] for unit in run] if self.problem.units.alone[run[0]] else self._pack(run)
         return bins
 
-    def _packed(self, units: Ints) -> list[Bin]:
+    def _pack(self, units: Ints) -> list[Bin]:
         if not len(units):
             return []
         constraints, all_units = self.problem.constraints, self.problem.units
@@ -55,26 +55,26 @@ class UnitPool:
         )
         try:
             packed = self.packer(items)
-        except (Exception, SystemExit) as error:  # a packer of anybody's own may raise anything, and call sys.exit
+        except (Exception, SystemExit) as error:  # a user's packer may raise anything, and call sys.exit
             raise PlanError(f"algorithm={constraints.algorithm!r} raised {describe_error(error)}") from error
         bins = check_bins(packed, items, constraints.algorithm, rectangles=constraints.mode != "packed")
         return [units[members].tolist() for members in bins]
 
     def weight(self, members: Bin) -> int:
-        """What decides which micro-batch is split first."""
+        """Cost of a micro-batch: the costliest is split first."""
         return bin_cost(self.problem.units, members)
 
     def split(self, members: Bin) -> tuple[Bin, Bin]:
-        """Two micro-batches of one."""
-        return (cut_in_order if self.keeps_order else split_in_two)(self.problem.units, members)
+        """Split a micro-batch in two."""
+        return (split_in_order if self.keeps_order else split_by_cost)(self.problem.units, members)
 
     def filler(self) -> Bin:
-        """A micro-batch without units."""
+        """Micro-batch without units."""
         return []
 
 
 def pools_of_units(problem: PlanProblem, packer: Packer, *, keeps_order: bool) -> list[UnitPool]:
-    """One pool of all units, or one per rank where units have a home."""
+    """One pool of all units, or one per rank where units have home ranks."""
     dp_size = problem.constraints.dp_size
     if not problem.at_home:
         return [UnitPool(problem, np.arange(len(problem.units)), dp_size, packer, keeps_order)]
@@ -84,18 +84,21 @@ def pools_of_units(problem: PlanProblem, packer: Packer, *, keeps_order: bool) -
 
 @dataclass(frozen=True)
 class Cut:
-    """A micro-batch of all ranks: the positions that they compute there."""
+    """One micro-batch on all ranks: the positions that it holds."""
 
     positions: list[int]
     length: int
-    """Of its rectangles."""
+    """Row length of its rectangles, aligned."""
 
     def __len__(self) -> int:
         return len(self.positions)
 
 
 class PositionPool:
-    """Units dealt to ranks in one order, for all ranks to cut at the same positions."""
+    """Units in one order on all ranks, to be cut at the same positions.
+
+    A position is one place in the queues of all ranks.
+    """
 
     ranks = 1
     """A cut is one micro-batch of every rank."""
@@ -109,46 +112,45 @@ class PositionPool:
             rows=constraints.rows,
             width=-(-(constraints.row_limit or 0) // alignment) * alignment,
         )
-        table, alone = self._parted(_dealt(problem, order, in_blocks))
+        table, alone = self._split_oversize(_distribute(problem, order, in_blocks))
         self.table, self.alone = table, alone
-        """int64[P, dp]: the unit of every position and rank, or -1; and the positions that share with no other."""
-        here = table >= 0
-        self.rows = np.where(here, problem.units.rows[table], 0)
-        self.longest = np.where(here, problem.units.longest[table], 0).max(axis=1)
+        """int64[P, dp]: unit of each position and rank, or -1; bool[P]: positions with a micro-batch of their own."""
+        occupied = table >= 0
+        self.rows = np.where(occupied, problem.units.rows[table], 0)
+        self.longest = np.where(occupied, problem.units.longest[table], 0).max(axis=1)
 
-    def _parted(self, table: Ints) -> tuple[Ints, Flags]:
-        """`table` with the ranks of a position parted where their shared rectangle is above the cap.
+    def _split_oversize(self, table: Ints) -> tuple[Ints, Flags]:
+        """`table` with one position per rank where the shared rectangle is above the cap, and which positions are.
 
-        With groups of different sizes, or one unit above the cap, the largest rows times the largest length can exceed
-        the cap although every unit alone does not.
+        With groups of different sizes, or one unit above the cap, the most rows times the largest length can exceed the
+        cap although no unit does by itself.
         """
-        units, here = self.problem.units, table >= 0
-        area = np.where(here, units.rows[table], 0).max(axis=1) * np.maximum(
-            np.where(here, units.longest[table], 0).max(axis=1), self.limits.width
+        units, occupied = self.problem.units, table >= 0
+        area = np.where(occupied, units.rows[table], 0).max(axis=1) * np.maximum(
+            np.where(occupied, units.longest[table], 0).max(axis=1), self.limits.width
         )
-        alone = np.any(here & units.alone[table], axis=1)
-        over = alone.copy()
+        oversize = np.any(occupied & units.alone[table], axis=1)
         if self.limits.tokens is not None:
-            over |= area > self.limits.tokens
-        parted = over & (here.sum(axis=1) > 1)
-        if not parted.any():
-            return table, over
-        rows: list[Ints] = []
+            oversize |= area > self.limits.tokens
+        split = oversize & (occupied.sum(axis=1) > 1)
+        if not split.any():
+            return table, oversize
+        positions: list[Ints] = []
         flags: list[bool] = []
-        for position, apart in enumerate(parted):
-            if not apart:
-                rows.append(table[position])
-                flags.append(bool(over[position]))
+        for position, is_split in enumerate(split):
+            if not is_split:
+                positions.append(table[position])
+                flags.append(bool(oversize[position]))
                 continue
-            for rank in np.flatnonzero(here[position]):
+            for rank in np.flatnonzero(occupied[position]):
                 single = np.full(table.shape[1], -1, dtype=np.int64)
                 single[rank] = table[position, rank]
-                rows.append(single)
+                positions.append(single)
                 flags.append(True)
-        return np.array(rows), np.array(flags)
+        return np.array(positions), np.array(flags)
 
     def form(self) -> list[Cut]:
-        """The cuts, in order."""
+        """Cuts in order."""
         return [self._cut(part) for part in cut_positions(self.longest, self.rows, self.alone, self.limits)]
 
     def _cut(self, positions: list[int]) -> Cut:
@@ -159,7 +161,7 @@ class PositionPool:
         return int(self.rows[cut.positions].sum(axis=0).max()) * cut.length
 
     def split(self, cut: Cut) -> tuple[Cut, Cut]:
-        """Two halves in order. Under shared shapes they keep the length of the whole (ROLL's rule)."""
+        """Two halves in order. With shared shapes they keep the row length of the cut, as in ROLL."""
         half = (len(cut) + 1) // 2
         parts = cut.positions[:half], cut.positions[half:]
         if self.constraints.shared_shapes:
@@ -167,11 +169,11 @@ class PositionPool:
         return self._cut(parts[0]), self._cut(parts[1])
 
     def filler(self) -> Cut:
-        """A cut without positions."""
+        """Cut without positions."""
         return Cut([], 0)
 
     def place(self, cuts: list[Cut]) -> Placement:
-        """Every rank's part of every cut."""
+        """Placement of the units of all cuts."""
         bins = [
             [int(unit) for unit in self.table[cut.positions, rank] if unit >= 0] if len(cut) else []
             for rank in range(self.constraints.dp_size)
@@ -181,8 +183,8 @@ class PositionPool:
         return Placement.of_bins(bins, len(cuts), lengths if self.constraints.shared_shapes else None)
 
 
-def _dealt(problem: PlanProblem, order: Callable[[Ints], Ints], in_blocks: bool) -> Ints:
-    """The unit of every position and rank (int64[P, dp]), -1 where a rank's queue has ended."""
+def _distribute(problem: PlanProblem, order: Callable[[Ints], Ints], in_blocks: bool) -> Ints:
+    """Unit of each position and rank (int64[P, dp]), -1 where the queue of a rank has ended."""
     units, dp_size = problem.units, problem.constraints.dp_size
     first = np.maximum.reduceat(problem.used[units.samples], units.offsets[:-1])
     ordered = np.asarray(order(first), dtype=np.int64)

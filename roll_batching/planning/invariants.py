@@ -1,4 +1,7 @@
-"""The invariants that every plan obeys (1 to 4; 5 needs the groups), checked on its flat arrays."""
+"""Checks of the invariants that all plans obey, on their flat arrays.
+
+Invariants 1 to 4 need the plan only; 5 needs the groups (see `planning`).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from roll_batching.planning.plan_arrays import PlanArrays
 
 
 def check_plan(plan: PlanArrays, *, groups: tuple[Ints, Ints] | None = None, home: Ints | None = None) -> None:
-    """Raise `PlanError` naming the first broken invariant.
+    """Raise `PlanError` for the first broken invariant.
 
-    `groups` is (members, offsets) of inseparable units and `home` int64[n] the rank where each sample must
-    stay; both only live while a plan is made.
+    `groups` is (members, offsets) of inseparable units, `home` (int64[n]) the rank where each sample must stay. A
+    finished plan does not hold them, so they are checked only when it is made.
     """
     _check_shapes(plan)
     _check_placement(plan)
@@ -53,7 +56,7 @@ def _check_shapes(plan: PlanArrays) -> None:
 
 
 def _check_placement(plan: PlanArrays) -> None:
-    """Invariant 1: every sample exactly once, or dropped with a reason."""
+    """Invariant 1: each sample is placed exactly once, or dropped with a reason."""
     count = len(plan.lengths)
     outside = (plan.samples < 0) | (plan.samples >= count)
     if outside.any():
@@ -73,7 +76,7 @@ def _check_placement(plan: PlanArrays) -> None:
 
 
 def _check_counts(plan: PlanArrays) -> None:
-    """Invariants 2 and 3: one legal K, and nothing empty."""
+    """Invariants 2 and 3: a legal K, and no micro-batch without tokens."""
     constraints = plan.constraints
     check_count(plan.num_micro_batches, constraints)
     if constraints.interleaved:
@@ -84,11 +87,11 @@ def _check_counts(plan: PlanArrays) -> None:
                 f"pp_size={constraints.pp_size}"
             )
     if np.any(plan.tokens < 1) or np.any(plan.rows < 1):
-        raise PlanError("a micro-batch computes no token; a filler must take its place")
+        raise PlanError("a micro-batch computes no token; use a filler in its place")
 
 
 def _check_tokens(plan: PlanArrays) -> None:
-    """Invariant 4: aligned slots, aligned packs, and the cap on all of it."""
+    """Invariant 4: aligned slots, aligned packs, and no micro-batch above the cap."""
     constraints = plan.constraints
     rectangular = constraints.mode != "packed"
     counts = np.diff(plan.offsets)
@@ -97,18 +100,18 @@ def _check_tokens(plan: PlanArrays) -> None:
     if np.any(entry_length < 1) or np.any(entry_length > plan.lengths[plan.samples]):
         raise PlanError("a sample uses fewer than one or more than all of its tokens")
     if np.any(plan.slots < entry_length) or np.any(plan.slots % constraints.sequence_alignment):
-        raise PlanError(f"a slot is shorter than its sample or no multiple of {constraints.sequence_alignment}")
+        raise PlanError(f"a slot is shorter than its sample, or not a multiple of {constraints.sequence_alignment}")
     slot_sum = np.zeros(len(counts), dtype=np.int64)
     if len(plan.slots):
         slot_sum[filled] = np.add.reduceat(plan.slots, plan.offsets[:-1][filled])
     if np.any(slot_sum > plan.tokens):
         raise PlanError("the slots of a micro-batch hold more than its tokens")
     if np.any(plan.tokens % constraints.pack_alignment) or np.any(plan.tokens % plan.rows):
-        raise PlanError(f"a micro-batch's tokens are no multiple of {constraints.pack_alignment}")
+        raise PlanError(f"the tokens of a micro-batch are not a multiple of {constraints.pack_alignment}")
     if rectangular:
         row = plan.tokens // plan.rows
         if np.any(row % constraints.rectangle_alignment) or np.any(counts > plan.rows):
-            raise PlanError(f"a rectangle's length is no multiple of {constraints.rectangle_alignment}")
+            raise PlanError(f"the row length of a rectangle is not a multiple of {constraints.rectangle_alignment}")
         if np.any(plan.slots != np.repeat(row, counts)):
             raise PlanError("the slots of a rectangle differ")
     if constraints.max_tokens is None:
@@ -129,14 +132,14 @@ def _check_tokens(plan: PlanArrays) -> None:
 
 
 def _check_groups(plan: PlanArrays, members: Ints, offsets: Ints, micro_batch_of: Ints) -> None:
-    """Invariant 5: inseparable units lie in one micro-batch; an oversize one has it for itself."""
+    """Invariant 5: a unit lies in one micro-batch, and an oversize unit shares it with no other."""
     if len(members):
         place = micro_batch_of[members]
         first = np.repeat(place[offsets[:-1]], np.diff(offsets))
         torn = np.flatnonzero(place != first)
         if len(torn):
             i = int(members[torn[0]])
-            raise PlanError(f"sample {i} (id {plan.ids[i]}) is apart from its group; keep groups in one micro-batch")
+            raise PlanError(f"sample {i} (id {plan.ids[i]}) is not in the micro-batch of its group; place both in one")
     if plan.constraints.max_tokens is None or plan.constraints.oversize != "alone":
         return
     units_of = np.zeros(len(plan.tokens), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Which columns of a table are lengths: those asked for, else those that are named like lengths."""
+"""Choice of the columns of a table that hold lengths, by name and values."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from roll_batching.errors import DataError
 from roll_batching.planning.arrays import Ints
 
 _LENGTH_ENDINGS = ("token", "tokens", "length", "lengths", "len", "lens")
-_WHOLE = {"total", "sum", "all", "overall", "sequence", "seq", "seqlen", "full"}
-_NO_LENGTH = {"max", "min", "limit", "per"}
-_NAMES_OF_IDS = {
+_TOTAL_WORDS = {"total", "sum", "all", "overall", "sequence", "seq", "seqlen", "full"}
+_OTHER_WORDS = {"max", "min", "limit", "per"}
+_ID_WORDS = {
     *("id", "ids", "idx", "index", "uid", "uuid", "key", "hash", "row", "seed", "rank", "unnamed"),
     *("time", "timestamp", "timestamps", "ts", "date", "created", "arrived", "arrival"),
 }
 
 
 Column = Ints | str | None
-"""Integers; or where and why a column that begins with integers does not go on so; or None: of another kind."""
+"""Integers, or the fault of a column that begins with integers, or None for a column of other values."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The columns that are summed, and why each of the others is not."""
+    """Columns whose sum is the length, and why each other column is left out."""
 
     columns: tuple[str, ...]
     left_out: Mapping[str, str]
 
 
 def choose_columns(table: Mapping[str, Column], wanted: Sequence[str] = ()) -> Choice:
-    """The columns of `table` that make a sequence's length.
+    """Columns of `table` whose sum is the length of a sequence.
 
-    Without `wanted`: those named like tokens or lengths; among other names, what is left when ids, counters,
-    timestamps and constants are taken out, where that is a single column. Raises `DataError` for a column that
-    does not exist or is not whole, and where a choice would be a guess.
+    Without `wanted`: the columns named like tokens or lengths; if there are none, the single column that remains
+    without ids, counters, timestamps and constants. Raises `DataError` for a column that does not exist or has faulty
+    values, and where several choices are possible.
     """
     known = ", ".join(repr(name) for name in table)
     for name in wanted:
@@ -45,13 +45,13 @@ def choose_columns(table: Mapping[str, Column], wanted: Sequence[str] = ()) -> C
             raise DataError(f"there is no column {name!r}; there are {known}")
         if table[name] is None:
             raise DataError(f"column {name!r} holds no integers")
-    _refuse_broken(table, wanted)
+    _check_columns(table, wanted)
     if wanted:
         return Choice(tuple(dict.fromkeys(wanted)), {})
     left_out = {name: "not integers" for name, values in table.items() if values is None or isinstance(values, str)}
     integers = {name: values for name, values in table.items() if isinstance(values, np.ndarray)}
     named = [name for name in table if _is_length(name) and table[name] is not None]
-    _refuse_broken(table, named or [name for name in table if not _named_like_an_id(name)])
+    _check_columns(table, named or [name for name in table if not _named_like_an_id(name)])
     if not integers:
         raise DataError(f"there is no column of integers; there are {known}")
     if named:
@@ -67,10 +67,12 @@ def choose_columns(table: Mapping[str, Column], wanted: Sequence[str] = ()) -> C
         else f"{name!r} ({', '.join(map(str, values[:2]))}, ...)"
         for name, values in table.items()
     )
-    raise DataError(f"which columns are lengths? There are {known}; say it: --column NAME, again for each to be summed")
+    raise DataError(
+        f"which columns are lengths? There are {known}; pass --column NAME, once for each column of the sum"
+    )
 
 
-def _refuse_broken(table: Mapping[str, Column], names: Sequence[str]) -> None:
+def _check_columns(table: Mapping[str, Column], names: Sequence[str]) -> None:
     for name in names:
         fault = table[name]
         if isinstance(fault, str):
@@ -78,36 +80,35 @@ def _refuse_broken(table: Mapping[str, Column], names: Sequence[str]) -> None:
 
 
 def _words(name: str) -> list[str]:
-    """`ContextTokens` and `context_tokens` as `context`, `tokens`."""
+    """Words of a name: `ContextTokens` and `context_tokens` are `context`, `tokens`."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
 def _is_length(name: str) -> bool:
     words = _words(name)
-    other = (_NAMES_OF_IDS | _NO_LENGTH) & set(words)
-    return not other and any(word.endswith(_LENGTH_ENDINGS) for word in words)
+    return not (_ID_WORDS | _OTHER_WORDS) & set(words) and any(word.endswith(_LENGTH_ENDINGS) for word in words)
 
 
 def _are_parts(names: Sequence[str]) -> bool:
-    """Whether all of these are parts of a sequence; beside a whole one, a part would count twice."""
-    return not any(_WHOLE & set(_words(name)) for name in names)
+    """Whether all columns are parts of a sequence; in a sum with a total, a part would count twice."""
+    return not any(_TOTAL_WORDS & set(_words(name)) for name in names)
 
 
 def _without_repeats(columns: Mapping[str, Ints]) -> tuple[list[str], dict[str, str]]:
-    """Where one column is the sum of the others (prompt, response, total), that one alone."""
-    everything = np.sum(list(columns.values()), axis=0, dtype=object if _large(columns) else None)
+    """The column that is the sum of the others (prompt, response, total), or all columns."""
+    total = np.sum(list(columns.values()), axis=0, dtype=object if _may_overflow(columns) else None)
     for name, values in columns.items():
-        if len(columns) > 1 and np.array_equal(everything - values, values):
+        if len(columns) > 1 and np.array_equal(total - values, values):
             return [name], {other: f"part of {name}" for other in columns if other != name}
     return list(columns), {}
 
 
-def _large(columns: Mapping[str, Ints]) -> bool:
+def _may_overflow(columns: Mapping[str, Ints]) -> bool:
     return any(int(values.max()) >= 2**56 or int(values.min()) <= -(2**56) for values in columns.values())
 
 
 def _without_ids(columns: Mapping[str, Ints]) -> tuple[list[str], dict[str, str]]:
-    """What is left without ids, counters and constants; a single column is taken whatever it holds."""
+    """Columns without ids, counters and constants; a single column always remains."""
     if len(columns) == 1 and not _named_like_an_id(next(iter(columns))):
         return list(columns), {}
     reasons: dict[str, str] = {}
@@ -119,12 +120,12 @@ def _without_ids(columns: Mapping[str, Ints]) -> tuple[list[str], dict[str, str]
             reasons[name] = "counts the rows"
         elif len(steps) and not steps.any():
             reasons[name] = "constant"
-    rest = [name for name in columns if name not in reasons]
-    rising = [name for name in rest if len(columns[name]) > 2 and (np.diff(columns[name]) > 0).all()]
-    if len(rising) < len(rest):
+    remaining = [name for name in columns if name not in reasons]
+    rising = [name for name in remaining if len(columns[name]) > 2 and (np.diff(columns[name]) > 0).all()]
+    if len(rising) < len(remaining):
         reasons |= dict.fromkeys(rising, "unique and rising, like an id or a time")
     return [name for name in columns if name not in reasons], reasons
 
 
 def _named_like_an_id(name: str) -> bool:
-    return not name or bool(_NAMES_OF_IDS & set(_words(name)))
+    return not name or bool(_ID_WORDS & set(_words(name)))

@@ -1,4 +1,4 @@
-"""Sequence lengths from files."""
+"""Sequence lengths from CSV, JSONL, npy and Parquet files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_batching.planning.arrays import Ints
 from roll_batching.planning.length_columns import Column, choose_columns
 
 MOST_TOKENS = 2**31 - 1
-"""Of one sequence: offsets into a pack are int32."""
+"""Most tokens of one sequence: offsets into a pack are int32."""
 MOST_ROWS = 10_000_000
 LONGEST_LINE = 1024 * 1024
 
@@ -31,7 +31,7 @@ _THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+")
 
 @dataclass(frozen=True)
 class LengthFile:
-    """Lengths (int64[n], 1 to 2^31 - 1), the columns that they are the sum of, and why others are left out."""
+    """Lengths (int64[n], 1 to 2^31 - 1), the columns that they sum, and why others are left out."""
 
     lengths: Ints
     columns: tuple[str, ...]
@@ -39,21 +39,21 @@ class LengthFile:
 
 
 def read_lengths(path: str | Path, columns: Sequence[str] = ()) -> Ints:
-    """The lengths (int64[n]) of `read_length_file`."""
+    """Lengths (int64[n]) of `read_length_file`."""
     return read_length_file(path, columns).lengths
 
 
 def read_length_file(path: str | Path, columns: Sequence[str] = ()) -> LengthFile:
-    """Lengths from CSV or text, JSONL, npy or Parquet: the sum of `columns`, or of those that are lengths by name.
+    """Read lengths from CSV or text, JSONL, npy or Parquet: the sum of `columns`, or of those named like lengths.
 
-    CSV and text: names are in the first line, or else the columns' numbers from 1. JSONL: a number per line
-    ("length"), or objects. npy: one column ("length") or several ("1", "2", ...). Parquet needs pyarrow. Raises
-    `DataError` naming the file and the line or row: for values that are no integers, below 0 or beyond int32, rows
-    of length 0, files of more than 10,000,000 rows, and columns that cannot be told apart (`choose_columns`).
+    CSV and text: names in the first line, else the columns are "1", "2", ... JSONL: a number per line ("length"), or
+    objects. npy: one column ("length") or several ("1", "2", ...). Parquet needs pyarrow. Raises `DataError` with the
+    file and the line or row for values that are not integers, below 0 or beyond int32, rows of length 0, more than
+    10,000,000 rows, and columns that cannot be chosen (`choose_columns`).
     """
     file = Path(path)
     if not file.is_file():
-        raise DataError(f"{file} does not exist or is no file")
+        raise DataError(f"{file} does not exist or is not a file")
     readers: dict[str, Callable[[Path], Table]] = {
         ".npy": _read_npy,
         ".parquet": _read_parquet,
@@ -81,7 +81,7 @@ def read_length_file(path: str | Path, columns: Sequence[str] = ()) -> LengthFil
 
 def _checked(file: Path, name: str, values: Any) -> Ints:
     if len(values) > MOST_ROWS:
-        raise DataError(f"{file} has {len(values):,} rows; at most {MOST_ROWS:,} are planned at once")
+        raise DataError(f"{file} has {len(values):,} rows; at most {MOST_ROWS:,} can be planned at once")
     _check_rows(file, f"in column {name!r}", values, at_least=0)
     return np.asarray(values, dtype=np.int64)
 
@@ -96,14 +96,14 @@ def _check_rows(file: Path, where: str, values: Any, at_least: int) -> None:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text and their numbers from 1."""
+    """Lines of a text file, with numbers from 1."""
     number = 0
     with file.open(encoding="utf-8-sig", newline="") as stream:
         try:
             while line := stream.readline(LONGEST_LINE + 1):
                 number += 1
                 if len(line) > LONGEST_LINE:
-                    raise DataError(f"{file}:{number}: a line of more than {LONGEST_LINE:,} characters")
+                    raise DataError(f"{file}:{number}: the line has more than {LONGEST_LINE:,} characters")
                 if number > MOST_ROWS + 1:
                     raise DataError(f"{file} has more than {MOST_ROWS:,} lines; plan fewer at once")
                 yield number, line
@@ -126,7 +126,7 @@ def _read_csv(file: Path) -> Table:
         for row in csv.reader(lines()):
             if not any(value.strip() for value in row):
                 continue
-            _refuse_other_spelling(file, number, row)
+            _check_separators(file, number, row)
             if not names:
                 names = _header(file, number, row)
                 columns = [array("q") for _ in names]
@@ -134,25 +134,23 @@ def _read_csv(file: Path) -> Table:
                     continue
             if len(row) != len(names):
                 line = ",".join(row)
-                cure = (
-                    f"write {line.replace(',', '')} for one number" if _THOUSANDS.fullmatch(line) else "',' separates"
-                )
+                fix = f"write {line.replace(',', '')} for one number" if _THOUSANDS.fullmatch(line) else "',' separates"
                 raise DataError(
-                    f"{file}:{number}: {_short(line)} has {len(row)} columns, the first row {len(names)}; {cure}"
+                    f"{file}:{number}: {_short(line)} has {len(row)} columns, the first row {len(names)}; {fix}"
                 )
             for place, value in enumerate(row):
-                whole = _integer(value)
-                if whole is None and place not in faults:
-                    fault = f"{file}:{number}: {_short(value)} is no {_kind(value)} (column {names[place]!r})"
-                    faults[place] = fault if len(columns[place]) else _first(value, fault)
-                columns[place].append(0 if whole is None else whole)
+                integer = _integer(value)
+                if integer is None and place not in faults:
+                    fault = f"{file}:{number}: {_short(value)} is not an {_kind(value)} (column {names[place]!r})"
+                    faults[place] = fault if len(columns[place]) else _fault_of_first(value, fault)
+                columns[place].append(0 if integer is None else integer)
     except csv.Error as error:
         raise DataError(f"{file}:{number}: {error}") from None
     return {name: faults.get(place, np.array(columns[place])) for place, name in enumerate(names)}
 
 
-def _refuse_other_spelling(file: Path, number: int, row: list[str]) -> None:
-    """Raises DataError for numbers that another character separates, and for 1,024 as one number."""
+def _check_separators(file: Path, number: int, row: list[str]) -> None:
+    """Raise `DataError` for numbers separated by another character, and for 1,024 as one number."""
     other = _OTHER_SEPARATOR.fullmatch(row[0].strip()) if len(row) == 1 else None
     if other is not None:
         raise DataError(
@@ -165,7 +163,7 @@ def _refuse_other_spelling(file: Path, number: int, row: list[str]) -> None:
 
 
 def _header(file: Path, number: int, row: list[str]) -> list[str]:
-    """The names of the columns: those in the first row, or numbers where it holds integers only."""
+    """Column names: those of the first row, or numbers if it holds integers only."""
     if all(_integer(value) is not None for value in row):
         return [str(place + 1) for place in range(len(row))]
     for value in row:
@@ -178,7 +176,7 @@ def _header(file: Path, number: int, row: list[str]) -> list[str]:
     names = [value.strip() for value in row]
     for name in names:
         if names.count(name) > 1:
-            raise DataError(f"{file}:{number}: two columns are called {_short(name)}; rename one")
+            raise DataError(f"{file}:{number}: two columns are named {_short(name)}; rename one")
     return names
 
 
@@ -191,7 +189,7 @@ def _is_number(text: Any) -> bool:
 
 
 def _integer(text: str) -> int | None:
-    """The integer within 64 bits that `text` spells, or None."""
+    """Integer of at most 64 bits in `text`, or None."""
     text = text.strip()
     if not text.removeprefix("-").isdecimal() or len(text) > 19:
         return None
@@ -209,7 +207,7 @@ def _read_jsonl(file: Path) -> Table:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{file}:{number}: no JSON ({getattr(error, 'msg', 'nested too deep')})") from None
+            raise DataError(f"{file}:{number}: not JSON ({getattr(error, 'msg', 'nested too deep')})") from None
         row = value if isinstance(value, dict) else {"length": value}
         rows += 1
         for name in (name for name in row if name not in columns):
@@ -217,12 +215,12 @@ def _read_jsonl(file: Path) -> Table:
             if rows > 1:
                 faults.setdefault(name, f"{file}:{number}: {name!r} is not in every line")
         for name, values in columns.items():
-            whole = row.get(name)
-            if isinstance(whole, bool) or not isinstance(whole, int) or not -(2**63) <= whole < 2**63:
+            integer = row.get(name)
+            if isinstance(integer, bool) or not isinstance(integer, int) or not -(2**63) <= integer < 2**63:
                 fault = f"{file}:{number}: no integer under {name!r} in {_short(line.strip())}"
-                faults.setdefault(name, _first(whole, fault) if rows == 1 else fault)
-                whole = 0
-            values.append(whole)
+                faults.setdefault(name, _fault_of_first(integer, fault) if rows == 1 else fault)
+                integer = 0
+            values.append(integer)
     if not any(len(row) for row in columns.values()) and rows:
         raise DataError(f"{file}: its lines hold no values")
     return {name: faults.get(name, np.array(values)) for name, values in columns.items()}
@@ -232,7 +230,7 @@ def _read_npy(file: Path) -> Table:
     try:
         lengths = np.load(file, allow_pickle=False, mmap_mode="r")
     except (ValueError, OSError, EOFError, TypeError, KeyError, OverflowError, MemoryError, SyntaxError):
-        raise DataError(f"{file} is no npy file of numbers") from None
+        raise DataError(f"{file} is not an npy file of numbers") from None
     if not isinstance(lengths, np.ndarray) or lengths.ndim not in (1, 2) or lengths.dtype.kind not in "iu":
         found = f"shape {lengths.shape}, {lengths.dtype}" if isinstance(lengths, np.ndarray) else "an archive"
         raise DataError(f"{file} holds no column of integers (found {found})")
@@ -254,25 +252,27 @@ def _read_parquet(file: Path) -> Table:
     try:
         opened = parquet.ParquetFile(file)
         if opened.metadata.num_rows > MOST_ROWS:
-            raise DataError(f"{file} has {opened.metadata.num_rows:,} rows; at most {MOST_ROWS:,} are planned at once")
+            raise DataError(
+                f"{file} has {opened.metadata.num_rows:,} rows; at most {MOST_ROWS:,} can be planned at once"
+            )
         schema = opened.schema_arrow
         names = [field.name for field in schema if pyarrow.types.is_integer(field.type)]
         if len(set(schema.names)) < len(schema.names):
-            raise DataError(f"{file} has two columns of one name: {', '.join(schema.names)}")
+            raise DataError(f"{file} has two columns with one name: {', '.join(schema.names)}")
         table = opened.read(columns=names)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file} is no Parquet file: {error}") from None
+        raise DataError(f"{file} is not a Parquet file: {error}") from None
     if not names:
         raise DataError(f"{file} has no integer column (columns: {', '.join(schema.names)})")
     result: Table = dict.fromkeys(schema.names)
     for name in names:
-        gaps = table[name].null_count
-        result[name] = f"{file}: {gaps} rows have no value in column {name!r}" if gaps else table[name].to_numpy()
+        nulls = table[name].null_count
+        result[name] = f"{file}: {nulls} rows have no value in column {name!r}" if nulls else table[name].to_numpy()
     return result
 
 
-def _first(value: Any, fault: str) -> str | None:
-    """A column that begins with text or a list is one of another kind; one that begins with a number is broken."""
+def _fault_of_first(value: Any, fault: str) -> str | None:
+    """None for text or a list, which begin a column of other values; `fault` for a faulty number."""
     return None if isinstance(value, str | list | dict) and not _is_number(value) else fault
 
 

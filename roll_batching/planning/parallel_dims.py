@@ -1,4 +1,4 @@
-"""The sizes of a parallel layout: the one object that says them."""
+"""Sizes of a parallel layout."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from roll_batching.planning.plain_values import integer_of, switch_of
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """How many ranks share a model, and in which way; plain integers, compared with `==`.
+    """Sizes of a parallel layout, as plain integers; compared with `==`.
 
-    A *replica* is the `tp_size * cp_size * pp_size` ranks that work on the same samples; `dp_size` of them make the
-    world. Raises `LayoutError` for sizes that no world has.
+    A *replica* is the `tp_size * cp_size * pp_size` ranks that compute the same samples; the world consists of
+    `dp_size` replicas. Raises `LayoutError` for impossible sizes.
     """
 
     dp_size: int = 1
@@ -28,10 +28,11 @@ class ParallelDims:
     ep_size: int = 1
     """Expert parallelism: Megatron's expert groups are consecutive ranks of TP x CP x DP."""
     etp_size: int = None  # type: ignore[assignment]  # an int once constructed
-    """Tensor parallelism inside the experts; left out it is `tp_size`, as in Megatron."""
+    """Tensor parallelism of the experts. Default: `tp_size`, as in Megatron."""
     sequence_parallel: bool = False
     fully_sharded: bool = False
-    """Whether DP ranks gather parameters layer by layer (FSDP, ZeRO-3), and so meet at every micro-batch."""
+    """Whether DP ranks gather parameters layer by layer (FSDP, ZeRO-3), and so wait for each other at each
+    micro-batch."""
 
     def __post_init__(self) -> None:
         if self.etp_size is None:
@@ -45,26 +46,27 @@ class ParallelDims:
         ranks = self.dp_size * self.cp_size * self.tp_size
         if ranks % self.expert_ranks:
             same = self.etp_size == self.tp_size
-            inner, whole = ("", "") if same else (f" x etp_size={self.etp_size}", " x tp_size")
+            divisor, product = ("", "") if same else (f" x etp_size={self.etp_size}", " x tp_size")
             raise LayoutError(
-                f"ep_size={self.ep_size}{inner} does not divide dp_size x cp_size{whole} = "
+                f"ep_size={self.ep_size}{divisor} does not divide dp_size x cp_size{product} = "
                 f"{ranks // self.tp_size if same else ranks}: change one of them"
             )
 
     @classmethod
     def of_world(cls, world_size: int, **sizes: Any) -> ParallelDims:
-        """The dims of `world_size` processes: `sizes` without `dp_size`, which follows.
+        """Sizes for `world_size` processes; `dp_size` follows from the other `sizes`.
 
-        Raises `LayoutError` when the world does not divide into replicas.
+        Raises `LayoutError` when the processes cannot be divided into replicas.
         """
-        one = cls(**(sizes | {"ep_size": 1, "etp_size": None}))
-        if world_size < 1 or world_size % one.replica_size:
+        replica = cls(**(sizes | {"ep_size": 1, "etp_size": None}))
+        size = replica.replica_size
+        if world_size < 1 or world_size % size:
             raise LayoutError(
-                f"{world_size} processes cannot be divided into replicas of {one.replica_size} (tensor {one.tp_size} x "
-                f"pipeline {one.pp_size} x context {one.cp_size}): start a multiple of {one.replica_size} processes or "
+                f"{world_size} processes cannot be divided into replicas of {size} (tensor {replica.tp_size} x "
+                f"pipeline {replica.pp_size} x context {replica.cp_size}): start a multiple of {size} processes or "
                 "change the sizes"
             )
-        return cls(dp_size=world_size // one.replica_size, **sizes)
+        return cls(dp_size=world_size // size, **sizes)
 
     @property
     def replica_size(self) -> int:
@@ -78,7 +80,7 @@ class ParallelDims:
 
     @property
     def interleaved(self) -> bool:
-        """Whether Megatron's interleaved schedule runs, with its rule for the number of micro-batches."""
+        """Whether Megatron's interleaved schedule runs, which restricts the number of micro-batches."""
         return self.vpp_size > 1
 
     @property
@@ -88,11 +90,11 @@ class ParallelDims:
 
     @property
     def meeting_ranks(self) -> int:
-        """How many consecutive DP ranks wait for each other at every micro-batch.
+        """Number of consecutive DP ranks that wait for each other at every micro-batch.
 
-        1: ranks meet once per step. `dp_size`: all of them, with shards that are gathered layer by layer. In between:
-        the DP ranks that one expert group of Megatron's (order "tp-cp-ep-dp") reaches, and those that its neighbours
-        in TP and CP link to them.
+        1: ranks wait for each other once per step. `dp_size`: all ranks, where parameters are gathered layer by layer.
+        In between: the DP ranks of one Megatron expert group (order "tp-cp-ep-dp"), and those connected to them through
+        the TP and CP groups of its ranks.
         """
         if self.fully_sharded:
             return self.dp_size
@@ -101,22 +103,22 @@ class ParallelDims:
 
     @property
     def dims(self) -> ParallelDims:
-        """The sizes alone, of a subclass that knows more."""
+        """These sizes without the fields of a subclass."""
         return ParallelDims(**{field.name: getattr(self, field.name) for field in fields(ParallelDims)})
 
     def to_dict(self) -> dict[str, int | bool]:
-        """Plain values by field name; `ParallelDims(**d)` restores it."""
+        """Plain values by field name; `ParallelDims(**values)` restores them."""
         return asdict(self.dims)
 
     def __str__(self) -> str:
-        """The sizes that are not 1: `dp 4 x tp 2, sequence parallel`."""
+        """Sizes other than 1, such as `dp 4 x tp 2, sequence parallel`."""
         sizes = [f"{name.removesuffix('_size')} {getattr(self, name)}" for name in _SIZES[:-1]]
         shown = [text for text in sizes if not text.endswith(" 1")]
         if self.etp_size != self.tp_size:
             shown.append(f"etp {self.etp_size}")
-        words = [" x ".join(shown) or "one rank"]
-        words += [name.replace("_", " ") for name in ("sequence_parallel", "fully_sharded") if getattr(self, name)]
-        return ", ".join(words)
+        parts = [" x ".join(shown) or "one rank"]
+        parts += [name.replace("_", " ") for name in ("sequence_parallel", "fully_sharded") if getattr(self, name)]
+        return ", ".join(parts)
 
 
 _SIZES = ("dp_size", "tp_size", "cp_size", "pp_size", "vpp_size", "ep_size", "etp_size")

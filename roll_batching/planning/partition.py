@@ -1,4 +1,4 @@
-"""Number partitioning: Karmarkar-Karp, and the DP balance of a rollout batch."""
+"""Number partitioning by Karmarkar-Karp, and balanced home ranks for a batch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from roll_batching.planning.cost_model import DEFAULT_COST, sequence_costs
 from roll_batching.planning.packers.first_fit import descending
 
 REFINEMENT_BUDGET = 10_000_000
-"""Pairs of items that the refinement may compare."""
+"""Most pairs of items that the exchanges after the differencing compare."""
 
 
 def karmarkar_karp(weights: ArrayLike, k: int, *, equal_size: bool = False) -> list[list[int]]:
-    """Partition items into `k` parts of near-equal weight by largest differencing, then exchanges with
-    the largest part.
+    """Partition items into `k` parts of nearly equal weight by largest differencing, then exchanges.
 
-    `weights` is int[n], none negative. With `equal_size` all parts hold n / k items (n must be divisible).
-    Parts come by their first item; items in the given order; parts may be empty when n < k. Deterministic.
+    `weights` is int[n], none negative. With `equal_size` each part holds n / k items, and n must be divisible by k.
+    Returns parts in the order of their first items, items in the given order; parts may be empty when n < k.
     """
     array = np.asarray(weights)
     if array.size == 0:
@@ -33,7 +32,7 @@ def karmarkar_karp(weights: ArrayLike, k: int, *, equal_size: bool = False) -> l
     if k < 1:
         raise PlanError(f"karmarkar_karp: k={k} must be at least 1")
     if array.sum(dtype=object) >= 1 << 62:
-        raise PlanError("karmarkar_karp: the weights' sum must stay below 2^62; divide them by a power of two")
+        raise PlanError("karmarkar_karp: the sum of weights must be below 2^62; divide them by a power of two")
     if equal_size and len(array) % k:
         raise PlanError(f"karmarkar_karp: {len(array)} items cannot form {k} parts of equal size")
     values = array.astype(np.int64)
@@ -52,14 +51,14 @@ def karmarkar_karp(weights: ArrayLike, k: int, *, equal_size: bool = False) -> l
 def _largest_differencing(values: Ints, order: Ints, k: int, width: int) -> Ints:
     """Part of every item (int64[n]) by k-way largest differencing.
 
-    A state is a partial partition: its non-empty parts by falling sum (missing ones are empty). The two
-    states with the largest spread between their largest and smallest part are merged, largest with smallest,
-    until one is left. States start with `width` items of `order` each. Only non-empty parts are stored, so
-    that merging an item into a state costs what the state holds, not k.
+    A state is a partial partition: its non-empty parts by falling sum; other parts are empty. The two states with the
+    largest difference between their largest and smallest part are merged, largest part with smallest, until one state
+    remains. At the start each state holds `width` items of `order`. Only non-empty parts are stored, so that the cost
+    of a merge depends on the parts of the states, not on k.
     """
     count = len(values)
     states = (count + width - 1) // width
-    # A state's parts lie in one piece of the arena: rows are sums, and the first and last item of each part's chain.
+    # The parts of a state are consecutive columns: sum, and first and last item of each part's linked list.
     arena = np.empty((3, 4 * count + 4 * k), dtype=np.int64)
     start = np.arange(states) * width
     length = np.minimum(width, count - start)
@@ -104,7 +103,7 @@ def _largest_differencing(values: Ints, order: Ints, k: int, width: int) -> Ints
 
 @compiled
 def _spread(arena: Ints, start: int, length: int, k: int) -> int:
-    """The smallest part of a state less its largest: 0 or below, the state to merge first is the lowest."""
+    """Smallest part of a state less its largest, at most 0; the state with the lowest is merged first."""
     smallest = arena[0, start + k - 1] if length == k else 0
     return int(smallest - arena[0, start])
 
@@ -113,23 +112,23 @@ def _spread(arena: Ints, start: int, length: int, k: int) -> int:
 def _merge(
     arena: Ints, start_a: int, length_a: int, start_b: int, length_b: int, k: int, following: Ints, merged: Ints
 ) -> int:
-    """Writes the parts of two states, merged largest with smallest, into `merged` by falling sum; their number.
+    """Merge two states, largest part with smallest, into `merged` by falling sum; returns the number of parts.
 
     State a has at least as many parts as b. `following` (int64[n]) links the items of a part.
     """
     alone_a = min(length_a, k - length_b)
     alone_b = min(length_b, k - length_a)
     both = length_a - alone_a
-    # Parts that meet: the i-th of a with the (k - 1 - i)-th of b.
-    met = np.empty(both, dtype=np.int64)
+    # The i-th part of a is merged with the (k - 1 - i)-th of b.
+    sums = np.empty(both, dtype=np.int64)
     for i in range(both):
-        met[i] = -(arena[0, start_a + alone_a + i] + arena[0, start_b + k - 1 - alone_a - i])
-    order = np.argsort(met, kind="mergesort")
+        sums[i] = -(arena[0, start_a + alone_a + i] + arena[0, start_b + k - 1 - alone_a - i])
+    order = np.argsort(sums, kind="mergesort")
     i = j = m = 0
     for out in range(alone_a + alone_b + both):
         value_a = arena[0, start_a + i] if i < alone_a else -1
         value_b = arena[0, start_b + j] if j < alone_b else -1
-        value_m = -met[order[m]] if m < both else -1
+        value_m = -sums[order[m]] if m < both else -1
         if value_a >= value_b and value_a >= value_m:
             merged[:, out] = arena[:, start_a + i]
             i += 1
@@ -149,10 +148,10 @@ def _merge(
 
 @compiled
 def _lower_largest(values: Ints, part_of: Ints, k: int, equal_size: bool, budget: int) -> Ints:
-    """Exchange items of the largest part, or move one, while the largest sum falls.
+    """Exchange items of the largest part with others, or move one, while the largest sum falls.
 
-    Each round looks at every pair of an item in the largest part and one outside it, and at every move, and
-    takes the one that leaves the two parts lowest. Ties of the differencing matter in small cases only.
+    Each round compares all pairs of an item in the largest part and one outside, and all moves, and takes the one with
+    the smallest larger sum of the two parts. This repairs ties of the differencing, which matter in small cases.
     """
     part_of = part_of.copy()
     count = len(values)
@@ -165,19 +164,19 @@ def _lower_largest(values: Ints, part_of: Ints, k: int, equal_size: bool, budget
         top = int(np.argmax(sums))
         if sums[top] <= least:
             break
-        held = 0
+        num_inside = 0
         for item in range(count):
             if part_of[item] == top:
-                inside[held] = item
-                held += 1
+                inside[num_inside] = item
+                num_inside += 1
         best = sums[top]
         best_item = -1
         best_other = -1
         best_part = -1
-        budget -= held * (count + k)
+        budget -= num_inside * (count + k)
         if budget < 0:
             break
-        for i in range(held):
+        for i in range(num_inside):
             item = inside[i]
             for other in range(count):
                 part = part_of[other]
@@ -204,15 +203,14 @@ def _lower_largest(values: Ints, part_of: Ints, k: int, equal_size: bool, budget
 
 
 def batch_balance(lengths: ArrayLike, dp_size: int, *, cost: Any = None) -> Ints:
-    """A `home_rank` (int64[n]) of near-equal cost per DP rank, ROLL's way.
+    """`home_rank` (int64[n]) with nearly equal cost per DP rank, as in ROLL.
 
-    Karmarkar-Karp; every rank gets the same number of samples where n is divisible by `dp_size`, and
-    numbers that differ by at most one where it is not.
+    Karmarkar-Karp, with numbers of samples per rank that differ by at most one.
     """
     sizes = as_lengths(lengths)
     costs = sequence_costs(sizes, DEFAULT_COST if cost is None else cost).values
     missing = -len(sizes) % dp_size
-    # Samples of no cost fill up the last round, one for each rank at most.
+    # Items of cost 0, at most one per rank, make n divisible by `dp_size`.
     padded = np.concatenate([costs + 1, np.zeros(missing, dtype=np.int64)])
     home = np.empty(len(padded), dtype=np.int64)
     for rank, items in enumerate(karmarkar_karp(padded, dp_size, equal_size=True)):

@@ -1,6 +1,6 @@
-"""From formed micro-batches to ranks and indices: raising their number, levelling ranks, order in time.
+"""Placement of formed micro-batches: raise their number, assign them to ranks and indices, order them.
 
-A micro-batch is a list of unit indices here; an empty one is a filler.
+A micro-batch is a list of unit indices here; an empty list is a filler.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ B = TypeVar("B", bound=Sized)
 
 @dataclass(frozen=True)
 class Placement:
-    """Which units every micro-batch holds; what is assembled into a plan."""
+    """Units of each micro-batch, for `assemble`."""
 
     units: Ints
     """Unit indices, micro-batch by micro-batch, rank-major, each in pack order."""
     offsets: Ints
     """int64[dp*K + 1]: micro-batch m holds `units[offsets[m]:offsets[m + 1]]`."""
     count: int
-    """K."""
+    """Micro-batches per rank (K)."""
     row_length: Ints | None = None
-    """int64[dp*K] or None: prescribed lengths of rectangles, e.g. a parent's after a split."""
+    """int64[dp*K] or None: smallest row length of each rectangle, such as that of a cut before it was split."""
 
     @classmethod
     def of_bins(cls, bins: Sequence[Bin], count: int, row_length: Ints | None = None) -> Placement:
-        """The placement of rank-major `bins`."""
+        """Placement of rank-major `bins`."""
         units = np.array([unit for members in bins for unit in members], dtype=np.int64)
         return cls(units, offsets_of(np.array([len(members) for members in bins], dtype=np.int64)), count, row_length)
 
@@ -47,8 +47,8 @@ def bin_cost(units: Units, members: Bin) -> int:
     return int(units.costs[members].sum()) if members else 0
 
 
-def split_in_two(units: Units, members: Bin) -> tuple[Bin, Bin]:
-    """Two halves of like cost (longest processing time first), each in the given order."""
+def split_by_cost(units: Units, members: Bin) -> tuple[Bin, Bin]:
+    """Split into halves of similar cost (longest processing time first), each in the given order."""
     order = sorted(members, key=lambda unit: (-int(units.costs[unit]), unit))
     halves: tuple[Bin, Bin] = ([], [])
     loads = [0, 0]
@@ -60,8 +60,8 @@ def split_in_two(units: Units, members: Bin) -> tuple[Bin, Bin]:
     return sorted(halves[0], key=position.__getitem__), sorted(halves[1], key=position.__getitem__)
 
 
-def cut_in_order(units: Units, members: Bin) -> tuple[Bin, Bin]:
-    """Two halves that keep the order: the cut with the smaller larger cost."""
+def split_in_order(units: Units, members: Bin) -> tuple[Bin, Bin]:
+    """Split in the given order, where the costlier half costs least."""
     running = np.cumsum(units.costs[members])
     larger = np.maximum(running[:-1], running[-1] - running[:-1])
     cut = int(np.argmin(larger)) + 1
@@ -71,11 +71,11 @@ def cut_in_order(units: Units, members: Bin) -> tuple[Bin, Bin]:
 def raise_count(
     bins: list[B], target: int, weight: Callable[[B], int], split: Callable[[B], tuple[B, B]], filler: Callable[[], B]
 ) -> list[B]:
-    """Split the largest micro-batch (by `weight`, the first of equals) until there are `target`.
+    """Split the micro-batch of largest `weight`, the first of equals, until there are `target`.
 
-    The halves take their parent's place. Where only single items are left, fillers follow at the end.
+    The halves take the place of the split one. Where only single items are left, fillers follow at the end.
     """
-    # A half's place is its parent's with one more digit, so that places sort as the bins stand.
+    # The place of a half is that of its parent with one more digit, so that places sort in the order of the bins.
     placed: list[tuple[tuple[int, ...], B]] = []
     divisible: list[tuple[int, tuple[int, ...], B]] = []
 
@@ -96,8 +96,8 @@ def raise_count(
     return result + [filler() for _ in range(target - len(result))]
 
 
-def blocks_of_ranks(bins: list[Bin], dp_size: int) -> list[Bin]:
-    """Rank-major blocks in the given order, with the fillers at the ends of ranks, not all on the last ones."""
+def spread_fillers(bins: list[Bin], dp_size: int) -> list[Bin]:
+    """Rank-major bins in the given order, with fillers at the end of each rank, not all on the last ranks."""
     filled = [members for members in bins if members]
     if len(filled) == len(bins):
         return bins
@@ -109,18 +109,18 @@ def blocks_of_ranks(bins: list[Bin], dp_size: int) -> list[Bin]:
     return result
 
 
-def columns_of_like_cost(bins: list[Bin], units: Units, constraints: PlanConstraints, *, at_home: bool) -> list[Bin]:
-    """The bins in rank-major order so that equal costs meet at equal indices, and in a pipeline in a good order.
+def align_costs(bins: list[Bin], units: Units, constraints: PlanConstraints, *, at_home: bool) -> list[Bin]:
+    """Rank-major bins with similar costs at each index, by falling cost.
 
-    `at_home`: they are rank-major already, and may not change their rank.
+    `at_home`: the bins are rank-major and stay on their rank.
     """
     costs = np.array([bin_cost(units, members) for members in bins], dtype=np.int64)
-    table = (home_columns if at_home else lockstep_columns)(costs, constraints.dp_size)
+    table = (sort_on_home_ranks if at_home else group_by_cost)(costs, constraints.dp_size)
     return [bins[i] for i in table.reshape(-1)]
 
 
-def in_pipeline_order(bins: list[Bin], units: Units, constraints: PlanConstraints, fixed_cost: int) -> list[Bin]:
-    """Rank-major `bins` with the indices in an order of small makespan, the same on all ranks."""
+def order_in_pipeline(bins: list[Bin], units: Units, constraints: PlanConstraints, fixed_cost: int) -> list[Bin]:
+    """Rank-major `bins` with their indices in an order of small makespan, the same on all ranks."""
     table = np.arange(len(bins)).reshape(constraints.dp_size, -1)
     costs = np.array([bin_cost(units, members) for members in bins], dtype=np.int64)
     order = order_for_pipeline(
@@ -133,11 +133,11 @@ def in_pipeline_order(bins: list[Bin], units: Units, constraints: PlanConstraint
     return [bins[i] for i in table[:, order].reshape(-1)]
 
 
-def lockstep_columns(costs: Ints, dp_size: int) -> Ints:
-    """Which bin every rank computes at every index, int64[dp, K], of bins (costs int64[dp*K]) in any order.
+def group_by_cost(costs: Ints, dp_size: int) -> Ints:
+    """Bin of each rank and index, int64[dp, K], similar costs at one index; `costs` is int64[dp*K].
 
-    Bins are sorted by falling cost and cut into groups of dp_size; inside a group the costliest goes to the rank with
-    the least so far.
+    Bins are sorted by falling cost and divided into groups of dp_size. In a group the costliest goes to the rank with
+    the smallest total.
     """
     order = np.argsort(-costs, kind="stable")
     count = len(costs) // dp_size
@@ -151,8 +151,8 @@ def lockstep_columns(costs: Ints, dp_size: int) -> Ints:
     return table
 
 
-def home_columns(costs: Ints, dp_size: int) -> Ints:
-    """As `lockstep_columns` for rank-major bins that stay on their rank."""
+def sort_on_home_ranks(costs: Ints, dp_size: int) -> Ints:
+    """As `group_by_cost`, for rank-major bins that stay on their rank."""
     per_rank = costs.reshape(dp_size, -1)
     count = per_rank.shape[1]
     return np.argsort(-per_rank, axis=1, kind="stable") + np.arange(dp_size)[:, None] * count

@@ -1,8 +1,7 @@
-"""The plan: who computes which samples in which micro-batch. The only authority downstream.
+"""The plan: which rank computes which samples in which micro-batch. All later steps read it.
 
-A plan keeps flat arrays (one entry per placed sample, or per micro-batch in rank-major order) and makes
-`MicroBatch` objects from them when they are first asked for, so that a plan of a million samples costs no
-more than its arrays.
+A plan keeps flat arrays (one entry per placed sample, or per micro-batch in rank-major order). It makes `MicroBatch`
+objects of a rank on first use, so that a plan of a million samples costs no more than its arrays.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ from roll_batching.planning.cost_model import DEFAULT_COST
 from roll_batching.planning.invariants import check_plan
 from roll_batching.planning.plain_values import kind_of
 from roll_batching.planning.plan_arrays import ARRAYS, DroppedSample, PlanArrays
-from roll_batching.planning.problem import pose_problem
+from roll_batching.planning.problem import build_problem
 from roll_batching.planning.report import PlanReport, make_report
 
 FORMAT = 2
-"""Version of `Plan.to_dict`."""
+"""Version of the format of `Plan.to_dict`."""
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One forward and backward of one DP rank."""
+    """Samples of one forward and backward pass of one DP rank."""
 
     samples: Ints
     """Indices into the plan's `lengths`, in pack order; empty for a filler."""
     lengths: Ints
     """Tokens used of each sample (fewer than its length when truncated)."""
     slots: Ints
-    """Tokens that each sample takes: its length aligned, or the rectangle's row."""
+    """Tokens that each sample occupies: its aligned length, or the row length of the rectangle."""
     tokens: int
-    """Tokens that the whole micro-batch computes, tail filler included, before CP divides them."""
+    """Tokens that the micro-batch computes, tail filler included, before CP divides them."""
     rows: int
-    """1 for a pack, the number of rows for a rectangle."""
+    """Rows of a rectangle; 1 for a pack."""
     is_filler: bool
-    """No sample: computed to keep the ranks in step, never shown to a loss."""
+    """Whether it holds no sample: computed so that all ranks have the same number, never passed to a loss."""
 
     @property
     def padded_length(self) -> int:
@@ -86,7 +85,7 @@ class _Ranks(Sequence[tuple[MicroBatch, ...]]):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlanArrays):
-    """A valid plan; made by `plan_step`, `Plan.from_bins` or `Plan.from_dict`, which check it."""
+    """A valid plan, made and checked by `plan_step`, `Plan.from_bins` or `Plan.from_dict`."""
 
     @cached_property
     def micro_batches(self) -> Sequence[tuple[MicroBatch, ...]]:
@@ -95,12 +94,12 @@ class Plan(PlanArrays):
 
     @cached_property
     def report(self) -> PlanReport:
-        """Tokens before and after, fill, imbalance, fillers."""
+        """Tokens before and after, fill of the cap, imbalance, fillers."""
         return make_report(self)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all that ranks must agree on (not of `location` and costs): 32 hex digits."""
+        """Hash of everything that ranks must agree on (not `location` and costs), 32 hex digits."""
         digest = hashlib.sha256()
         digest.update(json.dumps([FORMAT, self.constraints.to_dict(), self.num_micro_batches]).encode())
         digest.update(str(self.group_size).encode())
@@ -119,7 +118,7 @@ class Plan(PlanArrays):
         return digest.hexdigest()[:32]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels: the arrays, not what was made from them."""
+        """Fields only, for pickling: cached properties are computed again."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __eq__(self, other: object) -> bool:
@@ -136,24 +135,24 @@ class Plan(PlanArrays):
         )
 
     def rank_samples(self, dp_rank: int) -> Ints:
-        """int64: the sample indices of one rank, in (k, pack) order."""
+        """int64: sample indices of one rank, by micro-batch, in pack order."""
         rank = range(self.constraints.dp_size)[dp_rank]
         first = rank * self.num_micro_batches
         return self.samples[self.offsets[first] : self.offsets[first + self.num_micro_batches]]
 
     def shard(self, batch: Any, dp_rank: int) -> Any:
-        """The rank's part of a batch that has `select_ids`, in plan order."""
+        """Samples of one rank, in plan order, from a batch with `select_ids`."""
         return batch.select_ids(self.ids[self.rank_samples(dp_rank)])
 
     def _micro_batches_of(self, rank: int) -> tuple[MicroBatch, ...]:
         first = rank * self.num_micro_batches
-        made = []
+        micro_batches = []
         for m in range(first, first + self.num_micro_batches):
             start, end = int(self.offsets[m]), int(self.offsets[m + 1])
             samples = self.samples[start:end]
             lengths = self.used[samples]
             lengths.setflags(write=False)
-            made.append(
+            micro_batches.append(
                 MicroBatch(
                     samples=samples,
                     lengths=lengths,
@@ -163,10 +162,10 @@ class Plan(PlanArrays):
                     is_filler=start == end,
                 )
             )
-        return tuple(made)
+        return tuple(micro_batches)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values (JSON-ready); `Plan.from_dict` restores an equal plan."""
+        """Plain values for JSON; `Plan.from_dict` restores an equal plan."""
         return {
             "format": FORMAT,
             "constraints": self.constraints.to_dict(),
@@ -180,9 +179,9 @@ class Plan(PlanArrays):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
-        """Restore and check a plan; `PlanError` when it breaks an invariant or its fingerprint differs."""
+        """Restore and check a plan; raises `PlanError` for a broken invariant or another fingerprint."""
         if not isinstance(values, dict):
-            raise PlanError(f"Plan.from_dict reads what Plan.to_dict gives, and got {kind_of(values)}")
+            raise PlanError(f"Plan.from_dict got {kind_of(values)}: pass the dict that Plan.to_dict returns")
         if values.get("format") != FORMAT:
             raise PlanError(f"this plan has format {values.get('format')!r}; this version reads {FORMAT}")
         scalars = ("constraints", "num_micro_batches", "group_size", "location", "dropped", "fingerprint")
@@ -191,7 +190,9 @@ class Plan(PlanArrays):
             raise PlanError(f"this plan lacks {', '.join(missing)}")
         known = {field.name for field in fields(PlanConstraints)}
         if not isinstance(values["constraints"], dict) or not values["constraints"].keys() <= known:
-            raise PlanError(f"this plan's constraints are {values['constraints']!r}: give keywords of PlanConstraints")
+            raise PlanError(
+                f"the constraints of this plan are {values['constraints']!r}: pass keywords of PlanConstraints"
+            )
         location = values["location"]
         try:
             plan = cls(
@@ -207,8 +208,8 @@ class Plan(PlanArrays):
         check_plan(plan)
         if plan.fingerprint != values["fingerprint"]:
             raise PlanError(
-                f"the plan's fingerprint is {plan.fingerprint}, recorded was {values['fingerprint']}: "
-                "it was changed after it was made"
+                f"the fingerprint of this plan is {plan.fingerprint}, recorded is {values['fingerprint']}: it was "
+                "changed after it was made"
             )
         return plan
 
@@ -225,12 +226,13 @@ class Plan(PlanArrays):
         home_rank: ArrayLike | None = None,
         location: ArrayLike | None = None,
     ) -> Plan:
-        """A plan from `bins[dp_rank][k]` (sample indices in pack order) that somebody else formed.
+        """Plan from bins of another planner: `bins[dp_rank][k]` are sample indices in pack order.
 
-        An empty bin becomes a filler. Raises `PlanError` when the bins break an invariant: a sample missing
-        or placed twice, ranks with different counts, an illegal count, the cap, a group torn apart.
+        An empty bin becomes a filler. Other arguments as for `plan_step`. Raises `PlanError` for a broken invariant: a
+        sample missing or placed twice, ranks with different numbers of micro-batches, an illegal number, a
+        micro-batch above the cap, a group in several micro-batches.
         """
-        problem = pose_problem(
+        problem = build_problem(
             lengths,
             constraints,
             cost=DEFAULT_COST if cost is None else cost,
@@ -243,5 +245,5 @@ class Plan(PlanArrays):
 
     @classmethod
     def of(cls, arrays: PlanArrays) -> Plan:
-        """The plan of arrays that were checked."""
+        """Plan from checked arrays."""
         return cls(**{field.name: getattr(arrays, field.name) for field in fields(PlanArrays)})

@@ -1,4 +1,4 @@
-"""What a plan consists of: flat arrays, one entry per sample, placed sample or micro-batch."""
+"""Flat arrays of a plan, with one entry per sample, placed sample or micro-batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll_batching.planning.constraints import PlanConstraints
 
 @dataclass(frozen=True)
 class DroppedSample:
-    """A sample that the plan leaves out, and why."""
+    """Sample that a plan leaves out, with the reason."""
 
     index: int
     id: int
@@ -22,7 +22,7 @@ class DroppedSample:
 
 @dataclass(frozen=True, eq=False)
 class PlanArrays:
-    """The data of a plan. Its arrays are read-only.
+    """Data of a plan, in read-only arrays.
 
     Micro-batch arrays are rank-major: micro-batch k of rank r has the index `r * num_micro_batches + k`.
     """
@@ -33,17 +33,17 @@ class PlanArrays:
     group_size: int | None
     """Megatron's `microbatch_group_size_per_vp_stage`; None without interleaving."""
     lengths: Ints
-    """int64[n]: the lengths as given."""
+    """int64[n]: lengths before truncation."""
     ids: Ints
-    """int64[n]: the global id of each sample."""
+    """int64[n]: global id of each sample."""
     location: Ints | None
-    """int64[n] or None: the DP rank that holds each sample's data now; only carried."""
+    """int64[n] or None: DP rank that holds the data of each sample; not used for planning."""
     used: Ints
     """int64[n]: tokens used of each sample."""
     samples: Ints
     """int64[placed]: sample indices, micro-batch by micro-batch."""
     slots: Ints
-    """int64[placed]: the slot of each entry of `samples`."""
+    """int64[placed]: tokens of the slot of each entry of `samples`."""
     offsets: Ints
     """int64[dp*K + 1]: micro-batch m holds entries `offsets[m]` to `offsets[m + 1]`."""
     tokens: Ints
@@ -51,9 +51,9 @@ class PlanArrays:
     rows: Ints
     """int64[dp*K]: rows of each micro-batch (1 for packs and fillers)."""
     costs: Ints
-    """int64[dp*K]: the cost of each micro-batch's samples, scaled, without the fixed part."""
+    """int64[dp*K]: scaled cost of the samples of each micro-batch, without the fixed cost."""
     sample_costs: Ints
-    """int64[n]: the cost of each sample, scaled as `costs`."""
+    """int64[n]: cost of each sample, scaled as `costs`."""
     dropped: tuple[DroppedSample, ...] = ()
 
     def __post_init__(self) -> None:
@@ -76,4 +76,4 @@ class PlanArrays:
 
 
 ARRAYS = ("lengths", "ids", "used", "samples", "slots", "offsets", "tokens", "rows", "costs", "sample_costs")
-"""Its arrays but `location`, which may be None."""
+"""Names of the arrays, without `location`, which may be None."""

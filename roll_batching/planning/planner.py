@@ -1,8 +1,11 @@
-"""`plan_step`: from lengths to a plan, whatever the algorithm.
+"""`plan_step`: a plan from lengths, for all algorithms.
 
-One way for all: the problem is posed, units that may share micro-batches form pools, the algorithm forms each pool's
-bins, their number is raised to a legal one, they are given to ranks and indices, and the plan is assembled and checked.
-"load_balance" alone answers all of this itself, because count and placement are what it balances.
+1. Check the arguments and form units (`build_problem`).
+2. Pool the units that may share micro-batches; the algorithm forms the bins of each pool.
+3. Raise the number of bins to a legal one, and assign them to ranks and indices.
+4. Assemble and check the plan.
+
+"load_balance" does steps 2 and 3 itself, because it balances number and placement.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ from roll_batching.planning.forming import PositionPool, pools_of_units
 from roll_batching.planning.pipeline.num_micro_batches import legal_count
 from roll_batching.planning.placement import (
     Placement,
-    blocks_of_ranks,
-    columns_of_like_cost,
-    in_pipeline_order,
+    align_costs,
+    order_in_pipeline,
     raise_count,
+    spread_fillers,
 )
 from roll_batching.planning.plan import Plan
-from roll_batching.planning.problem import PlanProblem, pose_problem
+from roll_batching.planning.problem import PlanProblem, build_problem
 from roll_batching.planning.registry import Algorithm, algorithm_of
 
 B = TypeVar("B", bound=Sized)
@@ -47,16 +50,16 @@ def plan_step(
 
     Args:
         lengths: int[n], tokens of each sample, at least 1.
-        constraints: layout, cap, algorithm.
-        cost: a cost model (`CostModel`); None takes `DEFAULT_COST`.
-        ids: int[n], unique global ids; None numbers the samples.
+        constraints: parallel layout, cap and algorithm.
+        cost: a cost model (`CostModel`); None: `DEFAULT_COST`.
+        ids: int[n], unique global ids; None: 0 to n - 1.
         group_ids: int[n]; samples with equal values share one micro-batch.
-        home_rank: int[n], the DP rank where each sample stays; None lets the planner place it.
-        location: int[n], the DP rank that holds each sample's data now; only carried.
+        home_rank: int[n], the DP rank where each sample stays; None: any rank.
+        location: int[n], the DP rank that holds the data of each sample; not used for planning.
 
-    Pure: equal arguments give equal plans on every machine. Raises `PlanError` when no valid plan exists.
+    Equal arguments give equal plans on every machine. Raises `PlanError` when no valid plan exists.
     """
-    problem = pose_problem(
+    problem = build_problem(
         lengths,
         constraints,
         cost=DEFAULT_COST if cost is None else cost,
@@ -73,7 +76,7 @@ def plan_step(
 
 
 def _kind(problem: PlanProblem) -> str:
-    """Plans of one kind run the same compiled code."""
+    """Name shared by plans that run the same compiled functions."""
     constraints = problem.constraints
     width = constraints.lockstep_ranks
     blocks = "all" if width == constraints.dp_size else "one" if width == 1 else "some"
@@ -82,35 +85,36 @@ def _kind(problem: PlanProblem) -> str:
 
 
 def _place(problem: PlanProblem, algorithm: Algorithm, form: Any) -> Placement:
+    """Placement for an algorithm that forms bins or an order."""
     constraints = problem.constraints
     if algorithm.forms == "order":
         positions = PositionPool(problem, form, in_blocks=algorithm.keeps_order)
-        (cuts,), _ = _legal([positions], constraints)
+        (cuts,), _ = _form_bins([positions], constraints)
         return positions.place(cuts)
-    parts, count = _legal(pools_of_units(problem, form, keeps_order=algorithm.keeps_order), constraints)
+    parts, count = _form_bins(pools_of_units(problem, form, keeps_order=algorithm.keeps_order), constraints)
     bins = [members for part in parts for members in part]
     if not algorithm.keeps_order:
-        bins = columns_of_like_cost(bins, problem.units, constraints, at_home=problem.at_home)
+        bins = align_costs(bins, problem.units, constraints, at_home=problem.at_home)
         if constraints.pp_size > 1:
-            bins = in_pipeline_order(bins, problem.units, constraints, problem.fixed_cost)
+            bins = order_in_pipeline(bins, problem.units, constraints, problem.fixed_cost)
     elif not problem.at_home:
-        bins = blocks_of_ranks(bins, constraints.dp_size)
+        bins = spread_fillers(bins, constraints.dp_size)
     return Placement.of_bins(bins, count)
 
 
 class _Pool(Protocol[B]):
-    """What may share micro-batches: `UnitPool` or `PositionPool`."""
+    """Members that may share micro-batches: `UnitPool` or `PositionPool`."""
 
     @property
     def ranks(self) -> int: ...
     def form(self) -> list[B]: ...
-    def weight(self, one: B, /) -> int: ...
-    def split(self, one: B, /) -> tuple[B, B]: ...
+    def weight(self, members: B, /) -> int: ...
+    def split(self, members: B, /) -> tuple[B, B]: ...
     def filler(self) -> B: ...
 
 
-def _legal(pools: Sequence[_Pool[B]], constraints: PlanConstraints) -> tuple[list[list[B]], int]:
-    """The micro-batches of every pool, raised to the smallest legal number per rank, and this number."""
+def _form_bins(pools: Sequence[_Pool[B]], constraints: PlanConstraints) -> tuple[list[list[B]], int]:
+    """Micro-batches of each pool, raised to the smallest legal number per rank, and that number."""
     formed = [pool.form() for pool in pools]
     needed = max(-(-len(bins) // pool.ranks) for pool, bins in zip(pools, formed, strict=True))
     count = legal_count(needed, constraints)

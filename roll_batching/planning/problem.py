@@ -1,4 +1,4 @@
-"""From what a caller passes to what algorithms need: checked arrays, slots, costs, inseparable units."""
+"""Problem of one plan: checked arguments, slots, costs and inseparable units."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from roll_batching.planning.plan_arrays import DroppedSample
 
 @dataclass(frozen=True)
 class Units:
-    """What is placed as a whole: single samples, or groups that stay together.
+    """Units: single samples, or groups of samples that stay together.
 
-    All arrays have one entry per unit, in the order of each unit's first sample.
+    All arrays but `samples` and `offsets` have one entry per unit, in the order of first samples.
     """
 
     samples: Ints
-    """Sample indices, unit by unit, each unit in the given order."""
+    """int64[samples]: sample indices by unit, each unit in the given order."""
     offsets: Ints
-    """Unit u holds `samples[offsets[u]:offsets[u + 1]]`."""
+    """int64[units + 1]: unit u holds `samples[offsets[u]:offsets[u + 1]]`."""
     slots: Ints
-    """Tokens of the unit's slots together (packs) ..."""
+    """Tokens of all slots of the unit, for packs."""
     longest: Ints
-    """... and its longest row, aligned (rectangles)."""
+    """Longest row, aligned, for rectangles."""
     rows: Ints
+    """Samples of the unit, for rectangles."""
     costs: Ints
     home: Ints
-    """The DP rank where the unit must stay, or -1."""
+    """DP rank where the unit must stay, or -1."""
     alone: Flags
-    """Above the cap, by the policy "alone": shares its micro-batch with nobody."""
+    """Above the cap with oversize="alone": shares its micro-batch with no other unit."""
 
     def __len__(self) -> int:
         return len(self.costs)
@@ -45,27 +46,30 @@ class Units:
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """What one plan is made of, checked; `n` samples."""
+    """Checked arguments of one plan of `n` samples, and its units."""
 
     constraints: PlanConstraints
     lengths: Ints
     ids: Ints
     location: Ints | None
     used: Ints
-    """Tokens used of every sample (fewer than its length when truncated)."""
+    """int64[n]: tokens used of each sample (fewer than its length when truncated)."""
     slots: Ints
+    """int64[n]: aligned tokens of each sample."""
     costs: Ints
+    """int64[n]: scaled cost of each sample."""
     fixed_cost: int
+    """Scaled cost of a micro-batch beside its samples."""
     units: Units
     dropped: tuple[DroppedSample, ...]
 
     @cached_property
     def at_home(self) -> bool:
-        """Whether the units have ranks where they must stay (all have, or none)."""
+        """Whether units must stay on their home ranks (all of them, or none)."""
         return bool(np.any(self.units.home >= 0))
 
 
-def pose_problem(
+def build_problem(
     lengths: ArrayLike,
     constraints: PlanConstraints,
     *,
@@ -75,9 +79,9 @@ def pose_problem(
     home_rank: ArrayLike | None = None,
     location: ArrayLike | None = None,
 ) -> PlanProblem:
-    """Check and align everything, apply the oversize policy, form the units.
+    """Check the arguments of `plan_step`, apply the oversize policy, align lengths, form units.
 
-    Raises `PlanError` naming the sample (index and id), its length, the cap and the cure.
+    Raises `PlanError` with the sample (index and id), its length, the cap, and what to set instead.
     """
     if not isinstance(constraints, PlanConstraints):
         raise PlanError(f"constraints is {kind_of(constraints)}: pass PlanConstraints(dp_size=..., max_tokens=...)")
@@ -89,7 +93,7 @@ def pose_problem(
             f"{_name(short[0], identifiers)} has length {sizes[short[0]]}; every sample needs at least one token"
         )
     home = _ranks(home_rank, "home_rank", len(sizes), constraints.dp_size)
-    where = _ranks(location, "location", len(sizes), constraints.dp_size)
+    holder = _ranks(location, "location", len(sizes), constraints.dp_size)
     groups = _group(len(sizes), identifiers, group_ids, home)
     fit = _fit_under_cap(sizes, identifiers, groups, constraints)
     groups, alone, dropped = _without_dropped(groups, fit, sizes, identifiers)
@@ -110,7 +114,7 @@ def pose_problem(
         constraints=constraints,
         lengths=sizes,
         ids=identifiers,
-        location=where,
+        location=holder,
         used=fit.used,
         slots=slots,
         costs=scaled.values,
@@ -148,23 +152,25 @@ def _name(index: int, ids: Ints) -> str:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Samples that stay together."""
+    """Groups of samples that stay together; a single sample is a group."""
 
     members: Ints
     """Sample indices, group by group."""
     offsets: Ints
     home: Ints
-    """Each group's home rank, or -1."""
+    """Home rank of each group, or -1."""
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """What the oversize policy made of the groups."""
+    """Groups after the oversize policy."""
 
     used: Ints
+    """int64[n]: tokens used of each sample."""
     alone: Flags
+    """bool[groups]: groups that share their micro-batch with no other."""
     dropped: dict[int, str]
-    """Groups that are left out, and why."""
+    """Groups that are left out, with the reason."""
 
 
 def _group(count: int, ids: Ints, group_ids: ArrayLike | None, home: Ints | None) -> _Groups:
@@ -173,7 +179,7 @@ def _group(count: int, ids: Ints, group_ids: ArrayLike | None, home: Ints | None
         return _Groups(single[:-1], single, np.full(count, -1, dtype=np.int64) if home is None else home)
     groups = as_ints(group_ids, "group_ids", count)
     _, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
-    # Units in the order of their first sample, members in the given order.
+    # Groups in the order of their first sample, samples in the given order.
     position = np.empty(len(first), dtype=np.int64)
     position[np.argsort(first, kind="stable")] = np.arange(len(first))
     unit_of = position[inverse]
@@ -182,11 +188,11 @@ def _group(count: int, ids: Ints, group_ids: ArrayLike | None, home: Ints | None
     if home is None:
         return _Groups(members, offsets, np.full(len(first), -1, dtype=np.int64))
     unit_home = home[members[offsets[:-1]]]
-    apart = np.flatnonzero(home != unit_home[unit_of])
-    if len(apart):
-        i = int(apart[0])
+    differing = np.flatnonzero(home != unit_home[unit_of])
+    if len(differing):
+        i = int(differing[0])
         raise PlanError(
-            f"{_name(i, ids)} of group {groups[i]} has home_rank {home[i]} but its group starts on rank "
+            f"{_name(i, ids)} of group {groups[i]} has home_rank {home[i]} but the first sample of the group has "
             f"{unit_home[unit_of[i]]}; give all samples of a group one home rank"
         )
     return _Groups(members, offsets, unit_home)
@@ -199,9 +205,9 @@ def _fit_under_cap(lengths: Ints, ids: Ints, groups: _Groups, constraints: PlanC
     dropped: dict[int, str] = {}
     for unit in np.flatnonzero(_too_long(lengths, groups, constraints, cap)):
         inside = groups.members[groups.offsets[unit] : groups.offsets[unit + 1]]
-        what = _describe(inside, lengths, ids, constraints)
+        excess = _describe_excess(inside, lengths, ids, constraints)
         if constraints.oversize == "drop":
-            dropped[int(unit)] = what
+            dropped[int(unit)] = excess
         elif constraints.oversize == "alone":
             alone[unit] = True
         elif constraints.oversize == "truncate":
@@ -209,15 +215,15 @@ def _fit_under_cap(lengths: Ints, ids: Ints, groups: _Groups, constraints: PlanC
                 used = lengths.copy()
             limit = _truncation_level(lengths[inside], constraints, cap)
             if limit < 1 or (constraints.rows is not None and len(inside) > constraints.rows):
-                raise PlanError(f"{what} and cannot be truncated: it has too many samples; raise the cap")
+                raise PlanError(f"{excess} and cannot be truncated: it has too many samples; raise the cap")
             used[inside] = np.minimum(lengths[inside], limit)
         else:
-            raise PlanError(f'{what}; raise the cap, shorten it, or choose oversize="truncate", "drop" or "alone"')
+            raise PlanError(f'{excess}; raise the cap, shorten it, or set oversize="truncate", "drop" or "alone"')
     return _Fit(used, alone, dropped)
 
 
 def _too_long(lengths: Ints, groups: _Groups, constraints: PlanConstraints, cap: int | None) -> Flags:
-    """Which groups no micro-batch holds."""
+    """Groups that do not fit into a micro-batch, bool[groups]."""
     members, offsets, sizes = groups.members, groups.offsets, np.diff(groups.offsets)
     too_long = np.zeros(len(sizes), dtype=bool)
     if cap is not None:
@@ -245,7 +251,7 @@ def _too_long(lengths: Ints, groups: _Groups, constraints: PlanConstraints, cap:
 def _without_dropped(
     groups: _Groups, fit: _Fit, lengths: Ints, ids: Ints
 ) -> tuple[_Groups, Flags, tuple[DroppedSample, ...]]:
-    """The groups that are left, which of them stay alone, and the samples of the others."""
+    """Remaining groups, which of them are alone, and the dropped samples."""
     if not fit.dropped:
         return groups, fit.alone, ()
     members, offsets = groups.members, groups.offsets
@@ -262,11 +268,11 @@ def _without_dropped(
             f"(first: {dropped[0].reason}); raise max_tokens"
         )
     sizes = np.diff(offsets)
-    left = _Groups(members[np.repeat(keep, sizes)], offsets_of(sizes[keep]), groups.home[keep])
-    return left, fit.alone[keep], dropped
+    remaining = _Groups(members[np.repeat(keep, sizes)], offsets_of(sizes[keep]), groups.home[keep])
+    return remaining, fit.alone[keep], dropped
 
 
-def _describe(inside: Ints, lengths: Ints, ids: Ints, constraints: PlanConstraints) -> str:
+def _describe_excess(inside: Ints, lengths: Ints, ids: Ints, constraints: PlanConstraints) -> str:
     limits = [
         f"{name}={limit}"
         for name, limit in (
@@ -288,7 +294,7 @@ def _describe(inside: Ints, lengths: Ints, ids: Ints, constraints: PlanConstrain
 
 
 def _truncation_level(sizes: Ints, constraints: PlanConstraints, cap: int | None) -> int:
-    """The largest length that every member may keep so that the unit fits (0: none)."""
+    """Largest length to truncate all samples of a unit to, so that it fits; 0: none."""
     row_limit = constraints.row_limit
     if constraints.mode != "packed":
         limits = [] if row_limit is None else [row_limit]

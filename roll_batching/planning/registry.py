@@ -1,7 +1,6 @@
-"""The algorithms that form micro-batches, by mode and name.
+"""Registry of the algorithms that form micro-batches, by mode and name.
 
-An algorithm of anybody's own is named by its dotted path, `package.module:function`, wherever a registered name is:
-a packer (see `planning.packers`).
+A packer that is not registered is named by its dotted path, `package.module:function` (see `planning.packers`).
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ _HERE = "roll_batching.planning"
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(Entry):
-    """One way to form micro-batches."""
+    """Algorithm that forms micro-batches."""
 
     forms: Literal["bins", "order", "placement"] = "bins"
-    """What it returns. "bins": sets of units, for the planner to count and place; "order": an order of the units,
-    which all ranks then cut at the same positions; "placement": everything, because count and placement are what it
-    balances."""
+    """Its result. "bins": sets of units, which the planner counts and places; "order": an order of the units, which all
+    ranks cut at the same positions; "placement": bins with their number, ranks and indices."""
     keeps_order: bool = False
-    """Samples stay in the order in which they come, in blocks from rank to rank."""
+    """Samples keep the given order, in blocks from rank to rank."""
 
     @property
     def same_positions(self) -> bool:
-        """Whether all ranks cut at the same positions, so that they can compute the same shapes."""
+        """Whether all ranks cut at the same positions, so that they can compute equal shapes."""
         return self.forms == "order"
 
 
@@ -48,7 +46,7 @@ ALGORITHMS: dict[str, Registry[Algorithm]] = {
         Algorithm(
             name="none",
             target=f"{_HERE}.packers.bin_packing:concatenative",
-            summary="samples in their order, next-fit under the cap",
+            summary="samples in the given order, next-fit under the cap",
             keeps_order=True,
         ),
         *_packers(
@@ -75,12 +73,12 @@ ALGORITHMS: dict[str, Registry[Algorithm]] = {
         Algorithm(
             name="prefer_closest",
             target=f"{_HERE}.packers.prefer:closest",
-            summary="cosmos-rl's: the oldest sample opens a rectangle, those that keep it smallest join",
+            summary="cosmos-rl's: the oldest sample opens a rectangle, and samples that keep it smallest join",
         ),
         Algorithm(
             name="prefer_first",
             target=f"{_HERE}.packers.prefer:first",
-            summary="cosmos-rl's: as prefer_closest, but of equally good samples the oldest joins",
+            summary="cosmos-rl's: as prefer_closest, but among equals the oldest sample joins",
         ),
     ),
     "padded": Registry(
@@ -88,16 +86,16 @@ ALGORITHMS: dict[str, Registry[Algorithm]] = {
         Algorithm(
             name="none",
             target=f"{_HERE}.packers.sorted_buckets:as_given",
-            summary="rows in their order, in blocks from rank to rank",
+            summary="rows in the given order, in blocks from rank to rank",
             forms="order",
             keeps_order=True,
         ),
     ),
 }
-"""By mode. The first of a mode is its default."""
+"""Algorithms by mode. The first of a mode is its default."""
 
 
 def algorithm_of(mode: str, name: str) -> Algorithm:
-    """The entry of `name` in `mode`; of a dotted path, an entry for a packer. `ConfigError` for what is neither."""
+    """Entry of `name` in `mode`, or an entry for the packer at a dotted path; raises `ConfigError` for others."""
     entry = ALGORITHMS[mode].get(name)
     return Algorithm(name=name, target=name, summary="") if entry is None else entry

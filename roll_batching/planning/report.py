@@ -1,4 +1,4 @@
-"""The figures of one plan, from its flat arrays."""
+"""Report of a plan: tokens, fill of the cap, imbalance and gap to the lower bound."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from roll_batching.planning.plan_arrays import PlanArrays
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a plan costs, beside the same samples padded."""
+    """Figures of a plan, and of the same samples padded."""
 
     samples: int
     """Samples placed."""
     real_tokens: int
-    """Tokens of placed samples, as used."""
+    """Tokens of placed samples, after truncation."""
     computed_tokens: int
-    """Tokens that all ranks compute: alignment, tail fillers, filler micro-batches included."""
+    """Tokens that all ranks compute, including alignment, tail filler and filler micro-batches."""
     padding_share: float
     """1 - real / computed."""
     tokens_before: int
-    """All samples padded: to `padded_length` where given, else to the longest one."""
+    """Tokens of all samples padded to `padded_length`, or to the longest sample."""
     share_removed: float
-    """1 - computed / before: what the ROLL document reports."""
+    """1 - computed / before, the figure of ROLL's documentation."""
     fill: float
-    """Computed tokens / what all micro-batches (fillers left out) could hold; 1.0 without a cap."""
+    """Computed tokens / cap of all micro-batches, without fillers; 1.0 without a cap."""
     imbalance: float
     """Largest rank cost / mean - 1."""
     lockstep_imbalance: float
     """Sum over k of the largest cost at k / mean rank cost - 1."""
     objective: str
-    """What ranks wait for: "rank_total", the costliest rank, once per step; "lockstep", the costliest rank of a block
-    of ranks at every k; "pipeline", the makespan of the slowest block (communication and fixed costs left out)."""
+    """Cost that decides the time of a step: "rank_total", the costliest rank; "lockstep", the sum over k of the
+    costliest rank of a block; "pipeline", the makespan of the slowest block, without communication and fixed cost."""
     lower_bound: float
-    """No plan of these samples with this K has an objective below (1 + this) x the mean rank cost. It knows costs, cap
-    and K; groups, homes and a pipeline's filling and draining it does not."""
+    """No plan of these samples with this K has an objective below (1 + this) x the mean rank cost. The bound follows
+    from costs, cap and K; it ignores groups, home ranks, and the warm-up and cool-down of a pipeline."""
     gap: float
-    """The objective / its lower bound - 1."""
+    """Objective / its lower bound - 1."""
     num_micro_batches: int
     """K, the same on every rank."""
     fillers: int
     """Micro-batches without a sample."""
     truncated: int
+    """Truncated samples."""
     dropped: int
+    """Dropped samples."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by name."""
@@ -53,7 +55,7 @@ class PlanReport:
 
 
 def make_report(plan: PlanArrays) -> PlanReport:
-    """Compute the report of `plan`. Costs are the samples' own, without the fixed part of a micro-batch."""
+    """Report of `plan`. Costs are those of samples, without the fixed cost of micro-batches."""
     constraints = plan.constraints
     real = int(plan.used[plan.samples].sum())
     computed = int(plan.tokens.sum())
@@ -64,7 +66,7 @@ def make_report(plan: PlanArrays) -> PlanReport:
     costs = plan.costs.reshape(constraints.dp_size, plan.num_micro_batches)
     total = int(costs.sum())
     mean = total / constraints.dp_size if total else 1.0
-    objective, found, bound = _objective(plan) if total else ("rank_total", 1, 1)
+    objective, value, bound = _objective(plan) if total else ("rank_total", 1, 1)
     return PlanReport(
         samples=len(plan.samples),
         real_tokens=real,
@@ -77,7 +79,7 @@ def make_report(plan: PlanArrays) -> PlanReport:
         lockstep_imbalance=int(costs.max(axis=0).sum()) / mean - 1 if total else 0.0,
         objective=objective,
         lower_bound=bound / mean - 1,
-        gap=found / bound - 1,
+        gap=value / bound - 1,
         num_micro_batches=plan.num_micro_batches,
         fillers=int(plan.fillers.sum()),
         truncated=int((plan.used[plan.samples] < plan.lengths[plan.samples]).sum()),
@@ -86,7 +88,7 @@ def make_report(plan: PlanArrays) -> PlanReport:
 
 
 def _objective(plan: PlanArrays) -> tuple[str, int, int]:
-    """What the layout waits for, its value and a lower bound, both in cost (of a pipeline, forward's third)."""
+    """Name and value of the objective, and its lower bound; of a pipeline, the forward third of the makespan."""
     constraints, count = plan.constraints, plan.num_micro_batches
     ranks, width = constraints.dp_size, constraints.lockstep_ranks
     units, slots = plan.sample_costs[plan.samples], plan.slots
@@ -95,10 +97,10 @@ def _objective(plan: PlanArrays) -> tuple[str, int, int]:
     bound = rank_total_bound(units, slots, ranks, count * constraints.usable_tokens if limited else None)
     if width == ranks:
         bound = max(bound, lockstep_bound(units, slots, ranks, cap))
-    tops = plan.costs.reshape(ranks // width, width, count).max(axis=1)
+    maxima = plan.costs.reshape(ranks // width, width, count).max(axis=1)
     if constraints.pp_size > 1:
         makespan = slowest_makespan(
-            tops, stages=constraints.pp_size, chunks=constraints.vpp_size, group_size=plan.group_size
+            maxima, stages=constraints.pp_size, chunks=constraints.vpp_size, group_size=plan.group_size
         )
         return "pipeline", makespan // 3, bound
-    return "rank_total" if width == 1 else "lockstep", int(tops.sum(axis=1).max()), bound
+    return "rank_total" if width == 1 else "lockstep", int(maxima.sum(axis=1).max()), bound

@@ -1,4 +1,4 @@
-"""All that planning the steps of one role takes: the same plan wherever it is made, on a rank or on a driver."""
+"""Planner for the steps of one role; makes equal plans on ranks and on a driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_batching.planning.planner import plan_step
 
 
 class Table(Protocol):
-    """What is known of samples; `data.LengthTable` is one."""
+    """Ids, lengths and locations of samples, such as `samples.LengthTable`."""
 
     @property
     def ids(self) -> Ints:
@@ -35,18 +35,18 @@ class Table(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RolePlanner:
-    """Plans by a role's settings and its model's cost. Pure: it can be sent to whoever is to plan."""
+    """Planner with the settings of a role and the cost model of its model; can be pickled."""
 
     train: PlanConstraints
-    """The rules of passes with a gradient."""
+    """Constraints of passes with gradients."""
     infer: PlanConstraints
-    """The rules of passes without."""
+    """Constraints of passes without gradients."""
     cost: CostModel
 
     def plan(self, table: Table, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
-        """A plan over the samples of `table`; `forward` plans a pass without gradient. See `plan_step`.
+        """Plan the samples of `table`; `forward`: for a pass without gradients. See `plan_step`.
 
-        Raises PlanError where `table` is none.
+        Raises `PlanError` if `table` is not a length table.
         """
         return plan_step(
             _checked(table).lengths,
@@ -59,12 +59,12 @@ class RolePlanner:
         )
 
     def balanced_homes(self, table: Table) -> Ints:
-        """A `home_rank` for `plan`, ROLL's way: see `batch_balance`."""
+        """`home_rank` for `plan`, as in ROLL: see `batch_balance`."""
         return batch_balance(_checked(table).lengths, self.train.dp_size, cost=self.cost)
 
 
 def _checked(table: Table) -> Table:
-    """`table`. Raises PlanError where it is something else, such as bare lengths."""
+    """`table`; raises `PlanError` if it is not a length table."""
     if not all(hasattr(table, name) for name in ("ids", "lengths", "location")):
         raise PlanError(f"table is a {type(table).__name__}: pass a LengthTable, as gather_lengths(batch) returns it")
     return table

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from roll_batching.errors import PlanError
 from roll_batching.planning import Plan
-from roll_batching.planning.pipeline.schedule import Operation, needs, stage_operations
+from roll_batching.planning.pipeline.schedule import Operation, dependency_of, stage_operations
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def simulate_pipeline(
         if position[stage] == len(lists[stage]) or free_at[stage] > now:
             continue
         operation = lists[stage][position[stage]]
-        source = needs(operation, stage, stages, chunks)
+        source = dependency_of(operation, stage, stages, chunks)
         if source is not None and arrived.get((stage, source), float("inf")) > now:
             continue
         kind, micro_batch, chunk = operation

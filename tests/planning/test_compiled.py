@@ -98,23 +98,23 @@ def test_a_disk_that_takes_no_file_costs_no_plan(broken, tmp_path, monkeypatch):
     folder.mkdir()
     if broken == "lock":
         (folder / "compiling.lock").mkdir()
-    monkeypatch.setattr(compiling, "_own_folder", lambda: folder)
-    monkeypatch.setattr(compiling, "_here", set())
+    monkeypatch.setattr(compiling, "_private_folder", lambda: folder)
+    monkeypatch.setattr(compiling, "_ready_kinds", set())
     kind = f"a kind of its own, {broken}"
     with compiling.compiled_once(kind):
         if broken == "mark":
             shutil.rmtree(folder)
-    assert kind in compiling._here
+    assert kind in compiling._ready_kinds
     assert plan_step([3, 4], PlanConstraints(dp_size=2, max_tokens=8)).num_micro_batches == 1
 
 
 def test_two_kinds_that_are_compiled_one_after_the_other_are_said_once(tmp_path, monkeypatch, caplog):
     """As by two processes: each compiles a kind, and the second says nothing of its own."""
-    monkeypatch.setattr(compiling, "_own_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiling, "_private_folder", lambda: tmp_path)
     for process in range(2):
-        compiling._say_once()
+        compiling._warn_once()
         assert len(caplog.records) == 1, process
-    old = tmp_path.joinpath("said").stat().st_mtime - compiling.SAID_SECONDS - 1
-    os.utime(tmp_path / "said", (old, old))
-    compiling._say_once()
+    old = tmp_path.joinpath("last_warning").stat().st_mtime - compiling.WARNING_SECONDS - 1
+    os.utime(tmp_path / "last_warning", (old, old))
+    compiling._warn_once()
     assert len(caplog.records) == 2

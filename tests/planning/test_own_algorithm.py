@@ -45,10 +45,10 @@ def test_it_is_this_packer_that_forms_the_packs():
     [
         ("forgets_the_last", r"each of 120 items into exactly one bin: item \d+ is in 0 bins"),
         ("takes_one_twice", "item 0 is in 2 bins"),
-        ("invents_an_item", "an index is none of an item"),
+        ("invents_an_item", "an index is not one of an item"),
         ("fills_over_the_cap", r"bin 0 of \d+ tokens, capacity 2048"),
         ("leaves_a_bin_empty", "bin 0 of 0 tokens"),
-        ("returns_no_bins", "returned no lists of item indices"),
+        ("returns_no_bins", "must return lists of item indices"),
         ("returns_halves", "returned bins of float64"),
         ("NOT_A_FUNCTION", "is a int, not a function"),
         ("missing", "has no 'missing'"),

@@ -21,7 +21,7 @@ from roll_batching.planning.load_balance.planner import _warn_of_assumed_fixed_c
 from roll_batching.planning.pipeline.num_micro_batches import is_admissible, legal_count, smallest_group
 from roll_batching.planning.pipeline.ordering import order_for_pipeline, pipeline_makespan, small_at_ends
 from roll_batching.planning.pipeline.schedule import schedule_table, stage_operations
-from roll_batching.planning.problem import pose_problem
+from roll_batching.planning.problem import build_problem
 from tests.planning.pipeline_simulation import simulate_pipeline, simulate_plan
 
 pytestmark = pytest.mark.planning
@@ -146,7 +146,7 @@ def test_count_by_makespan_against_every_count(fixed_tokens, pp_size, vpp_size, 
     lengths = np.clip(rng.lognormal(np.log(2400), 0.9, 96), 16, 16384).astype(int)
     constraints = PlanConstraints(dp_size=2, max_tokens=16384, pp_size=pp_size, vpp_size=vpp_size)
     cost = LinearQuadraticCost(fixed=24576 * fixed_tokens)
-    problem = pose_problem(lengths, constraints, cost=cost)
+    problem = build_problem(lengths, constraints, cost=cost)
 
     def time(count: int | None) -> tuple[float, int]:
         plan = Plan.of(assemble(problem, balance(problem, count=count)))

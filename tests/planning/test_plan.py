@@ -146,7 +146,7 @@ def test_from_bins_checks_what_others_formed():
     for bins, message in cases:
         with pytest.raises(PlanError, match=message):
             Plan.from_bins(bins, lengths, constraints(max_tokens=12))
-    with pytest.raises(PlanError, match="apart from its group"):
+    with pytest.raises(PlanError, match="not in the micro-batch of its group"):
         Plan.from_bins([[[0, 1]], [[2, 3]]], [1] * 4, constraints(), group_ids=[0, 1, 1, 0])
     with pytest.raises(PlanError, match="the next legal number is 2"):
         Plan.from_bins([[[0, 1]], [[2, 3]]], [1] * 4, constraints(pp_size=2, vpp_size=2))
@@ -164,7 +164,7 @@ def test_from_bins_checks_what_others_formed():
         ({"group_size": 4}, "only with vpp_size > 1"),
         ({"pp_size": 4, "vpp_size": 2, "group_size": 3}, "below pp_size=4"),
         ({"rows": 2}, 'mode "padded" only'),
-        ({"sequence_length_round": 8}, "rectangles only"),
+        ({"sequence_length_round": 8}, "is not read in mode 'packed'"),
         ({"sequence_multiple": "2*cp"}, "2\\*cp\\*tp"),
         ({"max_tokens": 3, "cp_size": 4}, "below the alignment"),
         ({"oversize": "skip"}, "oversize='skip'"),

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from roll_batching import cli
 from roll_batching.cli import main
 from roll_batching.commands.convert_config import convert_config
-from roll_batching.commands.plan import ROWS, plan
+from roll_batching.commands.plan import TABLE_ROWS, plan
 from roll_batching.errors import ConfigError, DataError
 from roll_batching.planning.lengths_io import read_length_file, read_lengths
 
@@ -62,9 +62,9 @@ def test_reads_every_format(tmp_path, lengths_csv):
         ("empty.csv", "", "holds no lengths"),
         ("head.csv", "tokens\n", "holds no lengths"),
         ("ragged.csv", "1,2\n3\n", "ragged.csv:2: '3' has 1 columns, the first row 2"),
-        ("gap.csv", "tokens,n\n1,2\n,3\n", "gap.csv:3: '' is no integer .column 'tokens'."),
-        ("text.csv", "5\n6\nseven\n", "text.csv:3: 'seven' is no integer"),
-        ("float.csv", "5\n6.5\n", "float.csv:2: '6.5' is no integer"),
+        ("gap.csv", "tokens,n\n1,2\n,3\n", "gap.csv:3: '' is not an integer .column 'tokens'."),
+        ("text.csv", "5\n6\nseven\n", "text.csv:3: 'seven' is not an integer"),
+        ("float.csv", "5\n6.5\n", "float.csv:2: '6.5' is not an integer"),
         ("semicolons.csv", "tokens;id\n5;1\n", "semicolons.csv:2: '5;1' has ';' between.* ',' separates"),
         ("bare.csv", "5;1\n6;2\n", "bare.csv:1: '5;1' has ';' between.* ',' separates"),
         ("tabs.csv", "5\t1\n", r"tabs.csv:1: '5.t1' has '.t' between.* ',' separates"),
@@ -81,10 +81,10 @@ def test_reads_every_format(tmp_path, lengths_csv):
             '{"length": 5}\n{"len": 3}\n',
             "keys.jsonl:2: no integer under 'length'",
         ),
-        ("open.jsonl", '5\n{"x": \n', "open.jsonl:2: no JSON"),
+        ("open.jsonl", '5\n{"x": \n', "open.jsonl:2: not JSON"),
         ("words.jsonl", '{"x": "y"}\n', "words.jsonl: there is no column of integers; there are 'x'"),
-        ("junk.npy", "junk", "junk.npy is no npy file of numbers"),
-        ("junk.parquet", "junk", "junk.parquet is no Parquet file"),
+        ("junk.npy", "junk", "junk.npy is not an npy file of numbers"),
+        ("junk.parquet", "junk", "junk.parquet is not a Parquet file"),
     ],
 )
 def test_bad_files_are_named_with_the_place(tmp_path, name, text, words, report):
@@ -185,7 +185,7 @@ RUBBISH = {
     "beyond int64": (
         "a.csv",
         b"5\n9223372036854775808\n",
-        "'9223372036854775808' is no integer within 64 bits",
+        "'9223372036854775808' is not an integer within 64 bits",
     ),
     "beyond int32": (
         "a.csv",
@@ -195,21 +195,21 @@ RUBBISH = {
     "a sum beyond int32": ("a.csv", b"a_tokens,b_tokens\n2147483647,9\n", "row 1 has 2147483656 as its length"),
     "5,000 digits": ("a.csv", b"5\n" + b"9" * 5000, "a.csv:2: '9999"),
     "a negative part": ("a.csv", b"a_tokens,b_tokens\n-3,9\n", "row 1 has -3 in column 'a_tokens'"),
-    "NaN": ("a.csv", b"5\nnan\n", "a.csv:2: 'nan' is no integer"),
+    "NaN": ("a.csv", b"5\nnan\n", "a.csv:2: 'nan' is not an integer"),
     "NaN first": ("a.csv", b"nan\n5\n", "a.csv:1: 'nan' is neither an integer nor a column's name"),
     "a fraction first": ("a.csv", b"1.5\n5\n", "a.csv:1: '1.5' is neither"),
     "zero": ("a.csv", b"5\n0\n", "row 2 has 0 as its length"),
-    "two names": ("a.csv", b"len,len\n5,6\n", "two columns are called 'len'"),
-    "a long line": ("a.csv", b"5," * 2**20, "a.csv:1: a line of more than 1,048,576"),
+    "two names": ("a.csv", b"len,len\n5,6\n", "two columns are named 'len'"),
+    "a long line": ("a.csv", b"5," * 2**20, "a.csv:1: the line has more than 1,048,576"),
     "a long field": ("a.csv", b'length\n"' + b"5\n" * 100_000, "field larger than field limit"),
-    "an open quote": ("a.csv", b'length\n4\n"5\n6\n', "is no integer"),
+    "an open quote": ("a.csv", b'length\n4\n"5\n6\n', "is not an integer"),
     "NUL": ("a.csv", b"5\n\0\n", "a.csv:2: "),
     "UTF-16": ("a.csv", "5\n6\n".encode("utf-16"), "no UTF-8 text from about line 1 on"),
-    "a gigabyte of nothing": ("a.csv", 2**30, "a.csv:1: a line of more than 1,048,576"),
-    "a gigabyte of JSON": ("a.jsonl", 2**30, "a.jsonl:1: a line of more than 1,048,576"),
-    "a gigabyte of npy": ("a.npy", 2**30, "is no npy file of numbers"),
-    "deep JSON": ("a.jsonl", b"[" * 100_000, "a.jsonl:1: no JSON (nested too deep)"),
-    "JSON digits": ("a.jsonl", b"9" * 5000, "a.jsonl:1: no JSON"),
+    "a gigabyte of nothing": ("a.csv", 2**30, "a.csv:1: the line has more than 1,048,576"),
+    "a gigabyte of JSON": ("a.jsonl", 2**30, "a.jsonl:1: the line has more than 1,048,576"),
+    "a gigabyte of npy": ("a.npy", 2**30, "is not an npy file of numbers"),
+    "deep JSON": ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not JSON (nested too deep)"),
+    "JSON digits": ("a.jsonl", b"9" * 5000, "a.jsonl:1: not JSON"),
     "JSON beyond int64": ("a.jsonl", b"18446744073709551616", "a.jsonl:1: no integer under 'length'"),
     "JSON NaN": ("a.jsonl", b"NaN", "a.jsonl:1: no integer under 'length'"),
     "JSON text": ("a.jsonl", b'{"length": "many"}', "a.jsonl: there is no column of integers; there are 'length'"),
@@ -222,13 +222,17 @@ RUBBISH = {
         "row 2 has 9223372036854775808 in column",
     ),
     "a negative row": ("a.npy", npy(np.array([5, -3])), "row 2 has -3 in column 'length'"),
-    "objects": ("a.npy", npy(np.array([5, {}], dtype=object), allow_pickle=True), "is no npy file of numbers"),
+    "objects": ("a.npy", npy(np.array([5, {}], dtype=object), allow_pickle=True), "is not an npy file of numbers"),
     "floats": ("a.npy", npy(np.array([5.0, np.nan])), "holds no column of integers (found shape (2,), float64)"),
     "no dimension": ("a.npy", npy(np.array(5)), "holds no column of integers (found shape (), int64)"),
     "three dimensions": ("a.npy", npy(np.ones((2, 2, 2), int)), "found shape (2, 2, 2), int64"),
     "no rows": ("a.npy", npy(np.array([], int)), "a.npy"),
     "no columns": ("a.npy", npy(np.ones((3, 0), int)), "a.npy"),
-    "a claim": ("a.npy", npy(np.array([5])).replace(b"(1,)", b"(10000000000000,)")[:128], "is no npy file of numbers"),
+    "a claim": (
+        "a.npy",
+        npy(np.array([5])).replace(b"(1,)", b"(10000000000000,)")[:128],
+        "is not an npy file of numbers",
+    ),
     "an archive": ("a.npy", npz(), "holds no column of integers (found an archive)"),
 }
 
@@ -329,7 +333,7 @@ def test_plan_prints_a_table(lengths_csv):
     assert result.exit_code == 0, result.output
     for word in ("padded", "dynamic", "packed", "computed tokens", "lockstep imbalance"):
         assert word in result.output
-    for label, _, _, meaning in ROWS:
+    for label, _, _, meaning in TABLE_ROWS:
         assert f"\n{label}: {meaning}\n" in result.output
 
 

@@ -14,7 +14,7 @@ from roll_batching.planning.load_balance.exchange_search import level_totals, lo
 from roll_batching.planning.load_balance.pools import Packing, Pool
 from roll_batching.planning.load_balance.refinement import refine_lockstep, refine_totals
 from roll_batching.planning.load_balance.search_state import SearchState, begin_search, lockstep_cost, pack_costs
-from roll_batching.planning.placement import home_columns, lockstep_columns
+from roll_batching.planning.placement import group_by_cost, sort_on_home_ranks
 from roll_batching.planning.problem import PlanProblem
 from roll_batching.planning.search_budget import SEARCH_BUDGET
 
@@ -119,7 +119,7 @@ class Balancer:
             place[pool.units] = packs + number * self.count * pool.ranks
         dp_size = self.problem.constraints.dp_size
         costs = pack_costs(place, self.problem.units, dp_size * self.count)
-        return Packing(place, (home_columns if self.problem.at_home else lockstep_columns)(costs, dp_size))
+        return Packing(place, (sort_on_home_ranks if self.problem.at_home else group_by_cost)(costs, dp_size))
 
     def begin_search(self, packing: Packing) -> SearchState:
         """Search state of an initial placement."""

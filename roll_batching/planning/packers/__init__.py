@@ -1,12 +1,12 @@
-"""Packers: which items share a bin. They know nothing of ranks, counts or costs.
+"""Packers: functions that put items into bins, without regard to ranks, counts or costs.
 
-A packer is a function of `Items` that returns the bins as lists of item indices; anybody's own is named by its dotted
-path, `package.module:function`:
+A packer is a function of `Items` that returns the bins as lists of item indices. A packer that is not registered is
+named by its dotted path, `package.module:function`:
 
     def tightest(items: Items) -> list[list[int]]:
-        ...                       # every item in exactly one bin, no bin above items.capacity
+        ...                       # each item in exactly one bin, no bin above items.capacity
 
-What it returns is checked. The planner counts the bins, raises their number to a legal one and gives them to ranks.
+The planner checks the bins, raises their number to a legal one and assigns them to ranks.
 """
 
 from roll_batching.planning.packers.items import Items, Packer

@@ -1,4 +1,4 @@
-"""Bin packing by length alone, under NeMo-RL's names, and "best".
+"""Bin packing by length under NeMo-RL's names, "best", and packing metrics.
 
 All packers are deterministic; `first_fit_shuffle` draws its order from the seed.
 """
@@ -22,8 +22,8 @@ def pack_bins(lengths: ArrayLike, capacity: int, algorithm: str = "best", *, see
 
     Algorithms: "concatenative" (next-fit in the given order), "first_fit_decreasing", "first_fit_shuffle",
     "modified_first_fit_decreasing", and "best" (the better of the two decreasing ones: never more bins than
-    first-fit-decreasing). Bins come in the order they are opened, items in the order they are placed.
-    Raises `PlanError` naming an item above the capacity.
+    first-fit-decreasing). Returns bins in the order of opening, items in the order of placement. Raises `PlanError` for
+    an item above the capacity.
     """
     sizes = as_lengths(lengths)
     packer = _PACKERS.get(algorithm)
@@ -49,7 +49,7 @@ def packing_metrics(
     share of the packed tokens that rounding added. Raises `PlanError` without a bin that holds items.
     """
     if not bins:
-        raise PlanError("packing_metrics: there is no bin")
+        raise PlanError("packing_metrics: bins is empty")
     sizes = as_lengths(lengths)
     aligned = round_up(sizes, multiple)
     loads = np.array([int(aligned[list(members)].sum()) if len(members) else 0 for members in bins])
@@ -70,35 +70,38 @@ def packing_metrics(
 
 
 def concatenative(items: Items) -> list[list[int]]:
-    """Next-fit: a bin is closed for good as soon as an item does not fit."""
+    """Next-fit: an item that does not fit closes the bin and opens the next."""
     return group_by_bin(_next_fit(items.slots, items.capacity), np.arange(len(items), dtype=np.int64))
 
 
 def first_fit_decreasing(items: Items) -> list[list[int]]:
-    """The largest item first, each into the first bin with room."""
+    """First-fit, largest items first."""
     order = descending(items.slots)
     return group_by_bin(first_fit(items.slots, order, items.capacity), order)
 
 
 def first_fit_shuffle(items: Items) -> list[list[int]]:
-    """Items in an order drawn from the seed, each into the first bin with room."""
+    """First-fit in a random order, drawn from the seed."""
     order = _shuffled(len(items), items.seed)
     return group_by_bin(first_fit(items.slots, order, items.capacity), order)
 
 
 def modified_first_fit_decreasing(items: Items) -> list[list[int]]:
-    """Johnson and Garey's heuristic (1985), which needs at most 71/60 of the fewest bins.
+    """Heuristic of Johnson and Garey (1985), with at most 71/60 of the fewest bins.
 
-    Large items (> C/2) open a bin each; going forward, each takes the largest medium item (> C/3) that fits; going
-    backward, bins without a medium one take a pair of small ones (> C/6): the smallest and the largest that then fits;
-    going forward, each takes, greedily, the largest remaining items that fit; what is left is packed by first fit.
+    1. Each large item (> C/2) opens a bin.
+    2. Forward: each bin takes the largest medium item (> C/3) that fits.
+    3. Backward: each bin without a medium item takes two small ones (> C/6): the smallest, and the largest that fits
+       with it.
+    4. Forward: each bin takes the largest remaining items that fit, greedily.
+    5. The other items are packed by first-fit.
     """
     bins, placed = _modified(items.slots, descending(items.slots), items.capacity)
     return group_by_bin(bins, placed)
 
 
 def best(items: Items) -> list[list[int]]:
-    """First-fit-decreasing, or its modified form where that needs fewer bins."""
+    """First-fit-decreasing, or modified first-fit-decreasing if that needs fewer bins."""
     plain = first_fit_decreasing(items)
     if len(plain) > -(-int(items.slots.sum()) // items.capacity):
         modified = modified_first_fit_decreasing(items)
@@ -142,7 +145,10 @@ def _shuffled(count: int, seed: int) -> Ints:
 
 @compiled
 def _modified(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, Ints]:
-    """Modified first-fit-decreasing: bin of every item and the order of placement; `order` sorts descending."""
+    """Modified first-fit-decreasing; returns the bin of each item and the order of placement.
+
+    `order` (int64[n]) sorts descending.
+    """
     count = len(sizes)
     bins = np.full(count, -1, dtype=np.int64)
     placed = np.empty(count, dtype=np.int64)
@@ -154,7 +160,7 @@ def _modified(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, Ints]:
         bins[order[position]] = position
         free[position] = capacity - sizes[order[position]]
         placed[position] = order[position]
-    # `skip[p]` leads from a position in `order` to the next one that is not placed (path compression).
+    # `skip[p]` leads from a position in `order` to the next one without a bin (path compression).
     skip = np.arange(count + 1)
     done, has_medium = _add_medium(sizes, order, large, medium, free, skip, bins, placed)
     done = _add_pairs(sizes, order, medium, small, free, skip, bins, placed, done, has_medium)
@@ -174,11 +180,11 @@ def _modified(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, Ints]:
 def _add_medium(
     sizes: Ints, order: Ints, large: int, medium: int, free: Ints, skip: Ints, bins: Ints, placed: Ints
 ) -> tuple[int, Ints]:
-    """Going forward, the largest medium item that fits into each bin; how many are placed, and where (0 or 1)."""
+    """Step 2: a medium item for each bin; returns the number of placed items and which bins got one (0 or 1)."""
     done = large
     has_medium = np.zeros(large, dtype=np.int64)
-    # Free space grows along the bins, so a pointer would miss items passed over; a binary search for the first fitting
-    # position and `skip` finds it.
+    # Free space grows from bin to bin, so one pointer through the items would miss items that it has passed. A binary
+    # search with `skip` finds them.
     for target in range(large):
         position = _next_open(skip, _first_not_above(sizes, order, large, medium, free[target]))
         if position < medium:
@@ -202,7 +208,7 @@ def _add_pairs(
     done: int,
     has_medium: Ints,
 ) -> int:
-    """Going backward, the smallest small item and the largest that then fits into bins without a medium one."""
+    """Step 3: two small items for each bin without a medium one; returns the number of placed items."""
     last_small = small - 1
     for target in range(len(free) - 1, -1, -1):
         if has_medium[target]:
@@ -226,7 +232,7 @@ def _add_pairs(
 def _add_greedily(
     sizes: Ints, order: Ints, large: int, free: Ints, skip: Ints, bins: Ints, placed: Ints, done: int
 ) -> int:
-    """Going forward, the largest remaining items that fit into each bin."""
+    """Step 4: the largest remaining items that fit into each bin; returns the number of placed items."""
     count = len(order)
     for target in range(large):
         position = large
@@ -243,6 +249,7 @@ def _add_greedily(
 
 @compiled
 def _put(sizes: Ints, order: Ints, position: int, target: int, free: Ints, skip: Ints, bins: Ints) -> None:
+    """Put the item at `position` of `order` into the bin `target`."""
     item = order[position]
     bins[item] = target
     free[target] -= sizes[item]
@@ -265,6 +272,7 @@ def _first_not_above(sizes: Ints, order: Ints, start: int, end: int, limit: int)
 
 @compiled
 def _next_open(skip: Ints, position: int) -> int:
+    """First position from `position` on whose item has no bin."""
     root = position
     while skip[root] != root:
         root = skip[root]

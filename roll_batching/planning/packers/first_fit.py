@@ -1,4 +1,4 @@
-"""First fit through a tree of free space: each placement costs O(log bins)."""
+"""First-fit with a tree of free space: O(log bins) per item."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from roll_batching.planning.compiled import compiled
 
 
 def first_fit(sizes: Ints, order: Ints, capacity: int) -> Ints:
-    """Bin of every item (int64[n]) when items are placed in `order` into the first bin with room.
+    """Bin of each item (int64[n]) when items are placed in `order` into the first bin with room.
 
-    Items above the capacity get a bin of their own that takes nothing else.
+    An item above the capacity gets a bin by itself.
     """
     bins = np.full(len(sizes), -1, dtype=np.int64)
     continue_first_fit(sizes, order, capacity, np.empty(0, dtype=np.int64), bins)
@@ -20,14 +20,14 @@ def first_fit(sizes: Ints, order: Ints, capacity: int) -> Ints:
 
 @compiled
 def continue_first_fit(sizes: Ints, order: Ints, capacity: int, free: Ints, bins: Ints) -> None:
-    """Writes the bins of the items in `order` into `bins`, where `len(free)` bins are open with that much room."""
+    """Write the bins of the items in `order` into `bins`; bins with room `free` (int64[open]) are open already."""
     count = len(order)
     leaves = 1
     while leaves < len(free) + count:
         leaves *= 2
     # tree[1] is the root; a leaf is a bin's free space, an inner node the largest below it.
     tree = np.full(2 * leaves, capacity, dtype=np.int64)
-    for bin_ in range(len(free)):  # assigning a slice takes a second to compile
+    for bin_ in range(len(free)):  # a slice assignment takes numba a second to compile
         tree[leaves + bin_] = free[bin_]
     if len(free):
         for node in range(leaves - 1, 0, -1):

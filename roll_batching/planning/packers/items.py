@@ -1,4 +1,4 @@
-"""What a packer sees, and what it returns."""
+"""Input and output of packers."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints, largest_of, offsets_of, sums_of
 
 Bins = Sequence[Sequence[int]]
-"""Item indices of every bin, in the order in which they are to be computed."""
+"""Item indices of each bin, in the order of computation."""
 
 
 @dataclass(frozen=True)
 class Items:
-    """Items to put into bins: samples, or groups of samples that stay together. Each fits into a bin by itself.
+    """Items to put into bins: samples, or groups of samples that stay together.
 
-    In mode "packed" a bin computes the sum of its items' `slots`; in rectangles, `rows` in sum times the longest
-    `longest`. Neither may be above `capacity`.
+    Each item fits into a bin by itself. In mode "packed" a bin computes the sum of `slots` of its items; a rectangle
+    computes the sum of `rows` times the largest `longest`. Neither may exceed `capacity`.
     """
 
     slots: Ints
     """int64[n], at least 1: tokens of each item, aligned."""
     longest: Ints
-    """int64[n]: length of each item's longest row, aligned."""
+    """int64[n]: aligned length of the longest row of each item."""
     rows: Ints
     """int64[n]: rows of each item, 1 for a single sample."""
     capacity: int
     seed: int
-    """For packers that draw at random."""
+    """Seed of packers that draw random numbers."""
 
     def __len__(self) -> int:
         return len(self.slots)
 
 
 class Packer(Protocol):
-    """A way to form bins."""
+    """Function that forms bins."""
 
     def __call__(self, items: Items) -> Bins:
-        """The bins of `items`: every index exactly once, no bin empty or above the capacity."""
+        """Bins of `items`: each index exactly once, no bin empty or above the capacity."""
         ...
 
 
 def check_bins(bins: Bins, items: Items, name: str, *, rectangles: bool) -> list[list[int]]:
-    """What the packer `name` returned, as lists. Raises `PlanError` for bins that are none of `items`."""
+    """`bins` of the packer `name` as lists; raises `PlanError` for bins that are invalid for `items`."""
     try:
         arrays = [np.asarray(members if len(members) else np.zeros(0, dtype=np.int64)) for members in bins]
         sizes = np.array([len(members) for members in arrays], dtype=np.int64)
         flat = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
     except (TypeError, ValueError) as error:
-        raise PlanError(f"algorithm={name!r} returned no lists of item indices: {error}") from error
+        raise PlanError(f"algorithm={name!r} must return lists of item indices: {error}") from error
     if len(flat) and flat.dtype.kind not in "iu":
-        raise PlanError(f"algorithm={name!r} returned bins of {flat.dtype}: return lists of item indices")
+        raise PlanError(f"algorithm={name!r} returned bins of {flat.dtype}; return lists of item indices")
     times = np.bincount(flat[(flat >= 0) & (flat < len(items))], minlength=len(items))
     wrong = np.flatnonzero(times != 1)
     if len(flat) != len(items) or len(wrong):
-        what = f"item {wrong[0]} is in {times[wrong[0]]} bins" if len(wrong) else "an index is none of an item"
-        raise PlanError(f"algorithm={name!r} must put each of {len(items)} items into exactly one bin: {what}")
+        fault = f"item {wrong[0]} is in {times[wrong[0]]} bins" if len(wrong) else "an index is not one of an item"
+        raise PlanError(f"algorithm={name!r} must put each of {len(items)} items into exactly one bin: {fault}")
     loads = _loads(items, flat, offsets_of(sizes), rectangles)
     if np.any(loads > items.capacity) or np.any(sizes == 0):
         over = int(np.argmax((loads > items.capacity) | (sizes == 0)))
@@ -77,7 +77,7 @@ def _loads(items: Items, flat: Ints, offsets: Ints, rectangles: bool) -> Ints:
 
 
 def group_by_bin(bins: Ints, order: Ints) -> list[list[int]]:
-    """Items of each bin as lists, in the order of placement; `bins` (int64[n]) holds each item's."""
+    """Items of each bin as lists, in the order of placement; `bins` (int64[n]) is the bin of each item."""
     by_bin = order[np.argsort(bins[order], kind="stable")]
     counts = np.bincount(bins, minlength=int(bins.max(initial=-1)) + 1)
     return [part.tolist() for part in np.split(by_bin, np.cumsum(counts)[:-1])]

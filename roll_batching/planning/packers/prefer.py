@@ -1,4 +1,4 @@
-"""Rectangles opened by the oldest item: cosmos-rl's prefer_first and prefer_closest."""
+"""Packers of rectangles as in cosmos-rl: prefer_first and prefer_closest."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from roll_batching.planning.packers.items import Items, group_by_bin
 
 
 def first(items: Items) -> list[list[int]]:
-    """The oldest item opens a rectangle; then joins, again and again, the one that keeps it smallest.
+    """The oldest item opens a rectangle; then the item that keeps it smallest joins, while one fits.
 
-    That is the item with the smallest `max(longest, L) * rows` below the cap; of equals the oldest (cosmos-rl's
-    rule, `LoadBalancedDataset` in its code; its documentation calls it first in, first out).
+    That is the item with the smallest `max(longest, L) * rows` below the cap, and among equals the oldest
+    (`LoadBalancedDataset` of cosmos-rl, whose documentation calls it first in, first out).
     """
     bins = _smallest_then_oldest(items.longest, items.rows, items.capacity)
     return group_by_bin(bins, np.arange(len(bins)))
@@ -24,10 +24,10 @@ def first(items: Items) -> list[list[int]]:
 
 @compiled
 def _smallest_then_oldest(longest: Ints, rows: Ints, capacity: int) -> Ints:
-    """The rectangle of every item, numbered as they open."""
+    """Rectangle of each item, numbered in the order of opening."""
     count = len(longest)
     bins = np.full(count, -1, dtype=np.int64)
-    after = np.arange(1, count + 1)  # the next item that is not placed, as far as known
+    after = np.arange(1, count + 1)  # next item without a rectangle; skips placed items once they are passed
     lowest = count and rows.min()
     opened = 0
     for opener in range(count):
@@ -42,7 +42,7 @@ def _smallest_then_oldest(longest: Ints, rows: Ints, capacity: int) -> Ints:
             smallest = capacity + 1
             before = opener
             item = after[opener]
-            # Nothing is smaller than the lowest item inside the present width: the oldest such one ends the search.
+            # No item gives less than one with the fewest rows and no more width: the first such item ends the search.
             while item < count and smallest > (height + lowest) * widest:
                 if bins[item] >= 0:
                     after[before] = after[item]
@@ -57,10 +57,10 @@ def _smallest_then_oldest(longest: Ints, rows: Ints, capacity: int) -> Ints:
 
 
 def closest(items: Items) -> list[list[int]]:
-    """The oldest item opens a rectangle; then joins, again and again, the one that keeps it smallest.
+    """The oldest item opens a rectangle; then the item that keeps it smallest joins, while one fits.
 
-    That is the item with the smallest `max(longest, L) * rows` below the cap; of equals the one closest to
-    the longest so far, then the oldest (cosmos-rl's rule).
+    That is the item with the smallest `max(longest, L) * rows` below the cap. Among equals the item closest in length
+    to the longest joins, then the oldest, as in cosmos-rl.
     """
     waiting = _Waiting(items)
     bins: list[list[int]] = []
@@ -80,7 +80,7 @@ def closest(items: Items) -> list[list[int]]:
 
 
 class _Waiting:
-    """Items that are not placed, by their shape."""
+    """Items without a rectangle, by shape (longest, rows)."""
 
     def __init__(self, items: Items) -> None:
         self._shapes = list(zip(items.longest.tolist(), items.rows.tolist(), strict=True))
@@ -93,11 +93,11 @@ class _Waiting:
             self._lengths.setdefault(rows, []).append(length)
 
     def closest_to(self, rows: int, longest: int, capacity: int) -> int | None:
-        """The item that keeps a rectangle of `rows` x `longest` smallest; None where none fits."""
+        """Item that keeps a rectangle of `rows` x `longest` smallest; None if no item fits."""
         best: tuple[int, int, int] | None = None
         for height, lengths in self._lengths.items():
-            # Of one height only the neighbours of `longest` can be best: everything at or below it
-            # costs the same, above it the shortest is cheapest.
+            # Among items with equal rows, only the neighbours of `longest` can be best: all lengths up to it make
+            # equal rectangles, and above it the shortest makes the smallest.
             at = bisect.bisect_right(lengths, longest)
             for length in lengths[max(at - 1, 0) : at + 1]:
                 size = max(longest, length) * (rows + height)
@@ -107,7 +107,7 @@ class _Waiting:
         return None if best is None else best[2]
 
     def take(self, item: int) -> None:
-        """`item` is placed."""
+        """Remove `item`."""
         self.taken.add(item)
         length, rows = shape = self._shapes[item]
         self._by_shape[shape].remove(item)

@@ -1,7 +1,7 @@
-"""Rows in one order, cut at the same positions on all ranks: ROLL's and NeMo-RL's dynamic batching, and plain padding.
+"""Sorted rows cut at the same positions on all ranks: dynamic batching of ROLL and NeMo-RL, and padding.
 
-An order is a function of the items' lengths; its rows are dealt to the ranks, and what stands at one place of the
-ranks' queues is a *position*. Cutting extends a micro-batch position by position while every rank's rectangle stays
+An order is a function of the lengths of items. Ordered items are distributed over the queues of the ranks; one place in
+all queues is a *position*. A micro-batch is extended by one position at a time, while the rectangles of all ranks stay
 below the limits.
 """
 
@@ -17,40 +17,40 @@ from roll_batching.planning.packers.items import group_by_bin
 
 
 def rising(lengths: Ints) -> Ints:
-    """Short rows first, equal ones in the given order (ROLL)."""
+    """Order by rising length, equal ones in the given order (ROLL)."""
     return np.argsort(lengths, kind="stable")
 
 
 def falling(lengths: Ints) -> Ints:
-    """Long rows first, equal ones in the given order (NeMo-RL)."""
+    """Order by falling length, equal ones in the given order (NeMo-RL)."""
     return np.argsort(-lengths, kind="stable")
 
 
 def as_given(lengths: Ints) -> Ints:
-    """Rows as they come."""
+    """The given order."""
     return np.arange(len(lengths))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How large a rectangle may be."""
+    """Limits of a rectangle."""
 
     tokens: int | None
-    """Most tokens; None: no cap."""
+    """Most tokens; None: no limit."""
     rows: int | None
-    """Most rows; None: any number."""
+    """Most rows; None: no limit."""
     width: int = 0
-    """Every rectangle is at least this long, aligned."""
+    """Least row length, aligned."""
 
 
 def cut_positions(longest: Ints, rows: Ints, alone: Flags, limits: Limits) -> list[list[int]]:
-    """Positions of every micro-batch.
+    """Positions of each micro-batch.
 
     Args:
-        longest: int64[P], the longest aligned row of a position.
-        rows: int64[P, dp], rows of every rank there (0: the rank has none).
+        longest: int64[P], longest aligned row of each position.
+        rows: int64[P, dp], rows of each position and rank (0: the rank has none there).
         alone: bool[P], positions that share their micro-batch with no other.
-        limits: of the shared rectangle: the most rows of any rank times the longest row.
+        limits: limits of the shared rectangle, the most rows of any rank times the longest row.
     """
     bins = _cut(
         longest,
@@ -65,7 +65,7 @@ def cut_positions(longest: Ints, rows: Ints, alone: Flags, limits: Limits) -> li
 
 @compiled
 def _cut(longest: Ints, rows: Ints, alone: Ints, most_tokens: int, most_rows: int, width: int) -> Ints:
-    """The micro-batch of every position; limits below 0 are none."""
+    """Micro-batch of each position; a limit below 0 means no limit."""
     bins = np.empty(len(longest), dtype=np.int64)
     current = -1
     closed = True

@@ -1,4 +1,4 @@
-"""How many micro-batches a rank runs: Megatron's rule for interleaving, and how far it may rise."""
+"""Legal numbers of micro-batches per rank, with Megatron's rule for interleaving."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from roll_batching.planning.constraints import PlanConstraints
 
 
 def is_admissible(count: int, pp_size: int, group_size: int) -> bool:
-    """Megatron's rule for interleaved schedules with `count` micro-batches in groups of `group_size`.
+    """Whether Megatron's interleaved schedule accepts `count` micro-batches in groups of `group_size`.
 
-    pp_size <= group_size <= count, and the last group is whole or holds at least pp_size
+    It requires pp_size <= group_size <= count, and a last group that is full or holds at least pp_size
     (`megatron/core/pipeline_parallel/schedules.py`, the checks before the interleaved schedule).
     """
     if not pp_size <= group_size <= count:
@@ -19,7 +19,7 @@ def is_admissible(count: int, pp_size: int, group_size: int) -> bool:
 
 
 def smallest_group(count: int, pp_size: int) -> int:
-    """The smallest group size that admits `count` micro-batches; `PlanError` when count < pp_size."""
+    """Smallest group size that admits `count` micro-batches; raises `PlanError` if count < pp_size."""
     for group_size in range(pp_size, count + 1):
         if is_admissible(count, pp_size, group_size):
             return group_size
@@ -27,7 +27,7 @@ def smallest_group(count: int, pp_size: int) -> int:
 
 
 def legal_count(count: int, constraints: PlanConstraints) -> int:
-    """The smallest legal number of micro-batches of at least `count` and `min_num_micro_batches`."""
+    """Smallest legal number of micro-batches that is at least `count` and `min_num_micro_batches`."""
     count = max(count, constraints.min_num_micro_batches, 1)
     if not constraints.interleaved:
         return count
@@ -43,7 +43,7 @@ def legal_count(count: int, constraints: PlanConstraints) -> int:
 
 
 def group_size_of(count: int, constraints: PlanConstraints) -> int | None:
-    """Megatron's group size for `count` micro-batches, or None without interleaving."""
+    """Megatron's group size for `count` micro-batches; None without interleaving."""
     if not constraints.interleaved:
         return None
     if constraints.group_size is None:
@@ -54,7 +54,7 @@ def group_size_of(count: int, constraints: PlanConstraints) -> int | None:
 
 
 def check_count(count: int, constraints: PlanConstraints) -> None:
-    """Raise `PlanError` when `count` micro-batches per rank break the constraints."""
+    """Raise `PlanError` if `count` is not a legal number of micro-batches per rank."""
     if legal_count(count, constraints) != count:
         rule = (
             f"at least min_num_micro_batches={constraints.min_num_micro_batches}"
@@ -68,7 +68,7 @@ def check_count(count: int, constraints: PlanConstraints) -> None:
 
 
 def legal_counts(least: int, most: int, constraints: PlanConstraints, limit: int) -> list[int]:
-    """Legal counts from `least` to `most` (at least one), thinned to about `limit` in equal ratios."""
+    """About `limit` legal numbers from `least` to `most`, in equal ratios; at least one."""
     first = legal_count(least, constraints)
     last = max(most, first)
     counts = []

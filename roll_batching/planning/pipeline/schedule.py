@@ -1,8 +1,8 @@
-"""Megatron's pipeline schedules as lists of operations that wait for each other.
+"""Megatron's pipeline schedules as lists of operations with dependencies.
 
-An operation is the forward or backward pass of one micro-batch through one model chunk on one stage. Which
-operations a stage runs, in which order, depends on the counts alone, never on costs, so one static list
-serves every order of micro-batches that a search tries.
+An operation is the forward or backward pass of one micro-batch through one model chunk on one stage. The operations of
+a stage and their order depend on numbers of stages, chunks and micro-batches, not on costs. So one static list serves
+all orders of micro-batches that a search tries.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Operation = tuple[str, int, int]
 
 
 def schedule_table(count: int, chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) of every forward pass of an interleaved stage, in order.
+    """(micro-batch, chunk) of the forward passes of an interleaved stage, in order.
 
-    Groups of `group_size` micro-batches pass through all chunks, chunk by chunk; the last group may be
-    smaller. Backward passes follow the same table with the chunks reversed.
+    Groups of `group_size` micro-batches pass through one chunk after the other; the last group may be smaller. Backward
+    passes use the same table with chunks in reverse.
     """
     table: list[tuple[int, int]] = []
     for first in range(0, count, group_size):
@@ -36,7 +36,7 @@ def schedule_table(count: int, chunks: int, group_size: int) -> list[tuple[int, 
 def stage_operations(
     stage: int, stages: int, count: int, chunks: int = 1, group_size: int | None = None
 ) -> list[Operation]:
-    """The operations of one stage, in order: warm-up, one forward and one backward in turn, cool-down."""
+    """Operations of one stage: warm-up, alternating forward and backward passes, cool-down."""
     if chunks == 1:
         table = [(micro_batch, 0) for micro_batch in range(count)]
         warm_up = stages - stage - 1
@@ -56,8 +56,8 @@ def stage_operations(
     return operations + backward[steady:]
 
 
-def needs(operation: Operation, stage: int, stages: int, chunks: int) -> tuple[Operation, int] | None:
-    """The operation, and its stage, whose output `operation` on `stage` receives; None at the very start."""
+def dependency_of(operation: Operation, stage: int, stages: int, chunks: int) -> tuple[Operation, int] | None:
+    """Operation, and its stage, whose output `operation` on `stage` receives; None for the first forward."""
     kind, micro_batch, chunk = operation
     if kind == "F":
         if stage > 0:
@@ -72,39 +72,41 @@ def needs(operation: Operation, stage: int, stages: int, chunks: int) -> tuple[O
 
 @dataclass(frozen=True)
 class StaticSchedule:
-    """All operations in an order in which none waits for a later one; int64 arrays of equal length."""
+    """All operations, each after those that it waits for; int64 arrays of equal length."""
 
     micro_batch: Ints
     backward: Ints
     """1 for a backward pass, 0 for a forward."""
     previous: Ints
-    """Index of the stage's operation before, or -1."""
+    """Index of the previous operation of the stage, or -1."""
     awaited: Ints
     """Index of the operation whose output is received, or -1."""
 
 
 @lru_cache(maxsize=256)
 def static_schedule(stages: int, count: int, chunks: int = 1, group_size: int | None = None) -> StaticSchedule:
-    """The schedule of `count` micro-batches over `stages` x `chunks`, as arrays."""
+    """Schedule of `count` micro-batches over `stages` x `chunks`, as arrays."""
     lists = [stage_operations(stage, stages, count, chunks, group_size) for stage in range(stages)]
     index: dict[tuple[Operation, int], int] = {}
-    rows: list[tuple[int, int, int, int]] = []
+    entries: list[tuple[int, int, int, int]] = []
     position = [0] * stages
     last = [-1] * stages
-    while len(rows) < sum(map(len, lists)):
-        before = len(rows)
+    while len(entries) < sum(map(len, lists)):
+        before = len(entries)
         for stage, operations in enumerate(lists):
             while position[stage] < len(operations):
                 operation = operations[position[stage]]
-                source = needs(operation, stage, stages, chunks)
+                source = dependency_of(operation, stage, stages, chunks)
                 if source is not None and source not in index:
                     break
                 awaited = -1 if source is None else index[source]
-                index[operation, stage] = len(rows)
-                rows.append((operation[1], int(operation[0] == "B"), last[stage], awaited))
-                last[stage] = len(rows) - 1
+                index[operation, stage] = len(entries)
+                entries.append((operation[1], int(operation[0] == "B"), last[stage], awaited))
+                last[stage] = len(entries) - 1
                 position[stage] += 1
-        if len(rows) == before:
-            raise PlanError(f"the schedule of {count} micro-batches over {stages} stages waits for itself")
-    columns = np.array(rows, dtype=np.int64).T
+        if len(entries) == before:
+            raise PlanError(
+                f"the schedule of {count} micro-batches over {stages} stages is a deadlock: all operations wait"
+            )
+    columns = np.array(entries, dtype=np.int64).T
     return StaticSchedule(*(np.ascontiguousarray(column) for column in columns))
