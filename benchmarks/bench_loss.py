@@ -68,7 +68,7 @@ def make_pack(tokens: int, vocabulary: int, device: str) -> tuple[PackedBatch, A
 
 def vectorised(logits: torch.Tensor, pack: PackedBatch, counts: Any) -> torch.Tensor:
     loss = PolicyLoss(clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl_coef=KL, entropy_coef=ENTROPY)
-    log_probs, entropy = token_log_probs(logits, pack.labels, rows=pack.head_rows, entropy=True)
+    log_probs, entropy = token_log_probs(logits, pack.labels, rows=pack.head_tokens, entropy=True)
     output = loss.token_loss(TokenView(pack, counts, log_probs=log_probs, entropy=entropy))
     output.loss.backward()
     metrics = [x for m in output.metrics.values() for x in vars(m).values()]

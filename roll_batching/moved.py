@@ -12,6 +12,7 @@ MOVED = {
     "roll_batching.engines": "roll_batching.jobs.engines",
     "roll_batching.launch": "roll_batching.jobs.launch",
     "roll_batching.observe": "roll_batching.jobs.observe",
+    "roll_batching.packing.layout": "roll_batching.packing.pack_layout",
     "roll_batching.rl.rewards": "roll_batching.jobs.rewards",
     "roll_batching.rl": "roll_batching.jobs.rl",
     "roll_batching.strategy.settings": "roll_batching.strategy.model_state",

@@ -14,7 +14,7 @@ import torch
 from roll_batching.modeling.attention.core import PackedCore
 from roll_batching.packing import PackLayout
 from roll_batching.packing.attention_backend import attention_backend
-from roll_batching.packing.collectives import OwnKeys
+from roll_batching.packing.collectives import LocalKeys
 
 BF16, FP32 = 2e-2, 1e-4
 """Largest relative errors: rounding of bf16, and of fp32 sums in another order."""
@@ -71,10 +71,10 @@ def compare(
     backend = attention_backend(name, device.type)
     core = core_of(backend, heads, groups, dim)
     worst: dict[str, float] = {}
-    over_ranks = torch.from_numpy(np.concatenate([layout.rows(rank) for rank in range(cp)])).to(device)
+    over_ranks = torch.from_numpy(np.concatenate([layout.local_tokens(rank) for rank in range(cp)])).to(device)
     started, attended = time.perf_counter(), 0.0
     for rank in range(cp):
-        rows = layout.rows(rank)
+        rows = layout.local_tokens(rank)
         g = torch.Generator().manual_seed(rank)
 
         def draw(count: int, width: int, g: torch.Generator = g) -> torch.Tensor:
@@ -84,7 +84,7 @@ def compare(
         query, key, value = draw(len(rows), heads), draw(layout.tokens, groups), draw(layout.tokens, groups)
         upstream = torch.randn(len(rows), heads * dim, generator=g).to(device, dtype)
         before = time.perf_counter()
-        keys = OwnKeys(key[over_ranks], value[over_ranks])  # in the order of the all-gather
+        keys = LocalKeys(key[over_ranks], value[over_ranks])  # in the order of the all-gather
         out = core.attend(query, keys, backend.metadata(layout, rank, device))
         found = (out, *torch.autograd.grad(out, (query, key, value), upstream))
         found[1].sum().item()
@@ -104,7 +104,7 @@ def compare(
 
 def spans_here(layout: PackLayout, rank: int) -> list[tuple[int, int, int, int]]:
     """(first query row, queries, first key row, keys) of every run of consecutive rows on a rank."""
-    rows = layout.rows(rank)
+    rows = layout.local_tokens(rank)
     starts, segment = layout.cu_seqlens, layout.segment_ids[rows]
     cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(segment) != 0)) + 1
     found = []

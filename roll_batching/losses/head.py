@@ -44,7 +44,7 @@ class HeadContext:
         gets a gradient of 0.
         """
         source, weight = self._source(output, chunk)
-        rows = pack.head_rows[:0] if idle else pack.head_rows
+        rows = pack.head_tokens[:0] if idle else pack.head_tokens
         values, entropies = self._token_log_probs(source, pack, weight, rows, entropy)
         if idle:  # every position is 0: nothing to gather
             zeros = values.new_zeros(len(pack.segment_ids)) + values.sum()
@@ -75,7 +75,7 @@ class HeadContext:
         self, logits: torch.Tensor, pack: PackedBatch, *, gather_cp: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs, entropies) of the result of `logits`: local positions, or with `gather_cp` all [tokens]."""
-        values, entropies = self._token_log_probs(logits, pack, None, pack.head_rows, True, temperature=1.0)
+        values, entropies = self._token_log_probs(logits, pack, None, pack.head_tokens, True, temperature=1.0)
         assert entropies is not None  # requested above
         if not gather_cp:
             return values, entropies

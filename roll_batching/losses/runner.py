@@ -23,7 +23,7 @@ from roll_batching.losses.metric_kinds import metric_tensors
 from roll_batching.losses.sequences import SequenceParts, SequenceView, join_metrics
 from roll_batching.losses.views import TokenView
 from roll_batching.packing.batch import PackedBatch
-from roll_batching.packing.layout import IntArray
+from roll_batching.packing.pack_layout import IntArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class LossRunner:
 
     def bind(self, pack: PackedBatch, chunk: Any) -> Callable[[torch.Tensor], tuple[Any, ...]]:
         """The loss function of one micro-batch, which Megatron's schedule calls with the model's output."""
-        tokens = int(pack.layout.real_rows(self._head.layout.cp_rank).sum())
+        tokens = int(pack.layout.real_token_counts(self._head.layout.cp_rank).sum())
 
         def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
             if not pack.samples:  # a filler: no user code, but the head takes part in its collectives and gradients

@@ -20,7 +20,7 @@ from roll_batching.losses.denominators import StepCounts
 from roll_batching.losses.head import HeadContext
 from roll_batching.losses.views import View, counted
 from roll_batching.packing.batch import PackedBatch
-from roll_batching.packing.layout import PackLayout
+from roll_batching.packing.pack_layout import PackLayout
 
 
 def row_counts(layout: PackLayout, cp_rank: int, cp_size: int) -> list[int]:
@@ -30,7 +30,7 @@ def row_counts(layout: PackLayout, cp_rank: int, cp_size: int) -> list[int]:
     any. `cp_size` is the layout's, or 1 for gathered positions.
     """
     slots = layout.segments[: layout.samples]
-    real = layout.lengths if cp_size == 1 else layout.real_rows(cp_rank)
+    real = layout.lengths if cp_size == 1 else layout.real_token_counts(cp_rank)
     both = np.stack([real, slots // cp_size - real], axis=1).reshape(-1)
     tail = int(layout.segments[layout.samples :].sum()) // cp_size
     return [*both.tolist(), *([tail] if tail else [])]
@@ -57,7 +57,7 @@ class SequenceParts:
         self.pack, self.tp_group, self.cp_group = pack, layout.tp_group, layout.cp_group
         cp_size, cp_rank = (1, 0) if gather_cp else (layout.cp_size, layout.cp_rank)
         self._sizes = row_counts(pack.layout, cp_rank, cp_size)
-        self._rows = None if cp_size == 1 else pack.params.rows
+        self._rows = None if cp_size == 1 else pack.params.local_tokens
         local = head.logits(output, chunk)
         self.logits = self._cut(head.gather(local, pack) if gather_cp else local)
         self._cached: dict[str, Sequence[torch.Tensor]] = {}

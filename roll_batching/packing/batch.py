@@ -1,4 +1,4 @@
-"""From a plan and this rank's samples to packed tensors, and from packed results back to samples."""
+"""Pack the samples of a rank by a plan, and unpack results to samples."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 from roll_batching.errors import DataError
 from roll_batching.packing.attention_backend import AttentionBackend, attention_backend
-from roll_batching.packing.layout import IntArray, PackLayout
+from roll_batching.packing.pack_layout import IntArray, PackLayout
 from roll_batching.packing.params import PackedParams, packed_params
-from roll_batching.packing.prefetch import ahead, to_cuda
+from roll_batching.packing.prefetch import copy_to_cuda, prefetch
 from roll_batching.planning import MicroBatch, Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.token_masks import mask_of
@@ -23,32 +23,32 @@ from roll_batching.samples.token_masks import mask_of
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """One micro-batch as the model takes it, and its fields as a loss sees them.
+    """One micro-batch: inputs of the model, and fields for losses.
 
-    Convention: row i is a prediction. `token` fields are shifted (row i shows token i + 1) and
-    `next_token` fields are as they were; rows that predict nothing read the field's pad value.
+    Convention of fields: entry i is about the prediction of token i + 1. So `token` fields are shifted by one, and
+    `next_token` fields are not; entries without a prediction have the pad value of the field.
     """
 
     layout: PackLayout
     params: PackedParams
     input_ids: torch.Tensor
-    """[1, tokens / cp] int64, this context-parallel rank's rows. Behind a pipeline's first stage nobody reads them, and
-    they are numbers of no meaning."""
+    """[1, tokens / cp] int64, tokens of this context-parallel rank. Between the first and the last pipeline stage they
+    are not read, and their values are meaningless."""
     padding_mask: torch.Tensor
-    """[1, tokens / cp] bool, True where a row is slot padding or filler (for MoE routing)."""
-    # What follows is for losses: before a pipeline's last stage it is empty.
+    """[1, tokens / cp] bool, True for slot padding and filler, for MoE routing."""
+    # The following tensors are for losses: they are empty before the last pipeline stage.
     labels: torch.Tensor
-    """[tokens / cp] int64, the token after each local row; 0 where there is none."""
-    head_rows: torch.Tensor
-    """Local rows whose log-prob is wanted: they predict, and at least one mask counts them."""
+    """[tokens / cp] int64, the token after each local token; 0 where there is none."""
+    head_tokens: torch.Tensor
+    """int64, local tokens whose log-prob is needed: they predict, and at least one mask is set."""
     segment_ids: torch.Tensor
-    """[tokens] int64 in pack order; `samples` and above are filler."""
+    """[tokens] int64, segment of each token; `samples` and above are filler."""
     predicts: torch.Tensor
-    """[tokens] bool in pack order."""
+    """[tokens] bool, whether a token has a label."""
     masks: dict[str, torch.Tensor]
-    """[tokens] bool in pack order, false where nothing is predicted."""
+    """[tokens] bool by name, False for tokens without a label."""
     fields: dict[str, Any]
-    """Token and next_token fields [tokens, ...] in pack order, sample fields [samples, ...], static ones as is."""
+    """Token and next_token fields [tokens, ...] in pack order, sample fields [samples, ...], static ones unchanged."""
     kinds: dict[str, str]
     """Kind of each field: token, next_token, sample or static."""
     ids: IntArray
@@ -62,9 +62,9 @@ class PackedBatch:
 
 def _check_fields(local: SampleBatch, masks: Sequence[str]) -> None:
     if "input_ids" not in local.schema or local.schema["input_ids"].kind != "token":
-        raise DataError("a batch to be packed needs a field input_ids of kind token")
+        raise DataError("the batch needs a field input_ids of kind token")
     if (dtype := local["input_ids"].dtype).is_floating_point or dtype.is_complex or dtype is torch.bool:
-        raise DataError(f"input_ids are the numbers of tokens, so they must be integers; the batch has {dtype}")
+        raise DataError(f"input_ids must be integers, the ids of tokens; the batch has {dtype}")
     for name in masks:
         if name not in local.schema or not local.schema[name].per_token:
             known = [field for field, spec in local.schema.items() if spec.per_token]
@@ -79,38 +79,39 @@ def _check_samples(local: SampleBatch, plan: Plan, micro_batches: Iterable[Micro
         if mb.is_filler:
             continue
         ids = plan.ids[mb.samples]
-        rows, found = local.find(ids)
-        if not bool(found.all()):
-            missing = ids[~found.numpy()][:8].tolist()
+        indices, is_present = local.find(ids)
+        if not bool(is_present.all()):
+            missing = ids[~is_present.numpy()][:8].tolist()
             raise DataError(
                 f"the plan gives this rank samples {missing}, which its local batch of {len(local)} does not hold: "
-                "call distribute(batch, plan) first, and pass what it returns"
+                "pass the result of distribute(batch, plan)"
             )
-        have, planned = local.lengths[rows].numpy(), plan.lengths[mb.samples]
-        if (have != planned).any():
-            at = int(np.flatnonzero(have != planned)[0])
+        actual, planned = local.lengths[indices].numpy(), plan.lengths[mb.samples]
+        if (actual != planned).any():
+            first = int(np.flatnonzero(actual != planned)[0])
             raise DataError(
-                f"sample {ids[at]} has {have[at]} tokens in the local batch and {planned[at]} in the plan: plan again "
-                "from the lengths of the batch that is trained on"
+                f"sample {ids[first]} has {actual[first]} tokens in the local batch and {planned[first]} in the plan: "
+                "plan again from the lengths of this batch"
             )
 
 
 class StepPacks:
-    """The packs of one rank's step: checked at once, made one by one as they are asked for.
+    """Packs of one step on one rank, made one after the other during iteration.
 
-    What can be wrong with samples and plan is found here, and the first pack is made, so that what comes later has
-    nothing left to find; on CUDA a thread makes each pack while the one before it is computed (`packing.prefetch`).
+    Construction checks samples and plan and makes the first pack, so that errors are raised before the schedule starts.
+    On CUDA a thread makes each pack while the previous one is computed (`packing.prefetch`).
 
     Args:
-        local: this rank's samples, with a `token` field `input_ids`; as `distribute` returns it.
+        local: samples of this rank, from `distribute`, with a `token` field `input_ids`.
         plan: the plan of this step.
-        dp_rank, cp_rank: this rank's coordinates.
-        device: where the packed tensors go.
-        masks: names of the fields that say which rows count; None counts every row that predicts.
-        tokens: fill every pack up to this many tokens; None keeps the plan's.
-        attention: what the model's layers were built with; see `packed_params`.
-        is_first_stage: whether this rank's model reads `input_ids`: the first stage of a pipeline.
-        is_last_stage: whether this rank's model ends in logits: the last stage of a pipeline.
+        dp_rank: data-parallel rank.
+        cp_rank: context-parallel rank.
+        device: device of the packed tensors.
+        masks: names of mask fields; None: all tokens with a label count.
+        tokens: extend each pack to this number of tokens; None: as planned.
+        attention: backend of the model's layers; see `packed_params`.
+        is_first_stage: whether this rank reads `input_ids`, as the first pipeline stage.
+        is_last_stage: whether this rank computes logits, as the last pipeline stage.
 
     Raises:
         DataError: when local samples and plan disagree, or a field is missing or has the wrong kind.
@@ -136,98 +137,100 @@ class StepPacks:
         self._micro_batches = plan.micro_batches[dp_rank]
         _check_samples(local, plan, self._micro_batches)
         self.layouts = [PackLayout.of(mb, plan.constraints.cp_size, tokens) for mb in self._micro_batches]
-        """Of every pack, known before it is made."""
+        """Layout of each pack, known before the pack is made."""
         self._local, self._plan, self._cp_rank, self._device = local, plan, cp_rank, device
         self._masks = {name: mask_of(local, name) for name in names} if is_last_stage else {}
-        self._every_row, self._is_first_stage, self._is_last_stage = masks is None, is_first_stage, is_last_stage
+        self._count_all, self._is_first_stage, self._is_last_stage = masks is None, is_first_stage, is_last_stage
         self._backend = None if attention is None else attention_backend(attention, device.type)
         on_host = all(x.device.type == "cpu" for x in local.fields.values() if isinstance(x, torch.Tensor))
-        self._made_on = torch.device("cpu") if on_host else device
-        self._timed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda wait: wait
+        self._packing_device = torch.device("cpu") if on_host else device
+        self._timer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda wait: wait
         self._first: PackedBatch | None = self._make(0) if self.layouts else None
 
-    def timed_by(self, timed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """`timed` wraps what passes wait for: the making of a pack, or what a thread has left to do of it."""
-        self._timed = timed
+    def set_timer(self, timer: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Wrap the function that returns the next pack by `timer`, to measure how long passes wait for packs."""
+        self._timer = timer
 
     def __len__(self) -> int:
         return len(self.layouts)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         static = {name: self._local.fields[name] for name, spec in self._local.schema.items() if spec.kind == "static"}
-        move = None if self._made_on == self._device else functools.partial(to_cuda, device=self._device)
-        coming = ahead(self._take, len(self), move)
-        following = self._timed(functools.partial(next, coming, None))
-        with contextlib.closing(coming):
-            while (pack := following()) is not None:
+        move = None if self._packing_device == self._device else functools.partial(copy_to_cuda, device=self._device)
+        packs = prefetch(self._take, len(self), move)
+        next_pack = self._timer(functools.partial(next, packs, None))
+        with contextlib.closing(packs):
+            while (pack := next_pack()) is not None:
                 if self._is_last_stage:
-                    pack.fields.update(static)  # as they are, wherever they lie
+                    pack.fields.update(static)  # unchanged, on whatever device they are
                 yield pack
 
     def _take(self, number: int) -> PackedBatch:
         if number or self._first is None:
             return self._make(number)
-        first, self._first = self._first, None  # nobody holds a pack for longer than it is used
+        first, self._first = self._first, None  # frees the pack after its use
         return first
 
     def _make(self, number: int) -> PackedBatch:
-        """The pack on the device where its fields lie; the schedule's device is `ahead`'s work."""
-        local, layout, device = self._local, self.layouts[number], self._made_on
+        """Pack `number`, on the device of its fields; `prefetch` copies it to the device of the schedule."""
+        local, pack_layout, device = self._local, self.layouts[number], self._packing_device
         ids = self._plan.ids[self._micro_batches[number].samples]
-        sample_rows = local.rows_of(ids)
-        source = torch.from_numpy(layout.source(local.offsets[sample_rows].numpy()))
-        real = torch.from_numpy(layout.real)
-        mine = torch.from_numpy(layout.rows(self._cp_rank))
-        whole = layout.cp_size == 1
-        params = packed_params(layout, self._cp_rank, device, attention=self._backend)
-        tokens = params.positions
-        if self._is_first_stage or self._is_last_stage:
+        sample_indices = local.rows_of(ids)
+        source = torch.from_numpy(pack_layout.source(local.offsets[sample_indices].numpy()))
+        real = torch.from_numpy(pack_layout.real)
+        local_tokens = torch.from_numpy(pack_layout.local_tokens(self._cp_rank))
+        has_all_tokens = pack_layout.cp_size == 1
+        params = packed_params(pack_layout, self._cp_rank, device, attention=self._backend)
+        reads_tokens = self._is_first_stage or self._is_last_stage
+        if reads_tokens:
             pad = local.schema["input_ids"].pad
-            tokens = _gathered(local.fields["input_ids"], source, real, pad, device).long()
-        seen = _LossInputs.nothing(device)
+            input_ids = _gather_tokens(local.fields["input_ids"], source, real, pad, device).long()
+            local_ids = input_ids if has_all_tokens else input_ids[local_tokens.to(device)]
+        else:
+            input_ids = local_ids = params.positions  # placeholder of the right shape
+        loss_inputs = _LossInputs.empty(device)
         if self._is_last_stage:
-            seen = self._seen(layout, sample_rows, source, tokens, mine)
-        held = tokens if whole or not (self._is_first_stage or self._is_last_stage) else tokens[mine.to(device)]
+            loss_inputs = self._make_loss_inputs(pack_layout, sample_indices, source, input_ids, local_tokens)
         return PackedBatch(
-            layout=layout,
+            layout=pack_layout,
             params=params,
-            input_ids=held[None],
-            padding_mask=(~real if whole else (~real)[mine]).to(device)[None],
+            input_ids=local_ids[None],
+            padding_mask=(~real if has_all_tokens else (~real)[local_tokens]).to(device)[None],
             kinds={name: spec.kind for name, spec in local.schema.items()},
             ids=np.asarray(ids),
-            **vars(seen),
+            **vars(loss_inputs),
         )
 
-    def _seen(
+    def _make_loss_inputs(
         self,
-        layout: PackLayout,
-        sample_rows: torch.Tensor,
+        pack_layout: PackLayout,
+        sample_indices: torch.Tensor,
         source: torch.Tensor,
-        tokens: torch.Tensor,
-        mine: torch.Tensor,
+        input_ids: torch.Tensor,
+        local_tokens: torch.Tensor,
     ) -> _LossInputs:
-        local, device, whole = self._local, self._made_on, layout.cp_size == 1
-        predicts = torch.from_numpy(layout.predicts)
+        local, device, has_all_tokens = self._local, self._packing_device, pack_layout.cp_size == 1
+        predicts = torch.from_numpy(pack_layout.predicts)
         index = {"token": torch.where(predicts, source + 1, 0), "next_token": source}
         fields: dict[str, Any] = {}
         for name, spec in local.schema.items():
             values = local.fields[name]
             if spec.per_token:
-                fields[name] = _gathered(values, index[spec.kind], predicts, spec.pad, device)
+                fields[name] = _gather_tokens(values, index[spec.kind], predicts, spec.pad, device)
             elif spec.kind == "sample":
-                fields[name] = values.index_select(0, sample_rows.to(values.device)).to(device)
-        masks, counted = {}, predicts if self._every_row else torch.zeros_like(predicts)
+                fields[name] = values.index_select(0, sample_indices.to(values.device)).to(device)
+        masks, counted = {}, predicts if self._count_all else torch.zeros_like(predicts)
         for name, mask in self._masks.items():
-            seen = _gathered(mask, index[local.schema[name].kind], predicts, False, mask.device)
-            counted = counted | seen
-            masks[name] = seen.to(device)
-        # A label of a row without a mask is never read; the shifted input_ids are the labels.
+            packed_mask = _gather_tokens(mask, index[local.schema[name].kind], predicts, False, mask.device)
+            counted = counted | packed_mask
+            masks[name] = packed_mask.to(device)
+        # The shifted input_ids are the labels. Losses get input_ids unshifted.
         labels = fields["input_ids"].long().masked_fill(~predicts.to(device), 0)
-        fields["input_ids"] = tokens
+        fields["input_ids"] = input_ids
         return _LossInputs(
-            labels=labels if whole else labels[mine.to(device)],
-            head_rows=(counted if whole else counted[mine]).nonzero()[:, 0].to(device),
-            segment_ids=torch.from_numpy(layout.segment_ids).to(device),
+            labels=labels if has_all_tokens else labels[local_tokens.to(device)],
+            head_tokens=(counted if has_all_tokens else counted[local_tokens]).nonzero()[:, 0].to(device),
+            segment_ids=torch.from_numpy(pack_layout.segment_ids).to(device),
             predicts=predicts.to(device),
             masks=masks,
             fields=fields,
@@ -236,51 +239,51 @@ class StepPacks:
 
 @dataclass(kw_only=True)
 class _LossInputs:
-    """The part of a `PackedBatch` that losses see."""
+    """Fields of `PackedBatch` that only losses need."""
 
     labels: torch.Tensor
-    head_rows: torch.Tensor
+    head_tokens: torch.Tensor
     segment_ids: torch.Tensor
     predicts: torch.Tensor
     masks: dict[str, torch.Tensor]
     fields: dict[str, Any]
 
     @classmethod
-    def nothing(cls, device: torch.device) -> _LossInputs:
+    def empty(cls, device: torch.device) -> _LossInputs:
         none = torch.zeros(0, dtype=torch.int64, device=device)
-        return cls(labels=none, head_rows=none, segment_ids=none, predicts=none.bool(), masks={}, fields={})
+        return cls(labels=none, head_tokens=none, segment_ids=none, predicts=none.bool(), masks={}, fields={})
 
 
-def _gathered(
+def _gather_tokens(
     values: torch.Tensor, index: torch.Tensor, valid: torch.Tensor, pad: Any, device: torch.device
 ) -> torch.Tensor:
-    """`values` at `index` [n], and `pad` where not `valid` [n], on `device`."""
+    """`values` at `index` [n], with `pad` where `valid` [n] is False, on `device`."""
     if not len(values):  # a rank without samples
         return torch.full((len(index), *values.shape[1:]), pad, dtype=values.dtype, device=device)
     picked = values.index_select(0, index.to(values.device)).to(device)
-    gap = (~valid).to(device)
-    # Not `where`, which makes integers of a bool field whose pad is the number 0.
-    return picked.masked_fill_(gap.view(-1, *[1] * (picked.dim() - 1)), pad)
+    invalid = (~valid).to(device)
+    # Not `where`: it converts a bool field with pad 0 to integers.
+    return picked.masked_fill_(invalid.view(-1, *[1] * (picked.dim() - 1)), pad)
 
 
-def pack_step(local: SampleBatch, plan: Plan, **where: Any) -> list[PackedBatch]:
-    """All micro-batches of a rank at once, in the plan's order: the list of `StepPacks(local, plan, **where)`."""
-    return list(StepPacks(local, plan, **where))
+def pack_step(local: SampleBatch, plan: Plan, **options: Any) -> list[PackedBatch]:
+    """All packs of a rank, in the order of the plan; `options` are those of `StepPacks`."""
+    return list(StepPacks(local, plan, **options))
 
 
 def unpack_results(
     local: SampleBatch, plan: Plan, layouts: Sequence[PackLayout], results: Sequence[torch.Tensor], *, dp_rank: int = 0
 ) -> torch.Tensor:
-    """Per-row results [tokens, ...] of each pack -> one flat next_token field [sum(lengths), ...] of `local`.
+    """Unpack per-token results [tokens, ...] of each pack to a next_token field [sum(lengths), ...] of `local`.
 
-    `layouts` are those of the packs. Rows that no pack holds (samples that the plan dropped, tokens it truncated) and
-    each sample's last row, which predicts nothing, read 0.
+    `layouts` are those of the packs. The result is 0 for tokens in no pack (dropped samples, truncated tokens) and for
+    the last token of each sample, which predicts nothing.
     """
     like = results[0]
     flat = torch.zeros(local.num_tokens, *like.shape[1:], dtype=like.dtype, device=like.device)
-    for mb, layout, values in zip(plan.micro_batches[dp_rank], layouts, results, strict=True):
-        rows = np.flatnonzero(layout.predicts)
-        source = layout.source(local.offsets[local.rows_of(plan.ids[mb.samples])].numpy())[rows]
-        at, to = (torch.from_numpy(index).to(like.device) for index in (rows, source))
-        flat[to] = values[at].to(flat.dtype)
+    for mb, pack_layout, values in zip(plan.micro_batches[dp_rank], layouts, results, strict=True):
+        predicting = np.flatnonzero(pack_layout.predicts)
+        source = pack_layout.source(local.offsets[local.rows_of(plan.ids[mb.samples])].numpy())[predicting]
+        index, target = (torch.from_numpy(array).to(like.device) for array in (predicting, source))
+        flat[target] = values[index].to(flat.dtype)
     return flat

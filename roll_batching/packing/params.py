@@ -1,4 +1,4 @@
-"""What travels with a pack through Megatron's layers: PackedSeqParams and what an attention core needs beyond it."""
+"""`PackedParams`: Megatron's PackedSeqParams with further data for attention cores."""
 
 from __future__ import annotations
 
@@ -10,65 +10,65 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from roll_batching.packing.attention_backend import AttentionBackend, attention_backend
-from roll_batching.packing.layout import PackLayout
+from roll_batching.packing.pack_layout import PackLayout
 
 _BASE_FIELDS = frozenset(field.name for field in dataclasses.fields(PackedSeqParams))
 
 
 @dataclass
 class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no types
-    """PackedSeqParams of a pack plus positions, context-parallel rows and what its attention backend wants.
+    """PackedSeqParams of a pack, with positions, context-parallel indices and metadata of the attention backend.
 
-    A subclass, because Megatron's TransformerEngine wrapper forwards exactly the base class's fields,
-    and because the object survives recompute, pipeline chunks and Float16Module as it is.
+    A subclass, because Megatron's TransformerEngine wrapper passes on exactly the fields of the base class, and because
+    recompute, pipeline chunks and Float16Module pass the object on unchanged.
     """
 
     positions: torch.Tensor = None  # type: ignore[assignment]
-    """[tokens / cp] int64, position of every local row inside its sequence."""
-    rows: torch.Tensor | None = None
-    """[tokens / cp] rows of the pack held here; None without context parallelism."""
+    """[tokens / cp] int64, position of each local token in its sequence."""
+    local_tokens: torch.Tensor | None = None
+    """[tokens / cp] int64, indices in the pack of the tokens on this rank; None without context parallelism."""
     restore: torch.Tensor | None = None
-    """[tokens] rows gathered over CP ranks back to pack order; None without context parallelism."""
+    """[tokens] int64, permutation from gathered to pack order; None without context parallelism."""
     attention: Any = None
-    """What the attention backend made of the pack (`AttentionBackend.metadata`)."""
+    """Result of `AttentionBackend.metadata` for the pack."""
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    """cos and sin tables of the local rows; the first layer of a forward pass fills them in."""
+    """cos and sin of the local tokens, set by the first layer of a forward pass."""
 
     def release(self) -> None:
-        """Lets go of what layers filled in: they do so again when they need it."""
+        """Free tensors that layers have set; they are computed again when needed."""
         self.rotary = None
 
 
 def packed_params(
-    layout: PackLayout, cp_rank: int, device: torch.device, *, attention: AttentionBackend | str | None = "auto"
+    pack_layout: PackLayout, cp_rank: int, device: torch.device, *, attention: AttentionBackend | str | None = "auto"
 ) -> PackedParams:
-    """PackedParams of `layout` for one context-parallel rank.
+    """PackedParams of a pack for one context-parallel rank.
 
-    `attention` is what the model's layers were built with: a backend, its name or dotted path, or "auto", which
-    follows the device; None for a core that needs nothing beyond PackedSeqParams, such as TransformerEngine's.
+    `attention` is the backend of the model's layers: a backend, its name or dotted path, or "auto", which depends on
+    the device; None for a core that needs only PackedSeqParams, such as TransformerEngine's.
 
-    `cu_seqlens` holds whole slots and is one tensor object in all four fields: TransformerEngine
-    takes its fast path for padding-free input by object identity, and slot padding at a causal
-    sequence's end is harmless. `max_seqlen` is a Python int, so that nothing synchronises.
+    `cu_seqlens` counts whole slots and is one tensor object in all four fields: TransformerEngine recognises input
+    without padding by object identity, and slot padding at the end of a causal sequence changes no other token.
+    `max_seqlen` is a Python int, so that no layer waits for the device.
     """
-    cu_seqlens = torch.from_numpy(layout.cu_seqlens).to(device=device, dtype=torch.int32)
+    cu_seqlens = torch.from_numpy(pack_layout.cu_seqlens).to(device=device, dtype=torch.int32)
     fields: dict[str, Any] = {
         "qkv_format": "thd",
         "cu_seqlens_q": cu_seqlens,
         "cu_seqlens_kv": cu_seqlens,
         "cu_seqlens_q_padded": cu_seqlens,
         "cu_seqlens_kv_padded": cu_seqlens,
-        "max_seqlen_q": layout.longest_segment,
-        "max_seqlen_kv": layout.longest_segment,
+        "max_seqlen_q": pack_layout.longest_segment,
+        "max_seqlen_kv": pack_layout.longest_segment,
         "pad_between_seqs": False,
     }
     backend = None if attention is None else attention_backend(attention, device.type)
-    rows = layout.rows(cp_rank)
-    sharded = layout.cp_size > 1
+    local_tokens = pack_layout.local_tokens(cp_rank)
+    sharded = pack_layout.cp_size > 1
     return PackedParams(
         **{name: value for name, value in fields.items() if name in _BASE_FIELDS},
-        positions=torch.from_numpy(layout.position_ids[rows]).to(device),
-        rows=torch.from_numpy(rows).to(device) if sharded else None,
-        restore=torch.from_numpy(layout.restore).to(device) if sharded else None,
-        attention=None if backend is None else backend.metadata(layout, cp_rank, device),
+        positions=torch.from_numpy(pack_layout.position_ids[local_tokens]).to(device),
+        local_tokens=torch.from_numpy(local_tokens).to(device) if sharded else None,
+        restore=torch.from_numpy(pack_layout.restore).to(device) if sharded else None,
+        attention=None if backend is None else backend.metadata(pack_layout, cp_rank, device),
     )

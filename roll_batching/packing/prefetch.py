@@ -1,4 +1,4 @@
-"""Made on the host while the device computes: one thing ahead, moved in one copy beside what runs."""
+"""Prefetch: a thread makes the next item, and copies it to the device, while the current one is used."""
 
 from __future__ import annotations
 
@@ -14,114 +14,122 @@ import torch
 T = TypeVar("T")
 
 _ALIGNMENT = 64
-"""Bytes: every tensor of a buffer begins at a multiple."""
+"""Alignment of tensors in a buffer, in bytes."""
 
 
 Move = Callable[[T], tuple[T, Callable[[], None]]]
-"""From a thing to what it is on the device, and what to call before it is used there."""
+"""Start to copy an item to the device; returns the copy, and a function that must be called before its use."""
 
 
-def ahead(make: Callable[[int], T], count: int, move: Move[T] | None) -> Generator[T]:
-    """`make(0)`, ..., `make(count - 1)`, each moved.
+def prefetch(make: Callable[[int], T], count: int, move: Move[T] | None) -> Generator[T]:
+    """Yield `make(0)`, ..., `make(count - 1)`, each moved by `move`.
 
-    A thread makes and moves each thing while the one before it is used. What `make` raises comes out here. With None
-    there is nowhere to move to: each thing is made when it is asked for.
+    A thread makes and moves each item while the previous one is used; errors are raised where the item is requested.
+    Without `move` there is no thread: each item is made when it is requested.
     """
     if move is None:
         yield from map(make, range(count))
         return
-    for thing, arrive in one_ahead(move(make(number)) for number in range(count)):
-        arrive()
-        yield thing
+    for item, wait_for_copy in prefetch_items(move(make(number)) for number in range(count)):
+        wait_for_copy()
+        yield item
 
 
-def one_ahead(things: Iterable[T]) -> Generator[T]:
-    """`things`, each made by a thread while the one before it is used. What making one raises comes out here."""
-    makes, end = iter(things), object()
-    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as worker:
-        coming = worker.submit(next, makes, end)
-        while (thing := coming.result()) is not end:
-            coming = worker.submit(next, makes, end)
-            yield thing  # type: ignore[misc]  # it is not the end
+def prefetch_items(items: Iterable[T]) -> Generator[T]:
+    """Yield `items`, each made by a thread while the previous one is used.
 
-
-def to_cuda(thing: T, device: torch.device) -> tuple[T, Callable[[], None]]:
-    """`thing` with its tensors on `device`: through one pinned buffer, in one copy on a stream of its own.
-
-    Whoever uses it has its stream wait for the copy (the second result); nobody else waits.
+    Errors are raised where the item is requested.
     """
-    buffer, place = flattened(thing, pin=True)
-    stream = _side_stream(device)
+    source, end = iter(items), object()
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as worker:
+        future = worker.submit(next, source, end)
+        while (item := future.result()) is not end:
+            future = worker.submit(next, source, end)
+            yield item  # type: ignore[misc]  # it is not the end
+
+
+def copy_to_cuda(item: T, device: torch.device) -> tuple[T, Callable[[], None]]:
+    """Copy the tensors of `item` to `device`, in one copy from pinned memory on a side stream.
+
+    Returns the item on the device, and a function that makes the current stream wait for the copy.
+    """
+    buffer, rebuild = flatten_tensors(item, pin=True)
+    stream = _copy_stream(device)
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        there = buffer.to(device, non_blocking=True)
-        arrived = stream.record_event()
+        on_device = buffer.to(device, non_blocking=True)
+        copied = stream.record_event()
 
-    def arrive() -> None:
-        user = torch.cuda.current_stream(device)
-        user.wait_event(arrived)
-        there.record_stream(user)
+    def wait_for_copy() -> None:
+        current = torch.cuda.current_stream(device)
+        current.wait_event(copied)
+        # The allocator must not reuse the memory, which belongs to the side stream, while this stream reads it.
+        on_device.record_stream(current)
 
-    return place(there), arrive
+    return rebuild(on_device), wait_for_copy
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all copies to a device: memory of the allocator belongs to the stream that asked for it."""
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all copies to a device: the allocator keeps memory by stream, and can then reuse it."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def flattened(thing: T, *, pin: bool) -> tuple[torch.Tensor, Callable[[torch.Tensor], T]]:
-    """(all tensors of `thing` in one buffer of bytes, `thing` again from that buffer or its copy anywhere).
+def flatten_tensors(item: T, *, pin: bool) -> tuple[torch.Tensor, Callable[[torch.Tensor], T]]:
+    """Copy all tensors of `item` into one buffer of bytes.
 
-    A tensor that is there twice is there once.
+    Returns the buffer, and a function that rebuilds the item from the buffer or a copy of it. A tensor that occurs
+    twice is stored once.
     """
     tensors: dict[int, torch.Tensor] = {}
-    mapped(thing, lambda tensor: tensors.setdefault(id(tensor), tensor))
+    map_tensors(item, lambda tensor: tensors.setdefault(id(tensor), tensor))
     offsets, size = {}, 0
     for key, tensor in tensors.items():
         offsets[key] = size
         size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
 
-    def within(where: torch.Tensor) -> dict[int, torch.Tensor]:
-        return {key: _within(where, offsets[key], tensor) for key, tensor in tensors.items()}
+    def views_of(source: torch.Tensor) -> dict[int, torch.Tensor]:
+        return {key: _view_as(source, offsets[key], tensor) for key, tensor in tensors.items()}
 
-    for key, room in within(buffer).items():
-        room.copy_(tensors[key])
+    for key, view in views_of(buffer).items():
+        view.copy_(tensors[key])
 
-    def place(where: torch.Tensor) -> T:
-        placed = within(where)
-        again: T = mapped(thing, lambda tensor: placed[id(tensor)])
-        return again
+    def rebuild(source: torch.Tensor) -> T:
+        views = views_of(source)
+        rebuilt: T = map_tensors(item, lambda tensor: views[id(tensor)])
+        return rebuilt
 
-    return buffer, place
+    return buffer, rebuild
 
 
-def _within(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor like `like` in the bytes of `buffer` from `offset` on."""
+def _view_as(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """View of the bytes of `buffer` from `offset` on, with dtype and shape of `like`."""
     return buffer[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with every tensor in it changed, inside dicts, lists, tuples and dataclasses; itself without any."""
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `change` applied to all tensors in dicts, lists, tuples and dataclasses.
+
+    Dataclasses without changed tensors are returned as they are, not copied.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: mapped(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [mapped(item, change) for item in value]
+        items = [map_tensors(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    found = {}
+    changed = {}
     for field in dataclasses.fields(value):
-        held = getattr(value, field.name)
-        new = mapped(held, change)
-        if new is not held:
-            found[field.name] = new
-    if not found:
+        old = getattr(value, field.name)
+        new = map_tensors(old, change)
+        if new is not old:
+            changed[field.name] = new
+    if not changed:
         return value
     result = copy.copy(value)
-    for name, new in found.items():
+    for name, new in changed.items():
         object.__setattr__(result, name, new)
     return result

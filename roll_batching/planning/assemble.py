@@ -60,7 +60,7 @@ def _assemble_samples(
         dropped=problem.dropped,
     )
     units, home = problem.units, None
-    if problem.at_home:
+    if problem.has_home_ranks:
         home = np.full(len(problem.lengths), -1, dtype=np.int64)
         home[units.samples] = np.repeat(units.home, units.rows)
     check_plan(plan, groups=(units.samples, units.offsets), home=home)

@@ -76,7 +76,7 @@ class UnitPool:
 def pools_of_units(problem: PlanProblem, packer: Packer, *, keeps_order: bool) -> list[UnitPool]:
     """One pool of all units, or one per rank where units have home ranks."""
     dp_size = problem.constraints.dp_size
-    if not problem.at_home:
+    if not problem.has_home_ranks:
         return [UnitPool(problem, np.arange(len(problem.units)), dp_size, packer, keeps_order)]
     homes = [np.flatnonzero(problem.units.home == rank) for rank in range(dp_size)]
     return [UnitPool(problem, units, 1, packer, keeps_order) for units in homes]
@@ -188,7 +188,7 @@ def _distribute(problem: PlanProblem, order: Callable[[Ints], Ints], in_blocks: 
     units, dp_size = problem.units, problem.constraints.dp_size
     first = np.maximum.reduceat(problem.used[units.samples], units.offsets[:-1])
     ordered = np.asarray(order(first), dtype=np.int64)
-    if problem.at_home:
+    if problem.has_home_ranks:
         queues = [ordered[units.home[ordered] == rank] for rank in range(dp_size)]
     elif in_blocks:
         queues = np.array_split(ordered, dp_size)

@@ -109,13 +109,13 @@ def spread_fillers(bins: list[Bin], dp_size: int) -> list[Bin]:
     return result
 
 
-def align_costs(bins: list[Bin], units: Units, constraints: PlanConstraints, *, at_home: bool) -> list[Bin]:
+def align_costs(bins: list[Bin], units: Units, constraints: PlanConstraints, *, has_home_ranks: bool) -> list[Bin]:
     """Rank-major bins with similar costs at each index, by falling cost.
 
-    `at_home`: the bins are rank-major and stay on their rank.
+    `has_home_ranks`: the bins are rank-major and stay on their rank.
     """
     costs = np.array([bin_cost(units, members) for members in bins], dtype=np.int64)
-    table = (sort_on_home_ranks if at_home else group_by_cost)(costs, constraints.dp_size)
+    table = (sort_on_home_ranks if has_home_ranks else group_by_cost)(costs, constraints.dp_size)
     return [bins[i] for i in table.reshape(-1)]
 
 

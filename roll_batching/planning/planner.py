@@ -80,7 +80,7 @@ def _kind(problem: PlanProblem) -> str:
     constraints = problem.constraints
     width = constraints.lockstep_ranks
     blocks = "all" if width == constraints.dp_size else "one" if width == 1 else "some"
-    home = "home" if problem.at_home else "anywhere"
+    home = "home" if problem.has_home_ranks else "anywhere"
     return f"{constraints.mode} {constraints.algorithm} {constraints.pp_size > 1} {blocks} {home}"
 
 
@@ -94,10 +94,10 @@ def _place(problem: PlanProblem, algorithm: Algorithm, form: Any) -> Placement:
     parts, count = _form_bins(pools_of_units(problem, form, keeps_order=algorithm.keeps_order), constraints)
     bins = [members for part in parts for members in part]
     if not algorithm.keeps_order:
-        bins = align_costs(bins, problem.units, constraints, at_home=problem.at_home)
+        bins = align_costs(bins, problem.units, constraints, has_home_ranks=problem.has_home_ranks)
         if constraints.pp_size > 1:
             bins = order_in_pipeline(bins, problem.units, constraints, problem.fixed_cost)
-    elif not problem.at_home:
+    elif not problem.has_home_ranks:
         bins = spread_fillers(bins, constraints.dp_size)
     return Placement.of_bins(bins, count)
 

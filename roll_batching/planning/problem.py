@@ -64,7 +64,7 @@ class PlanProblem:
     dropped: tuple[DroppedSample, ...]
 
     @cached_property
-    def at_home(self) -> bool:
+    def has_home_ranks(self) -> bool:
         """Whether units must stay on their home ranks (all of them, or none)."""
         return bool(np.any(self.units.home >= 0))
 

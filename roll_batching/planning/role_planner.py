@@ -29,7 +29,7 @@ class Table(Protocol):
 
     @property
     def location(self) -> Ints:
-        """int64 `[n]`: who holds each sample."""
+        """int64 `[n]`: DP rank that holds each sample."""
         ...
 
 

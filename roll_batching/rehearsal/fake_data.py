@@ -6,7 +6,7 @@ import torch
 
 from roll_batching.modeling.attention.varlen import VarlenSpans
 from roll_batching.packing.batch import PackedBatch
-from roll_batching.packing.prefetch import mapped
+from roll_batching.packing.prefetch import map_tensors
 from roll_batching.planning import Plan
 from roll_batching.rehearsal.flops import set_attention_pairs
 from roll_batching.samples import FieldSpec, SampleBatch
@@ -58,7 +58,7 @@ def fake_pack(pack: PackedBatch, device: torch.device) -> PackedBatch:
             fakes[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         return fakes[id(tensor)]
 
-    result: PackedBatch = mapped(pack, empty)
+    result: PackedBatch = map_tensors(pack, empty)
     spans = pack.params.attention
     if isinstance(spans, VarlenSpans):
         set_attention_pairs(result.params.attention.cu_queries, _attention_pairs(spans))

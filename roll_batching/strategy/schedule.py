@@ -20,7 +20,7 @@ from roll_batching.megatron_patches.router_padding import router_padding_masked
 from roll_batching.modeling.experts import routed_padding
 from roll_batching.modeling.head import gpt_of
 from roll_batching.packing.batch import PackedBatch, StepPacks
-from roll_batching.packing.layout import PackLayout
+from roll_batching.packing.pack_layout import PackLayout
 from roll_batching.packing.params import PackedParams
 from roll_batching.planning import Plan
 from roll_batching.strategy.out_of_memory import MicroBatchTracker

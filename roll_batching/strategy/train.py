@@ -335,7 +335,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             for chunk in self.chunks:
                 chunk.train()
             if isinstance(packs, StepPacks):
-                packs.timed_by(lambda make: clock.timed("pack", make))
+                packs.set_timer(lambda make: clock.timed("pack", make))
             with clock.phase("forward_backward"), clock.timing("wait", config, "finalize_model_grads_func"):
                 records = self._run(plan, packs, lambda pack, chunk: clock.timed("loss", runner.bind(pack, chunk)))
             self._warn_of_empty_step(counts)

@@ -21,9 +21,9 @@ def test_spans_see_exactly_the_causal_past_of_their_own_sequence(case) -> None:
         same = layout.segment_ids[:, None] == layout.segment_ids[None]
         wanted = same & (np.arange(layout.tokens)[:, None] >= np.arange(layout.tokens)[None])
         for rank in range(cp):
-            assert np.array_equal(_seen(bucket_spans(layout, rank, CPU), layout), wanted[layout.rows(rank)])
+            assert np.array_equal(_seen(bucket_spans(layout, rank, CPU), layout), wanted[layout.local_tokens(rank)])
             varlen = varlen_spans(layout, rank, CPU)
-            assert np.array_equal(_seen_by_kernel(varlen, layout), wanted[layout.rows(rank)])
+            assert np.array_equal(_seen_by_kernel(varlen, layout), wanted[layout.local_tokens(rank)])
 
 
 def _seen(spans: BucketSpans, layout: PackLayout) -> np.ndarray:
@@ -45,7 +45,7 @@ def _seen(spans: BucketSpans, layout: PackLayout) -> np.ndarray:
 
 def _over_ranks(layout: PackLayout) -> torch.Tensor:
     """[tokens] the pack's row of every gathered one: rank after rank."""
-    return torch.from_numpy(np.concatenate([layout.rows(rank) for rank in range(layout.cp_size)]))
+    return torch.from_numpy(np.concatenate([layout.local_tokens(rank) for rank in range(layout.cp_size)]))
 
 
 def _seen_by_kernel(spans: VarlenSpans, layout: PackLayout) -> np.ndarray:

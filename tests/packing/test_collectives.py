@@ -1,4 +1,4 @@
-"""Context parallelism keeps a rank's own keys and values until the backward pass, and no other rank's."""
+"""Under context parallelism a rank keeps only its share of keys and values for the backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class _Storages(TorchDispatchMode):
-    """The storages that live, of those that were made inside."""
+    """Storages created in the block that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Packs: the rows that both packing seeds print, and what must hold for any plan."""
+"""Packs: examples of the ROLL and NeMo-RL documentation, and properties for random plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from roll_batching.errors import DataError, PlanError
 from roll_batching.packing import PackLayout, pack_step, packed_params, unpack_results
-from roll_batching.packing.layout import TAIL_SEGMENT
+from roll_batching.packing.pack_layout import TAIL_SEGMENT
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.samples import SampleBatch
 
@@ -51,11 +51,11 @@ def test_nemo_rls_context_parallel_example() -> None:
 
 
 def test_rolls_chunk_assignment() -> None:
-    """ROLL, section 2.2.2: six tokens under CP 2 are padded to eight and dealt as chunks 0 and 3, 1 and 2."""
+    """ROLL, section 2.2.2: six tokens under CP 2 are padded to eight; ranks get chunks 0 and 3, 1 and 2."""
     _, plan = _one_pack([6], cp_size=2)
     layout = PackLayout.of(plan.micro_batches[0][0], 2)
-    assert layout.rows(0).tolist() == [0, 1, 6, 7]
-    assert layout.rows(1).tolist() == [2, 3, 4, 5]
+    assert layout.local_tokens(0).tolist() == [0, 1, 6, 7]
+    assert layout.local_tokens(1).tolist() == [2, 3, 4, 5]
 
 
 def test_views_show_the_next_token() -> None:
@@ -69,7 +69,7 @@ def test_views_show_the_next_token() -> None:
     assert pack.labels.tolist() == [11, 12, 0, 0, 31, 0, 0, 0]
     assert pack.masks["mask"].tolist() == [False, True, False, False, True, False, False, False]
     assert pack.fields["old"].tolist() == [1.0, 2.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
-    assert pack.head_rows.tolist() == [1, 4]
+    assert pack.head_tokens.tolist() == [1, 4]
     assert pack.layout.segments.tolist() == [3, 1, 2, 2]  # the tail is a segment of its own
 
 
@@ -88,7 +88,7 @@ def test_a_plan_without_context_parallelism_is_refused_under_it() -> None:
 
 @pytest.mark.bad_input
 def test_a_length_mismatch_names_the_sample_that_differs_and_both_lengths() -> None:
-    """Ids, rows and places in the pack are three different numbers here, and two of the three lengths are right."""
+    """Ids, indices in the batch and positions in the pack differ here; two of the three lengths are right."""
     ids, lengths = [70, 50, 60, 80], [3, 5, 7, 2]
     plan = plan_step(lengths, PlanConstraints(dp_size=1, max_tokens=32, algorithm="none"), ids=ids)
     for wrong, number in enumerate(ids):
@@ -123,12 +123,12 @@ def test_rows_of_all_ranks_tile_the_pack_and_restore_puts_them_back(case) -> Non
     cp = case[1]
     for mb in (mb for rank in plan.micro_batches for mb in rank):
         layout = PackLayout.of(mb, cp)
-        rows = [layout.rows(r) for r in range(cp)]
+        rows = [layout.local_tokens(r) for r in range(cp)]
         assert {len(r) for r in rows} == {layout.tokens // cp}
         assert np.array_equal(np.concatenate(rows)[layout.restore], np.arange(layout.tokens))
         for rank, held in enumerate(rows):
             real = layout.segment_ids[held][layout.real[held]]
-            assert np.array_equal(layout.real_rows(rank), np.bincount(real, minlength=layout.samples))
+            assert np.array_equal(layout.real_token_counts(rank), np.bincount(real, minlength=layout.samples))
         assert int(layout.real.sum()) == int(mb.lengths.sum())
         assert int(layout.predicts.sum()) == int((mb.lengths - 1).sum())
 

@@ -1,4 +1,4 @@
-"""Random planning cases, and the eight invariants checked the plain way, apart from the package's own checks.
+"""Random planning cases, and checks of the eight invariants that share no code with the package.
 
 A check gets a case and a view: `view[rank][k]` with lists, so that a test can break it on purpose.
 """
@@ -37,7 +37,7 @@ class Case:
 
 @dataclass
 class View:
-    """What a consumer sees of a plan, as plain lists."""
+    """Contents of a plan as plain lists."""
 
     micro_batches: list[list[dict[str, Any]]]
     dropped: dict[int, str]
@@ -138,7 +138,7 @@ def up(value: int, multiple: int) -> int:
 
 
 def alignments(c: PlanConstraints) -> tuple[int, int]:
-    """(per sequence, per pack), spelled out from the contract."""
+    """Alignment (per sequence, per pack) by the rules of the documentation."""
     layout = 2 * c.cp_size if c.cp_size > 1 else 1
     asked = c.sequence_multiple
     sequence = math.lcm(layout, 2 * c.cp_size * c.tp_size if asked == "2*cp*tp" else asked or 1)
@@ -242,7 +242,7 @@ def plain_first_fit_decreasing(sizes: list[int], cap: int) -> list[list[int]]:
 
 
 def units_by_rank(case: Case, view: View) -> list[tuple[list[list[int]], int]]:
-    """(placed units, ranks that share them): all together, or by home."""
+    """(placed units, ranks that share them): all units, or those of each home rank."""
     dropped = set(view.dropped)
     units = [members for members in groups_of(case) if not dropped & set(members)]
     if case.home_rank is None:
@@ -285,7 +285,7 @@ def costs_of_units(case: Case, units: list[list[int]], used: dict[int, int]) -> 
 
 
 def check_7_balance(case: Case, view: View) -> None:
-    """Never worse than first-fit-decreasing's packs, sorted into columns; columns in one order."""
+    """Never worse than packs of first-fit-decreasing sorted by cost; indices in one order on all ranks."""
     c = case.constraints
     if c.algorithm != "load_balance":
         return
@@ -345,7 +345,7 @@ CHECKS = (
 
 
 def plan_or_none(case: Case) -> Plan | None:
-    """The plan, or None where the case has an oversize unit and asks for an error (or drops everything)."""
+    """The plan, or None if an oversize unit raises an error or all samples are dropped."""
     try:
         return case.plan()
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""How many random plans the property tests draw."""
+"""Number of random plans in property tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packers of somebody's own, named by dotted path: one that works, and ones that break the contract."""
+"""Packers named by dotted path: one that works, and others with invalid results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from roll_batching.planning.packers import Items
 
 
 def tightest(items: Items) -> list[list[int]]:
-    """Best-fit-decreasing: each item into the fullest bin that still has room."""
+    """Best-fit-decreasing: each item into the fullest bin with room."""
     bins: list[list[int]] = []
     room: list[int] = []
     for item in np.argsort(-items.slots, kind="stable").tolist():

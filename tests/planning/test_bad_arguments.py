@@ -1,4 +1,4 @@
-"""Arguments of wrong types and sizes: one `PlanError` that names the argument; numpy integers are integers."""
+"""Arguments of wrong types and sizes raise a `PlanError` with their name; numpy integers are accepted."""
 
 from __future__ import annotations
 

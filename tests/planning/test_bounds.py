@@ -1,4 +1,4 @@
-"""What a plan's report says cannot be beaten: against every plan of small batches, and how near plans come to it."""
+"""Lower bounds in reports, compared with all plans of small batches, and how near plans come to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COSTS = {"L": token_cost(), "L^2": quadratic_cost(), "both": LinearQuadraticCost
 
 
 def every_plan(lengths, constraints, count, cost):
-    """All placements of samples on ranks and indices that the cap admits, as (largest rank total, lockstep cost)."""
+    """(largest rank total, lockstep cost) of all placements below the cap."""
     ranks, packs = constraints.dp_size, constraints.dp_size * count
     work = np.array([cost.sequence(int(n)) for n in lengths])
     for place in itertools.product(range(packs), repeat=len(lengths)):
@@ -66,14 +66,14 @@ def test_where_a_peer_was_ahead(seed, n, ranks, cap, cost, peer, objective):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_few_ranks_are_level_to_a_part_in_a_hundred_million(ranks):
-    """As near as Karmarkar and Karp's differencing comes, within the cap."""
+    """As level as Karmarkar-Karp, and below the cap."""
     for seed in range(4):
         plan = plan_step(lognormal(seed, 1024, 16384), PlanConstraints(dp_size=ranks, max_tokens=16384))
         assert plan.report.gap < 1e-8
 
 
 def test_a_pipelines_gap_is_what_fills_and_drains_it():
-    """Equal micro-batches: nothing but the (stages - 1) / K of Megatron's 1F1B above the mean."""
+    """Equal micro-batches: only the bubble of 1F1B, (stages - 1) / K, is above the mean."""
     plan = plan_step(np.full(32, 600), PlanConstraints(dp_size=2, pp_size=4, max_tokens=1000))
     assert plan.num_micro_batches == 16 and plan.report.objective == "pipeline"
     assert plan.report.gap == pytest.approx(3 / 16, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Compiling: once per machine, said while it takes, kept where it can be, and no plan lost where it cannot."""
+"""Compilation: once per machine, with one warning, cached where possible, never the cause of a failed plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(Count.compiled, plan.fingerprint)
 
 
 def first_plans(processes: int, **environment: str) -> tuple[list[tuple[int, str]], str]:
-    """What each of so many processes compiles and plans, side by side, and what they say."""
+    """(compilations, fingerprint) of each of several concurrent processes, and their stderr."""
     started = [
         subprocess.Popen(
             [sys.executable, "-c", FIRST_PLAN],
@@ -66,7 +66,7 @@ def test_one_process_of_a_machine_compiles_and_says_so(tmp_path):
 
 @pytest.mark.slow
 def test_compiled_code_is_kept_where_neither_package_nor_home_can_be_written(tmp_path):
-    """The package on a path that nobody writes, no home: among the temporary files, or nowhere, but it plans."""
+    """Neither the package nor a home folder is writable: the cache is temporary or absent, and plans are made."""
     package = tmp_path / "package"
     shutil.copytree(ROOT / "roll_batching", package / "roll_batching", ignore=shutil.ignore_patterns("__pycache__"))
     blocked = tmp_path / "a_file"
@@ -93,7 +93,7 @@ def test_compiled_code_is_kept_where_neither_package_nor_home_can_be_written(tmp
 
 @pytest.mark.parametrize("broken", ["lock", "mark"])
 def test_a_disk_that_takes_no_file_costs_no_plan(broken, tmp_path, monkeypatch):
-    """A folder stands where the lock would be, or the folder goes while the plan is made."""
+    """The path of the lock is a folder, or the cache folder disappears while the plan is made."""
     folder = tmp_path / "own"
     folder.mkdir()
     if broken == "lock":
@@ -109,7 +109,7 @@ def test_a_disk_that_takes_no_file_costs_no_plan(broken, tmp_path, monkeypatch):
 
 
 def test_two_kinds_that_are_compiled_one_after_the_other_are_said_once(tmp_path, monkeypatch, caplog):
-    """As by two processes: each compiles a kind, and the second says nothing of its own."""
+    """As in two processes that compile one kind each: the second does not warn."""
     monkeypatch.setattr(compiling, "_private_folder", lambda: tmp_path)
     for process in range(2):
         compiling._warn_once()

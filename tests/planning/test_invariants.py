@@ -1,4 +1,4 @@
-"""The eight invariants on random plans, and each check seen failing on a plan that breaks it."""
+"""The eight invariants on random plans; each check fails on a plan that breaks its invariant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `auto` balances: ranks that meet once per step, at every micro-batch, in a pipeline, or both."""
+"""Objective `auto`: ranks that wait for each other once per step, at every micro-batch, in a pipeline, or both."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_expert_sizes_that_do_not_divide_are_refused():
 
 
 def fastest(lengths: list[int], constraints: PlanConstraints, cost: LinearQuadraticCost, count: int) -> float:
-    """The least step time over every placement of samples with `count` micro-batches, by the simulation.
+    """Smallest simulated step time of all placements with `count` micro-batches.
 
     Blocks meet nowhere but at the end, so each takes the best order of its own.
     """
@@ -176,7 +176,7 @@ def fastest(lengths: list[int], constraints: PlanConstraints, cost: LinearQuadra
 @pytest.mark.parametrize("vpp_size", [1, 2])
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_step_time_in_a_pipeline_against_every_placement(ep_size, vpp_size, report):
-    """Without expert parallelism every rank runs a pipeline of its own; with it, index k waits for both ranks."""
+    """Without expert parallelism the pipelines of ranks are independent; with it, both ranks wait at each index."""
     cost = LinearQuadraticCost(linear=100, quadratic=1)
     worst = 1.0
     for seed in range(4):
@@ -194,7 +194,7 @@ def test_step_time_in_a_pipeline_against_every_placement(ep_size, vpp_size, repo
 
 
 def test_without_experts_a_pipeline_does_not_pay_for_lockstep():
-    """The slowest rank's own makespan, not that of the costliest pack at every index."""
+    """The makespan of the slowest rank counts, not that of the costliest pack at each index."""
     lengths = heavy_tailed(0, 256)
     own, shared = (
         simulate_plan(plan_step(lengths, PlanConstraints(dp_size=4, pp_size=4, max_tokens=131072, **more), cost=COST))

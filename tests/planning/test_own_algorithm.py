@@ -1,4 +1,4 @@
-"""A packing algorithm added from outside: one function in one file, named by its dotted path."""
+"""A packing algorithm outside the package: one function in one file, named by its dotted path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Karmarkar-Karp against a plain heap version, and the DP balance of a rollout batch."""
+"""Karmarkar-Karp, compared with a simple implementation, and balanced home ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules against hand-made cases and Megatron's own table; the order search; K by makespan."""
+"""Schedules compared with hand-made cases and Megatron's table; search for an order; choice of K."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_default_cost_does_not_make_one_micro_batch_per_sample():
 
 
 class UnknownFixedCost:
-    """A cost model of a user's own that knows sequences alone."""
+    """Cost model without a fixed cost per micro-batch."""
 
     fixed = 0
 

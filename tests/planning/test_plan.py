@@ -1,4 +1,4 @@
-"""Plans as objects, constraints, oversize policies, homes and groups."""
+"""Plans, constraints, oversize policies, home ranks and groups."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_shared_shapes_of_packs():
     [("prefer_closest", [[0, 3, 4, 6], [1, 5], [2]]), ("prefer_first", [[0, 3, 4, 6], [1, 2], [5]])],
 )
 def test_prefer_closest_and_prefer_first(algorithm, expected):
-    """The oldest opens, what keeps max * rows smallest joins; closest: of equals the nearest in length."""
+    """The oldest item opens; the item that keeps max * rows smallest joins; closest: among equals by length."""
     constraints = PlanConstraints(dp_size=1, mode="dynamic", algorithm=algorithm, max_tokens=18)
     bins = [mb.samples.tolist() for mb in plan_step([4, 9, 5, 4, 2, 8, 1], constraints).micro_batches[0]]
     assert sorted(map(sorted, bins)) == expected
@@ -227,7 +227,7 @@ def test_prefer_closest_and_prefer_first(algorithm, expected):
 
 @pytest.mark.parametrize("algorithm", ["prefer_closest", "prefer_first"])
 def test_rectangles_of_the_oldest_by_the_book(algorithm):
-    """Against the rule spelled out, with units of several rows among them."""
+    """Compared with a simple implementation, also for units of several rows."""
     for seed in range(20):
         rng = np.random.default_rng(seed)
         lengths = rng.integers(1, 60, 40)
@@ -269,7 +269,7 @@ def test_objectives_do_what_they_say():
 
 
 def test_a_giant_among_equals_fills_its_own_column():
-    """Lockstep: what runs beside the giant is free, so full packs belong there."""
+    """Lockstep: packs beside a giant cost no time, so full packs are placed there."""
     lengths = [16384] + [300] * 1023
 
     def lockstep(**more):
@@ -281,7 +281,7 @@ def test_a_giant_among_equals_fills_its_own_column():
 
 @pytest.mark.parametrize("giants", [1, 3, 8])
 def test_the_rank_of_a_giant_gets_less_of_the_rest(giants):
-    """Otherwise its total is above all others by what the giant exceeds a pack by: 26% here."""
+    """Otherwise its rank total would exceed the others by the cost of the giant above a pack: 26% here."""
     lengths = [8000] * giants + [300] * 4800
     plan = plan_step(lengths, PlanConstraints(dp_size=128, max_tokens=8192), cost=LinearQuadraticCost(24576, 1))
     assert plan.num_micro_batches == 2

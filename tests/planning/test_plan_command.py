@@ -1,4 +1,4 @@
-"""Lengths from files, the plan command, its picture, and convert-config."""
+"""Lengths from files, the commands plan and convert-config."""
 
 from __future__ import annotations
 

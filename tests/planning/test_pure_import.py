@@ -1,4 +1,4 @@
-"""Planning needs no torch, and gives one plan on every machine and in every process."""
+"""Planning imports no torch and makes equal plans in all processes."""
 
 from __future__ import annotations
 

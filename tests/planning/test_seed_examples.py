@@ -1,4 +1,4 @@
-"""Every worked planning example that the ROLL and NeMo-RL documents print, with the printed numbers."""
+"""Worked planning examples of the ROLL and NeMo-RL documentation, with the printed numbers."""
 
 from __future__ import annotations
 

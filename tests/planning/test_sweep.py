@@ -1,4 +1,4 @@
-"""The sweep judges plans by hand-made rules, stops a peer that takes too long, and asks a peer once."""
+"""Sweep of planners: measures of plans, time limit of a peer, cache of results."""
 
 from __future__ import annotations
 

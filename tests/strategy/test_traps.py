@@ -157,7 +157,7 @@ def local_counts_under_context_parallelism(_: None) -> tuple[float, float, float
     head = strategy._head()
 
     def bind(pack: Any, chunk: Any) -> Any:
-        mine = torch.from_numpy(pack.layout.rows(strategy.layout.cp_rank))
+        mine = torch.from_numpy(pack.layout.local_tokens(strategy.layout.cp_rank))
 
         def loss_func(output: torch.Tensor) -> Any:
             log_probs, _ = head.log_probs(output, pack, chunk, entropy=False)

@@ -42,7 +42,7 @@ class MaskedSoftmax(AttentionBackend):
         return _MaskedSoftmax(rotation, **arguments)
 
     def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> torch.Tensor:
-        rows = layout.rows(cp_rank)
+        rows = layout.local_tokens(cp_rank)
         segments = torch.from_numpy(layout.segment_ids)
         order = torch.arange(layout.tokens)
         return ((segments[rows, None] == segments) & (order[rows, None] >= order)).to(device)

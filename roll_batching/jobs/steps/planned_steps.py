@@ -16,7 +16,7 @@ from roll_batching.jobs.texts.epochs import EpochStream
 from roll_batching.jobs.texts.fit import token_counts
 from roll_batching.jobs.texts.texts import TextDataset
 from roll_batching.jobs.texts.tokenizers import Tokenizer
-from roll_batching.packing.prefetch import one_ahead
+from roll_batching.packing.prefetch import prefetch_items
 from roll_batching.planning import Plan
 from roll_batching.planning.arrays import Ints
 from roll_batching.samples import SampleBatch, gather_lengths
@@ -117,7 +117,7 @@ class PlannedSteps:
     def _prefetch_shares(self) -> Generator[tuple[SampleBatch, dict[str, Any]]]:
         """This rank's share of every step, read and encoded while the step before it trains."""
         layout, stream = self.strategy.layout, self._stream
-        return one_ahead(
+        return prefetch_items(
             (self.encoder.encode_share(texts, layout.dp_rank, layout.dp_size), stream.state_dict()) for texts in stream
         )
 

@@ -18,7 +18,7 @@ import torch
 from roll_batching.errors import DataError
 from roll_batching.jobs.steps.plan_consensus import agree_on_each, agree_on_plan
 from roll_batching.losses import loss_spec
-from roll_batching.packing.prefetch import one_ahead
+from roll_batching.packing.prefetch import prefetch_items
 from roll_batching.planning import Plan
 from roll_batching.planning import batch_balance as place_on_ranks
 from roll_batching.planning.arrays import Ints
@@ -103,7 +103,7 @@ def train_on_rollouts(
     if remote_reference is not None:
         remote_reference.ask(local_batch, masks)
     has_gradient = np.ones(len(table), dtype=bool) if idle_ids is None else ~np.isin(table.ids, idle_ids)
-    planned = one_ahead(
+    planned = prefetch_items(
         _plan_mini_batches(strategy, table, has_gradient, home_rank, mini_batch_size, epochs=epochs, seed=seed)
     )
     batches: Iterator[MiniBatch] = agree_on_each(strategy, planned)

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.decode import DecodeParams
 from roll_batching.packing.attention_backend import Rotation
-from roll_batching.packing.collectives import GatheredKeys, OwnKeys
+from roll_batching.packing.collectives import GatheredKeys, LocalKeys
 from roll_batching.packing.params import PackedParams
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -57,7 +57,7 @@ class PackedCore(torch.nn.Module):
         self._recomputed = _recomputed_before_backward(config)
 
     @abstractmethod
-    def attend(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, metadata: Any) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, metadata: Any) -> torch.Tensor:
         """Attention output [tokens / cp, heads * dim] of local queries [tokens / cp, heads, dim]."""
 
     def forward(
@@ -87,10 +87,10 @@ class PackedCore(torch.nn.Module):
             )
         if self.rotation is not None:
             query, key = self.rotation(query, key, params)
-        keys: OwnKeys | GatheredKeys = OwnKeys(key, value)
-        if params.rows is not None:
+        keys: LocalKeys | GatheredKeys = LocalKeys(key, value)
+        if params.local_tokens is not None:
             keys = GatheredKeys(key, value, self.cp_group, keep=self._recomputed)
-        with keys.attended():
+        with keys.attention_scope():
             return self.attend(query, keys, params.attention)
 
     def _decode(

@@ -10,8 +10,8 @@ import torch
 
 from roll_batching.modeling.attention.core import PackedCore
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation
-from roll_batching.packing.collectives import GatheredKeys, OwnKeys
-from roll_batching.packing.layout import IntArray, PackLayout
+from roll_batching.packing.collectives import GatheredKeys, LocalKeys
+from roll_batching.packing.pack_layout import IntArray, PackLayout
 from roll_batching.packing.spans import spans_of
 
 
@@ -49,7 +49,7 @@ class DenseCore(PackedCore):
 
     metadata_type = BucketSpans
 
-    def attend(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, metadata: BucketSpans) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, metadata: BucketSpans) -> torch.Tensor:
         """See `PackedCore.attend`."""
         outputs = []
         for bucket in metadata.buckets:

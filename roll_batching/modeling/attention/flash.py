@@ -8,13 +8,13 @@ import torch
 
 from roll_batching.modeling.attention.varlen import VarlenBackend, VarlenCore, VarlenSpans
 from roll_batching.packing.attention_backend import AttentionRequirements, Rotation
-from roll_batching.packing.collectives import GatheredKeys, OwnKeys
+from roll_batching.packing.collectives import GatheredKeys, LocalKeys
 
 
 class FlashCore(VarlenCore):
     """Attention over all spans in one call of `flash_attn_varlen_func`."""
 
-    def kernel(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, spans: VarlenSpans) -> torch.Tensor:
+    def kernel(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, spans: VarlenSpans) -> torch.Tensor:
         """See `VarlenCore.kernel`."""
         from flash_attn import flash_attn_varlen_func
 

@@ -13,8 +13,8 @@ import torch
 
 from roll_batching.modeling.attention.core import PackedCore
 from roll_batching.packing.attention_backend import AttentionBackend, AttentionRequirements, Rotation
-from roll_batching.packing.collectives import GatheredKeys, OwnKeys
-from roll_batching.packing.layout import IntArray, PackLayout
+from roll_batching.packing.collectives import GatheredKeys, LocalKeys
+from roll_batching.packing.pack_layout import IntArray, PackLayout
 from roll_batching.packing.spans import spans_of
 
 
@@ -38,12 +38,12 @@ class VarlenCore(PackedCore):
 
     metadata_type = VarlenSpans
 
-    def attend(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, metadata: VarlenSpans) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, metadata: VarlenSpans) -> torch.Tensor:
         """See `PackedCore.attend`."""
         out = self.kernel(query, keys, metadata)
         return out.reshape(out.shape[0], -1)
 
-    def kernel(self, query: torch.Tensor, keys: OwnKeys | GatheredKeys, spans: VarlenSpans) -> torch.Tensor:
+    def kernel(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, spans: VarlenSpans) -> torch.Tensor:
         """Causal attention of every span, aligned to its last key; [rows, heads, dim] as the queries."""
         return _varlen_attention(query, keys, spans, self.scale)
 
@@ -95,7 +95,7 @@ def varlen_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> Varl
 
 
 def _varlen_attention(
-    query: torch.Tensor, keys: OwnKeys | GatheredKeys, spans: VarlenSpans, scale: float
+    query: torch.Tensor, keys: LocalKeys | GatheredKeys, spans: VarlenSpans, scale: float
 ) -> torch.Tensor:
     """Causal (bottom-right) attention by torch's varlen kernel, whose signature differs between versions."""
     from torch.nn.attention.varlen import varlen_attn

@@ -55,7 +55,7 @@ class Balancer:
     def rank_bound(self) -> int:
         """Lower bound of the largest rank total."""
         units, constraints = self.problem.units, self.problem.constraints
-        if self.problem.at_home:
+        if self.problem.has_home_ranks:
             return int(np.bincount(units.home, weights=units.costs).max())
         room = None if units.alone.any() else self.count * constraints.usable_tokens
         return rank_total_bound(units.costs, units.slots, constraints.dp_size, room)
@@ -63,7 +63,7 @@ class Balancer:
     @cached_property
     def lockstep_bound(self) -> int:
         """Lower bound of the lockstep cost."""
-        if self.problem.at_home:
+        if self.problem.has_home_ranks:
             return self.rank_bound
         units, constraints = self.problem.units, self.problem.constraints
         bound = lockstep_bound(units.costs, units.slots, constraints.dp_size, constraints.usable_tokens)
@@ -97,7 +97,7 @@ class Balancer:
             # Lockstep gains from level packs at the last indices; levelling rank totals works better without.
             placed = [pool.first_fit if level_totals else pool.first_fit_leveled(self.count) for pool in self.pools]
             packings.append(self._arrange(placed))
-        if not self.problem.at_home:
+        if not self.problem.has_home_ranks:
             beside = self.pools[0].place_beside_giants(self.count, level_totals=level_totals)
             if beside is not None:
                 packings += [beside, self._arrange([beside.place])]
@@ -119,7 +119,7 @@ class Balancer:
             place[pool.units] = packs + number * self.count * pool.ranks
         dp_size = self.problem.constraints.dp_size
         costs = pack_costs(place, self.problem.units, dp_size * self.count)
-        return Packing(place, (sort_on_home_ranks if self.problem.at_home else group_by_cost)(costs, dp_size))
+        return Packing(place, (sort_on_home_ranks if self.problem.has_home_ranks else group_by_cost)(costs, dp_size))
 
     def begin_search(self, packing: Packing) -> SearchState:
         """Search state of an initial placement."""
@@ -131,7 +131,7 @@ class Balancer:
 
     def level_within_ceilings(self, search: SearchState, floor: int, share: int = 1) -> None:
         """Lower rank totals to `floor`, or as far as possible, with lockstep cost at most `ceiling_margin` higher."""
-        if self.problem.at_home:
+        if self.problem.has_home_ranks:
             return
         ceilings = search.load[search.table].max(axis=0)
         ceilings += ceilings // SEARCH_BUDGET.ceiling_margin
@@ -139,7 +139,7 @@ class Balancer:
 
     def level_totals(self, search: SearchState, share: int = 1) -> None:
         """Lower the largest rank total, whatever the lockstep cost."""
-        if self.problem.at_home:
+        if self.problem.has_home_ranks:
             return
         ceilings = np.full(self.count, UNBOUNDED, dtype=np.int64)
         # Otherwise `level_within_ceilings` refines, at the end.
@@ -176,7 +176,7 @@ class Balancer:
             lower_lockstep(search, bound, cap, floor, steps, constraints.seed + seed)
             return lockstep_cost(search)
 
-        if not only_lockstep or self.problem.at_home:
+        if not only_lockstep or self.problem.has_home_ranks:
             run(0)
             return
         self._repeat(run, floor, SEARCH_BUDGET.lockstep_gap, share)

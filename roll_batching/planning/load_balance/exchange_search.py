@@ -51,10 +51,10 @@ def lower_lockstep(search: SearchState, bound: int, cap: int, floor: int, iterat
     budget = SEARCH_BUDGET
     divisor = budget.lockstep_threshold_divisor + budget.lockstep_threshold_per_index * search.table.shape[1]
     unit_steps = budget.steps_per_threshold - budget.lockstep_pack_steps
-    at_home = bool(search.home[0] >= 0)
+    has_home_ranks = bool(search.home[0] >= 0)
     steps = (iterations, unit_steps, budget.lockstep_pack_steps)
     best_packs, best_table = search.pack_of.copy(), search.table.copy()
-    if not _lower_lockstep(search, bound, cap, floor, steps, divisor, seed, at_home, best_packs, best_table):
+    if not _lower_lockstep(search, bound, cap, floor, steps, divisor, seed, has_home_ranks, best_packs, best_table):
         restore(search, best_packs, best_table)
 
 
@@ -76,9 +76,9 @@ def _level_totals(
     """
     iterations, unit_steps, pack_steps = steps
     totals = search.totals
-    best = kept = current = totals[_costliest(totals)]
+    best = saved = current = totals[_costliest(totals)]
     state = seed_state(seed)
-    unkept = 0
+    steps_since_save = 0
     for done in range(0, iterations, unit_steps + pack_steps):
         threshold = falling_threshold(best - floor, divisor, done, iterations)
         state, lowest = _level_by_units(search, ceilings, cap, floor, threshold, unit_steps, state)
@@ -86,14 +86,14 @@ def _level_totals(
         current = totals[_costliest(totals)]
         best = min(best, lowest, current)
         # A copy costs as much as a step per unit, so it is made after as many steps as there are units at least.
-        unkept += unit_steps + pack_steps
-        if current < kept and unkept >= len(best_packs):
-            kept = current
-            unkept = 0
+        steps_since_save += unit_steps + pack_steps
+        if current < saved and steps_since_save >= len(best_packs):
+            saved = current
+            steps_since_save = 0
             copy_packs(best_packs, search.pack_of, best_table, search.table)
         if current <= floor:
             break
-    return bool(current <= kept)
+    return bool(current <= saved)
 
 
 @compiled
@@ -197,7 +197,7 @@ def _lower_lockstep(
     steps: tuple[int, int, int],
     divisor: int,
     seed: int,
-    at_home: bool,
+    has_home_ranks: bool,
     best_packs: Ints,
     best_table: Ints,
 ) -> bool:
@@ -209,9 +209,9 @@ def _lower_lockstep(
     current = 0
     for index in range(count):
         current += _order_index(search.table, search.load, top, second, index)
-    best = kept = current
+    best = saved = current
     state = seed_state(seed)
-    unkept = 0
+    steps_since_save = 0
     for done in range(0, iterations, unit_steps + pack_steps):
         if current <= floor:
             break
@@ -219,14 +219,14 @@ def _lower_lockstep(
         state, growth = _lower_by_units(search, top, second, bound, cap, threshold, unit_steps, state)
         current += growth
         best = min(best, current)
-        if not at_home:
+        if not has_home_ranks:
             state = _shuffle_packs(search, bound, pack_steps, state)
-        unkept += unit_steps + pack_steps
-        if current < kept and unkept >= len(best_packs):
-            kept = current
-            unkept = 0
+        steps_since_save += unit_steps + pack_steps
+        if current < saved and steps_since_save >= len(best_packs):
+            saved = current
+            steps_since_save = 0
             copy_packs(best_packs, search.pack_of, best_table, search.table)
-    return bool(current <= kept)
+    return bool(current <= saved)
 
 
 @compiled

@@ -97,7 +97,7 @@ def _totals_then_lockstep(balancer: Balancer) -> Packing:
     search = balancer.begin_search(starts[0])
     bound = max(balancer.mean_total + balancer.mean_total // SEARCH_BUDGET.rank_tolerance, balancer.rank_bound)
     balancer.level_within_ceilings(search, bound, share=2)
-    if not balancer.problem.at_home and search.totals.max() > bound:
+    if not balancer.problem.has_home_ranks and search.totals.max() > bound:
         search = _level_totals(balancer, balancer.starts(lockstep_weight=0, rank_weight=1))
         bound = max(bound, int(search.totals.max()))
     balancer.lower_lockstep(search, bound)
@@ -258,6 +258,6 @@ def _assign_to_ranks(problem: PlanProblem, packing: Packing, comparisons: int | 
     load = _pack_costs(problem, packing)
     falling = np.argsort(-load[packing.table].max(axis=0), kind="stable")
     table = packing.table[:, falling]
-    if problem.at_home or problem.constraints.lockstep_ranks == 1:
+    if problem.has_home_ranks or problem.constraints.lockstep_ranks == 1:
         return table
     return assign_packs(table.T, load, problem.constraints.lockstep_ranks, comparisons=comparisons)

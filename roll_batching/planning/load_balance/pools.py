@@ -26,7 +26,7 @@ class Packing:
 def pools_of(problem: PlanProblem) -> list[Pool]:
     """One pool of all units, or one per rank where units have a home."""
     units, dp_size = problem.units, problem.constraints.dp_size
-    if not problem.at_home:
+    if not problem.has_home_ranks:
         return [Pool(problem, np.arange(len(units)), dp_size)]
     return [Pool(problem, np.flatnonzero(units.home == rank), 1) for rank in range(dp_size)]
 

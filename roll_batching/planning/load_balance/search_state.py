@@ -62,9 +62,9 @@ def begin_search(place: Ints, table: Ints, units: Units) -> SearchState:
     empty = np.repeat(np.arange(packs), SEARCH_BUDGET.empty_units_per_pack)
     zeros = np.zeros(len(empty), dtype=np.int64)
     size, cost = np.concatenate([units.slots, zeros]), np.concatenate([units.costs, zeros])
-    at_home = bool(units.home[0] >= 0)
+    has_home_ranks = bool(units.home[0] >= 0)
     rank_of = _inverse(table.reshape(-1)) // table.shape[1]
-    home = np.concatenate([units.home, rank_of[empty] if at_home else zeros - 1])
+    home = np.concatenate([units.home, rank_of[empty] if has_home_ranks else zeros - 1])
     return _state_of(np.concatenate([place, empty]), table.copy(), size, cost, home)
 
 
@@ -139,7 +139,9 @@ def fits(tokens: int, other_tokens: int, more: int, cap: int) -> bool:
 
     A pack above the cap (an oversize unit by itself) may still get smaller.
     """
-    return (more <= 0 or tokens + more <= cap) and (more >= 0 or other_tokens - more <= cap)
+    if more > 0:
+        return bool(tokens + more <= cap)
+    return bool(more == 0 or other_tokens - more <= cap)
 
 
 @compiled

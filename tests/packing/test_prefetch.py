@@ -1,4 +1,4 @@
-"""Packs that are made ahead: the same numbers out of one buffer, one at a time, errors where they are asked for."""
+"""Prefetched packs: equal tensors from one buffer, one item ahead, errors raised where an item is requested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roll_batching.packing import StepPacks, pack_step
-from roll_batching.packing.prefetch import ahead, flattened
+from roll_batching.packing.prefetch import flatten_tensors, prefetch
 from roll_batching.planning import PlanConstraints, plan_step
 from tests.support.models import random_batch
 
@@ -33,8 +33,8 @@ def _tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
 
 
 def _moved(thing: Any) -> tuple[Any, Callable[[], None]]:
-    buffer, place = flattened(thing, pin=False)
-    return place(buffer.clone()), lambda: None
+    buffer, rebuild = flatten_tensors(thing, pin=False)
+    return rebuild(buffer.clone()), lambda: None
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -48,7 +48,7 @@ def test_a_pack_out_of_one_buffer_is_the_same(cp: int, attention: str) -> None:
         "dp_rank": 0, "cp_rank": cp - 1, "device": CPU, "masks": ("response_mask",), "attention": attention
     }  # fmt: skip
     packs = pack_step(batch, plan, **where)
-    for pack, again in zip(packs, ahead(StepPacks(batch, plan, **where)._take, len(packs), _moved), strict=True):
+    for pack, again in zip(packs, prefetch(StepPacks(batch, plan, **where)._take, len(packs), _moved), strict=True):
         expected, found = _tensors(pack), _tensors(again)
         assert expected.keys() == found.keys() and len(found) > 15
         for name, tensor in expected.items():
@@ -84,7 +84,7 @@ def test_one_thing_ahead() -> None:
         made.append(number)
         return number
 
-    things = ahead(make, 4, lambda thing: (thing, lambda: None))
+    things = prefetch(make, 4, lambda thing: (thing, lambda: None))
     assert next(things) == 0
     while len(made) < 2:
         pass
@@ -99,25 +99,25 @@ def test_what_fails_ahead_is_raised_where_it_is_used() -> None:
             raise ValueError("of pack 2")
         return number
 
-    things = ahead(make, 4, lambda thing: (thing, lambda: None))
+    things = prefetch(make, 4, lambda thing: (thing, lambda: None))
     assert [next(things), next(things)] == [0, 1]
     with pytest.raises(ValueError, match="of pack 2"):
         next(things)
-    left = ahead(make, 4, lambda thing: (thing, lambda: None))
+    left = prefetch(make, 4, lambda thing: (thing, lambda: None))
     assert next(left) == 0
     left.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_what_is_waited_for_is_timed(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs made between passes, and what a thread has left to do when the next pass wants its pack."""
+    """Time to make packs between passes, or the remaining time of the thread when a pass needs its pack."""
     import roll_batching.packing.batch as module
 
     batch = random_batch(1, 9, 40)
     plan = plan_step(batch.lengths.numpy(), PlanConstraints(dp_size=1, max_tokens=48), ids=batch.ids.numpy())
     packs = StepPacks(batch, plan, dp_rank=0, device=CPU)
-    monkeypatch.setattr(module, "to_cuda", lambda pack, device: _moved(pack))
+    monkeypatch.setattr(module, "copy_to_cuda", lambda pack, device: _moved(pack))
     if moves:
         packs._device = torch.device("cuda")
     timed: list[str] = []
@@ -131,7 +131,7 @@ def test_what_is_waited_for_is_timed(moves: bool, monkeypatch: pytest.MonkeyPatc
 
         return act
 
-    packs.timed_by(timing)
+    packs.set_timer(timing)
     found = []
     for pack in packs:
         assert timed[-1] == "ends" and len(timed) == 2 * (len(found) + 1)

@@ -1,8 +1,8 @@
-"""Where every token of one micro-batch lies: a pure function of the plan, made on the host.
+"""Layout of the tokens of one micro-batch, computed from the plan on the host.
 
-A pack is a row of *segments*: one slot per sample, then the tail filler as short segments of their
-own. A rectangle (padded and dynamic modes) is a pack whose slots are equal, so it needs no second
-layout. Everything here is numpy on the host; `PackedBatch` moves the index tensors it needs once.
+A pack is a sequence of *segments*: one slot per sample, then tail filler in short segments. A rectangle (padded and
+dynamic modes) is a pack with equal slots, so all modes have this layout. All arrays are numpy; `PackedBatch` copies the
+indices that it needs to the device once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 TAIL_SEGMENT = 64
-"""Longest segment of tail filler, in tokens: attention over filler stays linear in its length."""
+"""Longest segment of tail filler, in tokens, so that the cost of attention over filler is linear."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackLayout:
-    """Segments, positions and context-parallel rows of one pack.
+    """Segments, positions and context-parallel shares of one pack.
 
-    All per-token arrays have `tokens` entries, in pack order. Segments `0..samples-1` are the slots
-    of the plan's samples; the rest, if any, is filler.
+    Per-token arrays have `tokens` entries, in pack order. Segments 0 to samples - 1 are the slots of the samples; other
+    segments are filler.
     """
 
     lengths: IntArray
@@ -36,16 +36,16 @@ class PackLayout:
     segments: IntArray
     """Tokens of each segment, slots first and tail filler last, [segments]."""
     cp_size: int
-    """Context-parallel size that the rows are dealt to."""
+    """Context-parallel size."""
     rectangle_rows: int = 1
-    """Rows of equal length that a rectangle consists of; 1 for a pack."""
+    """Rows of a rectangle; 1 for a pack."""
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, cp_size: int = 1, tokens: int | None = None) -> PackLayout:
-        """Layout of a planned micro-batch (a filler is tail filler only).
+        """Layout of a planned micro-batch; a filler consists of tail filler only.
 
-        `tokens` fills the pack up to more tokens than planned. Raises `PlanError` when a segment
-        cannot be cut into `2 * cp_size` equal chunks.
+        `tokens` extends the tail filler to more tokens than planned. Raises `PlanError` if a segment cannot be divided
+        into `2 * cp_size` equal chunks.
         """
         slots = np.asarray(micro_batch.slots, dtype=np.int64)
         tail = int(tokens or micro_batch.tokens) - int(slots.sum())
@@ -73,22 +73,22 @@ class PackLayout:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens that the whole pack computes, before context parallelism divides them."""
+        """Tokens of the pack, before context parallelism divides them."""
         return int(self.segments.sum())
 
     @cached_property
     def cu_seqlens(self) -> IntArray:
-        """Start of every segment and, last, the end of the pack, [segments + 1]."""
+        """Starts of the segments and the end of the pack, [segments + 1]."""
         return np.concatenate([[0], np.cumsum(self.segments)]).astype(np.int64)
 
     @cached_property
     def segment_ids(self) -> IntArray:
-        """Segment of every token, [tokens]."""
+        """Segment of each token, [tokens]."""
         return np.repeat(np.arange(len(self.segments), dtype=np.int64), self.segments)
 
     @cached_property
     def position_ids(self) -> IntArray:
-        """Position of every token inside its segment, [tokens]."""
+        """Position of each token in its segment, [tokens]."""
         return np.arange(self.tokens, dtype=np.int64) - self.cu_seqlens[self.segment_ids]
 
     @cached_property
@@ -98,27 +98,27 @@ class PackLayout:
 
     @cached_property
     def real(self) -> BoolArray:
-        """Whether a token belongs to a sample (neither slot padding nor filler), [tokens]."""
+        """Whether a token belongs to a sample, and is not slot padding or filler, [tokens]."""
         return self.position_ids < self._used
 
     @cached_property
     def predicts(self) -> BoolArray:
-        """Whether row i has a label, token i + 1 of the same sample, [tokens]."""
+        """Whether token i has a label, token i + 1 of the same sample, [tokens]."""
         return self.position_ids < self._used - 1
 
     @property
     def longest_segment(self) -> int:
-        """Longest segment rounded up to a power of two: an upper bound that rarely changes.
+        """Longest segment, rounded up to a power of two.
 
-        Megatron and TransformerEngine key caches on it, so it is a Python int of few distinct values.
+        Megatron and TransformerEngine use it as a key of caches, so it is a Python int with few distinct values.
         """
         return 1 << (int(self.segments.max()) - 1).bit_length()
 
-    def rows(self, cp_rank: int) -> IntArray:
-        """Pack rows that `cp_rank` holds, in its own order, [tokens / cp_size].
+    def local_tokens(self, cp_rank: int) -> IntArray:
+        """Indices in the pack of the tokens that `cp_rank` holds, in its order, [tokens / cp_size].
 
-        Per segment the zigzag of Megatron and TransformerEngine: of `2 * cp_size` equal chunks rank
-        r holds chunks r and `2 * cp_size - 1 - r`, which equalises causal attention.
+        Each segment is divided as in Megatron and TransformerEngine: of `2 * cp_size` equal chunks rank r holds chunks
+        r and `2 * cp_size - 1 - r`, so that causal attention costs the same on all ranks.
         """
         if self.cp_size == 1:
             return np.arange(self.tokens, dtype=np.int64)
@@ -126,30 +126,30 @@ class PackLayout:
         owner = np.minimum(chunk, 2 * self.cp_size - 1 - chunk)
         return np.flatnonzero(owner == cp_rank)
 
-    def real_rows(self, cp_rank: int) -> IntArray:
-        """Of each sample, how many of the rows that `cp_rank` holds are real, [samples].
+    def real_token_counts(self, cp_rank: int) -> IntArray:
+        """Real tokens of each sample that `cp_rank` holds, [samples].
 
-        Under the zigzag these are the first of its rows there.
+        They are the first of its tokens of the sample, before slot padding.
         """
         if self.cp_size == 1:
             return self.lengths
         chunk = self.segments[: self.samples] // (2 * self.cp_size)
-        held = (cp_rank, 2 * self.cp_size - 1 - cp_rank)
-        first, second = (np.clip(self.lengths - at * chunk, 0, chunk) for at in held)
+        chunks = (cp_rank, 2 * self.cp_size - 1 - cp_rank)
+        first, second = (np.clip(self.lengths - number * chunk, 0, chunk) for number in chunks)
         real: IntArray = first + second
         return real
 
     @cached_property
     def restore(self) -> IntArray:
-        """Permutation from rows concatenated over CP ranks back to pack order, [tokens]."""
+        """Permutation from tokens concatenated over CP ranks to pack order, [tokens]."""
         if self.cp_size == 1:
             return np.arange(self.tokens, dtype=np.int64)
-        return np.argsort(np.concatenate([self.rows(rank) for rank in range(self.cp_size)]), kind="stable")
+        return np.argsort(np.concatenate([self.local_tokens(rank) for rank in range(self.cp_size)]), kind="stable")
 
     def source(self, starts: IntArray) -> IntArray:
-        """Index of every token in a flat ragged field, [tokens]; rows that are not real read row 0.
+        """Index of each token in a flat ragged field, [tokens]; 0 for tokens that are not real.
 
-        `starts` [samples] is where each sample of the pack begins in the flat field.
+        `starts` [samples] are the offsets of the samples in the flat field.
         """
         filler = np.zeros(len(self.segments) - self.samples, np.int64)
         start = np.concatenate([np.asarray(starts, np.int64), filler])[self.segment_ids]
