@@ -9,7 +9,7 @@ from typing import Any
 from roll_batching.errors import LayoutError, PlanError
 from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.parallel_dims import ParallelDims
-from roll_batching.planning.plain_values import LARGEST
+from roll_batching.planning.plain_values import LARGEST, switch_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,12 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     micro-batches (K) is a multiple of it. An integer N admits K with K % N == 0 or K % N >= pp_size. "auto" admits each
     K >= pp_size, and the plan has the smallest N that Megatron accepts for it."""
 
+    num_micro_batches_multiple: int = 1
+    """The number of micro-batches per rank is a multiple of this, beside what the layout asks."""
+
+    fillers: bool = True
+    """Whether a filler may take the place of an empty micro-batch; False: a plan that needs one is an error."""
+
     pack_multiple: int = 1
     """Alignment of the tokens that one rank holds, by precision: 1 in bf16 and fp32, 16 in FP8."""
 
@@ -38,6 +44,8 @@ class PlanConstraints(BatchingSpec, ParallelDims):
             raise PlanError(str(error)) from None
         BatchingSpec.__post_init__(self)
         self._convert_integer("pack_multiple")
+        self._convert_integer("num_micro_batches_multiple")
+        object.__setattr__(self, "fillers", switch_of("fillers", self.fillers))
         self._check_group_size()
         if self.rectangle_alignment > LARGEST:
             raise PlanError(
@@ -53,7 +61,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
 
     @classmethod
     def of(cls, dims: ParallelDims, batching: BatchingSpec, **further: Any) -> PlanConstraints:
-        """Constraints from a layout and batching settings; `further`: `group_size`, `pack_multiple`."""
+        """Constraints from a layout and batching settings; `further`: its own fields."""
         sizes = {field.name: getattr(dims, field.name) for field in fields(ParallelDims)}
         return cls(**sizes, **{field.name: getattr(batching, field.name) for field in fields(BatchingSpec)}, **further)
 

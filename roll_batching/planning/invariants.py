@@ -88,6 +88,13 @@ def _check_counts(plan: PlanArrays) -> None:
             )
     if np.any(plan.tokens < 1) or np.any(plan.rows < 1):
         raise PlanError("a micro-batch computes no token; use a filler in its place")
+    if not constraints.fillers and plan.fillers.any():
+        short = np.flatnonzero(plan.fillers.reshape(constraints.dp_size, -1).any(axis=1)).tolist()
+        raise PlanError(
+            f"ranks {short} have fewer samples than the {plan.num_micro_batches} micro-batches that every rank "
+            "computes, and fillers=False: raise max_tokens or the number of samples, or lower min_num_micro_batches or "
+            "num_micro_batches_multiple"
+        )
 
 
 def _check_tokens(plan: PlanArrays) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.cost_model import FIXED_TOKENS
 from roll_batching.planning.load_balance.balancing import Balancer
-from roll_batching.planning.load_balance.pools import Packing, Pool, pools_of
+from roll_batching.planning.load_balance.pools import Packing, Pool, fill_empty_packs, pools_of
 from roll_batching.planning.load_balance.rank_assignment import assign_packs, block_maxima
 from roll_batching.planning.load_balance.search_state import SearchState, lockstep_cost, pack_costs
 from roll_batching.planning.pipeline.num_micro_batches import group_size_of, legal_count, legal_counts
@@ -49,6 +49,8 @@ def balance(problem: PlanProblem, *, count: int | None = None) -> Placement:
         counts = [legal_count(_fewest_micro_batches(problem, pools), constraints)]
     packings = [packing for k in counts for packing in _candidates(Balancer(problem, pools, k))]
     packing = min(packings, key=lambda packing: _step_time(problem, packing)) if len(packings) > 1 else packings[0]
+    if not constraints.fillers:
+        packing = fill_empty_packs(problem, packing)
     table = _assign_to_ranks(problem, packing)
     if constraints.pp_size > 1:
         table = _order_in_pipeline(problem, table, _pack_costs(problem, packing))
@@ -234,6 +236,8 @@ def _best_counts(problem: PlanProblem, pools: list[Pool]) -> list[int]:
     constraints, budget = problem.constraints, SEARCH_BUDGET
     needed = _fewest_micro_batches(problem, pools)
     most = max(-(-len(pool.units) // pool.ranks) for pool in pools)
+    if not constraints.fillers:
+        most = min(len(pool.units) // pool.ranks for pool in pools)
     times: dict[int, int] = {}
 
     def time(count: int) -> int:
@@ -244,7 +248,10 @@ def _best_counts(problem: PlanProblem, pools: list[Pool]) -> list[int]:
 
     best = min(legal_counts(needed, most, constraints, budget.counts_tried), key=lambda count: (time(count), count))
     least = legal_count(needed, constraints)
-    for nearby in range(max(least, best - budget.counts_nearby), best + budget.counts_nearby + 1):
+    highest = best + budget.counts_nearby
+    if not constraints.fillers:
+        highest = min(highest, max(most, least))
+    for nearby in range(max(least, best - budget.counts_nearby), highest + 1):
         if legal_count(nearby, constraints) == nearby:
             time(nearby)
     return sorted(times, key=lambda count: (times[count], count))[: budget.counts_finalists]

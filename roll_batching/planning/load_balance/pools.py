@@ -23,6 +23,26 @@ class Packing:
     """int64[dp, K]: pack of each rank and index. The order of indices is not yet that of execution."""
 
 
+def fill_empty_packs(problem: PlanProblem, packing: Packing) -> Packing:
+    """The packing with a unit in every pack, as far as there are packs with two: for hosts without fillers.
+
+    An empty pack takes the cheapest unit of the costliest pack on its rank; of another rank where that rank has no pack
+    with two units and units may move.
+    """
+    place, costs = packing.place.copy(), problem.units.costs
+    rank_of = np.empty(packing.table.size, dtype=np.int64)
+    rank_of[packing.table] = np.arange(len(packing.table))[:, None]
+    for empty in np.flatnonzero(np.bincount(place, minlength=packing.table.size) == 0):
+        several = np.flatnonzero(np.bincount(place, minlength=packing.table.size) > 1)
+        near = several[rank_of[several] == rank_of[empty]]
+        donors = near if len(near) or problem.at_home else several
+        if len(donors):
+            load = np.bincount(place, weights=costs, minlength=packing.table.size)
+            units = np.flatnonzero(place == donors[np.argmax(load[donors])])
+            place[units[np.argmin(costs[units])]] = empty
+    return Packing(place, packing.table)
+
+
 def pools_of(problem: PlanProblem) -> list[Pool]:
     """One pool of all units, or one per rank where units have a home."""
     units, dp_size = problem.units, problem.constraints.dp_size

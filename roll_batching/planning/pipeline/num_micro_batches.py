@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from roll_batching.errors import PlanError
 from roll_batching.planning.constraints import PlanConstraints
 
@@ -28,17 +30,16 @@ def smallest_group(count: int, pp_size: int) -> int:
 
 def legal_count(count: int, constraints: PlanConstraints) -> int:
     """Smallest legal number of micro-batches that is at least `count` and `min_num_micro_batches`."""
+    multiple, pp_size, group_size = constraints.num_micro_batches_multiple, constraints.pp_size, constraints.group_size
     count = max(count, constraints.min_num_micro_batches, 1)
-    if not constraints.interleaved:
-        return count
-    pp_size = constraints.pp_size
-    if constraints.group_size is None:
-        return -(-count // pp_size) * pp_size
-    if constraints.group_size == "auto":
-        return max(count, pp_size)
-    count = max(count, int(constraints.group_size))
-    while not is_admissible(count, pp_size, int(constraints.group_size)):
-        count += 1
+    if constraints.interleaved and group_size is None:
+        multiple = math.lcm(multiple, pp_size)
+    elif constraints.interleaved:
+        count = max(count, pp_size if group_size == "auto" else int(group_size))
+    count = -(-count // multiple) * multiple
+    if constraints.interleaved and isinstance(group_size, int):
+        while not is_admissible(count, pp_size, group_size):
+            count += multiple
     return count
 
 
@@ -56,12 +57,11 @@ def group_size_of(count: int, constraints: PlanConstraints) -> int | None:
 def check_count(count: int, constraints: PlanConstraints) -> None:
     """Raise `PlanError` if `count` is not a legal number of micro-batches per rank."""
     if legal_count(count, constraints) != count:
-        rule = (
-            f"at least min_num_micro_batches={constraints.min_num_micro_batches}"
-            if not constraints.interleaved
-            else f"legal for pp_size={constraints.pp_size}, group_size={constraints.group_size!r} and "
-            f"min_num_micro_batches={constraints.min_num_micro_batches}"
-        )
+        rule = f"at least min_num_micro_batches={constraints.min_num_micro_batches}"
+        if constraints.num_micro_batches_multiple > 1:
+            rule += f" and a multiple of num_micro_batches_multiple={constraints.num_micro_batches_multiple}"
+        if constraints.interleaved:
+            rule += f" and legal for pp_size={constraints.pp_size}, group_size={constraints.group_size!r}"
         raise PlanError(
             f"{count} micro-batches per rank are not {rule}; the next legal number is {legal_count(count, constraints)}"
         )

@@ -1,0 +1,53 @@
+"""Rules that hosts have: a multiple of micro-batches that is no pipeline's, and no micro-batch without samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from roll_batching.errors import PlanError
+from roll_batching.planning import PlanConstraints, plan_step
+
+pytestmark = pytest.mark.planning
+LAYOUTS = [{}, {"pp_size": 2}, {"pp_size": 2, "vpp_size": 2}, {"pp_size": 4, "vpp_size": 2, "group_size": 6}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("algorithm", ["load_balance", "none", "first_fit_decreasing"])
+@pytest.mark.parametrize("multiple", [2, 3, 8])
+def test_the_number_is_a_multiple(layout, algorithm, multiple):
+    lengths = np.random.default_rng(multiple).integers(1, 100, 200)
+    rules = PlanConstraints(
+        dp_size=2, max_tokens=400, algorithm=algorithm, num_micro_batches_multiple=multiple, **layout
+    )
+    plan = plan_step(lengths, rules)
+    assert plan.num_micro_batches % multiple == 0
+    free = plan_step(lengths, PlanConstraints(dp_size=2, max_tokens=400, algorithm=algorithm, **layout))
+    assert plan.num_micro_batches >= free.num_micro_batches or layout.get("pp_size", 1) > 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+@pytest.mark.parametrize("home", [False, True])
+@pytest.mark.parametrize("spare", [0, 1, 7])
+def test_no_fillers_where_samples_are_enough(layout, home, spare):
+    """As many samples as micro-batches is enough, also where a longer pipeline would gain from more."""
+    generator = np.random.default_rng(spare)
+    for _ in range(20):
+        dp = int(generator.integers(1, 5))
+        least = int(generator.integers(2, 9)) * 2
+        counts = [least + spare * (rank == 0) for rank in range(dp)]
+        lengths = generator.integers(1, 300, sum(counts))
+        rules = PlanConstraints(dp_size=dp, max_tokens=10_000, min_num_micro_batches=least, fillers=False, **layout)
+        home_rank = np.repeat(np.arange(dp), counts) if home else None
+        plan = plan_step(lengths, rules, home_rank=home_rank)
+        assert plan.report.fillers == 0 and plan.num_micro_batches >= least
+
+
+@pytest.mark.bad_input
+def test_too_few_samples_are_an_error_by_rank():
+    rules = PlanConstraints(dp_size=3, max_tokens=100, min_num_micro_batches=3, fillers=False)
+    with pytest.raises(PlanError, match=r"ranks \[1\] have fewer samples than the 3 micro-batches"):
+        plan_step([10] * 8, rules, home_rank=[0, 0, 0, 1, 1, 2, 2, 2])
+    for name, wrong in (("fillers", 1), ("num_micro_batches_multiple", 0), ("num_micro_batches_multiple", 1.5)):
+        with pytest.raises(PlanError, match=name):
+            PlanConstraints(dp_size=1, max_tokens=8, **{name: wrong})
