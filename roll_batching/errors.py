@@ -41,6 +41,10 @@ class DeviceMemoryError(RollBatchingError, RuntimeError):
     """A device ran out of memory; the message has the micro-batch and the setting to lower."""
 
 
+class IntegrationError(RollBatchingError, RuntimeError):
+    """A host framework whose functions are not those that the integration replaces."""
+
+
 class EngineError(RollBatchingError, RuntimeError):
     """A rollout engine that cannot be reached, refuses a request, or sends an invalid reply."""
 

@@ -1,1 +1,1 @@
-"""Adapters for other frameworks: their functions and classes over the plugin, one module per framework."""
+"""Adapters for other frameworks, one module each; those that replace a host's functions do so when imported."""

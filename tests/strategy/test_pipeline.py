@@ -189,6 +189,9 @@ def layouts_that_do_not_fit(_: None) -> list[str]:
 def test_layouts_that_do_not_fit_are_refused_before_anything_runs(report: Any) -> None:
     for said in run_ranks(2, "tests.strategy.test_pipeline:layouts_that_do_not_fit"):
         assert "2 processes cannot be divided into replicas of 4" in said[0]
-        assert "parallel state has the layout pp 2 already, and dp 2 cannot be trained" in said[-1]
+        assert (
+            "parallel state has the layout pp 2 already, and a process has one: a model cannot train in dp 2"
+            in said[-1]
+        )
     report(f"a world that does not fit the layout: {said[0][:120]}")
     report(f"two layouts in one process: {said[-1][:120]}")

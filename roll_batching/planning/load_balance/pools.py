@@ -35,7 +35,7 @@ def fill_empty_packs(problem: PlanProblem, packing: Packing) -> Packing:
     for empty in np.flatnonzero(np.bincount(place, minlength=packing.table.size) == 0):
         several = np.flatnonzero(np.bincount(place, minlength=packing.table.size) > 1)
         near = several[rank_of[several] == rank_of[empty]]
-        donors = near if len(near) or problem.at_home else several
+        donors = near if len(near) or problem.has_home_ranks else several
         if len(donors):
             load = np.bincount(place, weights=costs, minlength=packing.table.size)
             units = np.flatnonzero(place == donors[np.argmax(load[donors])])

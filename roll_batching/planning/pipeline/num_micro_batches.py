@@ -35,7 +35,7 @@ def legal_count(count: int, constraints: PlanConstraints) -> int:
     if constraints.interleaved and group_size is None:
         multiple = math.lcm(multiple, pp_size)
     elif constraints.interleaved:
-        count = max(count, pp_size if group_size == "auto" else int(group_size))
+        count = max(count, group_size if isinstance(group_size, int) else pp_size)
     count = -(-count // multiple) * multiple
     if constraints.interleaved and isinstance(group_size, int):
         while not is_admissible(count, pp_size, group_size):

@@ -1,0 +1,130 @@
+"""Reversible replacement of a host's functions, after a check of their signatures."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from roll_batching.errors import IntegrationError
+
+logger = logging.getLogger("roll_batching")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replacement:
+    """One function of a host, or method of one of its classes, and what replaces it."""
+
+    module: str
+    """The module that defines it, such as `verl.utils.seqlen_balancing`."""
+    name: str
+    """Its name there: `function`, or `Class.method`."""
+    parameters: tuple[str, ...]
+    """Parameter names, in order, that the replacement was written for."""
+    by: Callable[..., Any]
+
+    @property
+    def path(self) -> str:
+        """Dotted path of the original."""
+        return f"{self.module}.{self.name}"
+
+
+class Integration:
+    """All replacements in one host.
+
+    `patch` rebinds each name where it is defined and in every module of the host that has already imported it;
+    later imports take the replacement from the defining module. `unpatch` gives all of them back. Both are idempotent.
+    """
+
+    def __init__(self, host: str, *, package: str, distribution: str, tried: tuple[str, ...]) -> None:
+        self.host = host
+        self._package = package
+        self._distribution = distribution
+        self._tried = tried
+        self._originals: dict[str, Any] = {}
+
+    @property
+    def patched(self) -> bool:
+        """Whether the replacements are in place."""
+        return bool(self._originals)
+
+    def original(self, replacement: Replacement) -> Any:
+        """The host's own function. Call only while patched."""
+        return self._originals[replacement.path]
+
+    def patch(self, *replacements: Replacement) -> None:
+        """Puts all replacements in place, or none.
+
+        Raises IntegrationError if the host is not installed, lacks one of the functions, or has another signature.
+        """
+        if self.patched:
+            return
+        owners = {one.path: self._owner(one) for one in replacements}
+        for one in replacements:
+            self._check(one, owners[one.path])
+        for one in replacements:
+            owner, name = owners[one.path]
+            self._originals[one.path] = inspect.getattr_static(owner, name)
+            self._rebind(owner, name, self._originals[one.path], one.by)
+        names = ", ".join(one.path for one in replacements)
+        logger.warning("roll-batching plans for %s %s now: it replaces %s", self.host, self._version(), names)
+
+    def unpatch(self, *replacements: Replacement) -> None:
+        """Gives the host its own functions back."""
+        for one in replacements:
+            if one.path in self._originals:
+                owner, name = self._owner(one)
+                self._rebind(owner, name, one.by, self._originals.pop(one.path))
+
+    def _owner(self, one: Replacement) -> tuple[Any, str]:
+        """The module or class that holds the name, and the name in it."""
+        try:
+            owner: Any = importlib.import_module(one.module)
+        except ImportError as error:
+            raise IntegrationError(
+                f"{self.host}: importing {one.module} failed ({error}). Install {self.host}, or leave "
+                "roll_batching.integrations out"
+            ) from error
+        *outer, name = one.name.split(".")
+        for part in outer:
+            owner = getattr(owner, part, None)
+        return owner, name
+
+    def _check(self, one: Replacement, place: tuple[Any, str]) -> None:
+        owner, name = place
+        function = getattr(owner, name, None) if owner is not None else None
+        tried = " and ".join(self._tried)
+        if not callable(function):
+            raise IntegrationError(
+                f"{self.host} {self._version()} has no {one.path}, which roll-batching would replace. It was written "
+                f"for {self.host} {tried}: install one of these, or leave roll_batching.integrations out"
+            )
+        found = tuple(inspect.signature(function).parameters)
+        if found != one.parameters:
+            raise IntegrationError(
+                f"{self.host} {self._version()}: {one.path} has the parameters ({', '.join(found)}), not "
+                f"({', '.join(one.parameters)}) as {self.host} {tried}: install one of these, or leave "
+                "roll_batching.integrations out"
+            )
+
+    def _rebind(self, owner: Any, name: str, old: Any, new: Any) -> None:
+        setattr(owner, name, new)
+        if inspect.isclass(owner):
+            return
+        for module_name, module in list(sys.modules.items()):
+            inside = module_name == self._package or module_name.startswith(f"{self._package}.")
+            if inside and vars(module).get(name) is old:
+                setattr(module, name, new)
+
+    def _version(self) -> str:
+        """The host's version, as its package or its installation names it."""
+        version = getattr(sys.modules.get(self._package), "__version__", None)
+        try:
+            return str(version or importlib.metadata.version(self._distribution))
+        except importlib.metadata.PackageNotFoundError:
+            return "(a checkout without a version)"
