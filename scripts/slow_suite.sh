@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # Slow tests, which scripts/test.sh skips. Further arguments go to pytest:
 #
-#   ./scripts/slow_suite.sh cluster      one whole suite: layouts, models, streams, rehearse, cluster, pages,
-#                                        rest, te
+#   ./scripts/slow_suite.sh cluster      one whole suite: layouts, models, streams, rehearse, cluster, rest, te, pages
 #   ./scripts/slow_suite.sh              the turn selected by the number of commits, as in .ci/run
 #   ./scripts/slow_suite.sh --turn 3     another turn
 #   ./scripts/slow_suite.sh --turns      lists all turns
 #
 # A turn is a suite or a part of a long one. After SLOW_SUITE_MINUTES (25) pytest is interrupted, and the exit status is
 # 124. Parts have equal numbers of tests, not equal times. `rest` has the slow tests without a suite. `te` needs the
-# environment of te_environment.sh, and has a turn only if it exists. PYTHON and --no-install work as in test.sh.
+# environment of te_environment.sh, and has a turn only if it exists. `pages` types the commands of README and docs, for
+# about an hour, and has no turn. PYTHON and --no-install work as in test.sh.
 set -euo pipefail
 source "$(dirname "$0")/_env.sh"
 cd "$root"
 
 suites=(layouts models streams rehearse cluster pages)
 turns=("layouts 1/3" "cluster 1/2" "rest 1/2" "streams 1/1" "layouts 2/3" "models 1/1" "cluster 2/2" "rehearse 1/1"
-    "rest 2/2" "layouts 3/3" "pages 1/3" "pages 2/3" "pages 3/3")
+    "rest 2/2" "layouts 3/3")
 if [ -x .venv-te/bin/python ]; then turns+=("te 1/1"); fi
 
 suite="" turn="" arguments=()

@@ -188,7 +188,7 @@ def test_what_cannot_be_resumed_says_why_on_every_rank(tmp_path, report):
     (tmp_path / "torn" / "job.json").write_text('{"phase": "warmup", "st')
     (tmp_path / "other.jsonl").write_text(json.dumps({"prompt": "a+1b+1=", "response": "#02"}) + "\n")
     cases = {
-        "no such checkpoint": ({"resume_from_checkpoint": str(tmp_path / "nowhere")}, "name one, or use true"),
+        "no such checkpoint": ({"resume_from_checkpoint": str(tmp_path / "nowhere")}, "name one, or set true"),
         "a checkpoint that cannot be read": ({"resume_from_checkpoint": str(tmp_path / "torn")}, "cannot be read"),
         "a phase that the job has not": (
             {"resume_from_checkpoint": str(base), "warmup": None, "max_steps": 1},
