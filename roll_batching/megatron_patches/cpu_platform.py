@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,6 +90,8 @@ def install() -> None:
     # Megatron's setter queues the state until CUDA is initialised, and its tracker warns when a fork draws on the CPU.
     randomness._set_cuda_rng_state = set_state
     logging.getLogger(randomness.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    # Megatron's advice on overlapping kernels with communication, which a CPU does not do.
+    warnings.filterwarnings("ignore", message="When using .* it is recommended to set the environment variable CUDA_")
     cuda.manual_seed = torch.manual_seed
     cuda.default_generators = [torch.default_generator]
     cuda.synchronize = lambda *args, **kwargs: None

@@ -99,6 +99,7 @@ def _vocabulary_problems(state: ModelState) -> list[str]:
 
 
 def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, settings: StepSettings) -> list[str]:
+    """Attention settings of the model that packs, or rectangles in rows form, do not support."""
     gpt = gpt_of(chunks[0])
     config = gpt.config
     if config.multi_latent_attention:

@@ -127,7 +127,7 @@ def test_lines_hold_messages_as_a_list_or_as_text(tmp_path, report):
         faults.check()
     for words in (
         "chats.jsonl:3",
-        "the assistant's own",
+        "the last message is the assistant's",
         "not the JSON of a list",
         "has no role",
         "no text as content",

@@ -264,7 +264,7 @@ def test_rubbish_ends_the_command_with_2_and_one_message(tmp_path, capsys, name,
         (["--mode", "bogus"], "bogus"),
         (["--dp", "1000000000"], "65536"),
         (["--max-tokens", "100"], "exceeds max_tokens=100"),
-        (["--plot", "plan.txt"], "end it in one of"),
+        (["--plot", "plan.txt"], "has no suffix of an image format: use one of"),
     ],
 )
 def test_options_of_rubbish_end_with_2(lengths_csv, capsys, option, words):
@@ -300,7 +300,9 @@ def test_bad_binary_files(tmp_path):
 
 def test_a_picture_of_no_known_format_is_refused_before_anything_is_planned(lengths_csv, tmp_path):
     result = CliRunner().invoke(app_of(plan), [str(lengths_csv[0]), "--plot", str(tmp_path / "x.txt")])
-    assert isinstance(result.exception, ConfigError) and "end it in one of" in str(result.exception)
+    assert isinstance(result.exception, ConfigError) and "has no suffix of an image format: use one of" in str(
+        result.exception
+    )
 
 
 def test_a_missing_file_is_said(tmp_path):

@@ -70,7 +70,7 @@ def job_that_ends_early(payload: dict[str, Any]) -> None:
     def slow(*given: Any) -> Any:
         if whole.is_dir():
             if payload["end"] == "full":
-                given[-1].append((Path(given[3][0]), OSError(28, "No space left on device")))
+                given[-1].append((Path(given[2][0]), OSError(28, "No space left on device")))
                 return []
             threading.Event().wait()
         return write(*given)

@@ -236,7 +236,7 @@ def lose_what_was_written(path: str) -> tuple[str, bool]:
             draft.commit()
     if dist.get_rank() == 0:
         shutil.rmtree(draft.folder)
-    return said(draft.keep)
+    return said(draft.commit)
 
 
 @pytest.mark.bad_input

@@ -232,6 +232,7 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys):
     @model_validator(mode="before")
     @classmethod
     def _empty_roles(cls, data: Any) -> Any:
+        """Sections that a file names without any key under them, as empty mappings; `pretrain` as each role's model."""
         if not isinstance(data, dict):
             return data
         data = {key: {} if value is None and key in ROLES[:2] else value for key, value in data.items()}

@@ -109,9 +109,10 @@ def compute_advantages(
 
 
 def group_rewards(rewards: np.ndarray, group_size: int, *, compares: bool = True) -> np.ndarray:
-    """A copy of `rewards` as float64[prompts, group_size]. `compares`: a group of one is an error.
+    """Rewards as float64[prompts, group_size], copied.
 
-    Raises DataError when they do not make whole groups or are not finite.
+    `compares`: the estimator compares the responses of a group, so that a group of one is an error. Raises DataError
+    for it, for rewards that do not fill whole groups, and for rewards that are not finite.
     """
     rewards = np.array(rewards, dtype=np.float64)
     if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:

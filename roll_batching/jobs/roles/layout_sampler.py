@@ -31,13 +31,13 @@ class LayoutSampler:
     so that the responses equal those of `strategy`. `__init__` and all methods are collective.
 
     Args:
-        worker: settings of the second model.
+        role: settings of the second model.
         strategy: the model in training.
-        rests: the second model's weights are on the device from `update` to `release_memory` only.
+        releases_memory: the second model's weights are on the device from `update` to `release_memory` only.
     """
 
-    def __init__(self, role: WorkerConfig, strategy: MegatronInferStrategy, *, rests: bool) -> None:
-        self.strategy, self._rests = strategy, rests
+    def __init__(self, role: WorkerConfig, strategy: MegatronInferStrategy, *, releases_memory: bool) -> None:
+        self.strategy, self._releases_memory = strategy, releases_memory
         self.model = MegatronInferStrategy(role, seed=strategy.seed, temperature=strategy.temperature)
         self.model.initialize(weights=False)
         self._exchange = LayoutExchange.of(strategy.layout.dp_rank, self.model.layout.dp_rank)
@@ -73,8 +73,8 @@ class LayoutSampler:
         self._seconds += time.perf_counter() - started
 
     def release_memory(self) -> None:
-        """Frees the weights before training, if `rests`; the next `update` copies them again."""
-        if self._rests:
+        """Frees the weights before training, if `releases_memory`; the next `update` copies them again."""
+        if self._releases_memory:
             self.model.offload_states("parameters", keep=False)
             self._version = None
 
@@ -103,9 +103,9 @@ class LayoutSampler:
     def metrics(self, local_batch: SampleBatch) -> Metrics:
         """Metrics since the last call: seconds of weight transfer on this rank, bytes sent between all ranks."""
         received = exchange(self.layout.host_group, "metrics of the sampler", lambda: self._transfer.bytes)
-        row: Metrics = {"weights_seconds": self._seconds, "weights_bytes": sum(received)}
+        metrics: Metrics = {"weights_seconds": self._seconds, "weights_bytes": sum(received)}
         self._transfer, self._seconds = Transfer(), 0.0
-        return row
+        return metrics
 
     def _with_draws(self, prompts: SampleBatch, settings: GenerationSettings) -> SampleBatch:
         """`prompts` with the random numbers that the strategy itself would use."""
@@ -145,7 +145,7 @@ def layout_sampler(config: JobConfig, strategy: MegatronInferStrategy) -> Layout
     if not samples_apart(config):
         return None
     worker = config.actor_train.model_copy(update={"strategy_args": config.actor_infer.strategy_args})
-    return LayoutSampler(worker, strategy, rests=config.is_offload_states)
+    return LayoutSampler(worker, strategy, releases_memory=config.is_offload_states)
 
 
 def _response_ids(prompt_ids: torch.Tensor, group: int) -> torch.Tensor:

@@ -112,9 +112,9 @@ class RemoteReference:
 
     def metrics(self) -> Metrics:
         """Metrics of rank 0: seconds waited since the last call, restarts so far."""
-        row: Metrics = {"reference_wait_seconds": self._wait_seconds}
+        metrics: Metrics = {"reference_wait_seconds": self._wait_seconds}
         self._wait_seconds = 0.0
-        return row | ({} if self._client is None else {"reference_restarts": self._client.restarts})
+        return metrics | ({} if self._client is None else {"reference_restarts": self._client.restarts})
 
     def close(self) -> None:
         """Ends the processes."""

@@ -170,7 +170,7 @@ class PoolBatcher:
                     own = self._identity[name]
                     raise DataError(
                         f"The saved stream position is of {difference}: {name} {saved[name]!r}, here {own!r}. "
-                        "Resume with the saved run's data and seed, or start a new run."
+                        "Resume with the saved run's data and seed, or start a new run"
                     )
         rank, size = self._identity["rank"], self._identity["size"]
         if any(saved["size"] != size for saved in states):

@@ -94,7 +94,7 @@ class EpochStream(Iterator[list[T]], Generic[T]):
             if state[key] != own[key]:
                 raise DataError(
                     f"The saved data position belongs to {what} ({key} {state[key]}, here {own[key]}): "
-                    "resume with the same data and seed, or start a new run."
+                    "resume with the same data and seed, or start a new run"
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < len(self.dataset):
@@ -141,7 +141,7 @@ class MixedStream(Iterator[list[T]], Generic[T]):
         if saved.keys() != self._streams.keys():
             raise DataError(
                 f"The saved data position has the domains {', '.join(saved) or '(none)'}, here there are "
-                f"{', '.join(self._streams)}: resume with the same domain_interleave_probs, or start a new run."
+                f"{', '.join(self._streams)}: resume with the same domain_interleave_probs, or start a new run"
             )
         for name, stream in self._streams.items():
             stream.load_state_dict(saved[name])

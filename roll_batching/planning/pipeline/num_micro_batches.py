@@ -57,13 +57,14 @@ def group_size_of(count: int, constraints: PlanConstraints) -> int | None:
 def check_count(count: int, constraints: PlanConstraints) -> None:
     """Raise `PlanError` if `count` is not a legal number of micro-batches per rank."""
     if legal_count(count, constraints) != count:
-        rule = f"at least min_num_micro_batches={constraints.min_num_micro_batches}"
+        rule = f"min_num_micro_batches={constraints.min_num_micro_batches}"
         if constraints.num_micro_batches_multiple > 1:
-            rule += f" and a multiple of num_micro_batches_multiple={constraints.num_micro_batches_multiple}"
+            rule += f", num_micro_batches_multiple={constraints.num_micro_batches_multiple}"
         if constraints.interleaved:
-            rule += f" and legal for pp_size={constraints.pp_size}, group_size={constraints.group_size!r}"
+            rule += f", pp_size={constraints.pp_size}, group_size={constraints.group_size!r}"
         raise PlanError(
-            f"{count} micro-batches per rank are not {rule}; the next legal number is {legal_count(count, constraints)}"
+            f"{count} micro-batches per rank are not legal for {rule}; the next legal number is "
+            f"{legal_count(count, constraints)}"
         )
 
 

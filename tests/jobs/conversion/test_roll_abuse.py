@@ -121,7 +121,7 @@ def test_a_data_file_whose_lines_name_no_domain_is_kept(tmp_path, text):
         ("roll", "policy: {model_name: a}\ngrpo: {}\n", "was written for NeMo-RL: convert it with --from nemo_rl"),
         ("nemo_rl", "", "is empty: there is nothing to convert"),
         ("nemo_rl", FILES["rlvr"], "was written for ROLL: convert it with --from roll"),
-        ("nemo_rl", "defaults: gone.yaml\n", "file.yaml: defaults: names gone.yaml, and there is no file"),
+        ("nemo_rl", "defaults: gone.yaml\n", "file.yaml: defaults: names gone.yaml, but the file .* does not exist"),
     ],
 )
 def test_a_file_that_is_not_of_the_framework_is_one_error(tmp_path, framework, text, words):

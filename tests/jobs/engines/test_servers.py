@@ -185,7 +185,7 @@ def test_what_servers_of_the_job_need(folder, report):
         config_from_dict(json.loads(written(folder, "vllm", options, infer=infer).read_text()))
     assert [problem.message.split(":")[0] for problem in caught.value.problems] == [
         "is set by the job",
-        "names 3 devices, and tensor and pipeline parallelism give 2 to a server; name a multiple",
+        "names 3 devices, but a server has 2 (tensor x pipeline parallel size); name a multiple of 2",
     ]
     report(str(caught.value))
     urls = {"engine_args": {"urls": ["http://h:1"], "start_timeout": 5}}

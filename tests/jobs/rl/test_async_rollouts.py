@@ -225,7 +225,7 @@ def test_nobody_waits_for_a_sampler_that_reads_nothing(folder):
     sampler = RoleClient(JobConfig.model_validate(job_of(folder)), SAMPLER)
     sampler.start()
     try:
-        os.kill(sampler.world.pids[0], signal.SIGSTOP)
+        os.kill(sampler.workers.pids[0], signal.SIGSTOP)
         prompts = [Prompt("x" * 1_000_000, "")]
         asking = threading.Thread(
             target=lambda: [sampler.ask(Request(number=i, prompts=prompts, seed=0, shown=0)) for i in range(4)],

@@ -33,7 +33,7 @@ def _models(options: dict[str, Any]) -> tuple[Any, Any, list[Any]]:
     policy = MegatronTrainStrategy(_worker(options["train"], options), seed=7)
     policy.initialize()
     fill(policy.chunks, 61, policy.layout.tp_rank, policy.layout.tp_size)
-    samplers = [LayoutSampler(_worker(sizes, options), policy, rests=True) for sizes in options["infer"]]
+    samplers = [LayoutSampler(_worker(sizes, options), policy, releases_memory=True) for sizes in options["infer"]]
     # Where the policy cannot generate, one sampler's answers are compared with another's.
     alone = policy.layout.cp_size > 1 or policy.layout.vpp_size > 1
     return policy, samplers[0] if alone else policy, samplers
@@ -125,7 +125,7 @@ def _refused(policy: Any, sampler: Any) -> list[str]:
     def no_room(*args: Any, **kwargs: Any) -> Any:
         raise DeviceMemoryError("no room on this rank")
 
-    for place, name in ((sampler.model, "load_states"), (Resharding, "_largest")):
+    for place, name in ((sampler.model, "load_states"), (Resharding, "_bucket_sizes")):
         kept = getattr(place, name)
         if full:
             setattr(place, name, no_room)

@@ -111,7 +111,7 @@ def test_generate_answers_prompts(run, tmp_path, report):
     ("made", "words"),
     [
         ("", "no run's folder"),
-        ("config.yaml", "saved none. Train again with save_steps="),
+        ("config.yaml", "saved none. Train again with save_steps"),
         ("model/config.json", "the trained model, in "),
     ],
 )
