@@ -118,7 +118,7 @@ class Integration:
             return
         for module_name, module in list(sys.modules.items()):
             inside = module_name == self._package or module_name.startswith(f"{self._package}.")
-            if inside and vars(module).get(name) is old:
+            if inside and getattr(module, name, None) is old:  # a module may be None: an import that is forbidden
                 setattr(module, name, new)
 
     def _version(self) -> str:

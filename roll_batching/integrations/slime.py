@@ -5,7 +5,7 @@ a function by its path and is loaded there does so, such as
 `--rollout-all-samples-process-path roll_batching.integrations.slime.keep_samples`. Without `--use-dynamic-batch-size`
 slime's own schedule is used. Kept of slime: the samples of a rollout share a step, every rank has the same count, a
 multiple of `microbatch_group_size_per_vp_stage` under VPP, no micro-batch is empty, a sample above the cap has a
-micro-batch of its own, trailing rollouts are left out.
+separate micro-batch, trailing rollouts are left out.
 
 Source: slime/utils/dp_schedule.py, slime/ray/rollout.py at 624b824a.
 """

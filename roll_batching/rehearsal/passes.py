@@ -71,7 +71,7 @@ class Policy(_RehearsedStrategy, MegatronTrainStrategy):
     """Training strategy of the policy."""
 
     def trace_gradient_sync(self) -> None:
-        """Record the gradient synchronization at the end of the schedule as a phase of its own."""
+        """Record the gradient synchronization at the end of the schedule as a separate phase."""
         config = self.chunks[0].config
         finalize = config.finalize_model_grads_func
 

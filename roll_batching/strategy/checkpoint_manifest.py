@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: sizes and digests of its files, compared before anything is loaded.
 
-It detects files that were damaged, exchanged or edited after they were written. It is not a signature: whoever can edit
+It detects files that were damaged, exchanged or edited after they were written. It is no signature: anyone who can edit
 the files can write a manifest that matches.
 """
 

@@ -32,7 +32,7 @@ class HFEngine:
         return {} if self._model is None else {"transformers": None}
 
     def set_live(self, live: Mapping[str, Any], version: int) -> None:
-        """Does nothing: every process loads weights into a model of its own."""
+        """Does nothing: every process loads weights into its local model."""
 
     def metrics(self) -> dict[str, float]:
         """No metrics."""

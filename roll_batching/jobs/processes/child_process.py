@@ -53,7 +53,7 @@ def start_child_process(
 def start_cleanup(script: str, *arguments: str, folder: str | None = None) -> subprocess.Popen[bytes]:
     """A shell that runs `script` in `folder` once its `stdin` is closed, or this process has ended in any way.
 
-    It has a session of its own, so that signals to ours do not end it. `arguments` are the script's $1, $2, ...
+    It runs in a separate session, so that signals to ours do not end it. `arguments` are the script's $1, $2, ...
     """
     return subprocess.Popen(
         ["sh", "-c", f"read -r _; {script}", "sh", *arguments],

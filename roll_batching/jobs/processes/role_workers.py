@@ -1,4 +1,4 @@
-"""Worker processes of a role with devices of its own: started, watched and ended together."""
+"""Worker processes of a role on separate devices: started, watched and ended together."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class RoleClient:
     Args:
         config: the job.
         kind: the role.
-        start_workers: starts the workers of a role that has devices of its own; others start on this machine.
+        start_workers: starts the workers of a role on separate devices; others start on this machine.
         notice_after: seconds of waiting before a notice; the next follow after twice as long each.
     """
 

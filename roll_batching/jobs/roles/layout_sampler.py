@@ -25,7 +25,7 @@ _DRAWS = "draws"
 
 
 class LayoutSampler:
-    """A second model that generates rollouts, with the weights of `strategy` and a parallel layout of its own.
+    """A second model that generates rollouts, with the weights of `strategy` and a separate parallel layout.
 
     Prompts and responses are on the ranks where `strategy` would have them. Random numbers are sent with the prompts,
     so that the responses equal those of `strategy`. `__init__` and all methods are collective.

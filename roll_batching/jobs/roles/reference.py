@@ -1,4 +1,4 @@
-"""Worker of a reference with devices of its own: log-probs of samples by a frozen copy of the policy."""
+"""Worker of a reference on separate devices: log-probs of samples by a frozen copy of the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probs of a reference on devices of its own, requested by the training ranks once per step."""
+"""Log-probs of a reference on separate devices, requested by the training ranks once per step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REFERENCE = RoleKind(
 
 
 class RemoteReference:
-    """A frozen copy of the model of `strategy`, in processes and a parallel layout of its own.
+    """A frozen copy of the model of `strategy`, in separate processes and a separate parallel layout.
 
     `__init__` and all methods but `close` are collective; rank 0 has the connections. They raise RankError, the same on
     all ranks, when the processes fail or may not be restarted.

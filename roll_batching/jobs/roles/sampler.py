@@ -1,6 +1,6 @@
-"""Worker of a sampler with processes of its own: it generates and scores rollouts.
+"""Worker of a sampler in separate processes: it generates and scores rollouts.
 
-It holds a copy of the model, in the layout of actor_infer on devices of its own or else in a single process, and loads
+It holds a copy of the model, in the layout of actor_infer on separate devices or else in a single process, and loads
 checkpoints that training writes; or it sends requests to an engine, which loads model directories.
 """
 
@@ -165,7 +165,7 @@ def _model(config: JobConfig, temperature: float) -> MegatronInferStrategy:
 
 
 def sampler_worker(config: JobConfig) -> WorkerConfig:
-    """actor_train's settings, in actor_infer's layout if it has devices of its own, else for a single process."""
+    """actor_train's settings, in actor_infer's layout if it has separate devices, else for a single process."""
     worker = config.actor_train
     if config.own_devices("actor_infer") is not None:
         layout = config.actor_infer.strategy_args.strategy_config
