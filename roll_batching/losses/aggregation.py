@@ -7,15 +7,12 @@ all shares does not depend on the micro-batches. Your own is such a function of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
 from roll_batching.errors import LossError
 from roll_batching.losses.views import TokenView
-
-AggregationName = Literal["token_mean", "sequence_mean", "sequence_sum"]
-Aggregation = AggregationName | Callable[[TokenView, torch.Tensor], torch.Tensor]
+from roll_batching.settings.losses import Aggregation, check_aggregation
 
 
 def token_mean(view: TokenView, per_token: torch.Tensor) -> torch.Tensor:
@@ -49,8 +46,5 @@ _BY_NAME = {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_
 
 def resolve_aggregation(how: Aggregation) -> Callable[[TokenView, torch.Tensor], torch.Tensor]:
     """The aggregation of a name; a function is returned unchanged. Raises `LossError` for unknown names."""
-    if callable(how):
-        return how
-    if how not in _BY_NAME:
-        raise LossError(f"aggregation {how!r}: give one of {', '.join(_BY_NAME)}, or a function of (view, per_token)")
-    return _BY_NAME[how]
+    check_aggregation(how)
+    return how if callable(how) else _BY_NAME[how]

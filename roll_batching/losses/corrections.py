@@ -5,20 +5,12 @@ The engine samples the tokens, and its kernels compute other probabilities than 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from roll_batching.losses.contract import Metric
 from roll_batching.losses.estimators import LOG_RATIO_BOUND, bounded
 from roll_batching.losses.views import TokenView
-
-EngineCorrection = Literal["truncate", "mask", "mask_sequences"]
-"""truncate: w clamped to [lowest, cap], truncated importance sampling (IMPALA, Espeholt et al. 2018, arXiv 1802.01561).
-mask: w, and 0 outside that range (IcePop, Ling team 2025). mask_sequences: w, and 0 for whole sequences whose geometric
-mean is outside (seq-mask-TIS, Liu et al. 2025, "When speed kills stability"; its range is narrow, about 0.999 to
-1.002)."""
-CORRECTIONS: tuple[EngineCorrection, ...] = ("truncate", "mask", "mask_sequences")
+from roll_batching.settings.losses import EngineCorrection
 
 
 def engine_weights(

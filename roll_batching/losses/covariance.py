@@ -16,13 +16,14 @@ import torch
 
 from roll_batching.distributed import exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
-from roll_batching.errors import DataError, LossError
+from roll_batching.errors import DataError
 from roll_batching.losses.contract import Metric
 from roll_batching.losses.estimators import bounded
 from roll_batching.losses.objectives import PolicyLoss, token_ratio
 from roll_batching.losses.policy import PolicyGradient, PolicyTokens
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.samples.token_masks import counted_positions, sample_of
+from roll_batching.settings.losses import ClipCovSettings, KlCovSettings
 
 _HELD_BACK = "held_back"
 
@@ -83,24 +84,9 @@ def _mark(batch: SampleBatch, selected: np.ndarray) -> SampleBatch:
     return batch.with_fields({_HELD_BACK: marks}, {_HELD_BACK: FieldSpec("next_token")})
 
 
-def _check_share(share: float) -> None:
-    if not 0 < share <= 1:
-        raise LossError(f"share is {share}: give a share of tokens above 0 and at most 1")
-
-
 @dataclass(frozen=True, kw_only=True)
-class ClipCovLoss(PolicyLoss):
+class ClipCovLoss(ClipCovSettings, PolicyLoss):
     """`PolicyLoss` without a random `share` of the tokens whose covariance is in [lowest, highest]."""
-
-    share: float = 0.0002
-    lowest: float = 1.0
-    highest: float = 5.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_share(self.share)
-        if self.lowest >= self.highest:
-            raise LossError(f"lowest is {self.lowest}, highest {self.highest}: give a range of covariances")
 
     def prepare(self, batch: SampleBatch, layout: ParallelLayout, seed: int) -> SampleBatch:
         """Marks the excluded tokens, drawn with `seed`, equal on every rank. Collective."""
@@ -117,17 +103,8 @@ class ClipCovLoss(PolicyLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KlCovLoss(PolicyGradient):
+class KlCovLoss(KlCovSettings, PolicyGradient):
     """-r A, plus penalty |log r| for the `share` of tokens with the largest covariances."""
-
-    share: float = 0.0002
-    penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_share(self.share)
-        if self.penalty < 0:
-            raise LossError(f"penalty is {self.penalty}: give 0 or more")
 
     def prepare(self, batch: SampleBatch, layout: ParallelLayout, seed: int) -> SampleBatch:
         """Marks the penalised tokens, equal on every rank. Collective."""

@@ -8,7 +8,7 @@ comparison with other frameworks.
 Log-probs that are far apart make exp(d) overflow, and a clip after it then has a gradient of NaN. So d is clamped
 before every exp, as in verl and NeMo-RL; beyond the bound there is no gradient.
 
-`KlGradient` selects the gradient independently of the value:
+`kl_gradient` selects the gradient independently of the value:
 
 - "value": the estimator's own gradient; only k2's is that of the divergence;
 - "straight_through": k2's gradient, which is unbiased on samples of the policy (verl's k1+, k3+, abs+);
@@ -21,20 +21,15 @@ before every exp, as in verl and NeMo-RL; beyond the bound there is no gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
-KlEstimator = Literal["k1", "k2", "k3", "abs"]
-KlGradient = Literal["value", "straight_through", "score_function", "importance"]
-KL_GRADIENTS: tuple[KlGradient, ...] = ("value", "straight_through", "score_function", "importance")
+from roll_batching.settings.losses import KL_BOUND, KlGradient
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios of tokens are clamped to +-20 before exp (verl, NeMo-RL)."""
 SEQUENCE_LOG_RATIO_BOUND = 10.0
 """A sequence's mean log-ratio is clamped to at most 10 before exp (verl's GSPO)."""
-KL_BOUND = 10.0
-"""k3 is at most 10 per token (verl, ROLL, NeMo-RL)."""
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:

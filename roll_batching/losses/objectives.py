@@ -6,43 +6,18 @@ Notation: r = p / p_old, A the advantage, sg stop-gradient. The common parts are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from roll_batching.errors import LossError
 from roll_batching.losses.contract import Metric
 from roll_batching.losses.estimators import LOG_RATIO_BOUND, SEQUENCE_LOG_RATIO_BOUND, bounded
 from roll_batching.losses.policy import PolicyGradient, PolicyTokens
-
-RatioOf = Literal["token", "sequence", "sequence_token"]
+from roll_batching.settings.losses import CISPOSettings, GMPOSettings, PolicySettings, SAPOSettings, TOPRSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss(PolicyGradient):
+class PolicyLoss(PolicySettings, PolicyGradient):
     """Clipped policy gradient, -min(r A, clip(r) A) (PPO, Schulman et al. 2017, arXiv 1707.06347)."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high] (clip-higher: DAPO, Yu et al. 2025, arXiv 2503.14476)."""
-    dual_clip: float | None = None
-    """With a negative advantage A the loss is at most -dual_clip * A; above 1 (Ye et al. 2020, arXiv 1912.09729).
-    Above 1 + clip_high this is two-sided clipping, min(r, delta), of INTELLECT-2 (2025, arXiv 2505.07291) and TRL."""
-    ratio: RatioOf = "token"
-    """"sequence": one ratio s per sequence, the geometric mean of its tokens' (GSPO, Zheng et al. 2025, arXiv
-    2507.18071; its clip range is much narrower, about 3e-4, and its aggregation "sequence_mean"). "sequence_token":
-    sg(s) p / sg(p), the same value with each token's gradient, for advantages per token (its section 4.3; verl)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 < self.clip_low <= 1 and self.clip_high > 0):
-            raise LossError(
-                f"clip range ({self.clip_low}, {self.clip_high}): give clip_low in (0, 1] and clip_high above 0"
-            )
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise LossError(f"dual_clip is {self.dual_clip}: give a number above 1, such as 3, or None")
-        if self.ratio not in ("token", "sequence", "sequence_token"):
-            raise LossError(f"ratio {self.ratio!r}: give token, sequence or sequence_token")
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
         """See `PolicyGradient.surrogate`."""
@@ -76,22 +51,12 @@ def token_ratio(policy: PolicyTokens) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CISPOLoss(PolicyGradient):
+class CISPOLoss(CISPOSettings, PolicyGradient):
     """-sg(clip(r)) A log p: clipped weights, but a gradient for every token (MiniMax-M1, 2025, arXiv 2506.13585).
 
     The weight is clipped to [1 - clip_low, 1 + clip_high]. `clip_low=1` has no lower bound, as in the paper;
     `clip_low=1, clip_high=0` is ROLL's `tis`.
     """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
-            raise LossError(
-                f"clip range ({self.clip_low}, {self.clip_high}): give clip_low in [0, 1] and clip_high from 0"
-            )
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
         """See `PolicyGradient.surrogate`."""
@@ -103,20 +68,8 @@ class CISPOLoss(PolicyGradient):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAPOLoss(PolicyGradient):
+class SAPOLoss(SAPOSettings, PolicyGradient):
     """-(4 / t) sigmoid(t (r - 1)) A: a soft gate instead of a clip (SAPO, Gao et al. 2025, arXiv 2511.20347)."""
-
-    temperature_positive: float = 1.0
-    """t for positive A."""
-    temperature_negative: float = 1.05
-    """t for other A: higher, so that gradients that lower a token's probability fade sooner."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.temperature_positive, self.temperature_negative) <= 0:
-            raise LossError(
-                f"temperatures ({self.temperature_positive}, {self.temperature_negative}): give positive numbers"
-            )
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
         """See `PolicyGradient.surrogate`."""
@@ -128,20 +81,12 @@ class SAPOLoss(PolicyGradient):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GMPOLoss(PolicyGradient):
+class GMPOLoss(GMPOSettings, PolicyGradient):
     """-A exp(mean of clip(log r)): the geometric mean of clipped ratios (GMPO, Zhao et al. 2025, arXiv 2507.20673).
 
     log r is clipped at clip_high for positive A and at -clip_low for negative A. A is the mean over the sequence. The
     paper's aggregation is "sequence_mean".
     """
-
-    clip_low: float = 0.4
-    clip_high: float = 0.4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.clip_low <= 0 or self.clip_high <= 0:
-            raise LossError(f"clip range ({self.clip_low}, {self.clip_high}): give positive bounds for log-ratios")
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
         """See `PolicyGradient.surrogate`; equal at all tokens of a sequence."""
@@ -171,20 +116,12 @@ class GPGLoss(PolicyGradient):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TOPRLoss(PolicyGradient):
+class TOPRLoss(TOPRSettings, PolicyGradient):
     """-A log p for responses with positive reward, -sg(min(r, 1)) A log p for others, each with its weight.
 
     Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv 2503.14286), with a ratio per token as in ROLL (in the
     paper per sequence). Reads `rewards` (sample field).
     """
-
-    positive_weight: float = 1.0
-    negative_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.positive_weight < 0 or self.negative_weight < 0:
-            raise LossError(f"weights ({self.positive_weight}, {self.negative_weight}): give 0 or more")
 
     def surrogate(self, policy: PolicyTokens) -> tuple[torch.Tensor, dict[str, Metric]]:
         """See `PolicyGradient.surrogate`."""

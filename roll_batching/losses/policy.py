@@ -13,23 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roll_batching.errors import DataError, LossError
-from roll_batching.losses.aggregation import Aggregation, resolve_aggregation
+from roll_batching.errors import DataError
+from roll_batching.losses.aggregation import resolve_aggregation
 from roll_batching.losses.contract import LossOutput, Max, Metric
-from roll_batching.losses.corrections import CORRECTIONS, EngineCorrection, engine_weights
-from roll_batching.losses.estimators import (
-    ESTIMATORS,
-    KL_BOUND,
-    KL_GRADIENTS,
-    LOG_RATIO_BOUND,
-    KlEstimator,
-    KlGradient,
-    bounded,
-    k3,
-    with_gradient,
-)
+from roll_batching.losses.corrections import engine_weights
+from roll_batching.losses.estimators import ESTIMATORS, LOG_RATIO_BOUND, bounded, k3, with_gradient
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
+from roll_batching.settings.losses import PolicyGradientSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +54,7 @@ class PolicyTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient:
+class PolicyGradient(PolicyGradientSettings):
     """The loss aggregation(w S + kl_coef KL - entropy_coef H), with surrogate S and engine correction w.
 
     Reads `response_mask`, `advantages` (sample or token field), `old_log_probs` (next_token; absent: strictly
@@ -74,40 +65,6 @@ class PolicyGradient:
 
     needs: ClassVar[frozenset[str]] = frozenset({"log_probs", "entropy"})
     masks: ClassVar[tuple[str, ...]] = ("response_mask",)
-    kl_coef: float = 0.0
-    """Weight of the KL penalty to the reference (GRPO, Shao et al. 2024, arXiv 2402.03300); reads `ref_log_probs`
-    (next_token)."""
-    kl_estimator: KlEstimator = "k3"
-    kl_gradient: KlGradient = "value"
-    kl_bound: float | None = KL_BOUND
-    """Upper bound of k3 per token, without gradient beyond (verl, ROLL: 10); None: no bound."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    engine_correction: EngineCorrection = "truncate"
-    engine_ratio_min: float = 0.0
-    """Lower bound of p_trainer / p_engine for `engine_correction`."""
-    engine_ratio_cap: float | None = None
-    """Upper bound; None: no correction. Reads `rollout_log_probs` (next_token), the engine's log-probs."""
-    sample_weights: str | None = None
-    """Name of a sample field of non-negative weights, normalised to a mean of 1 over the mini-batch."""
-    aggregation: Aggregation = "token_mean"
-
-    def __post_init__(self) -> None:
-        if self.engine_ratio_cap is not None and self.engine_ratio_cap <= 0:
-            raise LossError(f"engine_ratio_cap is {self.engine_ratio_cap}: give a positive number, such as 2, or None")
-        if self.engine_ratio_min < 0 or self.engine_ratio_min > (self.engine_ratio_cap or float("inf")):
-            raise LossError(f"engine_ratio_min is {self.engine_ratio_min}: give a number from 0 to engine_ratio_cap")
-        if self.engine_correction not in CORRECTIONS:
-            raise LossError(f"engine_correction {self.engine_correction!r}: give one of {', '.join(CORRECTIONS)}")
-        if self.kl_estimator not in ESTIMATORS:
-            raise LossError(f"kl_estimator {self.kl_estimator!r}: give one of {', '.join(ESTIMATORS)}")
-        if self.kl_gradient not in KL_GRADIENTS:
-            raise LossError(f"kl_gradient {self.kl_gradient!r}: give one of {', '.join(KL_GRADIENTS)}")
-        if self.kl_coef < 0:
-            raise LossError(f"kl_coef is {self.kl_coef}: give 0 or more")
-        if self.kl_bound is not None and self.kl_bound <= 0:
-            raise LossError(f"kl_bound is {self.kl_bound}: give a positive number, such as 10, or None")
-        resolve_aggregation(self.aggregation)
 
     @property
     def sums(self) -> tuple[str, ...]:

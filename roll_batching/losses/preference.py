@@ -11,15 +11,16 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from roll_batching.errors import DataError, LossError
+from roll_batching.errors import DataError
 from roll_batching.losses.contract import LossOutput, Mean
 from roll_batching.losses.denominators import counted_per_sample
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
+from roll_batching.settings.losses import DPOSettings, PreferenceSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceLoss:
+class PreferenceLoss(PreferenceSettings):
     """The mean over pairs of a loss of the margin between chosen and rejected response.
 
     The margin is sum(log p - log p_ref) of the chosen response minus that of the rejected one. Reads `response_mask`,
@@ -30,19 +31,6 @@ class PreferenceLoss:
     needs: ClassVar[frozenset[str]] = frozenset({"log_probs"})
     masks: ClassVar[tuple[str, ...]] = ("response_mask",)
     sums: ClassVar[tuple[str, ...]] = ("chosen",)
-    beta: float = 0.1
-    """Strength of the implicit KL penalty to the reference."""
-    average_log_probs: bool = False
-    """Whether margins are means over tokens instead of sums (TRL's IPO, NeMo-RL's preference_average_log_probs)."""
-    sft_coef: float = 0.0
-    """Weight of the chosen responses' negative log-likelihood, averaged over pairs (RPO, Pang et al. 2024, arXiv
-    2404.19733; NeMo-RL's sft_loss_weight)."""
-    sft_average_log_probs: bool = False
-    """Whether that likelihood is the mean over tokens instead of the sum."""
-
-    def __post_init__(self) -> None:
-        if self.beta <= 0 or self.sft_coef < 0:
-            raise LossError(f"beta {self.beta}, sft_coef {self.sft_coef}: give beta above 0 and sft_coef from 0")
 
     def per_pair(self, margin: torch.Tensor) -> torch.Tensor:
         """[pairs] loss of margins [pairs]."""
@@ -92,11 +80,8 @@ class PreferenceLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOLoss(PreferenceLoss):
+class DPOLoss(DPOSettings, PreferenceLoss):
     """-log sigmoid(beta margin): direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290)."""
-
-    label_smoothing: float = 0.0
-    """Assumed share of pairs with a wrong label (cDPO, Mitchell 2023)."""
 
     def per_pair(self, margin: torch.Tensor) -> torch.Tensor:
         """See `PreferenceLoss.per_pair`."""

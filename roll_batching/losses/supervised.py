@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from roll_batching.losses.aggregation import Aggregation, resolve_aggregation
+from roll_batching.losses.aggregation import resolve_aggregation
 from roll_batching.losses.contract import LossOutput
 from roll_batching.losses.views import TokenView
+from roll_batching.settings.losses import SFTSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTLoss:
+class SFTLoss(SFTSettings):
     """Mean negative log-likelihood of the response tokens.
 
     Reads `response_mask` (token field).
@@ -19,7 +20,6 @@ class SFTLoss:
 
     needs: ClassVar[frozenset[str]] = frozenset({"log_probs"})
     masks: ClassVar[tuple[str, ...]] = ("response_mask",)
-    aggregation: Aggregation = "token_mean"
 
     def token_loss(self, tokens: TokenView) -> LossOutput:
         """The pack's share of the loss."""

@@ -22,7 +22,7 @@ import torch
 
 from roll_batching.distributed import exchange
 from roll_batching.distributed.parallel_layout import ParallelLayout
-from roll_batching.errors import DataError, LossError
+from roll_batching.errors import DataError
 from roll_batching.losses.contract import LossOutput, Mean
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
@@ -30,6 +30,7 @@ from roll_batching.samples.exchange_group import ExchangeGroup
 from roll_batching.samples.length_table import require_batch
 from roll_batching.samples.ragged import row_indices
 from roll_batching.samples.token_masks import counted_positions, mask_of, sample_of
+from roll_batching.settings.losses import KTOSettings
 
 
 def mismatched(batch: SampleBatch, mask: str = "response_mask") -> SampleBatch:
@@ -80,7 +81,7 @@ def reference_point(mismatched: SampleBatch, layout: ParallelLayout, mask: str =
 
 
 @dataclass(frozen=True, kw_only=True)
-class KTOLoss:
+class KTOLoss(KTOSettings):
     """w sigmoid(beta (point - reward)) for desirable responses, w sigmoid(beta (reward - point)) for undesirable ones.
 
     The reward is sum(log p - log p_ref); the loss is the mean over all responses of the step. Reads `response_mask`,
@@ -91,18 +92,6 @@ class KTOLoss:
 
     needs: ClassVar[frozenset[str]] = frozenset({"log_probs"})
     masks: ClassVar[tuple[str, ...]] = ("response_mask",)
-    beta: float = 0.1
-    """Strength of the implicit KL penalty to the reference."""
-    desirable_weight: float = 1.0
-    """Weight of desirable responses. With n_d and n_u of each kind the paper sets n_d w_d / (n_u w_u) to 1 to 4/3."""
-    undesirable_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.beta <= 0 or min(self.desirable_weight, self.undesirable_weight) < 0:
-            raise LossError(
-                f"beta {self.beta}, desirable_weight {self.desirable_weight}, undesirable_weight "
-                f"{self.undesirable_weight}: give beta above 0 and weights from 0"
-            )
 
     def check(self, batch: SampleBatch, micro_batches: Sequence[npt.NDArray[np.int64]]) -> None:
         """Raises `DataError` if a sample field is missing."""

@@ -218,7 +218,7 @@ def test_metrics_do_not_depend_on_the_partition() -> None:
         ({"kl_gradient": "both"}, "value, straight_through, score_function, importance"),
         ({"engine_correction": "drop"}, "truncate, mask, mask_sequences"),
         ({"engine_ratio_cap": 2.0, "engine_ratio_min": 3.0}, "engine_ratio_min is 3.0"),
-        ({"ratio": "word"}, "token, sequence or sequence_token"),
+        ({"ratio": "word"}, "one of token, sequence, sequence_token"),
         ({"aggregation": "token-mean"}, "token_mean, sequence_mean, sequence_sum"),
     ],
 )

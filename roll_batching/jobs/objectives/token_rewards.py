@@ -19,9 +19,10 @@ from roll_batching.errors import DataError
 from roll_batching.jobs.objectives.advantages import VARIANCE_EPSILON
 from roll_batching.jobs.objectives.stateful import KlCoefficient
 from roll_batching.jobs.observe.metrics_file import Metrics
-from roll_batching.losses.estimators import ESTIMATORS, KL_BOUND, KlEstimator, k3
+from roll_batching.losses.estimators import ESTIMATORS, k3
 from roll_batching.samples import FieldSpec, SampleBatch
 from roll_batching.samples.token_masks import counted_positions, sample_of
+from roll_batching.settings.losses import KL_BOUND, KlEstimator
 
 
 @dataclass(frozen=True, kw_only=True)
