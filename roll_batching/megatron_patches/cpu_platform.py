@@ -40,6 +40,11 @@ class _Event:
     def record(self, *args: Any) -> None: ...
     def wait(self, *args: Any) -> None: ...
     def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 0.0
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -95,14 +100,20 @@ def install() -> None:
     cuda.manual_seed = torch.manual_seed
     cuda.default_generators = [torch.default_generator]
     cuda.synchronize = lambda *args, **kwargs: None
-    cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.current_stream = lambda *args, **kwargs: _Stream()
-    cuda.stream = lambda stream: contextlib.nullcontext()
+    replace_streams()
     torch.distributed.all_to_all_single = _with_listed_splits(torch.distributed.all_to_all_single)
     torch.distributed.all_gather = _with_unequal_parts(torch.distributed.all_gather)
     torch.distributed.reduce_scatter = _with_unequal_sums(torch.distributed.reduce_scatter)
     _mode.__enter__()
     _installed = True
+
+
+def replace_streams() -> None:
+    """Replace streams and events of `torch.cuda` by ones that order nothing, for the rest of the process."""
+    cuda: Any = torch.cuda
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = lambda *args, **kwargs: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
 
 
 def _with_listed_splits(exchange: Callable[..., Any]) -> Callable[..., Any]:

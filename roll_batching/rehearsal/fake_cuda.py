@@ -21,32 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roll_batching.megatron_patches.cpu_platform import replace_streams
+
 DEVICE = torch.device("cuda", 0)
 _META = torch.device("meta")
 _CAPABILITY = (9, 0)
-
-
-class _Stream:
-    cuda_stream = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def wait_stream(self, *args: Any) -> None: ...
-    def wait_event(self, *args: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def record_event(self, *args: Any) -> _Event:
-        return _Event()
-
-
-class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def record(self, *args: Any) -> None: ...
-    def wait(self, *args: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: _Event) -> float:
-        return 0.0
 
 
 def install() -> None:
@@ -93,9 +72,9 @@ def _patch_torch_cuda() -> None:
     cuda.random.get_rng_state, cuda.random.set_rng_state = answer(state), answer(None)
     cuda.default_generators = [torch.default_generator]
     torch.Generator = lambda device=None: torch.default_generator  # type: ignore[assignment,misc]
-    cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
-    cuda.stream = cuda.device = lambda *args: contextlib.nullcontext()
+    replace_streams()
+    cuda.default_stream = cuda.current_stream
+    cuda.device = lambda *args: contextlib.nullcontext()
 
 
 def _avoid_driver_calls() -> None:

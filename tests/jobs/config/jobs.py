@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from tests.support.tiny_job import with_changes
+
 MODEL = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -27,11 +29,4 @@ BASE = {
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
     """The job with other values at dotted paths."""
-    data = copy.deepcopy(BASE)
-    for path, value in changes.items():
-        here = data
-        *parents, last = path.split(".")
-        for part in parents:
-            here = here.setdefault(part, {})
-        here[last] = value
-    return data
+    return with_changes(copy.deepcopy(BASE), changes, separator=".")

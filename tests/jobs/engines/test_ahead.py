@@ -7,23 +7,13 @@ import signal
 
 import pytest
 
-from tests.huggingface import tiny
 from tests.huggingface.test_job import job
 from tests.jobs.engines.test_replicas import seen, start
-from tests.jobs.rl.jobs import write_data
 from tests.jobs.rl.test_async_rollouts import RUN, rows_of, trained_on
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("aiohttp")
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write_data(tmp_path)
-    tiny.write_model(tmp_path / "model", "qwen3")
-    tiny.write_tokenizer(tmp_path / "model")
-    return tmp_path
 
 
 def test_an_engine_ahead_draws_what_it_draws_in_step_though_its_asker_is_killed(folder, report):

@@ -10,11 +10,9 @@ from roll_batching.jobs.config import ConfigFileError, config_from_dict
 from roll_batching.jobs.config.engine_rules import server_options
 from roll_batching.jobs.engines.replicas import Replicas
 from roll_batching.jobs.engines.vllm import VLLM
-from tests.huggingface import tiny
 from tests.huggingface.test_job import job
 from tests.jobs.engines import test_replicas
 from tests.jobs.engines.test_replicas import SETTINGS, check_log_probs, questions, start
-from tests.jobs.rl.jobs import write_data
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("aiohttp")
@@ -23,14 +21,6 @@ pytestmark = pytest.mark.cluster
 ROLLOUT = {"actor_train__logprob_plan": "rollout"}
 CORRECTED = {"loss_args": {"engine_ratio_cap": 2.0}}
 AHEAD = {"async_generation_ratio": 1}
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write_data(tmp_path)
-    tiny.write_model(tmp_path / "model", "qwen3")
-    tiny.write_tokenizer(tmp_path / "model")
-    return tmp_path
 
 
 def configured(folder, sampling, options=None, urls=(), engine="vllm", **changes):

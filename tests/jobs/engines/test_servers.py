@@ -15,11 +15,9 @@ import pytest
 from roll_batching.errors import EngineError
 from roll_batching.jobs.config import ConfigFileError, config_from_dict
 from roll_batching.jobs.engines.servers import SERVER_KINDS, server_command
-from tests.huggingface import tiny
 from tests.huggingface.test_job import job
 from tests.jobs.engines.programs import install, parser
 from tests.jobs.launch.commands import done, kill, processes, started, train, wait_for
-from tests.jobs.rl.jobs import write_data
 
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.cluster
@@ -77,14 +75,6 @@ def test_a_program_that_is_not_there(report):
     with pytest.raises(EngineError, match="there is no program 'no-such-vllm' to start a server with") as caught:
         words_of("vllm", {}, program=["no-such-vllm", "serve"])
     report(str(caught.value))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write_data(tmp_path)
-    tiny.write_model(tmp_path / "model", "qwen3")
-    tiny.write_tokenizer(tmp_path / "model")
-    return tmp_path
 
 
 def written(folder, kind, options=None, **changes):

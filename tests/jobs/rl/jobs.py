@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = "0123456789+-=;#abcdefghijklmnopqrstuvwxyz$."
+from tests.support.tiny_job import ARCHITECTURE, TOKENIZER, with_changes
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -23,23 +23,14 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "rollout_batch_size": 4,
         "num_return_sequences_in_group": 3,
         "reward_function": "roll_batching.jobs.rewards:final_answer",
-        "tokenizer": {"type": "char", "vocabulary": VOCABULARY, "eos_token": "$", "pad_token": "."},
+        "tokenizer": dict(TOKENIZER),
         "adv_estimator": "grpo",
         "warmup": {
             "file_name": str(folder / "corpus.jsonl"),
             "training_args": {"max_steps": 2, "per_device_train_batch_size": 3, "learning_rate": 1e-3},
         },
         "actor_train": {
-            "model_args": {
-                "architecture": {
-                    "vocab_size": 43,
-                    "hidden_size": 32,
-                    "ffn_hidden_size": 48,
-                    "num_layers": 2,
-                    "num_attention_heads": 2,
-                    "max_position_embeddings": 128,
-                }
-            },
+            "model_args": {"architecture": dict(ARCHITECTURE)},
             "training_args": {"learning_rate": 1e-3, "per_device_train_batch_size": 3},
             "data_args": {
                 "file_name": str(folder / "prompts.jsonl"),
@@ -49,13 +40,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
             "sequence_packing_args": {"algorithm": "load_balance", "max_packed_sequence_length_train": 128},
         },
     }
-    for path, value in changes.items():
-        *above, last = path.split("__")
-        section = base
-        for key in above:
-            section = section.setdefault(key, {})
-        section[last] = value
-    return base
+    return with_changes(base, changes)
 
 
 def write_data(folder: Path) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.jobs.rl.jobs import VOCABULARY, settings
+from tests.jobs.rl.jobs import settings
 from tests.support.ranks import run_ranks
+from tests.support.tiny_job import VOCABULARY
 
 PROMPTS, GROUP = 5, 3
 TEXTS = [f"a+{i}=" + ";" * i for i in range(PROMPTS)]  # unlike lengths: the ranks get them out of order

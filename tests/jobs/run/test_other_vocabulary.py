@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from tests.huggingface import tiny
-from tests.jobs.rl.jobs import VOCABULARY, settings, write_data
+from tests.jobs.rl.jobs import settings, write_data
 from tests.jobs.run.test_resume_changes import PERMUTED
 from tests.support.ranks import run_ranks
+from tests.support.tiny_job import VOCABULARY
 
 HERE = "tests.jobs.run.test_other_vocabulary:"
 REFUSED = r"rl-000001 was trained with another vocabulary: .* Set the tokenizer of that run"

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.rl.jobs import VOCABULARY, settings, write_data
+from tests.jobs.rl.jobs import settings, write_data
 from tests.jobs.run.test_resume import supervised
 from tests.jobs.streams.jobs import settings as of_texts
 from tests.jobs.streams.jobs import write_data as write_texts
 from tests.jobs.streams.test_streamed_job import streamed
 from tests.support.ranks import run_ranks
+from tests.support.tiny_job import VOCABULARY
 
 HERE = "tests.jobs.run.test_resume_changes:"
 PERMUTED = VOCABULARY[1:-2] + VOCABULARY[0] + VOCABULARY[-2:]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = "0123456789+-=;#abcdefghijklmnopqrstuvwxyz$."
+from tests.support.tiny_job import ARCHITECTURE, TOKENIZER, with_changes
 
 
 def settings(folder: Path, task: str = "sft", **changes: Any) -> dict[str, Any]:
@@ -19,18 +19,9 @@ def settings(folder: Path, task: str = "sft", **changes: Any) -> dict[str, Any]:
         "max_steps": 4,
         "eval_steps": 2,
         "sequence_length": 64,
-        "tokenizer": {"type": "char", "vocabulary": VOCABULARY, "eos_token": "$", "pad_token": "."},
+        "tokenizer": dict(TOKENIZER),
         "actor_train": {
-            "model_args": {
-                "architecture": {
-                    "vocab_size": 43,
-                    "hidden_size": 32,
-                    "ffn_hidden_size": 48,
-                    "num_layers": 2,
-                    "num_attention_heads": 2,
-                    "max_position_embeddings": 128,
-                }
-            },
+            "model_args": {"architecture": dict(ARCHITECTURE)},
             "training_args": {"learning_rate": 1e-3, "per_device_train_batch_size": 4},
             "data_args": {
                 "file_name": str(folder / f"{task}.jsonl"),
@@ -40,13 +31,7 @@ def settings(folder: Path, task: str = "sft", **changes: Any) -> dict[str, Any]:
             "sequence_packing_args": {"max_packed_sequence_length_train": 128},
         },
     }
-    for path, value in changes.items():
-        *above, last = path.split("__")
-        section = base
-        for key in above:
-            section = section.setdefault(key, {})
-        section[last] = value
-    return base
+    return with_changes(base, changes)
 
 
 def rows(count: int, task: str) -> list[dict[str, str]]:
