@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -57,43 +57,33 @@ class _LaunchOptions:
     max_restarts: int
 
 
-def train(
-    config: ConfigOption,
-    overrides: Overrides = None,
-    nproc: Processes = None,
-    launcher: LauncherOption = Launcher.local,
-    address: Address = "local",
-    max_restarts: Restarts = 0,
-) -> None:
-    """Train: start one process per device, or run as one rank under torchrun."""
-    options = _LaunchOptions(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
-    run_command("train", config, overrides, options)
+def _command(name: str, task: Task | None, summary: str) -> Callable[..., None]:
+    """The command `name`, for files of `task`; None: of any task."""
+
+    def command(
+        config: ConfigOption,
+        overrides: Overrides = None,
+        nproc: Processes = None,
+        launcher: LauncherOption = Launcher.local,
+        address: Address = "local",
+        max_restarts: Restarts = 0,
+    ) -> None:
+        options = _LaunchOptions(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
+        run_command(name, config, overrides, options, task)
+
+    command.__name__, command.__doc__ = name, summary
+    return command
 
 
-def sft(
-    config: ConfigOption,
-    overrides: Overrides = None,
-    nproc: Processes = None,
-    launcher: LauncherOption = Launcher.local,
-    address: Address = "local",
-    max_restarts: Restarts = 0,
-) -> None:
-    """Supervised fine-tuning on texts or conversations: `train` for a file with task sft or without a task."""
-    options = _LaunchOptions(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
-    run_command("sft", config, overrides, options, task="sft")
-
-
-def dpo(
-    config: ConfigOption,
-    overrides: Overrides = None,
-    nproc: Processes = None,
-    launcher: LauncherOption = Launcher.local,
-    address: Address = "local",
-    max_restarts: Restarts = 0,
-) -> None:
-    """Preference training on pairs of responses: `train` for a file with task dpo or without a task."""
-    options = _LaunchOptions(nproc=nproc, launcher=launcher, address=address, max_restarts=max_restarts)
-    run_command("dpo", config, overrides, options, task="dpo")
+train = _command("train", None, "Train: start one process per device, or run as one rank under torchrun.")
+sft = _command(
+    "sft",
+    "sft",
+    "Supervised fine-tuning on texts or conversations: `train` for a file with task sft or without a task.",
+)
+dpo = _command(
+    "dpo", "dpo", "Preference training on pairs of responses: `train` for a file with task dpo or without a task."
+)
 
 
 def run_command(

@@ -16,11 +16,10 @@ import torch
 from roll_batching.errors import DataError
 from roll_batching.losses.aggregation import resolve_aggregation
 from roll_batching.losses.contract import LossOutput, Max, Metric
-from roll_batching.losses.corrections import engine_weights
 from roll_batching.losses.estimators import ESTIMATORS, LOG_RATIO_BOUND, bounded, k3, with_gradient
 from roll_batching.losses.views import TokenView
 from roll_batching.samples import SampleBatch
-from roll_batching.settings.losses import PolicyGradientSettings
+from roll_batching.settings.losses import EngineCorrection, PolicyGradientSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,3 +125,24 @@ class PolicyGradient(PolicyGradientSettings):
         metrics["ref_kl"] = tokens.mean_metric(value)
         ratio = bounded(policy.log_ratio).exp()
         return with_gradient(value, self.kl_gradient, other=ref, sampled=log_probs, ratio=ratio), metrics
+
+
+def engine_weights(
+    tokens: TokenView, old: torch.Tensor, how: EngineCorrection, lowest: float, cap: float
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """[tokens] weights p_trainer / p_engine without gradient, and their metrics; `old` are the trainer's log-probs.
+
+    The engine samples the tokens, and its kernels compute other probabilities than the trainer's from equal weights.
+    """
+    log_ratio = (old - tokens["rollout_log_probs"]).detach()
+    ratio = bounded(log_ratio).exp()
+    compared = ratio
+    if how == "mask_sequences":
+        compared = tokens.expand(tokens.segment_mean(bounded(log_ratio))).exp()
+    outside = (compared < lowest) | (compared > cap)
+    weight = ratio.clamp(lowest, cap) if how == "truncate" else torch.where(outside, 0.0, ratio)
+    return weight, {
+        "engine_ratio": tokens.mean_metric(ratio),
+        "engine_ratio_bounded": tokens.mean_metric((log_ratio.abs() > LOG_RATIO_BOUND).float()),
+        "engine_ratio_outside": tokens.mean_metric(outside.float()),
+    }
