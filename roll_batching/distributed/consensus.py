@@ -35,7 +35,7 @@ def digest(*parts: bytes | str) -> int:
     state = hashlib.blake2b(digest_size=8)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
-        state.update(len(data).to_bytes(8, "little"))
+        state.update(len(data).to_bytes(8, "little"))  # so that ("ab", "c") and ("a", "bc") differ
         state.update(data)
     return int.from_bytes(state.digest(), "little") >> 2
 
@@ -94,6 +94,7 @@ def consensus(group: Any, what: str, *, patience: float | None = None) -> Iterat
     except Failure as caught:
         error = caught
     _wait(group, patience)
+    # Success costs one small all-reduce; texts are pickled and gathered only after a failure.
     if not _all_agree(group, error, facts):
         raise_on_all(group, what, error, facts)
 

@@ -70,7 +70,7 @@ def start_processes(timeout_minutes: float = 30.0) -> torch.device:
         device, backend = torch.device("cpu"), "gloo"
     if not dist.is_initialized():
         options: dict[str, Any] = {"timeout": datetime.timedelta(minutes=timeout_minutes)}
-        if "RANK" not in os.environ:
+        if "RANK" not in os.environ:  # not under torchrun: a store inside the process needs no port
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **options)
     return device
@@ -101,6 +101,7 @@ def make_layout(dims: ParallelDims, device: torch.device) -> ParallelLayout:
             dims.vpp_size if dims.interleaved else None,
             context_parallel_size=dims.cp_size,
             expert_model_parallel_size=dims.ep_size,
+            # Megatron's groups would otherwise have its default timeout instead of the one that the caller set.
             distributed_timeout_minutes=group_timeout(dist.group.WORLD) / datetime.timedelta(minutes=1),
         )
     running_vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1

@@ -210,6 +210,7 @@ def build_chunks(
     with _seeded(seed + 100 * layout.pp_rank, all_groups, restore=groups is not None):
         for chunk in range(layout.vpp_size):
             vp_stage = chunk if layout.vpp_size > 1 else None
+            # Interleaved: consecutive groups of layers go to consecutive stages, and then to the first stage again.
             first = (chunk * layout.pp_size + layout.pp_rank) * layers
             gpt = GPTModel(
                 config,
@@ -279,6 +280,8 @@ def wrap_ddp(chunks: list[Any], strategy: MegatronConfig) -> list[Any]:
         overlap_grad_reduce=strategy.overlap_grad_reduce,
         overlap_param_gather=strategy.overlap_param_gather,
     )
+    # One bucket for chunks after the first, as in Megatron's own training loop: their communication overlaps with the
+    # backward pass of the chunks before them anyway.
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)

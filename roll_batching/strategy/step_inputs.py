@@ -56,6 +56,7 @@ def pack_inputs(
         cp_rank=layout.cp_rank,
         device=state.device,
         masks=masks,
+        # "shared": Megatron's schedule has one receive shape, so every pack gets the length of the longest.
         tokens=int(plan.tokens.max()) if state.settings.pipeline_shapes == "shared" else None,
         attention=state.attention,
         is_first_stage=layout.pp_rank == 0,
@@ -63,6 +64,7 @@ def pack_inputs(
     )
     check_tokens(local, state)
     check_positions(max((int(pack.segments.max()) for pack in packs.layouts), default=0), state)
+    # Ranks of a replica with different samples of equal lengths would train on a mixture, without any error.
     if layout.tp_size * layout.cp_size * layout.pp_size > 1:
         content = local.origin or content_digest(local.ids, local.lengths, local.fields)
         facts.equal_in_replica("the batch of a replica", content, SAME_SAMPLES)

@@ -100,14 +100,16 @@ def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> Buck
         width, depth = int(queries[members].max()), int(keys[members].max())
         q_rows = _grid(query_start[members], queries[members], width)
         real = np.arange(width) < queries[members][:, None]
+        # Repeated rows are computed and not read. Their number is limited by `_size_class`.
         inverse[q_rows[real]] = (base + np.arange(q_rows.size).reshape(q_rows.shape))[real]
         base += q_rows.size
-        mask = None
+        mask = None  # without CP a span has as many keys as queries: the kernel's causal mask is right, and faster
         if layout.cp_size > 1:
+            # A span's queries are the last of its keys. A causal mask of torch would align the first ones.
             last_seen = (keys - queries)[members][:, None] + np.arange(width)
             mask = torch.from_numpy(np.arange(depth) <= last_seen[:, :, None])[:, None]
         k_rows = _grid(key_start[members], keys[members], depth)
         if layout.cp_size > 1:
-            k_rows = layout.restore[k_rows]
+            k_rows = layout.restore[k_rows]  # keys are gathered rank after rank, not in pack order
         buckets.append(Bucket(queries=torch.from_numpy(q_rows), keys=torch.from_numpy(k_rows), mask=mask).to(device))
     return BucketSpans(buckets=tuple(buckets), inverse=torch.from_numpy(inverse).to(device, non_blocking=True))
