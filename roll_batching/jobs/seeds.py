@@ -2,7 +2,7 @@
 
 Each is 32 bits of numpy's `SeedSequence`. Seeds of training steps have no spawn key; every other purpose has its own,
 since distinct entropies alone may coincide ([3, 3] and [3, 3, 0] do). The order of data and the members of mini-batches
-are drawn elsewhere, under constants of their own (`texts.epochs`, `streams.pool_batcher`, `samples.membership`).
+are drawn elsewhere, under separate constants (`texts.epochs`, `streams.pool_batcher`, `samples.membership`).
 """
 
 from __future__ import annotations

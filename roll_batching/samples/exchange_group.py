@@ -22,8 +22,8 @@ class ExchangeGroup:
     """A `torch.distributed` group, or None for a single process."""
 
     consensus_group: Any
-    """The ranks that raise errors together: those of all groups in which the job exchanges data at once (one per
-    tensor-parallel rank, say). None for a single process."""
+    """The ranks that raise the same errors: those of all groups that exchange data at the same time, such as one group
+    per tensor-parallel rank. None for a single process."""
 
     rank: int
     """This rank's number in the group."""

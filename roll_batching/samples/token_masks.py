@@ -42,7 +42,7 @@ def mask_of(batch: SampleBatch, name: str) -> torch.Tensor:
         raise DataError(
             f"the mask {name!r} of sample {int(batch.ids[row])} is {values[first].item()} at position "
             f"{first - int(batch.offsets[row])}, one of {len(positions)} values that are neither 0 nor 1: a mask says "
-            "what counts; weights of samples belong into a field of their own (sample_weights), weights of tokens into "
+            "what counts; weights of samples belong into a separate field (sample_weights), weights of tokens into "
             "the advantages"
         )
     return values == 1

@@ -1,4 +1,4 @@
-"""How a role's passes are put into micro-batches: the keys that say it, and what they ask of the planner."""
+"""Batching of a role's passes: its keys, and the constraints that they give the planner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PASSES_OF_ROLES: dict[str, tuple[Pass, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BatchingConfig:
-    """How training and forward-only passes are cut into micro-batches. Raises ConfigError when inconsistent."""
+    """Batching of training and forward-only passes. Raises ConfigError when inconsistent."""
 
     train: BatchingSpec
     """Passes with a backward."""
@@ -200,13 +200,13 @@ class RoleBatching(Settings):
         return f"sequence_packing_args.max_packed_sequence_length_{'train' if given else 'forward'}"
 
     def mode_of(self, kind: Pass) -> Mode:
-        """How the passes with (`train`) or without (`infer`) gradient are batched."""
+        """Batching of the passes with (`train`) or without (`infer`) gradient."""
         if self.use_sequence_packing:
             return "packed"
         return "dynamic" if (self.dynamic_in_train if kind == "train" else self.dynamic_in_infer) else "padded"
 
     def batching_spec(self, kind: Pass, *, train_rows: int) -> BatchingSpec:
-        """What the planner is asked for such passes; `train_rows` sequences make a padded micro-batch in training.
+        """The planner's constraints for such passes; `train_rows` sequences make a padded micro-batch in training.
 
         Raises ConfigError when the mode's cap is missing.
         """

@@ -55,7 +55,7 @@ class Roles:
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """Where a key applies. None stands for everywhere."""
+    """Scope of a key: the roles, passes and mode that read it. None: all."""
 
     roles: Roles | None = None
     """The roles that read the key."""
@@ -85,7 +85,7 @@ def setting(
 
 
 def scope_of(field: FieldInfo) -> Scope:
-    """Where the key of `field` applies."""
+    """Scope of the key of `field`."""
     if not isinstance(field.json_schema_extra, Scope):
         raise TypeError(f"the settings field described as {field.description!r} is not made by setting()")
     return field.json_schema_extra
@@ -136,5 +136,5 @@ class RegisteredName:
 
 
 def registered_name(field: FieldInfo) -> RegisteredName | None:
-    """What the value of `field` names; None where it names nothing registered."""
+    """The registry that the value of `field` names an entry of; None for other fields."""
     return next((item for item in field.metadata if isinstance(item, RegisteredName)), None)

@@ -113,7 +113,7 @@ class MegatronConfig(Settings):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def misfit(self, world_size: int) -> str:
-        """What to say when `world_size` processes do not divide into copies of this layout."""
+        """The error text when `world_size` processes do not divide into copies of this layout."""
         return (
             f"{world_size} processes do not divide into copies of TP {self.tensor_model_parallel_size} x "
             f"PP {self.pipeline_model_parallel_size} x CP {self.context_parallel_size} = {self.model_size} ranks; "

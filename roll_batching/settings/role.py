@@ -17,7 +17,7 @@ MEETING = Roles(names=("actor_train",), otherwise="actor_train's is used")
 
 
 class RoleSettings(RoleBatching):
-    """What `MegatronTrainStrategy` and `MegatronInferStrategy` build a model of, and how they cut its passes."""
+    """Model, optimizer, layout and batching of a `MegatronTrainStrategy` or `MegatronInferStrategy`."""
 
     model_args: ModelArgs = setting(default_factory=ModelArgs, help="The model.")
     training_args: TrainingArgs = setting(default_factory=TrainingArgs, help="Optimizer and mini-batch.", roles=TRAINED)
@@ -60,7 +60,7 @@ class RoleSettings(RoleBatching):
         return self.model_copy(update={"training_args": TrainingArgs.model_validate(values)})
 
     def batching(self) -> BatchingConfig:
-        """How this role's passes are batched. Raises ConfigError when caps are missing."""
+        """Batching of this role's passes. Raises ConfigError when caps are missing."""
         rows = self.training_args.per_device_train_batch_size
         return BatchingConfig(
             train=self.batching_spec("train", train_rows=rows),

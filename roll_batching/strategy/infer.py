@@ -162,7 +162,7 @@ class MegatronInferStrategy(ModelIOMixin):
         self.state = self._prepare(built, config)
 
     def _create_layout(self, dims: ParallelDims, device: torch.device) -> tuple[ParallelLayout, Any]:
-        """(layout, its process groups), see `join_layout`. Roles beside the trained one have groups of their own."""
+        """(layout, its process groups), see `join_layout`. Roles beside the trained one have separate groups."""
         return join_layout(dims, device)
 
     def _prepare(self, built: ModelState, config: RoleSettings) -> ModelState:

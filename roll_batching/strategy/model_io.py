@@ -134,7 +134,7 @@ class ModelIOMixin(OffloadMixin):
         gather_parameters(source.chunks)
         gather_parameters(target.chunks)
         resharding = self._resharding
-        # Its pieces are views of both models' parameters: a model that was built anew needs a new one.
+        # Its pieces are views of both models' parameters: a rebuilt model needs a new one.
         if (
             resharding is None
             or resharding.source.chunks is not source.chunks

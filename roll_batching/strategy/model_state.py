@@ -29,7 +29,7 @@ class StepSettings:
     """
 
     pipeline_shapes: PipelineShapes = "planned"
-    """How pipeline stages learn the shapes that they receive: see `run_schedule`."""
+    """Source of the shapes that pipeline stages receive: see `run_schedule`."""
     group_size: int | Literal["auto"] | None = None
     """Micro-batches per group of the interleaved schedule; None: Megatron's default, the pipeline size."""
     apply_loss_scale: bool = True

@@ -67,7 +67,7 @@ def prepare_optimizer(optimizer: Any) -> int:
 def sharded_optimizer(optimizer: Any, model_state: dict[str, Any], *, loading: bool) -> dict[str, Any]:
     """The state of a prepared optimizer as Megatron's shards, or shards to load into. Collective unless `loading`.
 
-    Apart from the loss scale it has shards only, numbered on this rank: ranks step different parameters (a pipeline
+    Except for the loss scale it has shards only, numbered on this rank: ranks step different parameters (a pipeline
     stage may have no experts), and Megatron merges everything that is not a shard with the state of rank 0.
     """
     shards = {

@@ -59,7 +59,7 @@ def run_schedule(
     rows_form: bool = False,
     pg_collection: Any = None,
 ) -> list[Any]:
-    """Runs Megatron's forward-backward schedule over `packs`, each of its own length, also under a pipeline.
+    """Runs Megatron's forward-backward schedule over `packs` of different lengths, also under a pipeline.
 
     Args:
         plan: the plan that the packs come from; its `group_size` orders interleaved schedules.

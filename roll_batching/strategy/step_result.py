@@ -77,7 +77,7 @@ class _RankResult:
     grad_square: float
     """Sum of squares of the gradients, replicas included; 0 in passes without gradient."""
     problems: tuple[str, ...]
-    """What is wrong with the loss."""
+    """Errors of the loss, such as a value that is not finite; empty: none."""
     infinite: bool
     """Whether a loss is not finite."""
 

@@ -25,8 +25,8 @@ class AsyncKeys(Settings):
     )
     sampler_restarts: int = setting(
         2,
-        help="How often the processes of a role of its own (the sampler of async_generation_ratio, roles on devices of "
-        "their own) are started again when one was killed or stalls, with what they were asked for; after that, and "
+        help="Most restarts of the processes of a separate role (the sampler of async_generation_ratio, roles on "
+        "separate devices) after one was killed or stalled; their unanswered requests are sent again. After that, and "
         "with 0 at once, the job ends.",
         ge=0,
     )

@@ -43,7 +43,7 @@ def _old_log_probs(job: JobKeys) -> Iterator[Problem]:
     where = ("actor_train", "logprob_plan")
     plan = job.actor_train.logprob_plan
     if plan == "none":
-        text = "none takes the current weights for those that sampled, which is wrong under async_generation_ratio"
+        text = "none assumes that the current weights sampled, which is wrong under async_generation_ratio"
         yield Problem(where, f"{text}; leave it out, or use rollout")
     elif plan != "rollout" and not corrects_engine(job):
         text = (

@@ -61,7 +61,7 @@ class Problem:
 
 
 class NoticeKind(enum.Enum):
-    """What a notice says of its key."""
+    """The kind of a notice."""
 
     NO_EFFECT = "no effect"
     """The job does not read the key. As an override on the command line it is an error."""

@@ -24,7 +24,7 @@ from roll_batching.settings.training import TrainingArgs
 
 
 class Verdict(enum.Enum):
-    """What becomes of a foreign key."""
+    """The treatment of a foreign key."""
 
     NO_EFFECT = "no effect"
     """Any value is accepted, with a notice."""

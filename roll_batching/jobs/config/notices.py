@@ -51,7 +51,7 @@ def unread_in(role: str, path: KeyPath) -> str | None:
 
 
 def _scope(role: str, path: KeyPath) -> Scope:
-    """Where the key at `path` (within `role`) applies. What it does not declare, its sections do."""
+    """The scope of the key at `path` (within `role`); enclosing sections supply what it leaves open."""
     roles: Roles | None = None
     passes: tuple[Pass, ...] | None = None
     mode: Mode | None = None

@@ -81,7 +81,7 @@ def distribute_batch(batch: SampleBatch, plan: Plan, layouts: Sequence[RankLayou
     Args:
         batch: all samples; those outside of the plan are not distributed.
         plan: for as many replicas as `layouts` have.
-        layouts: of all ranks. Where some read `input_ids` alone, `input_ids` are objects of their own.
+        layouts: of all ranks. Where some read `input_ids` alone, these are separate objects.
 
     Raises:
         DataError: when batch and plan do not match, or `input_ids` are missing.

@@ -140,7 +140,7 @@ class Replicas:
             errors,
             "went to sleep",
             "Under is_offload_states an engine sleeps while the model trains: start its servers with "
-            f"{self.api.sleep_options}, or set is_offload_states to false where they have devices of their own",
+            f"{self.api.sleep_options}, or set is_offload_states to false where they have separate devices",
         )
 
     # ---- all servers at once

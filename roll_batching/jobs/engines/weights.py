@@ -141,7 +141,7 @@ class WeightsByBroadcast:
     def _new_sender(self, device: torch.device) -> WeightBroadcast:
         if device.type == "cuda" and starts_servers(self._config) and shares_devices(self._config):
             raise EngineError(
-                "actor_infer.engine_args.update_weights_from=distributed needs servers on devices of their own: NCCL "
-                "allows one rank per device. Give actor_infer a device_mapping of its own, or use disk"
+                "actor_infer.engine_args.update_weights_from=distributed needs servers on separate devices: NCCL "
+                "allows one rank per device. Give actor_infer a separate device_mapping, or use disk"
             )
         return weight_broadcast(self._client.engine, device)

@@ -116,7 +116,7 @@ def devices_under_torchrun(config: JobConfig, environment: Mapping[str, str] = o
         return {}
     if environment.get("LOCAL_WORLD_SIZE", "") not in ("", environment.get("WORLD_SIZE")):
         raise ConfigError(
-            f"{own}.device_mapping names devices of its own, which must be on the machine of rank 0, and torchrun "
+            f"{own}.device_mapping names separate devices, which must be on the machine of rank 0, and torchrun "
             "has started ranks on several: leave it out, and the role shares those of actor_train; or let engines "
             "sample, on servers of your own (actor_infer.engine_args.urls)"
         )

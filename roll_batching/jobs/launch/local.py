@@ -88,7 +88,7 @@ class _Rank:
     code: int | None = None
     """Exit code; None while it runs, and when the launcher killed it."""
     nanoseconds: int = field(default=0)
-    """When the exit was seen."""
+    """Time at which the exit was noticed."""
 
     def poll(self) -> None:
         """Notes the exit code once the process has ended."""

@@ -51,7 +51,7 @@ def run_rank(
         config: the job's.
         info: this process's rank.
         job: called in place of the job that `config` describes.
-        start_workers: starts the processes of roles that have devices of their own.
+        start_workers: starts the processes of roles on separate devices.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

@@ -39,7 +39,7 @@ class MetricsWriter:
 
     Only one process may write: the others pass `enabled=False`, which makes every call a no-op.
     `resume_after`, (phase, step), removes the rows after it, which an interrupted run wrote after its last checkpoint;
-    the file is replaced atomically, and events are written anew. Without it there must be no rows yet.
+    the file is replaced atomically, and events are rewritten. Without it there must be no rows yet.
 
     TensorBoard needs the packages of the extra `megatron`; without them (`tensorboard=False`) only the JSON
     lines are written. A number that is not finite is written as null, since JSON has no NaN.

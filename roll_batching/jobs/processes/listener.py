@@ -57,7 +57,7 @@ class WorkerListener:
 
     def _shake_hands(self, client: socket.socket) -> None:
         connection = Connection(os.dup(client.fileno()))
-        # A read of `connection` has no timeout of its own: shutting the socket down ends it.
+        # A read of `connection` has no timeout: shutting the socket down ends it.
         limit = threading.Timer(self._seconds, _shut_down, (client,))
         limit.daemon = True
         limit.start()

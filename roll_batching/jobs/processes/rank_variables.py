@@ -7,7 +7,7 @@ from collections.abc import Mapping
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set to True where the rendezvous store exists before rank 0, which else opens it."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""How often the ranks were restarted."""
+"""Number of restarts of the ranks."""
 LAUNCHER = "ROLL_BATCHING_LAUNCHER"
 """Process id of our own launcher, in the processes that it starts."""
 FAILURES = "ROLL_BATCHING_FAILURES"

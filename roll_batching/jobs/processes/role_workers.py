@@ -29,7 +29,7 @@ class RoleWorkers(Protocol):
         """A connection to each process, by rank."""
 
     def exits(self) -> Mapping[int, str]:
-        """How processes ended, by rank; empty while all run."""
+        """Exit descriptions of processes, by rank; empty while all run."""
 
     def kill(self) -> None:
         """Ends all processes. Connections stay open; reading them raises EOFError."""
@@ -90,7 +90,7 @@ class LocalRoleWorkers:
         return [process.pid for process in self._processes]
 
     def exits(self) -> dict[int, str]:
-        """How processes ended, by rank; empty while all run."""
+        """Exit descriptions of processes, by rank; empty while all run."""
         codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
         return {rank: describe_exit(code) for rank, code in codes.items() if code is not None}
 

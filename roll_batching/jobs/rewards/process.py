@@ -184,7 +184,7 @@ class RewardProcess:
         if waited > self._limit:
             raise DataError(
                 f"reward function {self.path} did not return within {self._limit:g} s on {self._subject}: raise "
-                "reward_timeout (seconds per call), or give what it waits for a limit of its own"
+                "reward_timeout (seconds per call), or give its own requests a shorter limit"
             )
         if waited > self._next_notice:
             self._notify(waited)

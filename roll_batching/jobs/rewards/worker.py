@@ -1,6 +1,6 @@
 """The worker process that runs a reward function, started by `process.RewardProcess`.
 
-It imports neither torch nor Megatron, so that it starts in a fraction of a second. Results have a socket of their own:
+It imports neither torch nor Megatron, so that it starts in a fraction of a second. Results have a separate socket:
 the function may print to standard output, or close it. Standard input is empty.
 """
 

@@ -13,7 +13,7 @@ from roll_batching.planning import ParallelDims, PlanConstraints, plan_step
 class ModeComparison:
     """Computed tokens of a mini-batch in each mode, under the settings that `role` has for that mode.
 
-    A mode without a cap of its own takes the cap of the mode that runs.
+    A mode without a cap takes that of the mode that runs.
     """
 
     def __init__(self, role: WorkerConfig, dims: ParallelDims, *, sequence_length: int) -> None:

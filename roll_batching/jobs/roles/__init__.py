@@ -1,1 +1,1 @@
-"""Samplers and references with a parallel layout, or devices, of their own."""
+"""Samplers and references with a separate parallel layout or separate devices."""

@@ -68,7 +68,7 @@ def _open_lock(folder: Path, *, shared: bool) -> int:
             ) from None
         try:
             _acquire(lock, folder, shared=shared)
-            if os.fstat(lock).st_nlink:  # 0: its last holder has removed the file, so our lock would exclude nobody
+            if os.fstat(lock).st_nlink:  # 0: its last holder has removed the file, so our lock would protect nothing
                 return lock
         except BaseException:
             os.close(lock)

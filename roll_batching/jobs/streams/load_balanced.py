@@ -33,7 +33,7 @@ _SHARD_STREAM = 5
 
 
 class ShardedIterableDataset(IterableDataset[Any]):
-    """One data-parallel rank's share of a dataset, sample by sample, shuffled anew in every epoch.
+    """One data-parallel rank's share of a dataset, sample by sample, reshuffled in every epoch.
 
     Args:
         base_dataset: a map-style dataset.

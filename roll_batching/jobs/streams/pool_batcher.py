@@ -26,7 +26,7 @@ _DIFFERENCE = {
 class PoolBatcher:
     """Forms micro-batches of one data-parallel rank's share of a dataset, epoch after epoch.
 
-    The share is every `size`-th sample, shuffled anew in each epoch. Before each micro-batch a pool is filled in that
+    The share is every `size`-th sample, reshuffled in each epoch. Before each micro-batch a pool is filled in that
     order; `pool.choose` takes the micro-batch from it. No sample is read, only lengths. Samples left at the end of an
     epoch stay in the pool, so none is dropped (the pool may then hold samples of two epochs).
 
@@ -78,7 +78,7 @@ class PoolBatcher:
         values = (seed, rank, size, len(lengths), hashlib.sha256(lengths.tobytes()).hexdigest()[:16], dataset)
         self._identity: dict[str, Any] = dict(zip(_IDENTITY, values, strict=True))
         self._origin: list[dict[str, Any]] | None = None
-        """Saved states of all ranks, when resuming with a different DP size: their unread samples were dealt anew."""
+        """Saved states of all ranks, when resuming with a different DP size; their unread samples are redistributed."""
         self._last_dealt = -1
         """Last epoch of `_origin`: its order and earlier ones come from there, later ones from this layout."""
         self._epoch, self._cursor, self._count = 0, 0, 0
@@ -117,7 +117,7 @@ class PoolBatcher:
                 if not self.infinite:
                     return
                 self._epoch, self._cursor = self._epoch + 1, 0
-                self._origin, self._last_dealt = None, -1  # every sample dealt anew has entered the pool
+                self._origin, self._last_dealt = None, -1  # every redistributed sample has entered the pool
                 self._order = self._order_of(self._epoch)
             drawn = self._order[self._cursor : self._cursor + room - self._count]
             end = self._count + drawn.size
@@ -155,7 +155,7 @@ class PoolBatcher:
         Args:
             state: this rank's, or those of all ranks, in order.
             repartition: allow states of another number of ranks, given for all of them. The samples that those ranks
-                had not read, of their epochs up to the latest, are dealt to these ranks: each is read once.
+                had not read, of their epochs up to the latest, are distributed over these ranks: each is read once.
 
         Raises:
             DataError: naming the difference, for a state of another dataset or seed, of another rank or number of ranks

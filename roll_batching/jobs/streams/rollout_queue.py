@@ -107,7 +107,7 @@ class RolloutQueueDataset(IterableDataset, Generic[S]):  # type: ignore[type-arg
     Raises:
         DataError: for numbers below 0; while iterating, for a producer that stalls, a sample of a version that does
             not exist yet, inside a DataLoader's worker. What `check_health_fn` raises comes through. The
-            iteration can be begun again: no sample is lost.
+            iteration can be restarted: no sample is lost.
     """
 
     def __init__(

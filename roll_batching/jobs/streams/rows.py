@@ -71,7 +71,7 @@ def divide_into_rows(
 ) -> list[list[list[S]]] | None:
     """Micro-batches of `rows` even rows each, no row above `token_budget`; None if `micro_batches` are too few.
 
-    A sample above the budget has a row of its own. With at least `rows * micro_batches` samples no row is empty.
+    A sample above the budget has its own row. With at least `rows * micro_batches` samples no row is empty.
     """
     constraints = PlanConstraints(
         dp_size=rows,

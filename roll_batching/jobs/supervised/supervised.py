@@ -109,7 +109,7 @@ def _shown(metrics: Metrics) -> dict[str, float | None]:
         "loss": metrics["loss"],
         "held-out": metrics.get("eval_loss"),
         "tokens/s": metrics["tokens_per_second"],
-        "fill": 1 - metrics["padding_share"],
+        "packing efficiency": 1 - metrics["padding_share"],
         "imbalance": metrics["imbalance"],
     }
 

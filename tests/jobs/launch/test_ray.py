@@ -130,7 +130,7 @@ def reward(completion):
 
 @pytest.mark.slow
 def test_roles_have_actors_of_their_own_which_are_started_again_and_change_no_bit(tmp_path, report):
-    """A sampler and a reference on devices of their own, on whichever machine; one process is killed, then rank 0."""
+    """A sampler and a reference on separate devices of any machine; one process is killed, then rank 0."""
     ours, theirs = tmp_path / "ray", tmp_path / "here"
     ours.mkdir(), theirs.mkdir()
     roles = {"use_kl_loss": True, "kl_loss_coef": 0.1, "warmup": None, "max_steps": 6, "rollout_samples": -1}

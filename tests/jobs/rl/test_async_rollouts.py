@@ -260,7 +260,7 @@ def test_ratios_follow_the_policy_that_drew():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"actor_train.logprob_plan": "none"}, "takes the current weights for those that sampled"),
+        ({"actor_train.logprob_plan": "none"}, "assumes that the current weights sampled"),
         ({"actor_train.logprob_plan": "train"}, "loss_args.engine_ratio_cap"),
         ({"adv_estimator": "remax"}, "greedy completions from the current weights"),
         ({"async_generation_ratio": "-1"}, "must be at least 0"),

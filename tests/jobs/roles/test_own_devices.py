@@ -1,4 +1,4 @@
-"""Roles on devices of their own: worker processes, their failures, and the rows of a job without them."""
+"""Roles on separate devices: worker processes, their failures, and the rows of a job without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stream as datasets: the same for every number of workers, resumed exactly, dealt anew, errors by policy."""
+"""The stream as datasets: the same for every number of workers, resumed exactly, redistributed, errors by policy."""
 
 from __future__ import annotations
 

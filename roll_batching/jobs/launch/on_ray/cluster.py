@@ -81,7 +81,7 @@ def connected(address: str, cpus: int) -> Iterator[None]:
     except ConnectionError as error:
         raise _no_ray(address, _first_line(error)) from None
     except Exception as error:  # Ray raises plain ones, as for processes that did not start within its 30 s
-        what = "a Ray of its own cannot be started" if address == LOCAL else f"the Ray at {address} cannot be joined"
+        what = "a local Ray cluster cannot be started" if address == LOCAL else f"the Ray at {address} cannot be joined"
         raise RollBatchingError(f"{what} (--address {address}): {error}") from error
     try:
         yield
@@ -132,7 +132,7 @@ class Reservation:
     cpus: Mapping[str, float]
     """CPUs of each machine, by its id."""
     roles: Mapping[str, list[RankPlacement]] = field(default_factory=dict)
-    """Ranks of the roles that have devices of their own."""
+    """Ranks of the roles on separate devices."""
 
 
 @contextlib.contextmanager
@@ -154,7 +154,7 @@ def reserve_devices(
         tp_size: of its tensor-parallel groups.
         minutes: limit of the wait for devices that are in use or not up yet.
         stopped: ends the wait.
-        roles: ranks and tensor-parallel size of roles with devices of their own.
+        roles: ranks and tensor-parallel size of roles on separate devices.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""Roles on devices of their own under Ray: their workers are actors in the job's placement group.
+"""Roles on separate devices under Ray: their workers are actors in the job's placement group.
 
 Rank 0 of the job starts them, so that they end with it, and has a connection to each.
 """
@@ -75,7 +75,7 @@ class RayRoleWorkers:
         return [connections[rank] for rank in range(len(environments))]
 
     def exits(self) -> dict[int, str]:
-        """How actors ended, by rank; empty while all run."""
+        """Exit descriptions of actors, by rank; empty while all run."""
         import ray
 
         done, _ = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
@@ -104,7 +104,7 @@ class StartRayWorkers:
 
 
 def _exit_reason(call: Any) -> str:
-    """How the process of a finished call ended."""
+    """Exit description of the process of a finished call."""
     import ray
 
     try:

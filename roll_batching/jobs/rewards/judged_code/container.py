@@ -24,7 +24,7 @@ def runs_container(run: Sequence[str]) -> bool:
 
 
 def names_container(run: Sequence[str]) -> bool:
-    """Whether the command `run` has a `--name` of its own."""
+    """Whether the command `run` already has a `--name`."""
     return runs_container(run) and any(word == "--name" or word.startswith("--name=") for word in run)
 
 
