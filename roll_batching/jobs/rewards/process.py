@@ -184,7 +184,7 @@ class RewardProcess:
         if waited > self._limit:
             raise DataError(
                 f"reward function {self.path} did not return within {self._limit:g} s on {self._subject}: raise "
-                "reward_timeout (seconds per call), or give its own requests a shorter limit"
+                "reward_timeout (seconds per call), or set a shorter timeout inside the function"
             )
         if waited > self._next_notice:
             self._notify(waited)
