@@ -32,6 +32,8 @@ class Composed:
     """By key of a value that could not be computed, the reason."""
     outside: dict[KeyPath, str] = field(default_factory=dict)
     """By key of a value from the environment or the clock, the expression in the file."""
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    """File and line by key, of files that are no YAML."""
 
 
 def compose_hydra(path: Path) -> Composed:

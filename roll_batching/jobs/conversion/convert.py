@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from roll_batching.errors import ConfigError
-from roll_batching.jobs.config.diagnostics import dotted
+from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem, dotted
 from roll_batching.jobs.config.frameworks import NAMES, framework_of
 from roll_batching.jobs.config.yaml_source import read_yaml
 from roll_batching.jobs.conversion.composing import Composed, compose_hydra, compose_inheriting
@@ -16,6 +16,8 @@ from roll_batching.jobs.conversion.draft import Draft, check_draft
 from roll_batching.jobs.conversion.nemo_rl import draft_of_nemo_rl
 from roll_batching.jobs.conversion.report import Conversion
 from roll_batching.jobs.conversion.roll import draft_of_roll
+from roll_batching.jobs.conversion.slime import draft_of_slime
+from roll_batching.jobs.conversion.slime_command import compose_slime
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Origin:
 ORIGINS: dict[str, Origin] = {
     "roll": Origin("roll", compose_hydra, draft_of_roll),
     "nemo_rl": Origin("nemo_rl", compose_inheriting, draft_of_nemo_rl),
+    "slime": Origin("slime", compose_slime, draft_of_slime),
 }
 
 
@@ -41,15 +44,24 @@ def convert_file(path: Path, origin: Origin) -> Conversion:
     framework = framework_of(composed.data)
     if framework not in (None, origin.name):
         raise ConfigError(f"{path} was written for {NAMES[framework]}: convert it with --from {framework}")
-    draft = origin.translate(str(path), composed.data)
+    try:
+        draft = origin.translate(str(path), composed.data)
+    except ConfigFileError as error:
+        raise ConfigFileError((_placed(one, composed) for one in error.problems), more=error.more) from None
     for key, why in composed.failed.items():
         if not any(dotted(key[:end]) in draft.left_out for end in range(1, len(key))):
-            draft.leave_out(dotted(key), "refused", why)
+            draft.left_out[dotted(key)] = ("refused", why)
     paths = {origin: path for path, origin in draft.origins.items()}
     for key, written in composed.outside.items():
         path_here = paths.get(dotted(key), key)
         draft.meanings.setdefault(path_here, f"the value of {written} at conversion")
     return check_draft(draft)
+
+
+def _placed(problem: Problem, composed: Composed) -> Problem:
+    """`problem` with the line of its key, where `composed` has it."""
+    place = composed.places.get(problem.path)
+    return problem if place is None else replace(problem, place=place)
 
 
 def origin_of(path: Path) -> Origin:
