@@ -18,6 +18,8 @@ from roll_batching.jobs.conversion.report import Conversion
 from roll_batching.jobs.conversion.roll import draft_of_roll
 from roll_batching.jobs.conversion.slime import draft_of_slime
 from roll_batching.jobs.conversion.slime_command import compose_slime
+from roll_batching.jobs.conversion.verl import draft_of_verl
+from roll_batching.jobs.conversion.verl_command import compose_verl
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Origin:
 ORIGINS: dict[str, Origin] = {
     "roll": Origin("roll", compose_hydra, draft_of_roll),
     "nemo_rl": Origin("nemo_rl", compose_inheriting, draft_of_nemo_rl),
+    "verl": Origin("verl", compose_verl, draft_of_verl),
     "slime": Origin("slime", compose_slime, draft_of_slime),
 }
 
