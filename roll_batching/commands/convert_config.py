@@ -23,7 +23,9 @@ class Framework(StrEnum):
 
 
 def convert_config(
-    source: Annotated[Path, typer.Argument(help="YAML file of ROLL, NeMo-RL or verl, or shell script of verl or slime.")],
+    source: Annotated[
+        Path, typer.Argument(help="YAML file of ROLL, NeMo-RL or verl, or shell script of verl or slime.")
+    ],
     framework: Annotated[
         Framework | None, typer.Option("--from", help="Framework of the file. Default: recognised by its content.")
     ] = None,

@@ -1,4 +1,4 @@
-"""Composes files of ROLL and NeMo-RL into plain data, with Hydra and OmegaConf as these frameworks do.
+"""Composes YAML files of other frameworks into plain data, with Hydra and OmegaConf as these frameworks do.
 
 `defaults` are followed and `${...}` is computed. Values that cannot be computed are recorded by key.
 """

@@ -16,10 +16,13 @@ from roll_batching.jobs.conversion.draft import Draft, check_draft
 from roll_batching.jobs.conversion.nemo_rl import draft_of_nemo_rl
 from roll_batching.jobs.conversion.report import Conversion
 from roll_batching.jobs.conversion.roll import draft_of_roll
+from roll_batching.jobs.conversion.shell_script import read_script
 from roll_batching.jobs.conversion.slime import draft_of_slime
 from roll_batching.jobs.conversion.slime_command import compose_slime
+from roll_batching.jobs.conversion.slime_command import is_program as is_slime
 from roll_batching.jobs.conversion.verl import draft_of_verl
 from roll_batching.jobs.conversion.verl_command import compose_verl
+from roll_batching.jobs.conversion.verl_command import is_program as is_verl
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,16 @@ def _placed(problem: Problem, composed: Composed) -> Problem:
 
 
 def origin_of(path: Path) -> Origin:
-    """The framework of the file at `path`, recognised by its sections. Raises ConfigError for unknown ones."""
+    """The framework of the file at `path`, recognised by its content. Raises ConfigError for unknown ones."""
+    if path.suffix == ".sh":
+        words = [word.text or word.raw for command in read_script(path).commands for word in command.words]
+        framework = "verl" if any(map(is_verl, words)) else "slime" if any(map(is_slime, words)) else None
+        if framework is None:
+            raise ConfigError(f"{path} has no command that starts training with verl or slime: give a script with one")
+        return ORIGINS[framework]
     data = read_yaml(path).data
     framework = framework_of(data) or ("nemo_rl" if "policy" in data else "roll" if "actor_train" in data else None)
     if framework is None:
-        raise ConfigError(
-            f"{path} has no section of ROLL or NeMo-RL; name the framework with --from roll or --from nemo_rl"
-        )
+        names = ", ".join(f"--from {name}" for name in ORIGINS)
+        raise ConfigError(f"{path} has no section of {', '.join(NAMES.values())}; name the framework with {names}")
     return ORIGINS[framework]

@@ -73,7 +73,9 @@ class ForeignFile:
             reason = next((one for one in self.reasons if _is_below(one[0], key)), None)
             if value == {}:
                 continue  # all its keys were taken
-            if _is_off(value) and (not isinstance(value, dict) or "enabled" in value or (reason and key == reason[0])):
+            if _is_off(value) and (
+                not isinstance(value, dict) or {"enabled", "enable"} & value.keys() or (reason and key == reason[0])
+            ):
                 self.draft.leave_out(key, "idle", "is off, as here")
             elif name in self.speed or (name == "expert_tensor_parallel_size" and value == 1):
                 self.draft.leave_out(key, "idle", "changes speed or memory, not results")
@@ -86,12 +88,12 @@ class ForeignFile:
 
 
 def _is_below(prefix: str, key: str) -> bool:
-    """Whether `key` is the section `prefix` or lies in it. A prefix that ends in `_` or `-` is that of a name."""
-    return key == prefix or key.startswith(prefix if prefix.endswith(("_", "-")) else f"{prefix}.")
+    """Whether `key` is the section `prefix` or lies in it. One that ends in `_`, `-` or `.` begins keys."""
+    return key == prefix or key.startswith(prefix if prefix.endswith(("_", "-", ".")) else f"{prefix}.")
 
 
 def _is_off(value: Any) -> bool:
     """Whether `value` is off, or a section that is switched off."""
     if isinstance(value, dict):
-        return value.get("enabled") is False or all(_is_off(below) for below in value.values())
+        return False in (value.get("enabled"), value.get("enable")) or all(_is_off(below) for below in value.values())
     return value in (None, False, 0, "none", [])

@@ -221,6 +221,9 @@ class _Reader:
             char = self.peek()
             if char == "\\":
                 parts.append(Text(self._escaped(quoted)))
+            elif self.peek(2) == "~/" and not quoted and not parts:
+                self.step()
+                parts.append(Variable("HOME", quoted=True))
             elif char == "'" and not quoted:
                 parts.append(Text(self._until("'")))
             elif char == '"':

@@ -90,8 +90,22 @@ def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
     if file.peek("critic.enable"):
         file.take("critic")
         file.draft.leave_out("critic.enable", "refused", "critics and value heads are not supported for now")
+    _switched_off(file, model)
     file.leave_out_rest()
     return file.draft
+
+
+def _switched_off(file: VerlFile, model: str) -> None:
+    """Takes settings of LoRA and router replay where both are off, and numbers of samples that mean all."""
+    if not file.peek(f"{model}.lora_rank") and not file.peek(f"{model}.lora.rank"):
+        for name in ("lora", "lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
+            file.take(f"{model}.{name}")
+    for section in (f"{ACTOR}.router_replay", f"{ACTOR}.megatron.router_replay", "engine.router_replay"):
+        if file.peek(f"{section}.mode") == "disabled":
+            file.take(section)
+    for key in ("data.train_max_samples", "data.val_max_samples"):
+        if file.peek(key) == -1:
+            file.take(key)
 
 
 def _without_targets(value: Any) -> Any:

@@ -123,6 +123,8 @@ def _compose_command(program: str, words: tuple[Value, ...], script: Script) -> 
         raise ConfigFileError(problems)
     with resolvers():
         composed = plain_data(settings, script.path)
+    if composed.data.pop("hydra", None) is not None:
+        composed.failed[("hydra",)] = "chooses other files of settings, which are not followed"
     composed.data.update({PROGRAM: program, GROUPS: groups})
     composed.failed.update(extra.failed)
     composed.outside.update(extra.outside)

@@ -164,6 +164,7 @@ _IDLE: Mapping[str, str] = {
         "ray_kwargs transfer_queue trainer.use_v1 trainer.v1 actor_rollout_ref.hybrid_engine ray_init"
     ),
     "changes the order inside a mini-batch, not the gradient": f"{ACTOR}.shuffle {ACTOR}.data_loader_seed",
+    "verl reads optim.clip_grad": f"{ACTOR}.grad_clip",
     "the loss picks other settings": f"{ACTOR}.policy_loss {ACTOR}.tau_pos {ACTOR}.tau_neg {ACTOR}.clip_ratio",
     "the job's seed serves all roles": f"{ROLLOUT}.seed engine.seed {ACTOR}.megatron.seed {ACTOR}.fsdp_config.seed",
     "is for verl's own workers; actor_infer configures engines here": (
@@ -172,7 +173,7 @@ _IDLE: Mapping[str, str] = {
         f"{ROLLOUT}.multi_stage_wake_up {ROLLOUT}.calculate_log_probs {ROLLOUT}.prompt_length "
         f"{ROLLOUT}.response_length {ROLLOUT}.log_prob_ {ROLLOUT}.over_sample_rate {ROLLOUT}.scheduling_policy "
         f"{ROLLOUT}.logprobs_mode {ROLLOUT}.update_weights_bucket_megabytes {ROLLOUT}.agent {ROLLOUT}.engine_kwargs "
-        f"{ROLLOUT}.enable_sleep_mode skip"
+        f"{ROLLOUT}.enable_sleep_mode {ROLLOUT}.prometheus skip"
     ),
     "the layout and the caps of the reference are those of actor_train": "actor_rollout_ref.ref",
     "passes and the mini-batch are those of actor_train": f"{ACTOR}.rollout_n {ACTOR}.calculate_sum_pi_squared",
@@ -197,7 +198,7 @@ _REFUSED: Mapping[str, str] = {
     "rollouts have one turn": f"{ROLLOUT}.multi_turn data.tool_config_path data.function_tool_path",
     "prompts are not resampled; drop_zero_advantage_groups is similar": "algorithm.filter_groups",
     "samples are not weighted by their rewards like this": "algorithm.use_pf_ppo",
-    "the optimizer is AdamW": f"{ACTOR}.optim optim",
+    "the optimizer is AdamW with the settings above": f"{ACTOR}.optim. optim.",
     "stages have equal numbers of layers": (
         f"{ACTOR}.megatron.override_transformer_config.num_layers_in_ "
         f"{ACTOR}.megatron.override_transformer_config.account_for_ "
@@ -219,7 +220,7 @@ _REFUSED: Mapping[str, str] = {
     ),
     "multi-token prediction (MTP) is not supported for now": f"{MODEL}.mtp model.mtp {ROLLOUT}.mtp",
     "quantised weights are not trained or sampled": (
-        f"{ACTOR}.qat {ACTOR}.megatron.qat engine.qat {ROLLOUT}.quantization"
+        f"{ACTOR}.qat {ACTOR}.megatron.qat engine.qat {ROLLOUT}.quantization {ROLLOUT}.qat"
     ),
     "config.json and the tokenizer lie in the model's directory": (
         f"{MODEL}.hf_config_path model.hf_config_path {MODEL}.custom_chat_template model.custom_chat_template"
@@ -227,7 +228,6 @@ _REFUSED: Mapping[str, str] = {
     "vision-language models are not supported for now": f"{ACTOR}.freeze_vision_tower",
     "responses end at the tokenizer's end token": f"{ROLLOUT}.ignore_eos",
     "engines compute in the model's precision": f"{ROLLOUT}.dtype",
-    "other engines of verl's are not converted": "engine",
     "texts are shuffled anew in every epoch, all of them": "data.sampler data.train_max_samples data.val_max_samples",
     "chat templates are called without arguments: write them into the template": "data.apply_chat_template_kwargs",
     "code for verl's data sets does not run here": "data.custom_cls data.datagen",

@@ -58,6 +58,11 @@ def convert_data(file: VerlFile) -> None:
         if path is not None:
             file.draft.leave_out(f"{section}.path", "refused", f"{path}: {REWARDS}")
             file.take(f"{section}.name")
+    for name in ("num_workers", "reward_manager", "reward_model", "sandbox_fusion.max_concurrent"):
+        file.take(f"reward.{name}")
+    file.take("reward.sandbox_fusion.memory_limit_mb")
+    file.expect_off("reward.sandbox_fusion", "sandbox_fusion", why="code_tests runs code; set how in reward_args.run")
+    file.take("reward.custom_reward_function")
     key = "reward (by data_source)"
     file.draft.leave_out(key, "refused", f"verl chooses a function by the data_source of a line: {REWARDS}")
 
@@ -75,6 +80,8 @@ def convert_rollouts(file: VerlFile, devices: int) -> None:
                 file.draft.leave_out(f"{ROLLOUT}.{name}", "idle", "the training model samples")
         return
     engine = engine or "vllm"
+    if file.peek(f"{ROLLOUT}.dtype") == "bfloat16":
+        file.take(f"{ROLLOUT}.dtype")
     file.draft.put((*_STRATEGY, "strategy_name"), engine, f"{ROLLOUT}.name")
     text = "the engine sleeps during training, and the model's states are offloaded during sampling"
     file.draft.put(("is_offload_states",), True, f"{ROLLOUT}.free_cache_engine", text)
