@@ -13,6 +13,7 @@ from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
 from roll_batching.jobs.conversion.mini_batch import data_parallel_ranks, put_mini_batch
 from roll_batching.jobs.conversion.nemo_rl_file import REWARDS
+from roll_batching.jobs.conversion.report import Kind
 from roll_batching.jobs.conversion.slime_command import PROGRAM
 from roll_batching.jobs.conversion.slime_options import COUNTS, DEFAULTS, RL_DEFAULTS, SlimeFile
 from roll_batching.jobs.conversion.value_types import wrong_types
@@ -307,7 +308,7 @@ def _advantages(file: SlimeFile) -> None:
             file.put(("reference",), {}, "--kl-coef")
     else:
         if weight:
-            kind = "refused" if name in ("ppo", "reinforce_plus_plus_baseline") else "idle"
+            kind: Kind = "refused" if name in ("ppo", "reinforce_plus_plus_baseline") else "idle"
             file.draft.leave_out("--kl-coef", kind, "slime's advantages of this estimator do not read it here")
         if gamma != 1:
             file.draft.leave_out("--gamma", "idle", "slime's advantages of this estimator do not read it")

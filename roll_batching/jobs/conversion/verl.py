@@ -187,7 +187,7 @@ def _optimizer(file: VerlFile, section: str, megatron: bool) -> None:
     file.put((*_TRAIN, "lr_scheduler_type"), style, f"{section}.lr_scheduler_type")
     share = file.take(f"{section}.min_lr_ratio")
     if share and isinstance(rate, int | float) and isinstance(share, int | float):
-        file.put((*_TRAIN, "min_lr"), rate * share, f"{section}.min_lr_ratio")
+        file.put((*_TRAIN, "min_lr"), float(f"{rate * share:.12g}"), f"{section}.min_lr_ratio")
     steps, part = file.take(f"{section}.lr_warmup_steps"), file.take(f"{section}.lr_warmup_steps_ratio")
     if isinstance(steps, int) and steps > 0:
         file.put((*_TRAIN, "warmup_steps"), steps, f"{section}.lr_warmup_steps")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, shortened
+from roll_batching.jobs.config.diagnostics import ConfigFileError, KeyPath, Place, Problem, dotted, shortened
 from roll_batching.jobs.config.yaml_source import read_yaml
 from roll_batching.jobs.config.yaml_values import DEEPEST
 from roll_batching.jobs.conversion.composing import Composed, plain_data, require_hydra, resolvers
@@ -59,6 +59,8 @@ def _compose_yaml(path: Path) -> Composed:
             composed = plain_data(OmegaConf.create(data), path)
     except OmegaConfBaseException as error:
         raise _fault((), error, Place(str(path))) from None
+    for key in [key for key in composed.failed if VerlFile.is_idle(dotted(key))]:
+        del composed.failed[key]
     if foreign:
         text = f"names {shortened(', '.join(foreign))}, which is not followed: convert what verl composes (--cfg job)"
         composed.failed[("defaults",)] = text

@@ -124,7 +124,7 @@ def defaults_of(supervised: bool, megatron: bool) -> dict[str, Any]:
     optimizer = "optim" if supervised else f"{ACTOR}.optim"
     layout = {f"{engine}.{name}": value for name, value in _LAYOUT.items()} if megatron else {}
     defaults = {**(_SFT if supervised else _RL), **_BOTH, **layout}
-    defaults |= {f"{optimizer}.{name}": value for name, value in (_OPTIMIZER | _SCHEDULES[megatron]).items()}
+    defaults |= {f"{optimizer}.{name}": value for name, value in {**_OPTIMIZER, **_SCHEDULES[megatron]}.items()}
     return defaults if megatron else defaults | {f"{model}.enable_gradient_checkpointing": True}
 
 
