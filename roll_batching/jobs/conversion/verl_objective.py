@@ -97,7 +97,10 @@ def _clip(file: VerlFile, mode: str) -> None:
         file.put(("use_pg_clip_range",), True, f"{ACTOR}.clip_ratio_low")
         for name, value in (("low", low), ("high", high)):
             key = f"{ACTOR}.clip_ratio" if value is None else f"{ACTOR}.clip_ratio_{name}"
-            file.put((f"pg_clip_{name}",), both if value is None else value, key)
+            value = both if value is None else value
+            unlimited = name == "low" and mode != "geo_mean" and isinstance(value, int | float) and value > 1
+            text = f"{value}, which clips no ratio, as 1 does not" if unlimited else ""
+            file.put((f"pg_clip_{name}",), 1.0 if unlimited else value, key, text)
     if mode == "vanilla":
         file.put(("dual_clip_loss",), True, f"{ACTOR}.clip_ratio_c")
         file.put(("dual_clip_ratio",), dual, f"{ACTOR}.clip_ratio_c")

@@ -8,8 +8,8 @@ makes a process group or a model: `jobs.py` supplies each model's true config.js
 
 Counted are ROLL's files under examples/ that use a Megatron strategy, and NeMo-RL's under examples/ that switch
 sequence packing or dynamic batching on, both once their `defaults` are composed; of NeMo-RL's, those that switch it
-on in the file itself once more. Of verl, counted are the shell scripts under examples/ that start a trainer; of slime,
-those under scripts/, examples/ and tests/ that start training.
+on in the file itself once more. Of verl, counted are the shell scripts under examples/ that start a trainer, with a
+reward, which verl chooses by the data; of slime, those under scripts/, examples/ and tests/ that start training.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ def count(title: str, files: list[Path], origin: Origin, root: Path, scratch: Pa
             reasons[key] += 1
         missing = [text for text in done.missing if NOT_HERE not in text]
         lacking.update(lacking_of(missing))
+        if origin.name == "verl" and done.settings.get("task") is None:  # verl chooses it by the data
+            done.settings.setdefault("reward_function", "math_verify")
         stopped = ["does not load"] if broken else what_stops(done.settings, models, scratch)
         stops.update(f"{kind}: {reason}" for reason in stopped)
         if not stopped:

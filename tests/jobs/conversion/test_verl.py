@@ -96,6 +96,10 @@ MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
         f"{A}.policy_loss.loss_mode=gspo",
         {"importance_sampling": "seq-token", "loss_agg_mode": "seq-mean-token-mean", "dual_clip_loss": None},
     ),
+    "no lower clip": (
+        f"{A}.policy_loss.loss_mode=cispo {A}.clip_ratio_low=10 {A}.clip_ratio_high=0.2",
+        {"pg_clip_low": 1.0},
+    ),
     "cispo": (f"{A}.policy_loss.loss_mode=cispo", {"loss_function": "cispo", "dual_clip_loss": None}),
     "geo_mean": (f"{A}.policy_loss.loss_mode=geo_mean", {"loss_function": "gmpo"}),
     "kl_cov": (f"{A}.policy_loss.loss_mode=kl_cov", {"loss_function": "kl_cov", "loss_args.penalty": 0.1}),
