@@ -141,7 +141,9 @@ def _batching(file: SlimeFile, devices: int, supervised: bool) -> None:
     cap, forward = file.take("--max-tokens-per-gpu"), file.take("--log-probs-max-tokens-per-gpu")
     rows_key = "--micro-batch-size"
     if packed:
-        rows = 1
+        if rows not in (None, 1):
+            file.draft.leave_out(rows_key, "idle", "packs have no fixed number of rows")
+        rows, rows_key = 1, "--use-dynamic-batch-size"
         text = "the tokens of a pack on all context-parallel ranks together" if context > 1 else ""
         file.put((_ROLE, "use_sequence_packing"), True, "--use-dynamic-batch-size")
         packing = (_ROLE, "sequence_packing_args", "max_packed_sequence_length")
@@ -309,7 +311,10 @@ def _advantages(file: SlimeFile) -> None:
     else:
         if weight:
             kind: Kind = "refused" if name in ("ppo", "reinforce_plus_plus_baseline") else "idle"
-            file.draft.leave_out("--kl-coef", kind, "slime's advantages of this estimator do not read it here")
+            why = "slime's advantages of this estimator do not read it"
+            if kind == "refused":
+                why = "KL in the advantages is converted for reinforce_plus_plus alone; use --use-kl-loss"
+            file.draft.leave_out("--kl-coef", kind, why)
         if gamma != 1:
             file.draft.leave_out("--gamma", "idle", "slime's advantages of this estimator do not read it")
 

@@ -228,7 +228,9 @@ def _batching(file: VerlFile, devices: int) -> None:
     forward, forward_rows = file.take(forward_key), file.take(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu")
     text = "the tokens of a pack on all context-parallel ranks together" if context > 1 else ""
     if packed:
-        rows = 1
+        if rows is not None:
+            file.draft.leave_out(rows_key, "idle", "packs have no fixed number of rows")
+        rows, rows_key = 1, f"{ACTOR}.use_dynamic_bsz"
         args = (_ROLE, "sequence_packing_args")
         file.put((_ROLE, "use_sequence_packing"), True, f"{ACTOR}.use_dynamic_bsz")
         if cap is not None:
@@ -237,6 +239,11 @@ def _batching(file: VerlFile, devices: int) -> None:
         if forward is not None and forward != cap:
             file.put((*args, "max_packed_sequence_length_forward"), forward * context, forward_key, text)
     else:
+        if rows is None:
+            file.draft.defaults.add(rows_key)
+            file.draft.missing.append(
+                f"actor_train.training_args.per_device_train_batch_size: verl asks for {rows_key}"
+            )
         rows = rows or 1
         meaning = "micro-batches of this many rows, padded to their longest; verl removes the padding"
         file.put((_ROLE, "padded_length"), "longest", rows_key, meaning)
@@ -297,15 +304,16 @@ def _supervised(file: VerlFile, devices: int) -> None:
     context = layout.get("context_parallel_size", 1)
     packed, rows = file.take("data.use_dynamic_bsz"), file.take("data.micro_batch_size_per_gpu")
     cap = file.take("data.max_token_len_per_gpu")
+    rows_key = "data.micro_batch_size_per_gpu"
     if packed:
-        rows = 1
+        rows, rows_key = 1, "data.use_dynamic_bsz"
         file.put((_ROLE, "use_sequence_packing"), True, "data.use_dynamic_bsz")
         path = (_ROLE, "sequence_packing_args", "max_packed_sequence_length_train")
         file.put(path, None if cap is None else cap * context, "data.max_token_len_per_gpu")
     else:
-        file.put((_ROLE, "padded_length"), "longest", "data.micro_batch_size_per_gpu")
+        file.put((_ROLE, "padded_length"), "longest", rows_key)
     size = (file.take("data.train_batch_size"), "data.train_batch_size")
-    put_mini_batch(file.draft, size, (rows, "data.micro_batch_size_per_gpu"), data_parallel_ranks(layout, devices))
+    put_mini_batch(file.draft, size, (rows, rows_key), data_parallel_ranks(layout, devices))
     file.move("data.max_length", ("sequence_length",), meaning="a longer text is an error that names it")
     if (cut := file.take("data.truncation")) not in (None, "error"):
         file.draft.leave_out("data.truncation", "refused", f"{cut}: a longer text is an error that names it")
