@@ -1,4 +1,4 @@
-"""`roll-batching convert-config FILE`: converts files of ROLL and NeMo-RL."""
+"""`roll-batching convert-config FILE`: converts files of ROLL, NeMo-RL, verl and slime."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ class Framework(StrEnum):
 
     roll = "roll"
     nemo_rl = "nemo_rl"
+    verl = "verl"
+    slime = "slime"
 
 
 def convert_config(
-    source: Annotated[Path, typer.Argument(help="YAML file of ROLL or NeMo-RL.")],
+    source: Annotated[
+        Path, typer.Argument(help="YAML file of ROLL, NeMo-RL or verl, or shell script of verl or slime.")
+    ],
     framework: Annotated[
-        Framework | None, typer.Option("--from", help="Framework of the file. Default: recognised by its sections.")
+        Framework | None, typer.Option("--from", help="Framework of the file. Default: recognised by its content.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Output file. Default: print the result.")] = None,
     report: Annotated[Path | None, typer.Option(help="Also write the lists of keys to this JSON file.")] = None,

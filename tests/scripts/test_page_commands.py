@@ -46,6 +46,15 @@ LONG = {"python scripts/abuse.py", "python scripts/kill_campaign.py --check", ".
 """Commands of a quarter of an hour and more: run with `--deep` alone."""
 
 ROLL_FILE = ROOT / "tests" / "jobs" / "config" / "data" / "roll_sequence_packing.yaml"
+VERL_SCRIPT = """
+N=${N:-4}
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$N \\
+    actor_rollout_ref.model.path=data/hf_model/tiny-qwen3 actor_rollout_ref.rollout.name=vllm
+"""
+SLIME_SCRIPT = """
+ARGS=(--n-samples-per-prompt 4 --rollout-batch-size 4 --num-rollout 2)
+python3 train.py --hf-checkpoint data/hf_model/tiny-qwen3 --colocate "${ARGS[@]}"
+"""
 NEMO_RL_FILE = """
 grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_steps: 2}
 policy:
@@ -125,6 +134,8 @@ class Reader:
             "my_lengths.csv": (self.clone / "examples" / "lengths.csv").read_text(),
             "FILE": ROLL_FILE.read_text(),
             "grpo.yaml": NEMO_RL_FILE,
+            "run_grpo.sh": VERL_SCRIPT,
+            "run-qwen3-4B.sh": SLIME_SCRIPT,
         }.items():
             (self.clone / name).write_text(text)
         shutil.rmtree(self.clone / "DIR", ignore_errors=True)

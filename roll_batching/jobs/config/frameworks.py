@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Problem
 
-Framework = Literal["roll", "nemo_rl"]
+Framework = Literal["roll", "nemo_rl", "verl", "slime"]
 """Frameworks whose files `convert-config --from` reads."""
-NAMES: Mapping[Framework, str] = {"roll": "ROLL", "nemo_rl": "NeMo-RL"}
+NAMES: Mapping[Framework, str] = {"roll": "ROLL", "nemo_rl": "NeMo-RL", "verl": "verl", "slime": "slime"}
 _ALGORITHMS = {"grpo", "sft", "dpo", "rm", "ppo", "distillation", "loss_fn"}
 _ROLL = {"hydra", "defaults", "sft_train", "student_train", "student", "custom_envs"}
 MOST_BELOW_HINT = 10
@@ -23,6 +23,8 @@ def framework_of(data: Mapping[str, Any]) -> Framework | None:
     Keys without a value do not count: config.yaml of runs before version 0.2 names all keys (`hydra: null`).
     """
     keys = {key for key, value in data.items() if value is not None}
+    if "actor_rollout_ref" in keys:
+        return "verl"
     parents = data.get("defaults")
     named = [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []
     if ("policy" in keys and keys & _ALGORITHMS) or any(str(name).endswith((".yaml", ".yml")) for name in named):

@@ -1,4 +1,4 @@
-"""Converts configuration files of ROLL and NeMo-RL: composition, translation, and a check by the loader."""
+"""Converts files of ROLL, NeMo-RL, verl and slime: composition, translation, and a check by the loader."""
 
 from roll_batching.jobs.conversion.convert import ORIGINS, Origin, convert_file, origin_of
 from roll_batching.jobs.conversion.report import Conversion, KeptKey, LeftOut

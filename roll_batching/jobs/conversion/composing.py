@@ -1,4 +1,4 @@
-"""Composes files of ROLL and NeMo-RL into plain data, with Hydra and OmegaConf as these frameworks do.
+"""Composes YAML files of other frameworks into plain data, with Hydra and OmegaConf as these frameworks do.
 
 `defaults` are followed and `${...}` is computed. Values that cannot be computed are recorded by key.
 """
@@ -32,11 +32,13 @@ class Composed:
     """By key of a value that could not be computed, the reason."""
     outside: dict[KeyPath, str] = field(default_factory=dict)
     """By key of a value from the environment or the clock, the expression in the file."""
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    """File and line by key, of files that are no YAML."""
 
 
 def compose_hydra(path: Path) -> Composed:
     """Composes the file at `path` with Hydra, as ROLL does. Raises ConfigError."""
-    _require()
+    require_hydra()
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
@@ -44,7 +46,7 @@ def compose_hydra(path: Path) -> Composed:
 
     read_yaml(path)  # raises our errors, with line numbers, for files that Hydra would misread
     GlobalHydra.instance().clear()
-    with _resolvers():
+    with resolvers():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # `defaults` without `_self_`: the file itself comes last, as in ROLL
@@ -55,18 +57,18 @@ def compose_hydra(path: Path) -> Composed:
         except RecursionError:  # Hydra's own
             text = "inherit from each other: take out the one that leads back to this file"
             raise ConfigFileError([Problem(("defaults",), text, Place(str(path)))]) from None
-        return _plain(node, path)
+        return plain_data(node, path)
 
 
 def compose_inheriting(path: Path) -> Composed:
     """Merges the file at `path` over the files in its `defaults`, as NeMo-RL does. Raises ConfigError."""
-    _require()
+    require_hydra()
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        with _resolvers():
-            return _plain(OmegaConf.create(_merge_parents(path, ())), path)
+        with resolvers():
+            return plain_data(OmegaConf.create(_merge_parents(path, ())), path)
     except OmegaConfBaseException as error:
         raise _cannot_be_composed(path, error) from None
 
@@ -108,7 +110,8 @@ def _cannot_be_composed(path: Path, error: Exception) -> ConfigError:
     return ConfigFileError([Problem((), f"cannot be composed: {first}", Place(str(path)))])
 
 
-def _require() -> None:
+def require_hydra() -> None:
+    """Raises ConfigError where Hydra or OmegaConf is not installed."""
     try:
         import hydra  # noqa: F401
         import omegaconf  # noqa: F401
@@ -117,7 +120,7 @@ def _require() -> None:
 
 
 @contextlib.contextmanager
-def _resolvers() -> Iterator[None]:
+def resolvers() -> Iterator[None]:
     """Registers the functions that these files call in `${name:...}`, beside OmegaConf's `oc.*`.
 
     In this context `${oc.env:NAME}` fails for names that look like secrets, so that no value holds one.
@@ -149,7 +152,8 @@ def _resolvers() -> Iterator[None]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def _plain(node: Any, path: Path) -> Composed:
+def plain_data(node: Any, path: Path) -> Composed:
+    """The values of an OmegaConf node, computed inside `resolvers`; `path` is the file, for messages."""
     result = Composed({})
     values = iter(range(MOST_VALUES))
     result.data.update(_section(node, (), result, values, path))

@@ -7,9 +7,9 @@ from typing import Any
 
 from roll_batching.errors import ConfigError, PlanError
 from roll_batching.integrations.nemo_rl_names import microbatch_order
+from roll_batching.jobs.conversion.mini_batch import data_parallel_ranks, put_mini_batch
 from roll_batching.jobs.conversion.nemo_rl_file import NemoRlFile
 
-_TRAIN = ("actor_train", "training_args")
 _PACKING, _DYNAMIC = "sequence_packing", "dynamic_batching"
 _ORIGINS: Mapping[tuple[str, ...], str] = {
     ("use_sequence_packing",): f"{_PACKING}.enabled",
@@ -53,21 +53,13 @@ def convert_batching(file: NemoRlFile, source: str, task: str) -> None:
 
 def _batch_sizes(file: NemoRlFile, layout: Mapping[str, Any], task: str) -> None:
     """Global, micro- and log-prob batch sizes; of pairs, in sequences."""
-    tp, pp, cp = (layout.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
     devices = int(file.draft.values["actor_train"]["device_mapping"].rpartition(",")[2].rstrip(")"))
-    ranks = max(1, devices // (tp * pp * cp))
     size, rows = file.take("policy.train_global_batch_size"), file.take("policy.train_micro_batch_size", 1)
     text = ""
     if task == "dpo" and isinstance(size, int) and isinstance(rows, int):
         size, rows, text = 2 * size, 2 * rows, "counts sequences, two per pair; NeMo-RL counts pairs"
-    file.draft.put((*_TRAIN, "per_device_train_batch_size"), rows, "policy.train_micro_batch_size", text)
-    if isinstance(size, int) and isinstance(rows, int):
-        steps, rest = divmod(size, rows * ranks)
-        text = f"{size} sequences per optimizer step are {rows} x this x {ranks} data-parallel ranks"
-        if rest or not steps:
-            text = f"{size} sequences per step do not divide by {rows} x {ranks} ranks: {max(1, steps)} is near"
-        key = "policy.train_global_batch_size"
-        file.draft.put((*_TRAIN, "gradient_accumulation_steps"), max(1, steps), key, text)
+    whole, each = (size, "policy.train_global_batch_size"), (rows, "policy.train_micro_batch_size")
+    put_mini_batch(file.draft, whole, each, data_parallel_ranks(layout, devices), text)
     file.move("policy.logprob_batch_size", ("actor_train", "infer_batch_size"))
     for name in ("generation_batch_size", "logprob_chunk_size", "offload_optimizer_for_logprob"):
         if file.take(f"policy.{name}") is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll_batching.jobs.conversion.nemo_rl_types import value_at
+from roll_batching.jobs.conversion.value_types import value_at
 
 _SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {

@@ -1,11 +1,8 @@
-"""The settings of a NeMo-RL file, and the reasons for keys that the translation does not read."""
+"""The reasons for keys of a NeMo-RL file that the translation does not read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from roll_batching.jobs.conversion.draft import Draft
+from roll_batching.jobs.conversion.foreign_file import ForeignFile
 
 REWARDS = "no such reward exists here: write a function, and name it in reward_function or rewards"
 ENGINE = "is for NeMo-RL's own workers; actor_infer configures engines here"
@@ -104,75 +101,8 @@ _SPEED = frozenset(
 """Settings of Megatron that change speed or memory, not results."""
 
 
-class NemoRlFile:
-    """Settings of a file, which the translation takes out one by one, and the draft of the result."""
+class NemoRlFile(ForeignFile):
+    """Settings of a NeMo-RL file."""
 
-    def __init__(self, data: dict[str, Any], draft: Draft) -> None:
-        self.data, self.draft = data, draft
-
-    def peek(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, which still counts as unread."""
-        here: Any = self.data
-        for part in key.split("."):
-            if not isinstance(here, dict) or part not in here:
-                return default
-            here = here[part]
-        return here
-
-    def take(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, which then counts as read."""
-        value = self.peek(key, default)
-        *sections, last = key.split(".")
-        section = self.peek(".".join(sections)) if sections else self.data
-        if isinstance(section, dict):
-            section.pop(last, None)
-        return value
-
-    def move(
-        self, key: str, path: tuple[str, ...], change: Callable[[Any], Any] = lambda value: value, meaning: str = ""
-    ) -> None:
-        """Puts the value of `key`, where there is one, at `path`."""
-        value = self.take(key)
-        if value is not None:
-            self.draft.put(path, change(value), key, meaning)
-
-    def expect_off(self, *keys: str, why: str) -> None:
-        """Leaves out keys that must be off; as refused, with the reason `why`, where one is on."""
-        for key in keys:
-            value = self.take(key)
-            if value is not None:
-                off = _is_off(value)
-                self.draft.leave_out(key, "idle" if off else "refused", "is off, as here" if off else why)
-
-    def leave_out_rest(self) -> None:
-        """Leaves out all keys that were not taken, by section."""
-        self._rest(self.data, "")
-
-    def _rest(self, section: Mapping[str, Any], above: str) -> None:
-        for name, value in section.items():
-            key = f"{above}{name}"
-            reason = next((one for one in _REASONS if _is_below(one[0], key)), None)
-            if value == {}:
-                continue  # all its keys were taken
-            if _is_off(value) and (not isinstance(value, dict) or "enabled" in value or (reason and key == reason[0])):
-                self.draft.leave_out(key, "idle", "is off, as here")
-            elif name in _SPEED or (name == "expert_tensor_parallel_size" and value == 1):
-                self.draft.leave_out(key, "idle", "changes speed or memory, not results")
-            elif reason is not None and (reason[1] == "idle" or not isinstance(value, dict) or key == reason[0]):
-                self.draft.leave_out(key, "refused" if reason[1] == "refused" else "idle", reason[2])
-            elif isinstance(value, dict):
-                self._rest(value, f"{key}.")
-            else:
-                self.draft.leave_out(key, "unknown", "there is no such setting here")
-
-
-def _is_below(prefix: str, key: str) -> bool:
-    """Whether `key` is the section `prefix` or lies in it. A prefix that ends in `_` is that of a name."""
-    return key == prefix or key.startswith(prefix if prefix.endswith("_") else f"{prefix}.")
-
-
-def _is_off(value: Any) -> bool:
-    """Whether `value` is off, or a section that is switched off."""
-    if isinstance(value, dict):
-        return value.get("enabled") is False or all(_is_off(below) for below in value.values())
-    return value in (None, False, 0, "none", [])
+    reasons = _REASONS
+    speed = _SPEED

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem, shortened
+from roll_batching.jobs.conversion.value_types import value_at, wrong_types
 
 _SECTIONS = (
     "policy policy.tokenizer policy.megatron_cfg policy.megatron_cfg.optimizer policy.megatron_cfg.scheduler "
@@ -33,38 +34,11 @@ CORRECTIONS = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-
 
 def check_types(data: Mapping[str, Any], source: str) -> None:
     """Raises ConfigFileError with all values of a wrong type."""
-    problems = list(_problems(data))
-    if problems:
-        raise ConfigFileError([Problem(path, text, Place(source)) for path, text in problems])
-
-
-def _problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    for key in _SECTIONS:
-        value = value_at(data, key)
-        if value is not None and not isinstance(value, Mapping):
-            yield tuple(key.split(".")), f"is {shortened(repr(value))}, but it is a section of keys and values"
-    for key in _COUNTS:
-        value = value_at(data, key)
-        if value is not None and not (_is_whole(value) and value >= 1):
-            yield tuple(key.split(".")), f"is {shortened(repr(value))}: write a whole number of at least 1"
-    for key in _NUMBERS:
-        value = value_at(data, key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value != value):
-            yield tuple(key.split(".")), f"is {shortened(repr(value))}: write a number"
+    problems = list(wrong_types(data, _SECTIONS, _COUNTS, _NUMBERS))
     kind = value_at(data, "loss_fn.truncated_importance_sampling_type")
     if not isinstance(kind, str | None) or kind not in CORRECTIONS:
         known = ", ".join(name for name in CORRECTIONS if name)
         text = f"is {shortened(repr(kind))}; NeMo-RL knows {known}"
-        yield ("loss_fn", "truncated_importance_sampling_type"), text
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether `value` is a whole number; a float counts, as the result of a division."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value and value % 1 == 0
-
-
-def value_at(data: Any, key: str) -> Any:
-    """The value of a dotted key; None if absent."""
-    for part in key.split("."):
-        data = data.get(part) if isinstance(data, Mapping) else None
-    return data
+        problems.append((("loss_fn", "truncated_importance_sampling_type"), text))
+    if problems:
+        raise ConfigFileError([Problem(path, text, Place(source)) for path, text in problems])

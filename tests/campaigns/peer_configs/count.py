@@ -1,6 +1,6 @@
-"""Count example files of ROLL and NeMo-RL that convert and start, and the reasons of those that do not.
+"""Count example files of ROLL, NeMo-RL, verl and slime that convert and start, and the reasons of those that do not.
 
-    python scripts/count_peer_configs.py --roll ROLL --nemo-rl NEMO_RL      two checkouts, or one of them
+    python scripts/count_peer_configs.py --roll ROLL --nemo-rl NEMO_RL --verl VERL --slime SLIME    some of them
     ... --list    omitted keys of every file, and errors that stop it
 
 A converted file starts once its model and data are there if it passes all that `roll-batching train` checks before it
@@ -8,7 +8,8 @@ makes a process group or a model: `jobs.py` supplies each model's true config.js
 
 Counted are ROLL's files under examples/ that use a Megatron strategy, and NeMo-RL's under examples/ that switch
 sequence packing or dynamic batching on, both once their `defaults` are composed; of NeMo-RL's, those that switch it
-on in the file itself once more.
+on in the file itself once more. Of verl, counted are the shell scripts under examples/ that start a trainer, with a
+reward, which verl chooses by the data; of slime, those under scripts/, examples/ and tests/ that start training.
 """
 
 from __future__ import annotations
@@ -42,6 +43,21 @@ def nemo_rl_files(root: Path) -> Iterator[Path]:
     for path in sorted((root / "examples").rglob("*.yaml")):
         if _batched(_composed(path, ORIGINS["nemo_rl"])):
             yield path
+
+
+def scripts(root: Path, folders: tuple[str, ...], program: str) -> Iterator[Path]:
+    """Shell scripts below `folders` of a checkout that name the training program."""
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*.sh")):
+        if program in path.read_text(encoding="utf-8", errors="replace"):
+            yield path
+
+
+def verl_files(root: Path) -> Iterator[Path]:
+    return scripts(root, ("examples",), "verl.trainer.")
+
+
+def slime_files(root: Path) -> Iterator[Path]:
+    return (path for path in scripts(root, ("scripts", "examples", "tests"), "--hf-checkpoint"))
 
 
 def _batched(data: dict[str, Any]) -> bool:
@@ -82,7 +98,7 @@ def count(title: str, files: list[Path], origin: Origin, root: Path, scratch: Pa
     reasons: collections.Counter[str] = collections.Counter()
     lacking: collections.Counter[str] = collections.Counter()
     for path in files:
-        kind = kind_of(path) if origin.name == "roll" else "inherited"
+        kind = kind_of(path) if origin.name == "roll" else "inherited" if origin.name == "nemo_rl" else "scripts"
         if origin.name == "nemo_rl" and _batched(read_yaml(path).data):
             kind = "in the file itself"
         totals[f"{kind}: files"] += 1
@@ -98,6 +114,8 @@ def count(title: str, files: list[Path], origin: Origin, root: Path, scratch: Pa
             reasons[key] += 1
         missing = [text for text in done.missing if NOT_HERE not in text]
         lacking.update(lacking_of(missing))
+        if origin.name == "verl" and done.settings.get("task") is None:  # verl chooses it by the data
+            done.settings.setdefault("reward_function", "math_verify")
         stopped = ["does not load"] if broken else what_stops(done.settings, models, scratch)
         stops.update(f"{kind}: {reason}" for reason in stopped)
         if not stopped:
@@ -148,6 +166,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--roll", type=Path, help="checkout of alibaba/ROLL")
     parser.add_argument("--nemo-rl", type=Path, help="checkout of NVIDIA-NeMo/RL")
+    parser.add_argument("--verl", type=Path, help="checkout of verl-project/verl")
+    parser.add_argument("--slime", type=Path, help="checkout of THUDM/slime")
     parser.add_argument("--list", action="store_true", help="print the omitted keys of every file")
     args = parser.parse_args()
     os.environ.setdefault("HF_HOME", "/nonexistent")
@@ -155,6 +175,8 @@ def main() -> None:
         for title, root, files, origin in (
             ("ROLL", args.roll, roll_files, "roll"),
             ("NeMo-RL", args.nemo_rl, nemo_rl_files, "nemo_rl"),
+            ("verl", args.verl, verl_files, "verl"),
+            ("slime", args.slime, slime_files, "slime"),
         ):
             if root is not None:
                 count(title, list(files(root)), ORIGINS[origin], root, Path(folder), listed=args.list)

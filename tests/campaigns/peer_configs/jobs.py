@@ -42,6 +42,9 @@ class PeerModels:
     def path(self, name: str) -> Path | None:
         """Directory of the model `name`; None if its config.json is unknown."""
         name = FACTS["same_as"].get(name, name)
+        if name not in FACTS["configs"]:  # a directory of the author's machine that is called as the model
+            called = name.rstrip("/").rpartition("/")[2]
+            name = next((one for one in FACTS["configs"] if one.rpartition("/")[2] == called), name)
         config = FACTS["configs"].get(name)
         if config is None:
             return None

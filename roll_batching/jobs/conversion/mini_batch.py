@@ -1,0 +1,28 @@
+"""A mini-batch of another framework as our rows, gradient accumulation and data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from roll_batching.jobs.conversion.draft import Draft
+
+_TRAIN = ("actor_train", "training_args")
+
+
+def data_parallel_ranks(layout: Mapping[str, Any], devices: int) -> int:
+    """Data-parallel ranks of `devices` devices in a layout with the sizes of Megatron; at least 1."""
+    tp, pp, cp = (layout.get(f"{name}_parallel_size") or 1 for name in ("tensor_model", "pipeline_model", "context"))
+    return max(1, devices // max(1, tp * pp * cp))
+
+
+def put_mini_batch(draft: Draft, size: tuple[Any, str], rows: tuple[Any, str], ranks: int, text: str = "") -> None:
+    """Sets the sequences of a micro-batch and of an optimizer step; `size` and `rows` have a number and its key."""
+    (total, total_key), (each, rows_key) = size, rows
+    draft.put((*_TRAIN, "per_device_train_batch_size"), each, rows_key, text)
+    if isinstance(total, int) and isinstance(each, int):
+        steps, rest = divmod(total, each * ranks)
+        text = f"{total} sequences per optimizer step are {each} x this x {ranks} data-parallel ranks"
+        if rest or not steps:
+            text = f"{total} sequences per step do not divide by {each} x {ranks} ranks: {max(1, steps)} is near"
+        draft.put((*_TRAIN, "gradient_accumulation_steps"), max(1, steps), total_key, text)

@@ -1,0 +1,417 @@
+"""Translates slime's scripts: the options of their training command to our keys.
+
+Options that are translated are taken out (`SlimeFile`). The others are left out with a reason.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
+from roll_batching.jobs.conversion.draft import Draft
+from roll_batching.jobs.conversion.framework_defaults import fill_defaults
+from roll_batching.jobs.conversion.mini_batch import data_parallel_ranks, put_mini_batch
+from roll_batching.jobs.conversion.nemo_rl_file import REWARDS
+from roll_batching.jobs.conversion.report import Kind
+from roll_batching.jobs.conversion.slime_command import PROGRAM
+from roll_batching.jobs.conversion.slime_options import COUNTS, DEFAULTS, RL_DEFAULTS, SlimeFile
+from roll_batching.jobs.conversion.value_types import wrong_types
+
+_ROLE = "actor_train"
+_TRAIN = (_ROLE, "training_args")
+_LAYOUT = (_ROLE, "strategy_args", "strategy_config")
+_DATA = (_ROLE, "data_args")
+_SAMPLING = ("actor_infer", "generating_args")
+_HELD_OUT = ("validation", "generating_args")
+_SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+_REWARDS: dict[str, tuple[dict[str, Any], str]] = {
+    "deepscaler": ({"after": "</think>"}, "compares the text after the last </think>, as mathematics"),
+    "math": ({}, "searches the whole response for the answer; slime: its last \\boxed{}"),
+    "dapo": ({"after": "Answer:"}, "1 or 0; slime: 1 or -1, compared by spelling in the last 300 characters"),
+}
+"""By rm-type: reward_args of math_verify, and the difference."""
+
+
+def draft_of_slime(source: str, data: dict[str, Any]) -> Draft:
+    """Translates the options of a script of slime. Raises ConfigFileError for values of a wrong type."""
+    problems = [Problem(path, text, Place(source)) for path, text in wrong_types(data, (), COUNTS, ())]
+    if problems:
+        raise ConfigFileError(problems)
+    file = SlimeFile(copy.deepcopy(data), Draft(source, framework="slime"))
+    supervised = file.take("--loss-type") == "sft_loss"
+    file.draft.defaults = fill_defaults(file.data, DEFAULTS if supervised else {**DEFAULTS, **RL_DEFAULTS})
+    program = file.take(PROGRAM)
+    devices = _devices(file, supervised)
+    _model(file)
+    _layout(file)
+    _batching(file, devices, supervised)
+    _optimizer(file)
+    if supervised:
+        _supervised(file)
+    else:
+        _rollouts(file, program)
+        _advantages(file)
+        _loss(file)
+        _evaluation(file)
+    _checkpoints(file)
+    if not file.peek("--moe-aux-loss-coeff") and file.take("--moe-router-load-balancing-type") is not None:
+        file.draft.leave_out("--moe-router-load-balancing-type", "idle", "--moe-aux-loss-coeff is 0")
+    for key in ("--attention-dropout", "--hidden-dropout", "--moe-aux-loss-coeff", "--moe-z-loss-coeff"):
+        why = next(reason for name, _, reason in file.reasons if name == key)
+        file.expect_off(key, why=why)
+    file.leave_out_rest()
+    return file.draft
+
+
+def _devices(file: SlimeFile, supervised: bool) -> int:
+    """Devices of training and of the engine; returns the number of the former."""
+    nodes, each = file.take("--actor-num-nodes") or 1, file.take("--actor-num-gpus-per-node") or 8
+    devices = nodes * each
+    file.put((_ROLE, "device_mapping"), f"list(range(0,{devices}))", "--actor-num-gpus-per-node")
+    together, engine = file.take("--colocate"), file.take("--rollout-num-gpus")
+    per_engine = file.take("--rollout-num-gpus-per-engine")
+    if supervised:
+        return int(devices)
+    if together:
+        text = "the engine sleeps during training, and the model's states are offloaded during sampling"
+        file.put(("is_offload_states",), True, "--colocate", text)
+    elif engine:
+        where = f"list(range({devices},{devices + engine}))"
+        file.put(("actor_infer", "device_mapping"), where, "--rollout-num-gpus", "numbered after those that train")
+    else:
+        text = "actor_infer.device_mapping: is missing: the script has neither --colocate nor --rollout-num-gpus"
+        file.draft.missing.append(text)
+    if nodes > 1:
+        what = f"actor_infer.engine_args.urls: is missing: the file is for {nodes} machines, but the job starts servers"
+        file.draft.missing.append(f"{what} only on that of rank 0; start them on the others yourself, and name all")
+    strategy = ("actor_infer", "strategy_args")
+    file.put((*strategy, "strategy_name"), "sglang", "--rollout-num-gpus-per-engine")
+    file.put((*strategy, "strategy_config", "tp_size"), per_engine, "--rollout-num-gpus-per-engine")
+    for key in [key for key in file.data if key.startswith("--sglang-")]:
+        if not any(key.startswith(name) for name, _, _ in file.reasons):
+            file.move(key, (*strategy, "strategy_config", key.removeprefix("--sglang-").replace("-", "_")), _plain)
+    return int(devices)
+
+
+def _plain(value: Any) -> Any:
+    """The number that a text is, if it is one."""
+    for kind in (int, float):
+        try:
+            return kind(value) if isinstance(value, str) else value
+        except ValueError:
+            continue
+    return value
+
+
+def _model(file: SlimeFile) -> None:
+    file.move("--hf-checkpoint", ("pretrain",))
+    file.move("--seed", ("seed",))
+    key = "bf16, in which slime trains unless it has --fp16"
+    file.put((_ROLE, "model_args", "dtype"), "bf16", key)
+    file.draft.defaults.add(key)
+
+
+def _layout(file: SlimeFile) -> None:
+    for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model"):
+        file.move(f"--{name.replace('_', '-')}-parallel-size", (*_LAYOUT, f"{name}_parallel_size"))
+    parallel = file.take("--sequence-parallel")
+    layout = file.draft.values[_ROLE].get("strategy_args", {}).get("strategy_config", {})
+    if layout.get("tensor_model_parallel_size", 1) > 1:
+        file.put((*_LAYOUT, "sequence_parallel"), bool(parallel), "--sequence-parallel")
+    elif parallel:
+        file.draft.leave_out("--sequence-parallel", "idle", "the tensor-parallel size is 1")
+    for name in (
+        "use_distributed_optimizer",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_modules",
+    ):
+        file.move(f"--{name.replace('_', '-')}", (*_LAYOUT, name))
+    file.move("--accumulate-allreduce-grads-in-fp32", (*_LAYOUT, "grad_reduce_in_fp32"))
+
+
+def _batching(file: SlimeFile, devices: int, supervised: bool) -> None:
+    layout = file.draft.values[_ROLE].get("strategy_args", {}).get("strategy_config", {})
+    context = layout.get("context_parallel_size", 1)
+    packed, rows = file.take("--use-dynamic-batch-size"), file.take("--micro-batch-size")
+    cap, forward = file.take("--max-tokens-per-gpu"), file.take("--log-probs-max-tokens-per-gpu")
+    rows_key = "--micro-batch-size"
+    if packed:
+        if rows not in (None, 1):
+            file.draft.leave_out(rows_key, "idle", "packs have no fixed number of rows")
+        rows, rows_key = 1, "--use-dynamic-batch-size"
+        text = "the tokens of a pack on all context-parallel ranks together" if context > 1 else ""
+        file.put((_ROLE, "use_sequence_packing"), True, "--use-dynamic-batch-size")
+        packing = (_ROLE, "sequence_packing_args", "max_packed_sequence_length")
+        if cap is not None:
+            file.put((*packing[:2], f"{packing[2]}_train"), cap * context, "--max-tokens-per-gpu", text)
+            file.put(
+                (_ROLE, "planning_args", "oversize"), "alone", "--use-dynamic-batch-size", "a longer sample is alone"
+            )
+        if forward is not None:
+            path = (*packing[:2], f"{packing[2]}_forward")
+            file.put(path, forward * context, "--log-probs-max-tokens-per-gpu", text)
+    else:
+        file.put((_ROLE, "padded_length"), "longest", rows_key, "micro-batches of this many rows; slime packs them")
+        file.put((_ROLE, "infer_batch_size"), rows, rows_key)
+        for key, value in (("--max-tokens-per-gpu", cap), ("--log-probs-max-tokens-per-gpu", forward)):
+            if value is not None:
+                file.draft.leave_out(key, "idle", "--use-dynamic-batch-size is not given")
+    prompts, group = file.take("--rollout-batch-size"), file.take("--n-samples-per-prompt")
+    steps = file.take("--num-steps-per-rollout")
+    size, key = file.take("--global-batch-size"), "--global-batch-size"
+    if size is None and prompts:
+        size, key = (
+            prompts * (group or 1) // (steps or 1),
+            "--num-steps-per-rollout" if steps else "--rollout-batch-size",
+        )
+    put_mini_batch(file.draft, (size, key), (rows, rows_key), data_parallel_ranks(layout, devices))
+    if not supervised:
+        file.put(("rollout_batch_size",), prompts, "--rollout-batch-size")
+        file.put(("num_return_sequences_in_group",), group, "--n-samples-per-prompt")
+    elif size not in (None, prompts):
+        text = f"{prompts} texts are read at a time, but {size} make an optimizer step"
+        file.draft.leave_out("--rollout-batch-size", "idle", text)
+
+
+def _optimizer(file: SlimeFile) -> None:
+    for name, ours in (
+        ("lr", "learning_rate"),
+        ("min-lr", "min_lr"),
+        ("weight-decay", "weight_decay"),
+        ("adam-beta1", "adam_beta1"),
+        ("adam-beta2", "adam_beta2"),
+        ("adam-eps", "adam_epsilon"),
+        ("clip-grad", "max_grad_norm"),
+        ("lr-decay-style", "lr_scheduler_type"),
+        ("lr-decay-iters", "max_steps"),
+    ):
+        file.move(f"--{name}", (*_TRAIN, ours))
+    share, steps = file.take("--lr-warmup-fraction"), file.take("--lr-warmup-iters")
+    if share:
+        file.put((*_TRAIN, "warmup_ratio"), share, "--lr-warmup-fraction")
+    else:
+        file.put((*_TRAIN, "warmup_steps"), steps, "--lr-warmup-iters")
+    if (name := file.take("--optimizer")) not in (None, "adam"):
+        file.draft.leave_out("--optimizer", "refused", f"{name}: parameters are trained by AdamW")
+
+
+def _lengths(file: SlimeFile) -> None:
+    answer, prompt = file.take("--rollout-max-response-len"), file.take("--rollout-max-prompt-len")
+    total = file.take("--rollout-max-context-len")
+    if total is not None:
+        file.put(("sequence_length",), total, "--rollout-max-context-len")
+        answer = total - 1 if answer is None else min(answer, total - 1)
+    if answer is not None:
+        file.put(("response_length",), answer, "--rollout-max-response-len")
+    else:
+        file.draft.missing.append("response_length: is missing: without --rollout-max-response-len slime has no limit")
+    if prompt is None and total is not None and answer is not None and total - answer > 1:
+        prompt = total - answer
+    if prompt is None:
+        text = "prompt_length: slime has no limit of prompts here: set the tokens of your longest one (default: 1024)"
+        file.draft.missing.append(text)
+    else:
+        text = "prompts and responses have a limit each" if total is not None else ""
+        file.put(("prompt_length",), prompt, "--rollout-max-prompt-len", text)
+        file.put((*_DATA, "long_prompts"), "drop", "--rollout-max-prompt-len")
+
+
+def _rollouts(file: SlimeFile, program: str) -> None:
+    _lengths(file)
+    for name in ("temperature", "top-p", "top-k"):
+        file.move(f"--rollout-{name}", (*_SAMPLING, name.replace("-", "_")))
+    steps = file.take("--num-rollout")
+    epochs = file.take("--num-epoch")
+    if steps is not None:
+        file.put(("max_steps",), steps, "--num-rollout")
+        if epochs is not None:
+            file.draft.leave_out("--num-epoch", "idle", "--num-rollout is the length of the job")
+    else:
+        text = f"max_steps: is missing: --num-epoch ({epochs}) x prompts of the file / --rollout-batch-size"
+        file.draft.missing.append(text)
+        file.draft.leave_out("--num-epoch", "refused", "max_steps counts RL steps")
+    if program == "train_async.py":
+        text = "old log-probs are the sampler's; slime computes them with the weights in training"
+        file.put(("async_generation_ratio",), 1, "train_async.py", text)
+        if "is_offload_states" in file.draft.values:
+            file.draft.values.pop("is_offload_states")
+    _prompts(file)
+    if file.take("--update-weights-interval") not in (None, 1):
+        file.draft.leave_out(
+            "--update-weights-interval", "refused", "rollouts of a step use the weights of the step before"
+        )
+    kind, path = file.take("--rm-type"), file.take("--custom-rm-path")
+    if path is not None:
+        file.draft.leave_out("--custom-rm-path", "refused", f"{path}: {REWARDS}")
+    elif kind in _REWARDS:
+        arguments, text = _REWARDS[kind]
+        file.put(("reward_function",), "math_verify", "--rm-type", text)
+        for name, value in arguments.items():
+            file.put(("reward_args", name), value, "--rm-type")
+    else:
+        file.draft.leave_out("--rm-type", "refused", f"{kind}: {REWARDS}")
+
+
+def _prompts(file: SlimeFile) -> None:
+    file.move("--prompt-data", (*_DATA, "file_name"))
+    key, templated = file.take("--input-key"), file.take("--apply-chat-template")
+    if templated:
+        text = "a list of messages; for a key with plain texts set prompt and chat: true instead"
+        file.put((*_DATA, "messages"), key, "--input-key", text)
+    else:
+        file.put((*_DATA, "prompt"), key, "--input-key")
+    file.move("--label-key", (*_DATA, "response"))
+    if not file.take("--rollout-shuffle"):
+        file.draft.leave_out(
+            "--rollout-shuffle", "refused", "is not given, but prompts are shuffled anew in every epoch"
+        )
+
+
+def _advantages(file: SlimeFile) -> None:
+    name = file.take("--advantage-estimator")
+    raw, centred = file.take("--disable-rewards-normalization"), file.take("--disable-grpo-std-normalization")
+    single = file.draft.values.get("num_return_sequences_in_group") == 1
+    key = "--advantage-estimator"
+    if name in ("grpo", "gspo", "cispo"):
+        if raw or centred or single:
+            file.put(("adv_estimator",), "reinforce", key)
+            if not raw:
+                text = "--disable-grpo-std-normalization" if centred else "--n-samples-per-prompt"
+                file.put(("norm_mean_type",), "group", text)
+        else:
+            file.put(("adv_estimator",), "grpo", key)
+        if name == "gspo":
+            file.put(("importance_sampling",), "seq", key)
+        if name == "cispo":
+            file.put(("loss_function",), "cispo", key)
+    elif name == "ppo":
+        file.put(("adv_estimator",), "gae", key)
+    elif name is not None:
+        file.put(("adv_estimator",), name, key)
+        if raw and name == "reinforce_plus_plus_baseline":
+            text = "reinforce_plus_plus_baseline always subtracts the group's mean"
+            file.draft.leave_out("--disable-rewards-normalization", "refused", text)
+    whitened = file.take("--normalize-advantages")
+    if not str(name).startswith("reinforce_plus_plus"):
+        file.put(("whiten_advantages",), bool(whitened), "--normalize-advantages")
+    gamma, weight = file.take("--gamma"), file.take("--kl-coef")
+    if name == "reinforce_plus_plus":
+        file.put(("gamma",), gamma, "--gamma")
+        if weight:
+            file.put(("add_token_level_kl",), True, "--kl-coef")
+            file.put(("init_kl_coef",), weight, "--kl-coef")
+            kinds = {"k1": "kl", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
+            file.put(("kl_penalty",), kinds.get(file.peek("--kl-loss-type"), "kl"), "--kl-loss-type")
+            file.put(("reference",), {}, "--kl-coef")
+    else:
+        if weight:
+            kind: Kind = "refused" if name in ("ppo", "reinforce_plus_plus_baseline") else "idle"
+            why = "slime's advantages of this estimator do not read it"
+            if kind == "refused":
+                why = "KL in the advantages is converted for reinforce_plus_plus alone; use --use-kl-loss"
+            file.draft.leave_out("--kl-coef", kind, why)
+        if gamma != 1:
+            file.draft.leave_out("--gamma", "idle", "slime's advantages of this estimator do not read it")
+
+
+def _loss(file: SlimeFile) -> None:
+    low, high = file.take("--eps-clip"), file.take("--eps-clip-high")
+    if low is not None:
+        file.put(("use_pg_clip_range",), True, "--eps-clip")
+        file.put(("pg_clip_low",), low, "--eps-clip")
+        file.put(("pg_clip_high",), low if high is None else high, "--eps-clip" if high is None else "--eps-clip-high")
+    if (dual := file.take("--eps-clip-c")) is not None:
+        file.put(("dual_clip_loss",), True, "--eps-clip-c")
+        file.put(("dual_clip_ratio",), dual, "--eps-clip-c")
+    whole = file.take("--calculate-per-token-loss")
+    file.put(("loss_agg_mode",), "token-mean" if whole else "seq-mean-token-mean", "--calculate-per-token-loss")
+    file.move("--entropy-coef", ("entropy_loss_coef",))
+    used, weight, kind = file.take("--use-kl-loss"), file.take("--kl-loss-coef"), file.take("--kl-loss-type")
+    unbiased = file.take("--use-unbiased-kl")
+    if used and weight:
+        file.put(("use_kl_loss",), True, "--use-kl-loss")
+        file.put(("kl_loss_coef",), weight, "--kl-loss-coef")
+        file.put(("reference",), {}, "--use-kl-loss")
+        file.put(("loss_args", "kl_estimator"), "k3" if kind == "low_var_kl" else kind, "--kl-loss-type")
+        file.draft.put(("kl_loss_bound",), 10.0 if kind == "low_var_kl" else None, "--kl-loss-type")
+        if unbiased:
+            file.put(("loss_args", "kl_gradient"), "importance", "--use-unbiased-kl")
+    else:
+        for key in ("--use-kl-loss", "--kl-loss-coef", "--kl-loss-type"):
+            file.draft.leave_out(key, "idle", "there is no KL term without --use-kl-loss, or with --kl-loss-coef 0")
+    corrected = file.take("--use-tis")
+    cap, lowest = file.take("--tis-clip"), file.take("--tis-clip-low")
+    if corrected and file.peek("--custom-tis-function-path") is None:
+        file.put(("loss_args", "engine_ratio_cap"), 2.0 if cap is None else cap, "--tis-clip")
+        if lowest:
+            file.put(("loss_args", "engine_ratio_min"), lowest, "--tis-clip-low")
+    if file.take("--use-rollout-logprobs"):
+        file.put((_ROLE, "logprob_plan"), "rollout", "--use-rollout-logprobs")
+
+
+def _evaluation(file: SlimeFile) -> None:
+    period, named = file.take("--eval-interval"), file.take("--eval-prompt-data")
+    answers, length = file.take("--n-samples-per-eval-prompt"), file.take("--eval-max-response-len")
+    limits = {name: file.take(f"--eval-{name}") for name in ("temperature", "top-p", "top-k")}
+    if period is None or not named:
+        file.put(("eval_samples",), 0, "--eval-interval", "there is no evaluation")
+        if period is not None:
+            file.draft.leave_out("--eval-config", "refused", "name the held-out prompts in data_args.eval_file_name")
+        return
+    text = "the policy is also evaluated before the first step and after the last"
+    file.put(("eval_steps",), period, "--eval-interval", text)
+    files = [named[0]] if len(named) == 1 else named[1::2]
+    file.put((*_DATA, "eval_file_name"), files[0] if len(files) == 1 else files, "--eval-prompt-data")
+    file.draft.missing.append(
+        "eval_samples: slime evaluates all held-out prompts: set the number of answers (default: 512)"
+    )
+    if answers not in (None, 1):
+        file.put((*_HELD_OUT, "num_return_sequences"), answers, "--n-samples-per-eval-prompt")
+    if length is not None:
+        file.put((*_HELD_OUT, "max_new_tokens"), length, "--eval-max-response-len")
+    for name, value in limits.items():
+        if name == "temperature" and value == 0:
+            file.put((*_HELD_OUT, "do_sample"), False, "--eval-temperature")
+        elif value is not None:
+            file.put((*_HELD_OUT, name.replace("-", "_")), value, f"--eval-{name}")
+
+
+def _supervised(file: SlimeFile) -> None:
+    file.put(("task",), "sft", "--loss-type")
+    if file.peek("--rollout-function-path") == _SFT_ROLLOUT:
+        file.take("--rollout-function-path")
+    for key in ("--debug-train-only", "--disable-compute-advantages-and-returns", "--n-samples-per-prompt"):
+        file.take(key)
+    epochs, steps = file.take("--num-epoch"), file.take("--num-rollout")
+    if steps is not None:
+        file.put(("max_steps",), steps, "--num-rollout")
+    elif epochs is not None:
+        file.put(("num_train_epochs",), epochs, "--num-epoch")
+    whole = file.take("--calculate-per-token-loss")
+    aggregation = "token_mean" if whole else "sequence_mean"
+    file.put(("loss_args", "aggregation"), aggregation, "--calculate-per-token-loss")
+    file.move("--prompt-data", (*_DATA, "file_name"))
+    file.move("--input-key", (*_DATA, "messages"))
+    file.draft.missing.append(
+        "sequence_length: is missing: slime has no limit of texts; set the tokens of the longest one"
+    )
+    if not file.take("--rollout-shuffle"):
+        file.draft.leave_out("--rollout-shuffle", "refused", "is not given, but texts are shuffled anew in every epoch")
+    file.put(("eval_samples",), 0, "--eval-interval", "there is no evaluation")
+
+
+def _checkpoints(file: SlimeFile) -> None:
+    file.move("--save", ("output_dir",))
+    period = file.take("--save-interval")
+    if period is not None:
+        file.put(("save_steps",), period, "--save-interval")
+    file.move("--async-save", ("async_save",))
+    if file.take("--use-wandb"):
+        file.put(("track_with",), "wandb", "--use-wandb")
+        for name in ("project", "group"):
+            file.move(f"--wandb-{name}", ("tracker_kwargs", name))

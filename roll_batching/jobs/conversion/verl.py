@@ -1,0 +1,332 @@
+"""Translates verl's files: sections of actor, rollout, algorithm, data and trainer to our keys.
+
+Keys that are translated are taken out of the file's settings (`VerlFile`). The others are left out with a reason.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from roll_batching.errors import ConfigError
+from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
+from roll_batching.jobs.config.key_paths import field_at
+from roll_batching.jobs.conversion.draft import Draft
+from roll_batching.jobs.conversion.framework_defaults import fill_defaults
+from roll_batching.jobs.conversion.mini_batch import data_parallel_ranks, put_mini_batch
+from roll_batching.jobs.conversion.value_types import wrong_types
+from roll_batching.jobs.conversion.verl_command import GROUPS, PROGRAM
+from roll_batching.jobs.conversion.verl_objective import convert_advantages, convert_loss
+from roll_batching.jobs.conversion.verl_options import ACTOR, MODEL, ROLLOUT, VerlFile, defaults_of
+from roll_batching.jobs.conversion.verl_rollouts import convert_data, convert_evaluation, convert_rollouts
+
+_ROLE = "actor_train"
+_TRAIN = (_ROLE, "training_args")
+_LAYOUT = (_ROLE, "strategy_args", "strategy_config")
+_SECTIONS = (
+    f"actor_rollout_ref {ACTOR} {ACTOR}.optim {ACTOR}.megatron {ACTOR}.megatron.override_transformer_config "
+    f"{ACTOR}.policy_loss {ACTOR}.fsdp_config actor_rollout_ref.ref {ROLLOUT} {ROLLOUT}.val_kwargs {MODEL} algorithm "
+    "algorithm.kl_ctrl algorithm.rollout_correction data trainer"
+).split()
+_COUNTS = (
+    "trainer.nnodes trainer.n_gpus_per_node data.train_batch_size data.max_prompt_length data.max_response_length "
+    f"{ACTOR}.ppo_mini_batch_size {ACTOR}.ppo_micro_batch_size_per_gpu {ACTOR}.ppo_max_token_len_per_gpu "
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu {ROLLOUT}.n {ROLLOUT}.tensor_model_parallel_size "
+    f"{ACTOR}.megatron.tensor_model_parallel_size {ACTOR}.megatron.pipeline_model_parallel_size "
+    f"{ACTOR}.megatron.context_parallel_size {ACTOR}.ulysses_sequence_parallel_size "
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size {ACTOR}.ppo_epochs data.max_length "
+    "data.micro_batch_size_per_gpu data.max_token_len_per_gpu"
+).split()
+_NUMBERS = (
+    f"trainer.save_freq trainer.test_freq {ACTOR}.optim.lr optim.lr {ACTOR}.kl_loss_coef algorithm.gamma "
+    f"{ACTOR}.optim.lr_warmup_steps {ACTOR}.optim.min_lr_ratio {ROLLOUT}.temperature algorithm.kl_ctrl.kl_coef "
+    f"{ROLLOUT}.val_kwargs.temperature {ACTOR}.clip_ratio {ACTOR}.clip_ratio_low {ACTOR}.clip_ratio_high"
+).split()
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def draft_of_verl(source: str, data: dict[str, Any]) -> Draft:
+    """Translates composed settings of verl. Raises ConfigError for a file of another kind."""
+    groups, program = data.get(GROUPS) or {}, str(data.get(PROGRAM) or "")
+    supervised = "sft_trainer" in program or ("actor_rollout_ref" not in data and "optim" in data)
+    sections = ["optim", "engine", "model", "data", "trainer"] if supervised else _SECTIONS
+    problems = [Problem(path, text, Place(source)) for path, text in wrong_types(data, sections, _COUNTS, _NUMBERS)]
+    if problems:
+        raise ConfigFileError(problems)
+    if not supervised and not isinstance(data.get("actor_rollout_ref"), dict):
+        raise ConfigError(f"{source} has neither a section `actor_rollout_ref` (RL) nor `optim` (SFT) of verl")
+    file = VerlFile(_without_targets(copy.deepcopy(data)), Draft(source, framework="verl"))
+    file.take(GROUPS), file.take(PROGRAM)
+    file.data.setdefault("trainer", {})
+    engine = _engine(file, groups, supervised)
+    file.draft.defaults = fill_defaults(file.data, defaults_of(supervised, engine == "megatron"))
+    if program and not supervised and program not in ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync"):
+        text = (
+            "is not converted: only verl.trainer.main_ppo and verl.trainer.sft_trainer are; settings are read as theirs"
+        )
+        file.draft.leave_out(program, "refused", text)
+    section = "engine" if supervised else f"{ACTOR}.{engine}"
+    devices = (file.take("trainer.nnodes") or 1) * (file.take("trainer.n_gpus_per_node") or 8)
+    file.put((_ROLE, "device_mapping"), f"list(range(0,{devices}))", "trainer.n_gpus_per_node")
+    model = "model" if supervised else MODEL
+    file.move(f"{model}.path", ("pretrain",))
+    if (tokenizer := file.take(f"{model}.tokenizer_path")) is not None:
+        file.put(("tokenizer",), {"type": "hf", "name_or_path": tokenizer}, f"{model}.tokenizer_path")
+    _layout(file, section, model, engine)
+    _optimizer(file, "optim" if supervised else f"{ACTOR}.optim", engine == "megatron")
+    if supervised:
+        _supervised(file, devices)
+    else:
+        _batching(file, devices)
+        convert_data(file)
+        convert_rollouts(file, devices)
+        convert_advantages(file)
+        convert_loss(file)
+        convert_evaluation(file)
+        _length(file)
+    _trainer(file)
+    file.expect_off("distillation.enabled", why="distillation is not supported for now")
+    if file.peek("critic.enable"):
+        file.take("critic")
+        file.draft.leave_out("critic.enable", "refused", "critics and value heads are not supported for now")
+    _switched_off(file, model)
+    file.leave_out_rest()
+    return file.draft
+
+
+def _switched_off(file: VerlFile, model: str) -> None:
+    """Takes settings of LoRA and router replay where both are off, and numbers of samples that mean all."""
+    if not file.peek(f"{model}.lora_rank") and not file.peek(f"{model}.lora.rank"):
+        for name in ("lora", "lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
+            file.take(f"{model}.{name}")
+    for section in (f"{ACTOR}.router_replay", f"{ACTOR}.megatron.router_replay", "engine.router_replay"):
+        if file.peek(f"{section}.mode") == "disabled":
+            file.take(section)
+    for key in ("data.train_max_samples", "data.val_max_samples"):
+        if file.peek(key) == -1:
+            file.take(key)
+
+
+def _without_targets(value: Any) -> Any:
+    """`value` without `_target_`, the name of verl's class, in any section."""
+    if isinstance(value, dict):
+        return {key: _without_targets(below) for key, below in value.items() if key != "_target_"}
+    return value
+
+
+def _engine(file: VerlFile, groups: dict[str, Any], supervised: bool) -> str:
+    """The section of the engine's settings in the actor: megatron, fsdp_config, or another engine's."""
+    chosen = groups.get("engine" if supervised else "model_engine")
+    strategy = file.take("engine.strategy") if supervised else file.take(f"{ACTOR}.strategy")
+    for name in (file.take("model_engine"), chosen, strategy):
+        if name is None:
+            continue
+        if name == "megatron":
+            return "megatron"
+        if name not in ("fsdp", "fsdp2", "dp"):
+            text = f"{name}: only verl's Megatron and FSDP engines are converted; Megatron-Core trains here"
+            file.draft.leave_out("model_engine", "refused", text)
+        return "fsdp_config"
+    found = file.peek("engine.tensor_model_parallel_size") if supervised else file.peek(f"{ACTOR}.megatron")
+    return "megatron" if found is not None else "fsdp_config"
+
+
+def _layout(file: VerlFile, section: str, model: str, engine: str) -> None:
+    recomputed = file.take(f"{model}.enable_gradient_checkpointing")
+    dtype = file.take(f"{section}.dtype") or "bfloat16"
+    file.put((_ROLE, "model_args", "dtype"), _PRECISIONS.get(str(dtype), dtype), f"{section}.dtype")
+    file.draft.defaults.add(f"{section}.dtype")
+    if engine != "megatron":
+        text = "verl's FSDP engine as Megatron-Core, with the same mini-batches"
+        for key in (f"{section}.ulysses_sequence_parallel_size", f"{ACTOR}.ulysses_sequence_parallel_size"):
+            if (size := file.take(key)) not in (None, 1):
+                file.put((*_LAYOUT, "context_parallel_size"), size, key, "Ulysses' ranks as context-parallel ranks")
+        file.draft.put((*_LAYOUT, "use_distributed_optimizer"), True, f"{section}.fsdp_size", text)
+        if recomputed:
+            key = f"{model}.enable_gradient_checkpointing"
+            file.put((*_LAYOUT, "recompute_granularity"), "full", key, "whole layers are recomputed")
+        return
+    parallel = file.take(f"{section}.sequence_parallel")
+    if file.peek(f"{section}.tensor_model_parallel_size") not in (None, 1):
+        file.put((*_LAYOUT, "sequence_parallel"), parallel, f"{section}.sequence_parallel")
+    elif parallel:
+        file.draft.leave_out(f"{section}.sequence_parallel", "idle", "the tensor-parallel size is 1")
+    granularity = file.peek(f"{section}.override_transformer_config.recompute_granularity")
+    for below in (section, f"{section}.override_transformer_config", f"{section}.override_ddp_config"):
+        for name, value in list((file.peek(below) or {}).items()):
+            if name == "attention_backend" or name == "use_precision_aware_optimizer":
+                continue
+            if name.startswith("recompute_") and (
+                granularity is None or (name == "recompute_modules" and granularity == "full")
+            ):
+                file.take(f"{below}.{name}")
+            elif value is not None and field_at((*_LAYOUT, name)) is not None:
+                file.move(f"{below}.{name}", (*_LAYOUT, name))
+
+
+def _optimizer(file: VerlFile, section: str, megatron: bool) -> None:
+    rate = file.peek(f"{section}.lr")
+    betas = file.take(f"{section}.betas")
+    if megatron:
+        if betas not in (None, [0.9, 0.999]):
+            text = "verl passes them to no Megatron optimizer: 0.9 and 0.999 are used, there as here"
+            file.draft.leave_out(f"{section}.betas", "idle", text)
+    elif isinstance(betas, list) and len(betas) == 2:
+        for number, beta in enumerate(betas, 1):
+            file.put((*_TRAIN, f"adam_beta{number}"), beta, f"{section}.betas")
+    decayed = "" if megatron else "biases and norms are exempt; verl's FSDP engine decays all parameters"
+    file.move(f"{section}.lr", (*_TRAIN, "learning_rate"))
+    file.move(f"{section}.weight_decay", (*_TRAIN, "weight_decay"), meaning=decayed)
+    clip, older = file.take(f"{section}.clip_grad"), file.take(f"{section}.grad_clip")
+    key = f"{section}.clip_grad" if older is None else f"{section}.grad_clip"
+    file.put((*_TRAIN, "max_grad_norm"), clip if older is None else older, key)
+    file.move(f"{section}.lr_decay_style", (*_TRAIN, "lr_scheduler_type"))
+    file.move(f"{section}.min_lr", (*_TRAIN, "min_lr"))
+    style = file.take(f"{section}.warmup_style") or file.take(f"{section}.lr_scheduler_type")
+    file.put((*_TRAIN, "lr_scheduler_type"), style, f"{section}.lr_scheduler_type")
+    share = file.take(f"{section}.min_lr_ratio")
+    if share and isinstance(rate, int | float) and isinstance(share, int | float):
+        file.put((*_TRAIN, "min_lr"), float(f"{rate * share:.12g}"), f"{section}.min_lr_ratio")
+    steps, part = file.take(f"{section}.lr_warmup_steps"), file.take(f"{section}.lr_warmup_steps_ratio")
+    if isinstance(steps, int) and steps > 0:
+        file.put((*_TRAIN, "warmup_steps"), steps, f"{section}.lr_warmup_steps")
+    else:
+        file.put((*_TRAIN, "warmup_ratio"), part, f"{section}.lr_warmup_steps_ratio")
+    file.move(f"{section}.lr_decay_steps", (*_TRAIN, "max_steps"))
+    total = file.take(f"{section}.total_training_steps")
+    if isinstance(total, int) and total > 0:
+        file.draft.leave_out(
+            f"{section}.total_training_steps", "idle", "verl's trainer sets it to the length of the job"
+        )
+    name = file.take(f"{section}.optimizer")
+    if name is not None and str(name).lower() not in ("adam", "adamw"):
+        file.draft.leave_out(f"{section}.optimizer", "refused", f"{name}: parameters are trained by AdamW")
+    override = file.peek(f"{section}.override_optimizer_config") or {}
+    for key in list(override):
+        if key in file.speed or key.startswith("optimizer_"):
+            file.take(f"{section}.override_optimizer_config.{key}")
+            text = "changes speed or memory, not results"
+            file.draft.leave_out(f"{section}.override_optimizer_config.{key}", "idle", text)
+    if file.take(f"{section}.weight_decay_incr_style") not in (None, "constant"):
+        file.draft.leave_out(f"{section}.weight_decay_incr_style", "refused", "weight decay is constant")
+    if file.take(f"{section}.lr_warmup_init"):
+        file.draft.leave_out(f"{section}.lr_warmup_init", "refused", "warm-up begins at 0")
+
+
+def _batching(file: VerlFile, devices: int) -> None:
+    """Mini-batches, micro-batches and caps. verl counts a mini-batch in prompts, a cap in tokens per device."""
+    layout = file.draft.values[_ROLE].get("strategy_args", {}).get("strategy_config", {})
+    context = layout.get("context_parallel_size", 1)
+    rows_key = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    rows, older = file.take(rows_key), file.take(f"{ACTOR}.ppo_micro_batch_size")
+    if older is not None:
+        file.draft.leave_out(f"{ACTOR}.ppo_micro_batch_size", "refused", f"set {rows_key}, as verl asks for, too")
+    packed, cap_key = file.take(f"{ACTOR}.use_dynamic_bsz"), f"{ACTOR}.ppo_max_token_len_per_gpu"
+    cap = file.take(cap_key)
+    forward_key = f"{ROLLOUT}.log_prob_max_token_len_per_gpu"
+    forward, forward_rows = file.take(forward_key), file.take(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu")
+    text = "the tokens of a pack on all context-parallel ranks together" if context > 1 else ""
+    if packed:
+        if rows is not None:
+            file.draft.leave_out(rows_key, "idle", "packs have no fixed number of rows")
+        rows, rows_key = 1, f"{ACTOR}.use_dynamic_bsz"
+        args = (_ROLE, "sequence_packing_args")
+        file.put((_ROLE, "use_sequence_packing"), True, f"{ACTOR}.use_dynamic_bsz")
+        if cap is not None:
+            meaning = "; ".join(part for part in ("a hard cap of every pack", text) if part)
+            file.put((*args, "max_packed_sequence_length_train"), cap * context, cap_key, meaning)
+        if forward is not None and forward != cap:
+            file.put((*args, "max_packed_sequence_length_forward"), forward * context, forward_key, text)
+    else:
+        if rows is None:
+            file.draft.defaults.add(rows_key)
+            file.draft.missing.append(
+                f"actor_train.training_args.per_device_train_batch_size: verl asks for {rows_key}"
+            )
+        rows = rows or 1
+        meaning = "micro-batches of this many rows, padded to their longest; verl removes the padding"
+        file.put((_ROLE, "padded_length"), "longest", rows_key, meaning)
+        file.put((_ROLE, "infer_batch_size"), forward_rows, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu")
+        file.draft.leave_out(cap_key, "idle", "use_dynamic_bsz is off")
+    prompts, group = file.take(f"{ACTOR}.ppo_mini_batch_size"), file.take(f"{ROLLOUT}.n") or 1
+    if prompts is not None:
+        size = prompts * group
+        put_mini_batch(
+            file.draft, (size, f"{ACTOR}.ppo_mini_batch_size"), (rows, rows_key), data_parallel_ranks(layout, devices)
+        )
+    file.move("data.train_batch_size", ("rollout_batch_size",))
+    file.put(("num_return_sequences_in_group",), group, f"{ROLLOUT}.n")
+    file.move(f"{ACTOR}.ppo_epochs", ("ppo_epochs",))
+
+
+def _length(file: VerlFile) -> None:
+    steps, epochs = file.take("trainer.total_training_steps"), file.take("trainer.total_epochs")
+    if steps is not None:
+        file.put(("max_steps",), steps, "trainer.total_training_steps")
+        file.draft.leave_out("trainer.total_epochs", "idle", "total_training_steps is the length of the job")
+    else:
+        text = f"max_steps: is missing: prompts of the files / data.train_batch_size x {epochs} epochs, rounded down"
+        file.draft.missing.append(text)
+        file.draft.leave_out("trainer.total_epochs", "refused", f"{epochs}: max_steps counts RL steps")
+
+
+def _trainer(file: VerlFile) -> None:
+    project, name = file.take("trainer.project_name"), file.take("trainer.experiment_name")
+    loggers = file.take("trainer.logger")
+    loggers = [loggers] if isinstance(loggers, str) else loggers or []
+    tracker = next((one for one in ("wandb", "swanlab") if one in loggers), None)
+    if tracker is not None:
+        file.put(("track_with",), tracker, "trainer.logger")
+        file.put(("tracker_kwargs", "project"), project, "trainer.project_name")
+    for one in loggers:
+        if one not in (tracker, "console", "tensorboard", "file"):
+            file.draft.leave_out(f"trainer.logger ({one})", "refused", "track_with knows wandb and swanlab")
+    file.put(("exp_name",), name if name is None else str(name).replace("/", "_"), "trainer.experiment_name")
+    folder = file.take("trainer.default_local_dir")
+    if folder is None and project is not None:
+        folder = f"checkpoints/{project}"
+        file.draft.defaults.add("trainer.default_local_dir")
+    elif isinstance(folder, str) and name is not None and Path(folder).name == str(name):
+        folder = str(Path(folder).parent)  # exp_name is the folder below output_dir
+    file.put(("output_dir",), folder, "trainer.default_local_dir")
+    period = file.take("trainer.save_freq")
+    file.put(("save_steps",), max(0, period) if isinstance(period, int) else period, "trainer.save_freq")
+    key = "trainer.max_actor_ckpt_to_keep"
+    file.put(("save_total_limit",), file.take(key) or file.take("trainer.max_ckpt_to_keep"), key)
+    file.move(f"{ACTOR}.checkpoint.async_save", ("async_save",))
+
+
+def _supervised(file: VerlFile, devices: int) -> None:
+    """verl.trainer.sft_trainer as `task: sft`."""
+    file.draft.put(("task",), "sft", "verl.trainer.sft_trainer")
+    layout = file.draft.values[_ROLE].get("strategy_args", {}).get("strategy_config", {})
+    context = layout.get("context_parallel_size", 1)
+    packed, rows = file.take("data.use_dynamic_bsz"), file.take("data.micro_batch_size_per_gpu")
+    cap = file.take("data.max_token_len_per_gpu")
+    rows_key = "data.micro_batch_size_per_gpu"
+    if packed:
+        rows, rows_key = 1, "data.use_dynamic_bsz"
+        file.put((_ROLE, "use_sequence_packing"), True, "data.use_dynamic_bsz")
+        path = (_ROLE, "sequence_packing_args", "max_packed_sequence_length_train")
+        file.put(path, None if cap is None else cap * context, "data.max_token_len_per_gpu")
+    else:
+        file.put((_ROLE, "padded_length"), "longest", rows_key)
+    size = (file.take("data.train_batch_size"), "data.train_batch_size")
+    put_mini_batch(file.draft, size, (rows, rows_key), data_parallel_ranks(layout, devices))
+    file.move("data.max_length", ("sequence_length",), meaning="a longer text is an error that names it")
+    if (cut := file.take("data.truncation")) not in (None, "error"):
+        file.draft.leave_out("data.truncation", "refused", f"{cut}: a longer text is an error that names it")
+    file.move("data.train_files", (_ROLE, "data_args", "file_name"))
+    file.move("data.val_files", (_ROLE, "data_args", "eval_file_name"))
+    file.move("data.messages_key", (_ROLE, "data_args", "messages"))
+    file.move("trainer.seed", ("seed",))
+    steps, epochs = file.take("trainer.total_training_steps"), file.take("trainer.total_epochs")
+    file.put(("max_steps",), steps, "trainer.total_training_steps")
+    if steps is None:
+        file.put(("num_train_epochs",), epochs, "trainer.total_epochs")
+    period = file.take("trainer.test_freq")
+    if isinstance(period, int) and period > 0:
+        file.put(("eval_steps",), period, "trainer.test_freq", "the first and the last step are evaluated, too")
+    else:
+        file.put(("eval_samples",), 0, "trainer.test_freq", "there is no evaluation")

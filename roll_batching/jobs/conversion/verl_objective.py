@@ -1,0 +1,164 @@
+"""verl's section `algorithm` and the loss of its actor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll_batching.jobs.conversion.verl_options import ACTOR, ROLLOUT, VerlFile
+
+_ESTIMATORS = {
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+    "grpo_passk": "pass_at_k",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
+}
+"""Estimators of verl with another name here."""
+_LOSSES: dict[str, tuple[str, str]] = {
+    "vanilla": ("policy", ""),
+    "gspo": ("policy", "seq-mean-token-mean"),
+    "gpg": ("gpg", ""),
+    "cispo": ("cispo", ""),
+    "sapo": ("sapo", "seq-mean-token-mean"),
+    "geo_mean": ("gmpo", "seq-mean-token-mean"),
+    "clip_cov": ("clip_cov", ""),
+    "kl_cov": ("kl_cov", ""),
+}
+"""By loss_mode, our loss and the aggregation that verl's code sets, whatever loss_agg_mode says."""
+_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_CORRECTION = "algorithm.rollout_correction"
+
+
+def convert_advantages(file: VerlFile) -> None:
+    """Converts the estimator, its normalisation, and the KL term in the reward."""
+    name = file.take("algorithm.adv_estimator")
+    name = _ESTIMATORS.get(str(name), name)
+    scaled = file.take("algorithm.norm_adv_by_std_in_grpo")
+    if name == "grpo" and scaled is False:
+        file.put(("adv_estimator",), "reinforce", "algorithm.adv_estimator")
+        file.put(("norm_mean_type",), "group", "algorithm.norm_adv_by_std_in_grpo")
+    else:
+        file.put(("adv_estimator",), name, "algorithm.adv_estimator")
+    gamma = file.take("algorithm.gamma")
+    if str(name) == "reinforce_plus_plus":
+        file.put(("gamma",), gamma, "algorithm.gamma")
+    elif gamma not in (None, 1):
+        file.draft.leave_out("algorithm.gamma", "idle", f"verl's {name} does not read it")
+    weight, kind = file.take("algorithm.kl_ctrl.kl_coef"), file.take("algorithm.kl_ctrl.type")
+    used = file.take("algorithm.use_kl_in_reward")
+    if not used or (not weight and kind == "fixed"):
+        return
+    if name != "reinforce_plus_plus":
+        text = "lowers the reward of a response by its KL before groups are compared; use_kl_loss puts KL into the loss"
+        file.draft.leave_out("algorithm.use_kl_in_reward", "refused", text)
+        return
+    file.put(("add_token_level_kl",), True, "algorithm.use_kl_in_reward")
+    file.put(("init_kl_coef",), weight, "algorithm.kl_ctrl.kl_coef")
+    file.put(("reference",), {}, "algorithm.use_kl_in_reward")
+    penalty = file.take("algorithm.kl_penalty")
+    file.put(("kl_penalty",), "k3" if penalty == "low_var_kl" else penalty, "algorithm.kl_penalty")
+    if kind == "adaptive":
+        file.move("algorithm.kl_ctrl.target_kl", ("target_kl",))
+        file.move("algorithm.kl_ctrl.horizon", ("kl_horizon",))
+
+
+def convert_loss(file: VerlFile) -> None:
+    """Converts the policy loss, its aggregation, the KL term and the rollout correction."""
+    mode = file.take(f"{ACTOR}.policy_loss.loss_mode")
+    key = f"{ACTOR}.policy_loss.loss_mode"
+    aggregation, chosen = file.take(f"{ACTOR}.loss_agg_mode"), ""
+    if mode is not None and mode not in _LOSSES:
+        file.draft.leave_out(key, "refused", f"{mode}: there is no such loss here; {', '.join(_LOSSES)} are converted")
+    else:
+        loss, chosen = _LOSSES[mode or "vanilla"]
+        file.put(("loss_function",), loss, key)
+    if chosen:
+        text = f"verl's {mode} always aggregates like this, and only its KL and entropy as loss_agg_mode says"
+        file.put(("loss_agg_mode",), chosen, key, text)
+        if aggregation not in (None, chosen) and f"{ACTOR}.loss_agg_mode" not in file.draft.defaults:
+            file.draft.leave_out(f"{ACTOR}.loss_agg_mode", "idle", f"verl's {mode} sets it to {chosen}")
+    else:
+        file.put(("loss_agg_mode",), aggregation, f"{ACTOR}.loss_agg_mode")
+    file.move(f"{ACTOR}.loss_scale_factor", ("loss_agg_length",))
+    _clip(file, mode or "vanilla")
+    file.move(f"{ACTOR}.entropy_coeff", ("entropy_loss_coef",))
+    _kl(file)
+    _correction(file)
+
+
+def _clip(file: VerlFile, mode: str) -> None:
+    both = file.take(f"{ACTOR}.clip_ratio")
+    low, high = file.take(f"{ACTOR}.clip_ratio_low"), file.take(f"{ACTOR}.clip_ratio_high")
+    given = f"{ACTOR}.clip_ratio" not in file.draft.defaults
+    if given and low is not None and high is not None and both not in (low, high):
+        text = "verl reads it only where clip_ratio_low or clip_ratio_high is null, and both are 0.2 unless set"
+        file.draft.leave_out(f"{ACTOR}.clip_ratio", "idle", text)
+    dual = file.take(f"{ACTOR}.clip_ratio_c")
+    if mode in ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov"):
+        file.put(("use_pg_clip_range",), True, f"{ACTOR}.clip_ratio_low")
+        for name, value in (("low", low), ("high", high)):
+            key = f"{ACTOR}.clip_ratio" if value is None else f"{ACTOR}.clip_ratio_{name}"
+            value = both if value is None else value
+            unlimited = name == "low" and mode != "geo_mean" and isinstance(value, int | float) and value > 1
+            text = f"{value}, which clips no ratio, as 1 does not" if unlimited else ""
+            file.put((f"pg_clip_{name}",), 1.0 if unlimited else value, key, text)
+    if mode == "vanilla":
+        file.put(("dual_clip_loss",), True, f"{ACTOR}.clip_ratio_c")
+        file.put(("dual_clip_ratio",), dual, f"{ACTOR}.clip_ratio_c")
+    if mode == "gspo":
+        file.put(("importance_sampling",), "seq-token", f"{ACTOR}.policy_loss.loss_mode")
+    own: dict[str, dict[str, str]] = {
+        "sapo": {"tau_pos": "temperature_positive", "tau_neg": "temperature_negative"},
+        "clip_cov": {
+            "policy_loss.clip_cov_ratio": "share",
+            "policy_loss.clip_cov_lb": "lowest",
+            "policy_loss.clip_cov_ub": "highest",
+        },
+        "kl_cov": {"policy_loss.kl_cov_ratio": "share", "policy_loss.ppo_kl_coef": "penalty"},
+    }
+    for key, ours in own.get(mode, {}).items():
+        file.move(f"{ACTOR}.{key}", ("loss_args", ours))
+
+
+def _kl(file: VerlFile) -> None:
+    used, weight = file.take(f"{ACTOR}.use_kl_loss"), file.take(f"{ACTOR}.kl_loss_coef")
+    kind: Any = file.take(f"{ACTOR}.kl_loss_type")
+    if not used:
+        for name in ("kl_loss_coef", "kl_loss_type"):
+            file.draft.leave_out(f"{ACTOR}.{name}", "idle", "use_kl_loss is off")
+        return
+    file.put(("use_kl_loss",), True, f"{ACTOR}.use_kl_loss")
+    file.put(("kl_loss_coef",), weight, f"{ACTOR}.kl_loss_coef")
+    file.put(("reference",), {}, f"{ACTOR}.use_kl_loss")
+    file.move("actor_rollout_ref.ref.model.path", ("reference", "model_args", "model_name_or_path"))
+    base = str(kind).removesuffix("+")
+    file.put(("loss_args", "kl_estimator"), _KL.get(base, kind), f"{ACTOR}.kl_loss_type")
+    if base != kind and kind is not None and _KL.get(base) != "k2":
+        file.put(("loss_args", "kl_gradient"), "straight_through", f"{ACTOR}.kl_loss_type")
+
+
+def _correction(file: VerlFile) -> None:
+    """`algorithm.rollout_correction`: weights of the engine's samples, and old log-probs of the engine."""
+    kind, limit = file.take(f"{_CORRECTION}.rollout_is"), file.take(f"{_CORRECTION}.rollout_is_threshold")
+    bypassed, loss = file.take(f"{_CORRECTION}.bypass_mode"), file.take(f"{_CORRECTION}.loss_type")
+    if bypassed:
+        key = f"{_CORRECTION}.bypass_mode"
+        file.put(("actor_train", "logprob_plan"), "rollout", key)
+        if loss not in (None, "ppo_clip"):
+            file.draft.leave_out(f"{_CORRECTION}.loss_type", "refused", f"{loss}: the loss is the one of loss_function")
+    if kind == "token" and not bypassed:
+        low, _, high = str(limit).rpartition("_")
+        try:
+            file.put(("loss_args", "engine_ratio_cap"), float(high), f"{_CORRECTION}.rollout_is_threshold")
+            if low:
+                file.put(("loss_args", "engine_ratio_min"), float(low), f"{_CORRECTION}.rollout_is_threshold")
+        except ValueError:
+            text = f"{limit!r}: write a number, or two as 0.5_2.0"
+            file.draft.leave_out(f"{_CORRECTION}.rollout_is_threshold", "refused", text)
+    elif kind is not None:
+        text = f"{kind}: weights of an engine's samples are per token here (loss_args.engine_ratio_cap)"
+        file.draft.leave_out(f"{_CORRECTION}.rollout_is", "refused", text)
+    file.expect_off(f"{_CORRECTION}.rollout_is_batch_normalize", why="weights are not scaled to a mean of 1")
+    text = "samples are not rejected by ratios; loss_args.engine_correction: mask_sequences is similar"
+    file.expect_off(f"{_CORRECTION}.rollout_rs", why=text)
+    if file.take(f"{ROLLOUT}.calculate_log_probs") is False:
+        file.draft.leave_out(f"{ROLLOUT}.calculate_log_probs", "idle", "log-probs of the engine are always kept")

@@ -1,0 +1,133 @@
+"""verl's sections `data` and `rollout`: prompts, sampling, engines and evaluation."""
+
+from __future__ import annotations
+
+from roll_batching.jobs.conversion.nemo_rl_file import REWARDS
+from roll_batching.jobs.conversion.verl_options import ROLLOUT, VerlFile
+
+_DATA = ("actor_train", "data_args")
+_STRATEGY = ("actor_infer", "strategy_args")
+_SAMPLING = ("actor_infer", "generating_args")
+_HELD_OUT = ("validation", "generating_args")
+_VLLM = (
+    "gpu_memory_utilization enforce_eager max_model_len max_num_seqs max_num_batched_tokens enable_chunked_prefill "
+    "enable_prefix_caching tensor_model_parallel_size pipeline_model_parallel_size"
+).split()
+_SIZES = {
+    "vllm": {
+        "tensor_model_parallel_size": "tensor_parallel_size",
+        "pipeline_model_parallel_size": "pipeline_parallel_size",
+    },
+    "sglang": {
+        "tensor_model_parallel_size": "tp_size",
+        "pipeline_model_parallel_size": "pp_size",
+        "gpu_memory_utilization": "mem_fraction_static",
+        "max_model_len": "context_length",
+        "max_num_seqs": "max_running_requests",
+    },
+}
+"""By engine, its name of an option where verl has another."""
+
+
+def convert_data(file: VerlFile) -> None:
+    """Converts prompts, their lengths and the reward."""
+    file.move("data.train_files", (*_DATA, "file_name"))
+    file.move("data.prompt_key", (*_DATA, "messages"), meaning="a list of messages, which go through the chat template")
+    text = "key of the right answer in the lines; verl: reward_model.ground_truth, which lies in a section"
+    file.draft.put((*_DATA, "response"), "ground_truth", "reward_model.ground_truth (data)", text)
+    text = "actor_train.data_args.response: write reward_model.ground_truth of verl's lines into a column of this name"
+    file.draft.missing.append(text)
+    file.move("data.max_prompt_length", ("prompt_length",))
+    file.move("data.max_response_length", ("response_length",))
+    dropped, cut = file.take("data.filter_overlong_prompts"), file.take("data.truncation")
+    if dropped:
+        file.put((*_DATA, "long_prompts"), "drop", "data.filter_overlong_prompts")
+    elif cut not in (None, "error"):
+        file.draft.leave_out(
+            "data.truncation", "refused", f"{cut}: a prompt that is too long is an error, or is left out"
+        )
+    if file.take("data.shuffle") is False:
+        file.draft.leave_out("data.shuffle", "refused", "prompts are shuffled anew in every epoch")
+    file.move("data.seed", ("seed",))
+    manager = file.take("reward.reward_manager.name") or file.take("reward_model.reward_manager")
+    if manager is not None and manager != "naive":
+        file.draft.leave_out("reward.reward_manager.name", "refused", f"{manager}: {REWARDS}")
+    file.expect_off("reward.reward_model.enable", "reward_model.enable", why="reward models are not served for now")
+    for section in ("custom_reward_function", "reward.custom_reward_function"):
+        path = file.take(f"{section}.path")
+        if path is not None:
+            file.draft.leave_out(f"{section}.path", "refused", f"{path}: {REWARDS}")
+            file.take(f"{section}.name")
+    for name in ("num_workers", "reward_manager", "reward_model", "sandbox_fusion.max_concurrent"):
+        file.take(f"reward.{name}")
+    file.take("reward.sandbox_fusion.memory_limit_mb")
+    file.expect_off("reward.sandbox_fusion", "sandbox_fusion", why="code_tests runs code; set how in reward_args.run")
+    file.take("reward.custom_reward_function")
+    key = "reward (by data_source)"
+    file.draft.leave_out(key, "refused", f"verl chooses a function by the data_source of a line: {REWARDS}")
+
+
+def convert_rollouts(file: VerlFile, devices: int) -> None:
+    """Converts sampling and the engine."""
+    for name in ("temperature", "top_p", "top_k", "do_sample"):
+        file.move(f"{ROLLOUT}.{name}", (*_SAMPLING, name))
+    engine = file.take(f"{ROLLOUT}.name")
+    if engine not in (None, "vllm", "sglang"):
+        text = f"{engine}: there is no such engine here, so the training model samples; vllm and sglang exist"
+        file.draft.put((*_STRATEGY, "strategy_name"), "megatron_infer", f"{ROLLOUT}.name", text)
+        for name in _VLLM:
+            if file.take(f"{ROLLOUT}.{name}") is not None:
+                file.draft.leave_out(f"{ROLLOUT}.{name}", "idle", "the training model samples")
+        return
+    engine = engine or "vllm"
+    if file.peek(f"{ROLLOUT}.dtype") == "bfloat16":
+        file.take(f"{ROLLOUT}.dtype")
+    file.draft.put((*_STRATEGY, "strategy_name"), engine, f"{ROLLOUT}.name")
+    text = "the engine sleeps during training, and the model's states are offloaded during sampling"
+    file.draft.put(("is_offload_states",), True, f"{ROLLOUT}.free_cache_engine", text)
+    for name in _VLLM:
+        ours = _SIZES[engine].get(name, name)
+        if engine == "sglang" and ours == name:
+            if file.take(f"{ROLLOUT}.{name}") is not None:
+                file.draft.leave_out(f"{ROLLOUT}.{name}", "idle", "an option of vLLM, and SGLang samples")
+        else:
+            file.move(f"{ROLLOUT}.{name}", (*_STRATEGY, "strategy_config", ours))
+    for name in list(file.peek(f"{ROLLOUT}.engine_kwargs.{engine}") or {}):
+        file.move(f"{ROLLOUT}.engine_kwargs.{engine}.{name}", (*_STRATEGY, "strategy_config", name))
+    for name in ("data_parallel_size", "expert_parallel_size"):
+        size = file.take(f"{ROLLOUT}.{name}")
+        if size not in (None, 1):
+            text = (
+                f"{size}: a server has the devices of its tensor and pipeline sizes; as many servers as fit are started"
+            )
+            file.draft.leave_out(f"{ROLLOUT}.{name}", "refused", text)
+    if file.peek("trainer.nnodes") not in (None, 1) or devices > 8:
+        what = (
+            f"actor_infer.engine_args.urls: is missing: the file is for {devices} devices, and the job starts servers"
+        )
+        file.draft.missing.append(f"{what} only on the machine of rank 0; start them on the others, and name all")
+
+
+def convert_evaluation(file: VerlFile) -> None:
+    """Converts the period, the files and the sampling of the evaluation."""
+    period, first = file.take("trainer.test_freq"), file.take("trainer.val_before_train")
+    section = f"{ROLLOUT}.val_kwargs"
+    names = ("temperature", "top_p", "top_k", "do_sample", "n")
+    sampling = {name: file.take(f"{section}.{name}") for name in names}
+    files = file.take("data.val_files")
+    if files is None or (not first and (not isinstance(period, int) or period <= 0)):
+        file.draft.put(("eval_samples",), 0, "trainer.test_freq", "there is no evaluation")
+        return
+    file.put((*_DATA, "eval_file_name"), files, "data.val_files")
+    text = "the policy is also evaluated before the first step and after the last"
+    file.put(("eval_steps",), max(0, period or 0), "trainer.test_freq", text)
+    text = "eval_samples: verl evaluates all held-out prompts: set the number of answers (default: 512)"
+    file.draft.missing.append(text)
+    greedy = sampling["do_sample"] is False or sampling["temperature"] == 0
+    if greedy:
+        file.put((*_HELD_OUT, "do_sample"), False, f"{section}.do_sample")
+    else:
+        for name in ("temperature", "top_p", "top_k"):
+            file.put((*_HELD_OUT, name), sampling[name], f"{section}.{name}")
+    if sampling["n"] not in (None, 1):
+        file.put((*_HELD_OUT, "num_return_sequences"), sampling["n"], f"{section}.n")

@@ -1,0 +1,321 @@
+"""Files and scripts of verl: settings, verl's own defaults, and what is left out by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll_batching.errors import ConfigError
+from roll_batching.jobs.config import load_config
+from roll_batching.jobs.conversion import ORIGINS, Conversion, convert_file, origin_of
+from tests.jobs.conversion.test_slime import job_of, left_out, value_at
+
+pytestmark = pytest.mark.config
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+NEEDED = (
+    f"algorithm.adv_estimator=grpo actor_rollout_ref.model.path=/m {R}.name=vllm {R}.n=4 "
+    "trainer.total_training_steps=20 data.train_files=/d.parquet"
+)
+STEPS = "actor_train.training_args.gradient_accumulation_steps"
+
+
+def converted(folder: Path, overrides: str = "", module: str = "main_ppo", before: str = "") -> Conversion:
+    path = folder / "run.sh"
+    path.write_text(f'#!/bin/bash\n{before}\npython3 -m verl.trainer.{module} \\\n  {NEEDED} \\\n  {overrides} "$@"\n')
+    return convert_file(path, ORIGINS["verl"])
+
+
+def from_yaml(folder: Path, data: Any) -> Conversion:
+    path = folder / "verl.yaml"
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return convert_file(path, ORIGINS["verl"])
+
+
+def test_what_a_script_leaves_out_has_verls_default(tmp_path):
+    job = job_of(converted(tmp_path), tmp_path)
+    args, layout = job.actor_train.training_args, job.actor_train.strategy_args.strategy_config
+    assert (args.learning_rate, args.weight_decay, args.max_grad_norm) == (1e-6, 0.01, 1.0)
+    assert (args.adam_beta1, args.adam_beta2, args.lr_scheduler_type, args.warmup_steps) == (0.9, 0.999, "constant", 0)
+    assert (job.rollout_batch_size, job.mini_batch_size(8)) == (1024, 256 * 4)
+    assert (job.dual_clip_loss, job.dual_clip_ratio, job.clip_range) == (True, 3.0, (0.2, 0.2))
+    assert (job.loss_agg_mode, job.ppo_epochs, job.use_kl_loss, job.entropy_loss_coef) == ("token-mean", 1, False, 0)
+    assert (job.prompt_length, job.response_length, job.save_steps) == (512, 512, 0)
+    assert job.track_with == "wandb" and job.output_dir == "checkpoints/verl_examples" and job.exp_name == "gsm8k"
+    assert layout.recompute_granularity == "full" and layout.use_distributed_optimizer, "FSDP's default recomputes"
+    assert not job.actor_train.use_sequence_packing and job.world_size == 8
+    assert job.actor_infer.strategy_args.engine_options["tensor_parallel_size"] == 2
+    assert job.actor_infer.strategy_args.engine_options["gpu_memory_utilization"] == 0.5
+    job = job_of(converted(tmp_path, f"model_engine=megatron {A}.megatron.tensor_model_parallel_size=2"), tmp_path)
+    layout = job.actor_train.strategy_args.strategy_config
+    assert layout.sequence_parallel and layout.recompute_granularity is None
+
+
+MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "packing": (
+        f"{A}.use_dynamic_bsz=True {A}.ppo_max_token_len_per_gpu=8192 {R}.log_prob_max_token_len_per_gpu=16384",
+        {
+            "actor_train.use_sequence_packing": True,
+            "actor_train.sequence_packing_args.max_packed_sequence_length_train": 8192,
+            "actor_train.sequence_packing_args.max_packed_sequence_length_forward": 16384,
+        },
+    ),
+    "caps count devices": (
+        f"model_engine=megatron {A}.megatron.context_parallel_size=2 {A}.use_dynamic_bsz=True",
+        {"actor_train.sequence_packing_args.max_packed_sequence_length_train": 32768},
+    ),
+    "ulysses": (
+        f"{A}.ulysses_sequence_parallel_size=2 {A}.use_dynamic_bsz=true",
+        {
+            "actor_train.strategy_args.strategy_config.context_parallel_size": 2,
+            "actor_train.sequence_packing_args.max_packed_sequence_length_train": 32768,
+        },
+    ),
+    "mini-batches count prompts": (f"{A}.ppo_mini_batch_size=64 {A}.ppo_micro_batch_size_per_gpu=4", {STEPS: 8}),
+    "clip ratio alone": (f"{A}.clip_ratio=0.4", {"pg_clip_low": None, "pg_clip_high": None}),
+    "clip higher": (f"{A}.clip_ratio_low=0.1 {A}.clip_ratio_high=0.28", {"pg_clip_low": 0.1, "pg_clip_high": 0.28}),
+    "clip by null": (f"{A}.clip_ratio=0.4 {A}.clip_ratio_low=null", {"pg_clip_low": 0.4, "pg_clip_high": None}),
+    "kl": (f"{A}.use_kl_loss=True", {"kl_loss_coef": 0.001, "use_kl_loss": True, "reference": {}}),
+    "kl k1+": (
+        f"{A}.use_kl_loss=True {A}.kl_loss_type=k1+",
+        {"loss_args.kl_estimator": "k1", "loss_args.kl_gradient": "straight_through"},
+    ),
+    "dr grpo": (
+        f"algorithm.norm_adv_by_std_in_grpo=False {A}.loss_agg_mode=seq-mean-token-sum-norm {A}.loss_scale_factor=300",
+        {
+            "adv_estimator": "reinforce",
+            "norm_mean_type": "group",
+            "loss_agg_mode": "seq-mean-token-sum-norm",
+            "loss_agg_length": 300,
+        },
+    ),
+    "gspo": (
+        f"{A}.policy_loss.loss_mode=gspo",
+        {"importance_sampling": "seq-token", "loss_agg_mode": "seq-mean-token-mean", "dual_clip_loss": None},
+    ),
+    "no lower clip": (
+        f"{A}.policy_loss.loss_mode=cispo {A}.clip_ratio_low=10 {A}.clip_ratio_high=0.2",
+        {"pg_clip_low": 1.0},
+    ),
+    "cispo": (f"{A}.policy_loss.loss_mode=cispo", {"loss_function": "cispo", "dual_clip_loss": None}),
+    "geo_mean": (f"{A}.policy_loss.loss_mode=geo_mean", {"loss_function": "gmpo"}),
+    "kl_cov": (f"{A}.policy_loss.loss_mode=kl_cov", {"loss_function": "kl_cov", "loss_args.penalty": 0.1}),
+    "sapo": (f"{A}.policy_loss.loss_mode=sapo {A}.tau_neg=1.1", {"loss_args.temperature_negative": 1.1}),
+    "token weights": (
+        "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=0.5_3.0",
+        {"loss_args.engine_ratio_cap": 3.0, "loss_args.engine_ratio_min": 0.5},
+    ),
+    "bypass": ("algorithm.rollout_correction.bypass_mode=true", {"actor_train.logprob_plan": "rollout"}),
+    "kl in reward": (
+        "algorithm.adv_estimator=reinforce_plus_plus algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive",
+        {"add_token_level_kl": True, "init_kl_coef": 0.001, "target_kl": 0.1},
+    ),
+    "passk": ("algorithm.adv_estimator=grpo_passk", {"adv_estimator": "pass_at_k"}),
+    "schedule": (
+        f"{A}.optim.lr=1e-5 {A}.optim.lr_scheduler_type=cosine {A}.optim.min_lr_ratio=0.1 {A}.optim.lr_warmup_steps=7",
+        {
+            "actor_train.training_args.lr_scheduler_type": "cosine",
+            "actor_train.training_args.min_lr": 1e-6,
+            "actor_train.training_args.warmup_steps": 7,
+        },
+    ),
+    "betas": (f"'{A}.optim.betas=[0.9,0.98]'", {"actor_train.training_args.adam_beta2": 0.98}),
+    "recompute": (
+        f"model_engine=megatron +{A}.megatron.override_transformer_config.recompute_granularity=full "
+        f"+{A}.megatron.override_transformer_config.recompute_method=uniform",
+        {"actor_train.strategy_args.strategy_config.recompute_granularity": "full"},
+    ),
+    "sglang": (
+        f"{R}.name=sglang {R}.tensor_model_parallel_size=4",
+        {"actor_infer.strategy_args.strategy_config.tp_size": 4},
+    ),
+    "evaluation": (
+        f'\'data.val_files=["/a.parquet","/b.parquet"]\' trainer.test_freq=5 {R}.val_kwargs.n=8 '
+        f"{R}.val_kwargs.do_sample=True {R}.val_kwargs.temperature=0.6",
+        {
+            "eval_steps": 5,
+            "validation.generating_args.num_return_sequences": 8,
+            "validation.generating_args.temperature": 0.6,
+            "actor_train.data_args.eval_file_name": ["/a.parquet", "/b.parquet"],
+        },
+    ),
+    "greedy evaluation": ("data.val_files=/a.parquet", {"validation.generating_args.do_sample": False}),
+    "filtered": ("data.filter_overlong_prompts=True", {"actor_train.data_args.long_prompts": "drop"}),
+    "folder": (
+        "trainer.default_local_dir=/ckpt/one trainer.experiment_name=one trainer.save_freq=5",
+        {"output_dir": "/ckpt", "exp_name": "one", "save_steps": 5},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEANINGS)
+def test_settings_keep_their_meaning(tmp_path, case):
+    overrides, wanted = MEANINGS[case]
+    done = converted(tmp_path, overrides)
+    job_of(done, tmp_path)
+    assert {key: value_at(done.settings, key) for key in wanted} == wanted
+
+
+def test_megatron_ignores_betas_there_as_here(tmp_path):
+    done = converted(tmp_path, f"model_engine=megatron '{A}.optim.betas=[0.9,0.98]'")
+    assert "no Megatron optimizer" in left_out(done, "idle")[f"{A}.optim.betas"]
+    assert job_of(done, tmp_path).actor_train.training_args.adam_beta2 == 0.999
+
+
+def test_the_script_of_arrays_and_conditions(tmp_path):
+    before = (
+        "TP=${TP:-2}\nLONG=$((1024 * 4))\nLAUNCH=(python3)\n"
+        f"ACTOR=(\n  {A}.megatron.tensor_model_parallel_size=${{TP}}\n  {A}.ppo_max_token_len_per_gpu=$LONG\n)\n"
+        f"if [ x = y ]; then\n  ACTOR+=({A}.ppo_epochs=4)\n  RAY=(ray_kwargs.x=1)\nfi\n"
+    )
+    path = tmp_path / "run.sh"
+    path.write_text(
+        f'{before}"${{LAUNCH[@]}}" -m verl.trainer.main_ppo model_engine=megatron {NEEDED} {A}.use_dynamic_bsz=True '
+        f'"${{ACTOR[@]}}" ${{RAY[@]}} trainer.experiment_name=a-$(date +%s) {R}.temperature=$NOWHERE "$@"'
+    )
+    assert origin_of(path) is ORIGINS["verl"]
+    done = convert_file(path, ORIGINS["verl"])
+    assert value_at(done.settings, "actor_train.strategy_args.strategy_config.tensor_model_parallel_size") == 2
+    assert value_at(done.settings, "actor_train.sequence_packing_args.max_packed_sequence_length_train") == 4096
+    refused = left_out(done, "refused")
+    assert "condition" in refused[f"{A}.ppo_epochs (line 9)"] and not any("ray_kwargs" in key for key in refused)
+    assert "line 12" in refused["trainer.experiment_name"] and "NOWHERE" in refused[f"{R}.temperature"]
+    assert value_at(done.settings, "actor_infer.generating_args.temperature") is None
+
+
+def test_a_composed_file(tmp_path):
+    data = {
+        "actor_rollout_ref": {
+            "actor": {
+                "_target_": "verl.workers.config.McoreActorConfig",
+                "strategy": "megatron",
+                "ppo_mini_batch_size": 32,
+                "megatron": {"tensor_model_parallel_size": 2, "qat": {"enable": False, "mode": "w4a16"}},
+                "router_replay": {"mode": "disabled"},
+            },
+            "model": {"path": "/m", "lora_rank": 0, "lora_alpha": 16, "mtp": {"enable": False, "method": "mtp"}},
+            "ref": {"log_prob_use_dynamic_bsz": "${actor_rollout_ref.actor.use_dynamic_bsz}"},
+            "rollout": {"name": "sglang", "n": 8, "response_length": "${oc.select:data.max_response_length,512}"},
+        },
+        "algorithm": {"adv_estimator": "rloo", "made_up": 3},
+        "data": {"max_response_length": 256, "train_max_samples": -1},
+        "trainer": {"total_training_steps": 5, "logger": ["console"]},
+        "critic": {"enable": None, "ppo_epochs": 2},
+        "distillation": {"enabled": False, "n_gpus_per_node": 8},
+    }
+    done = from_yaml(tmp_path, data)
+    assert origin_of(tmp_path / "verl.yaml") is ORIGINS["verl"]
+    assert left_out(done, "unknown") == {"algorithm.made_up": "there is no such setting here"}
+    assert set(left_out(done, "refused")) == {"reward (by data_source)"}
+    job = job_of(done, tmp_path)
+    assert (job.adv_estimator, job.response_length, job.track_with) == ("rloo", 256, None)
+    assert job.mini_batch_size(4) == 256
+
+
+def test_a_job_that_is_verls_file_says_how_to_convert_it(tmp_path):
+    (tmp_path / "v.yaml").write_text("actor_rollout_ref: {actor: {ppo_mini_batch_size: 8}}\n")
+    with pytest.raises(ConfigError, match="--from verl"):
+        load_config(tmp_path / "v.yaml")
+
+
+def test_supervised_fine_tuning(tmp_path):
+    path = tmp_path / "sft.sh"
+    path.write_text(
+        "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=/d.parquet model.path=/m "
+        "engine=megatron optim=megatron engine.tensor_model_parallel_size=2 trainer.n_gpus_per_node=8 optim.lr=1e-5"
+    )
+    done = convert_file(path, ORIGINS["verl"])
+    job = job_of(done, tmp_path)
+    assert (job.task, job.num_train_epochs, job.sequence_length, job.seed) == ("sft", 4, 1024, 1)
+    assert job.actor_train.use_sequence_packing, "verl's default: use_dynamic_bsz"
+    assert job.actor_train.sequence_packing_args.max_packed_sequence_length_train == 8192
+    assert job.mini_batch_size(4) == 256 and job.actor_train.training_args.weight_decay == 0.01
+    assert job.actor_train.data_args.messages == "messages" and job.eval_samples == 0
+
+
+REFUSED: dict[str, tuple[str, str, str]] = {
+    "critic": ("algorithm.adv_estimator=gae", "algorithm.adv_estimator", "critic"),
+    "loss": (f"{A}.policy_loss.loss_mode=dppo_tv", f"{A}.policy_loss.loss_mode", "no such loss"),
+    "aggregation": (f"{A}.loss_agg_mode=token-sum", f"{A}.loss_agg_mode", ""),
+    "lora": ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank", "LoRA"),
+    "turns": (f"{R}.multi_turn.enable=True", f"{R}.multi_turn", "one turn"),
+    "dynamic sampling": ("algorithm.filter_groups.enable=True", "algorithm.filter_groups", "resampled"),
+    "sequence weights": (
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "algorithm.rollout_correction.rollout_is",
+        "per token",
+    ),
+    "grouped kl": ("algorithm.use_kl_in_reward=True", "algorithm.use_kl_in_reward", "use_kl_loss"),
+    "engine": ("model_engine=veomni", "model_engine", "FSDP"),
+    "muon": (f"model_engine=megatron {A}.optim.optimizer=muon", f"{A}.optim.optimizer", "AdamW"),
+    "distillation": ("distillation.enabled=True", "distillation.enabled", "distillation"),
+    "truncation": ("data.truncation=left", "data.truncation", "too long"),
+    "order": ("data.shuffle=False", "data.shuffle", "shuffled"),
+    "reward": ("reward.custom_reward_function.path=/r.py", "reward.custom_reward_function.path", "/r.py"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_train_otherwise_is_refused_by_name(tmp_path, case):
+    overrides, key, why = REFUSED[case]
+    done = converted(tmp_path, overrides)
+    job_of(done, tmp_path)
+    assert why in left_out(done, "refused")[key]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (f"{A}.ppo_mini_batch_size=many", "write a whole number"),
+        (f"{A}.ppo_mini_batch_size=0", "at least 1"),
+        (f"{A}.optim.lr=nan", "write a number"),
+        (f"{A}.optim.lr=.nan.", "write a number"),
+        (f"{A}=3", "section"),
+        ("loose", "write key=value"),
+        (f"{A}.ppo_epochs=1,2", "write one"),
+        (f"'{A}.ppo_epochs=[1'", "ppo_epochs"),
+        ("trainer.nnodes='two'", "write a whole number"),
+        ("a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q.r.s.t.u.v.w.x.y.z.a.b.c.d.e.f.g.h=1", "deeper than"),
+        (f'"{A}.ppo_epochs=1', "never closed"),
+    ],
+)
+def test_bad_overrides_are_one_error_with_file_and_line(tmp_path, overrides, why):
+    with pytest.raises(ConfigError) as error:
+        converted(tmp_path, overrides)
+    message = str(error.value)
+    assert why in message and "run.sh:5" in message and message.count("\n") <= 3, message
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "empty"),
+        ("[1, 2]", "keys and values"),
+        ("data: {train_batch_size: 8}", "neither a section"),
+        ("actor_rollout_ref: 3", "section"),
+        ("actor_rollout_ref: {actor: {optim: {lr: .nan}}}", "write a number"),
+        ("actor_rollout_ref: {rollout: {n: many}}", "write a whole number"),
+        ("a: b: c", "verl.yaml"),
+        ("\x00\x01", "verl.yaml"),
+    ],
+)
+def test_bad_files_are_one_error(tmp_path, text, why):
+    with pytest.raises(ConfigError, match=why) as error:
+        from_yaml(tmp_path, text)
+    assert "verl.yaml" in str(error.value)
+
+
+def test_repeated_and_secret_overrides(tmp_path):
+    done = converted(
+        tmp_path,
+        f"{A}.ppo_epochs=2 {A}.ppo_epochs=3 +ray_kwargs.env.WANDB_API_KEY=sk-7f3a9 trainer.project_name=$HF_TOKEN",
+        before="HF_TOKEN=sk-7f3a9",
+    )
+    assert done.settings["ppo_epochs"] == 3 and "given again" in left_out(done)[f"{A}.ppo_epochs (line 5)"]
+    assert "secret" in left_out(done)["trainer.project_name"]
+    assert "sk-7f3a9" not in done.to_yaml() + done.to_json()
