@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from roll_batching.errors import PlanError
-from roll_batching.planning import LinearQuadraticCost, PlanConstraints, karmarkar_karp, plan_step
+from roll_batching.planning import LinearQuadraticCost, Plan, PlanConstraints, karmarkar_karp, plan_step
 from roll_batching.planning.cost_model import FIXED_TOKENS
 
 Lengths = NDArray[np.int64]
@@ -61,6 +62,20 @@ def _checked(measured: Any) -> Lengths:
 def ranks_of(parts: Sequence[Lengths]) -> NDArray[np.int64]:
     """The rank that holds each sample of the concatenated `parts`."""
     return np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+
+
+def plan_level_totals(lengths: Sequence[int], constraints: PlanConstraints, cost: Any = None) -> Plan:
+    """Plan for ranks that meet once per step: level totals, and then the lower lockstep cost of two searches.
+
+    The second search is for the lockstep cost alone. Its plan is taken where its largest total is as good to 1/2000.
+    With a pipeline, or `objective` "lockstep", one plan is all. Raises PlanError.
+    """
+    plan = plan_step(lengths, constraints, cost=cost)
+    if constraints.pp_size > 1 or constraints.objective == "lockstep":
+        return plan
+    other = plan_step(lengths, replace(constraints, objective="lockstep"), cost=cost)
+    as_level = other.report.imbalance <= plan.report.imbalance + 1 / 2000
+    return other if as_level and other.report.lockstep_imbalance < plan.report.lockstep_imbalance else plan
 
 
 def plan_on_home_ranks(

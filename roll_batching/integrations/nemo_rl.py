@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from roll_batching.errors import PlanError
-from roll_batching.integrations.host_plans import cut_rectangles
+from roll_batching.integrations.host_plans import cut_rectangles, plan_level_totals
 from roll_batching.integrations.replacement import Integration, Replacement
-from roll_batching.planning import PlanConstraints, plan_step
+from roll_batching.planning import PlanConstraints
 from roll_batching.planning.batching_spec import Objective
 
 OBJECTIVES: dict[str, Objective] = {"roll_batching": "lockstep", "roll_batching_rank_totals": "auto"}
@@ -66,7 +66,7 @@ def plan_bins(
             fillers=False,
             objective=objective,
         )
-        plan = plan_step(lengths, constraints)
+        plan = plan_level_totals(lengths, constraints)
     except PlanError as error:
         raise ValueError(str(error)) from None
     return [

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_batching.errors import PlanError
+from roll_batching.integrations.host_plans import plan_level_totals
 from roll_batching.integrations.replacement import Integration, Replacement
-from roll_batching.planning import LinearQuadraticCost, PlanConstraints, plan_step
+from roll_batching.planning import LinearQuadraticCost, PlanConstraints
 from roll_batching.planning.cost_model import FIXED_TOKENS
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
@@ -100,7 +101,7 @@ def plan_schedule(
         of_step = rollouts[step * global_batch_size : (step + 1) * global_batch_size]
         samples = [sample for rollout in of_step for sample in rollout]
         try:
-            plan = plan_step([lengths[sample] for sample in samples], constraints, cost=cost)
+            plan = plan_level_totals([lengths[sample] for sample in samples], constraints, cost)
         except PlanError as error:
             raise AssertionError(f"step {step}, {len(samples)} samples: {error}") from None
         counts.append(plan.num_micro_batches)
