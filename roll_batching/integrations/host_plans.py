@@ -3,34 +3,167 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from roll_batching.planning import LinearQuadraticCost
+from roll_batching.errors import PlanError
+from roll_batching.planning import LinearQuadraticCost, Plan, PlanConstraints, karmarkar_karp, plan_step
+from roll_batching.planning.cost_model import FIXED_TOKENS
 
 Lengths = NDArray[np.int64]
 
-WORKLOAD = LinearQuadraticCost(linear=24576, quadratic=1)
-"""`calculate_workload` of verl (seqlen_balancing.py) and ROLL (functionals.py): FLOPs of a 7B model's block."""
+WORKLOAD = LinearQuadraticCost(linear=24576, quadratic=1, fixed=24576 * FIXED_TOKENS)
+"""`calculate_workload` of verl (seqlen_balancing.py) and ROLL (functionals.py): FLOPs of a 7B model's block.
+
+The fixed cost of a micro-batch is ours: hosts do not say one, and it decides the number of micro-batches in a pipeline.
+"""
 
 
-def gather_lengths(own: Lengths, group: Any) -> tuple[list[Lengths], int]:
-    """The lengths of every rank of `group`, and this rank's number in it. Collective, unless `group` is None."""
+def gather_lengths(measure: Callable[[], Lengths], group: Any) -> tuple[list[Lengths], int]:
+    """The lengths of every rank of `group`, and this rank's number in it. Collective, unless `group` is None.
+
+    `measure` gives this rank's. Where it raises on one rank, all ranks raise an AssertionError that names the rank and
+    its error: nobody waits for lengths that do not come.
+    """
     import torch.distributed as dist
 
+    own: Lengths | str
+    try:
+        own = _checked(measure())
+    except Exception as error:
+        if group is None or not dist.is_initialized():
+            raise
+        own = f"{type(error).__name__}: {error}"
     if group is None or not dist.is_initialized():
+        assert not isinstance(own, str)
         return [own], 0
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, own, group=group)
+    failed = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
+    if failed:
+        raise AssertionError(f"no lengths to plan with from {'; '.join(failed)}")
     return parts, dist.get_rank(group)
+
+
+def _checked(measured: Any) -> Lengths:
+    """Lengths as int64[n]; a sample without tokens counts as one. Raises ValueError for NaN and negatives."""
+    array = np.asarray(measured)
+    wrong = np.flatnonzero(~(np.isfinite(array) & (array == np.floor(array)) & (array >= 0)))
+    if len(wrong):
+        raise ValueError(f"sample {wrong[0]} has the length {array[wrong[0]]}; lengths are whole numbers of tokens")
+    lengths: Lengths = np.maximum(array.astype(np.int64), 1)
+    return lengths
 
 
 def ranks_of(parts: Sequence[Lengths]) -> NDArray[np.int64]:
     """The rank that holds each sample of the concatenated `parts`."""
     return np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+
+
+def plan_level_totals(lengths: Sequence[int], constraints: PlanConstraints, cost: Any = None) -> Plan:
+    """Plan for ranks that meet once per step: level totals, and then the lower lockstep cost of two searches.
+
+    The second search is for the lockstep cost alone. Its plan is taken where its largest total is as good to 1/2000.
+    With a pipeline, or `objective` "lockstep", one plan is all. Raises PlanError.
+    """
+    plan = plan_step(lengths, constraints, cost=cost)
+    if constraints.pp_size > 1 or constraints.objective == "lockstep":
+        return plan
+    other = plan_step(lengths, replace(constraints, objective="lockstep"), cost=cost)
+    as_level = other.report.imbalance <= plan.report.imbalance + 1 / 2000
+    return other if as_level and other.report.lockstep_imbalance < plan.report.lockstep_imbalance else plan
+
+
+def plan_on_home_ranks(
+    parts: Sequence[Lengths], constraints: PlanConstraints, *, group_size: int = 1
+) -> list[list[list[int]]]:
+    """Indices into each rank's `parts`, by rank and micro-batch, sorted in each; samples stay on their rank.
+
+    `group_size`: so many consecutive samples share a micro-batch; it divides every rank's number. Raises PlanError.
+    """
+    empty = [rank for rank, part in enumerate(parts) if not len(part)]
+    if empty:
+        raise PlanError(f"ranks {empty} have no samples, and a rank without samples has no micro-batch")
+    lengths = np.concatenate(parts)
+    plan = plan_step(
+        lengths,
+        constraints,
+        cost=WORKLOAD,
+        group_ids=np.arange(len(lengths)) // group_size if group_size > 1 else None,
+        home_rank=ranks_of(parts),
+    )
+    firsts = np.cumsum([0, *(len(part) for part in parts)])
+    return [
+        [sorted((micro_batch.samples - first).tolist()) for micro_batch in micro_batches]
+        for first, micro_batches in zip(firsts, plan.micro_batches, strict=False)
+    ]
+
+
+def balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
+    """Parts of near-equal sums, items sorted in each; with `equal_size` of equal numbers of items.
+
+    Raises AssertionError for fewer items than parts, for numbers that do not divide, for weights that are not finite,
+    and for empty parts.
+    """
+    try:
+        weights = np.asarray([int(weight) for weight in seqlen_list], dtype=np.int64)
+    except (ValueError, OverflowError) as error:  # of NaN and infinity
+        raise AssertionError(f"weights must be finite numbers below 2^63: {error}") from None
+    if len(weights) < k_partitions:
+        raise AssertionError(f"number of items:[{len(weights)}] < k_partitions:[{k_partitions}]")
+    try:
+        parts = karmarkar_karp(weights, k_partitions, equal_size=equal_size)
+    except PlanError as error:
+        raise AssertionError(str(error)) from None
+    for number, part in enumerate(parts):
+        if not part:
+            raise AssertionError(f"the {number}-th partition is empty")
+    return [sorted(part) for part in parts]
+
+
+def cut_rectangles(widths: Sequence[int], max_tokens: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """First and last + 1 position of each micro-batch: as few as possible, and then with the fewest tokens.
+
+    `widths` (int[P]) is the row length of each position, rounded, the largest among ranks; a micro-batch computes its
+    number of positions times its largest width, at most `max_tokens`. The number is a multiple of `multiple`. Raises
+    AssertionError where a row is above the cap, or positions are too few.
+    """
+    sizes, count = np.asarray(widths, dtype=np.int64), len(widths)
+    if np.any(sizes > max_tokens):
+        raise AssertionError(f"a row of {sizes.max()} tokens is longer than a micro-batch of {max_tokens}")
+    fewest, tokens = np.zeros(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
+    first_of = np.zeros(count + 1, dtype=np.int64)
+    for end in range(1, count + 1):  # best cuts of the first `end` positions, by the first position of the last cut
+        widest = np.maximum.accumulate(sizes[max(0, end - max_tokens) : end][::-1])
+        area = widest * np.arange(1, len(widest) + 1)
+        area = area[area <= max_tokens]
+        firsts = end - np.arange(1, len(area) + 1)
+        number, total = fewest[firsts] + 1, tokens[firsts] + area
+        best = int(np.lexsort((total, number))[0])
+        first_of[end], fewest[end], tokens[end] = firsts[best], number[best], total[best]
+    cuts: list[tuple[int, int]] = []
+    while count > 0:
+        cuts.append((int(first_of[count]), count))
+        count = cuts[-1][0]
+    while len(cuts) % multiple:
+        splits = [(cut, middle) for cut in cuts for middle in range(cut[0] + 1, cut[1])]
+        if not splits:
+            raise AssertionError(f"{len(widths)} positions cannot form a multiple of {multiple} micro-batches")
+        cut, middle = max(splits, key=lambda split: _saved_tokens(sizes, *split))
+        cuts.remove(cut)
+        cuts += [(cut[0], middle), (middle, cut[1])]
+    return sorted(cuts)
+
+
+def _saved_tokens(sizes: Lengths, cut: tuple[int, int], middle: int) -> int:
+    """Tokens that a cut has less in two parts."""
+    first, end = cut
+    left, right = int(sizes[first:middle].max()), int(sizes[middle:end].max())
+    return (end - first) * max(left, right) - (middle - first) * left - (end - middle) * right
 
 
 def pipeline_size() -> int:

@@ -1,4 +1,4 @@
-"""NeMo-RL with our planner: a packer under the name `roll_batching`.
+"""NeMo-RL with our planner: a packer under the name `roll_batching`, and the cuts of dynamic batching.
 
 Import this module in the run script, and name the packer in the YAML:
 
@@ -9,6 +9,9 @@ It replaces `get_packer`, which gives NeMo-RL's packers for all other names. NeM
 micro-batch, on which rank, in which order. Kept of NeMo-RL: the number of bins is a multiple of the shards, none is
 empty, too few sequences are a ValueError.
 
+`BatchedDataDict.shard_by_batch_size` with `dynamic_batching_args` keeps NeMo-RL's shards and order of samples. All
+ranks cut them at the same positions, now into the fewest micro-batches, and of these into those with the fewest tokens.
+
 Source: nemo_rl/data/packing/algorithms.py, nemo_rl/distributed/batched_data_dict.py at 7ea279a.
 """
 
@@ -17,12 +20,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from roll_batching.errors import PlanError
-from roll_batching.integrations.replacement import Integration, Replacement
-from roll_batching.planning import PlanConstraints, plan_step
+import numpy as np
 
-ALGORITHM = "roll_batching"
-"""The packer's name in `policy.sequence_packing.algorithm`."""
+from roll_batching.errors import PlanError
+from roll_batching.integrations.host_plans import cut_rectangles, plan_level_totals
+from roll_batching.integrations.replacement import Integration, Replacement
+from roll_batching.planning import PlanConstraints
+from roll_batching.planning.batching_spec import Objective
+
+OBJECTIVES: dict[str, Objective] = {"roll_batching": "lockstep", "roll_batching_rank_totals": "auto"}
+"""Names in `policy.sequence_packing.algorithm`, and what their plans level.
+
+DTensor workers gather parameters layer by layer, and experts are exchanged in every layer: ranks meet at every
+micro-batch. Ranks of a dense model in Megatron meet once per step. `get_packer` does not see which of them trains.
+"""
 
 
 def get_packer(
@@ -32,23 +43,30 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> Any:
-    """Our packer for the name `roll_batching`, otherwise NeMo-RL's."""
+    """Our packer for the names of `OBJECTIVES`, otherwise NeMo-RL's."""
     limits = {"min_bin_count": min_bin_count, "bin_count_multiple": bin_count_multiple}
-    if str(algorithm).lower() != ALGORITHM:
+    name = str(algorithm).lower()
+    if name not in OBJECTIVES:
         return _NEMO_RL.original(_GET_PACKER)(algorithm, bin_capacity, collect_metrics, **limits)
-    return _packer_class()(bin_capacity, collect_metrics=collect_metrics, **limits)
+    return _packer_class(OBJECTIVES[name])(bin_capacity, collect_metrics=collect_metrics, **limits)
 
 
-def plan_bins(lengths: Sequence[int], capacity: int, ranks: int, least: int = 1) -> list[list[int]]:
+def plan_bins(
+    lengths: Sequence[int], capacity: int, ranks: int, least: int = 1, objective: Objective = "lockstep"
+) -> list[list[int]]:
     """Bins of a plan for `ranks`, by micro-batch and then by rank: bin k * ranks + r is rank r's k-th.
 
     `least`: fewest bins. Raises ValueError where sequences are too long or too few, as NeMo-RL's packers do.
     """
-    constraints = PlanConstraints(
-        dp_size=ranks, max_tokens=capacity, min_num_micro_batches=max(1, -(-least // ranks)), fillers=False
-    )
     try:
-        plan = plan_step(lengths, constraints)
+        constraints = PlanConstraints(
+            dp_size=ranks,
+            max_tokens=capacity,
+            min_num_micro_batches=max(1, -(-least // ranks)),
+            fillers=False,
+            objective=objective,
+        )
+        plan = plan_level_totals(lengths, constraints)
     except PlanError as error:
         raise ValueError(str(error)) from None
     return [
@@ -56,7 +74,37 @@ def plan_bins(lengths: Sequence[int], capacity: int, ranks: int, least: int = 1)
     ]
 
 
-def _packer_class() -> type:
+def shard_by_batch_size(
+    self: Any,
+    shards: int,
+    batch_size: int | None = None,
+    allow_uneven_shards: bool = False,
+    dynamic_batching_args: Any = None,
+    sequence_packing_args: Any = None,
+) -> Any:
+    """NeMo-RL's shards; of dynamic batching with our cuts. Raises AssertionError as NeMo-RL's."""
+    original = _NEMO_RL.original(_SHARD_BY_BATCH_SIZE)
+    sharded = original(self, shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
+    if dynamic_batching_args is None:
+        return sharded
+    aggregated, order = sharded
+    chunks = len(aggregated[0].micro_batch_indices)
+    key, cap = dynamic_batching_args["input_lengths_key"], dynamic_batching_args["max_tokens_per_microbatch"]
+    multiple = dynamic_batching_args["sequence_length_round"]
+    longest = np.max([np.asarray(shard[key]) for shard in aggregated], axis=0)
+    padded = self[dynamic_batching_args["input_key"]].shape[1]
+    widths = np.minimum(-(-longest // multiple) * multiple, padded).reshape(chunks, -1)
+    cuts = [cut_rectangles(chunk, cap) for chunk in widths]
+    for shard in aggregated:
+        shard.micro_batch_indices = [[list(cut) for cut in of_chunk] for of_chunk in cuts]
+        shard.micro_batch_lengths = [
+            [int(chunk[first:end].max()) for first, end in of_chunk]
+            for chunk, of_chunk in zip(widths, cuts, strict=True)
+        ]
+    return aggregated, order
+
+
+def _packer_class(objective: Objective) -> type:
     """A `SequencePacker` of NeMo-RL's that plans; its class exists only once NeMo-RL is imported."""
     from nemo_rl.data.packing.algorithms import SequencePacker
 
@@ -66,9 +114,8 @@ def _packer_class() -> type:
         def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
             if not sequence_lengths:
                 return []
-            return plan_bins(
-                sequence_lengths, self.bin_capacity, self.bin_count_multiple or 1, least=self.min_bin_count or 1
-            )
+            ranks, least = self.bin_count_multiple or 1, self.min_bin_count or 1
+            return plan_bins(sequence_lengths, self.bin_capacity, ranks, least, objective)
 
     return PlannedPacker
 
@@ -80,16 +127,29 @@ _GET_PACKER = Replacement(
     parameters=("algorithm", "bin_capacity", "collect_metrics", "min_bin_count", "bin_count_multiple"),
     by=get_packer,
 )
+_SHARD_BY_BATCH_SIZE = Replacement(
+    module="nemo_rl.distributed.batched_data_dict",
+    name="BatchedDataDict.shard_by_batch_size",
+    parameters=(
+        "self",
+        "shards",
+        "batch_size",
+        "allow_uneven_shards",
+        "dynamic_batching_args",
+        "sequence_packing_args",
+    ),
+    by=shard_by_batch_size,
+)
 
 
 def patch() -> None:
     """Adds our packer to NeMo-RL's; importing this module does it. Raises IntegrationError."""
-    _NEMO_RL.patch(_GET_PACKER)
+    _NEMO_RL.patch(_GET_PACKER, _SHARD_BY_BATCH_SIZE)
 
 
 def unpatch() -> None:
-    """Gives NeMo-RL its own `get_packer` back."""
-    _NEMO_RL.unpatch(_GET_PACKER)
+    """Gives NeMo-RL its own functions back."""
+    _NEMO_RL.unpatch(_GET_PACKER, _SHARD_BY_BATCH_SIZE)
 
 
 patch()

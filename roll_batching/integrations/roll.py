@@ -4,12 +4,13 @@ ROLL imports a role's worker class by its dotted path, on the driver and on the 
 
     actor_train: {worker_cls: roll_batching.integrations.roll.ActorWorker}
 
-Importing this module replaces `make_micro_batch_iter_for_sequence_packing` of the algorithm `load_balance` and
-`get_seqlen_balanced_partitions`, through which `batch_balance` works. Kept of ROLL: samples stay on their rank in a
-step; all ranks have the same count, a multiple of `vp_size`; no micro-batch is empty; `partition_indices_list` has the
-order.
+Importing this module replaces `make_micro_batch_iter_for_sequence_packing` of the algorithm `load_balance`,
+`get_seqlen_balanced_partitions`, through which `batch_balance` works, and `dynamic_batching_shard`, of which only the
+cuts are ours. Kept of ROLL: samples stay on their rank in a step; all ranks have the same count, a multiple of
+`vp_size`; no micro-batch is empty; `partition_indices_list` has the order. A rank that cannot read its lengths is an
+AssertionError on all ranks.
 
-Source: roll/utils/sequence_packing.py, roll/utils/functionals.py at 8eb27cc.
+Source: roll/utils/sequence_packing.py, roll/utils/dynamic_batching.py, roll/utils/functionals.py at 8eb27cc.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ from typing import Any
 import numpy as np
 
 from roll_batching.errors import PlanError
-from roll_batching.integrations.host_plans import WORKLOAD, Lengths, gather_lengths, pipeline_size, ranks_of
+from roll_batching.integrations.host_plans import (
+    Lengths,
+    balanced_partitions,
+    cut_rectangles,
+    gather_lengths,
+    pipeline_size,
+    plan_on_home_ranks,
+)
 from roll_batching.integrations.replacement import Integration, Replacement
-from roll_batching.planning import PlanConstraints, karmarkar_karp, plan_step
+from roll_batching.planning import PlanConstraints
 
 
 def make_micro_batch_iter_for_sequence_packing(
@@ -41,8 +49,7 @@ def make_micro_batch_iter_for_sequence_packing(
     Collective over `dp_group`, ROLL's data-parallel group with context-parallel ranks in it. `micro_batch_size` is not
     read, as in ROLL. Raises AssertionError, the same on all ranks.
     """
-    lengths = np.asarray(mini_batch.batch["attention_mask"].sum(dim=1).cpu().numpy(), dtype=np.int64)
-    parts, rank = gather_lengths(lengths, dp_group)
+    parts, rank = gather_lengths(lambda: _lengths(mini_batch), dp_group)
     which = "train" if is_train else "forward"
     bins = plan_bins(
         parts[::cp_size],  # context-parallel ranks are neighbours in the group and hold the same samples
@@ -83,40 +90,83 @@ def plan_bins(
     """
     pp_size = pipeline_size()
     try:
-        plan = plan_step(
-            np.concatenate(parts),
-            PlanConstraints(
-                dp_size=len(parts),
-                max_tokens=max_tokens,
-                tp_size=tp_size,
-                cp_size=cp_size,
-                pp_size=pp_size,
-                num_micro_batches_multiple=int(np.lcm(vp_size, pp_size)) if vp_size > 1 else 1,
-                min_num_micro_batches=least,
-                sequence_multiple=sequence_multiple,
-                fillers=False,
-            ),
-            cost=WORKLOAD,
-            home_rank=ranks_of(parts),
+        constraints = PlanConstraints(
+            dp_size=len(parts),
+            max_tokens=max_tokens,
+            tp_size=tp_size,
+            cp_size=cp_size,
+            pp_size=pp_size,
+            num_micro_batches_multiple=int(np.lcm(vp_size, pp_size)) if vp_size > 1 else 1,
+            min_num_micro_batches=least,
+            sequence_multiple=sequence_multiple,
+            fillers=False,
+            # Samples stay, and so do the totals of ranks: what is left is where ranks meet.
+            objective="auto" if pp_size > 1 else "lockstep",
         )
+        return plan_on_home_ranks(parts, constraints)
     except PlanError as error:
         raise AssertionError(str(error)) from None
-    firsts = np.cumsum([0, *(len(part) for part in parts)])
-    return [
-        [sorted((micro_batch.samples - first).tolist()) for micro_batch in micro_batches]
-        for first, micro_batches in zip(firsts, plan.micro_batches, strict=False)
-    ]
+
+
+def dynamic_batching_shard(
+    origin_batch: Any,
+    dp_size: int,
+    max_tokens_per_microbatch: int,
+    sequence_length_round: int,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    log_prefix: str | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """ROLL's shards and metrics of dynamic batching, with our cuts. Raises AssertionError as ROLL's.
+
+    ROLL's order of samples stays. All ranks cut it at the same positions: into the fewest micro-batches, and of these
+    into those with the fewest tokens.
+    """
+    interleaved = pipeline_model_parallel_size > 1 and bool(virtual_pipeline_model_parallel_size)
+    # Without interleaving in ROLL's own call: its rounding may fail where ours finds a split.
+    batch, metrics = _ROLL.original(_DYNAMIC_BATCHING_SHARD)(
+        origin_batch,
+        dp_size,
+        max_tokens_per_microbatch,
+        sequence_length_round,
+        pipeline_model_parallel_size,
+        None,
+        log_prefix,
+    )
+    lengths = np.maximum(_lengths(batch).reshape(dp_size, -1).max(axis=0), 1)
+    widths = -(-lengths // sequence_length_round) * sequence_length_round
+    multiple = pipeline_model_parallel_size if interleaved else 1
+    cuts = cut_rectangles(widths, max_tokens_per_microbatch, multiple)
+    indices = [list(cut) for cut in cuts]
+    columns = [int(widths[first:end].max()) for first, end in cuts]
+    batch.meta_info |= {
+        "global_micro_batch_indices": indices,
+        "global_micro_batch_lengths": columns,
+        "micro_batch_indices": indices,
+        "micro_batch_lengths": columns,
+        "num_micro_batchs": len(cuts),
+    }
+    tokens = dp_size * sum((end - first) * width for (first, end), width in zip(cuts, columns, strict=True))
+    prefix = f"dynamic_batching/{log_prefix}" if log_prefix else "dynamic_batching"
+    padded = metrics[f"{prefix}/actual_tokens_origin"]
+    metrics |= {
+        f"{prefix}/actual_tokens": tokens,
+        f"{prefix}/removed_padding_tokens": padded - tokens,
+        f"{prefix}/removed_padding_ratio": (padded - tokens) / padded,
+    }
+    return batch, metrics
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
     """Parts of near-equal sums; with `equal_size` of equal numbers of items. Raises AssertionError as ROLL's does."""
-    weights = np.asarray([int(weight) for weight in seqlen_list], dtype=np.int64)
-    if len(weights) < k_partitions:
-        raise AssertionError(f"number of items:[{len(weights)}] < k_partitions:[{k_partitions}]")
-    try:
-        return [sorted(part) for part in karmarkar_karp(weights, k_partitions, equal_size=equal_size)]
-    except PlanError as error:
-        raise AssertionError(str(error)) from None
+    return balanced_partitions(seqlen_list, k_partitions, equal_size)
+
+
+def _lengths(batch: Any) -> Lengths:
+    """Tokens of each sample of a batch (DataProto) of padded rows."""
+    mask = batch.batch["attention_mask"]
+    measured: Lengths = mask.reshape(len(mask), -1).sum(dim=1).cpu().numpy()
+    return measured
 
 
 def __getattr__(name: str) -> Any:
@@ -129,7 +179,22 @@ def __getattr__(name: str) -> Any:
 
 
 _ROLL = Integration("ROLL", package="roll", distribution="roll", tried=("8eb27cc",))
+_DYNAMIC_BATCHING_SHARD = Replacement(
+    module="roll.utils.dynamic_batching",
+    name="dynamic_batching_shard",
+    parameters=(
+        "origin_batch",
+        "dp_size",
+        "max_tokens_per_microbatch",
+        "sequence_length_round",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "log_prefix",
+    ),
+    by=dynamic_batching_shard,
+)
 _REPLACEMENTS = (
+    _DYNAMIC_BATCHING_SHARD,
     Replacement(
         module="roll.utils.sequence_packing",
         name="LoadBalancePacker.make_micro_batch_iter_for_sequence_packing",

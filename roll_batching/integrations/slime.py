@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_batching.errors import PlanError
+from roll_batching.integrations.host_plans import plan_level_totals
 from roll_batching.integrations.replacement import Integration, Replacement
-from roll_batching.planning import LinearQuadraticCost, PlanConstraints, plan_step
+from roll_batching.planning import LinearQuadraticCost, PlanConstraints
+from roll_batching.planning.cost_model import FIXED_TOKENS
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 """Of `build_dp_schedule`: samples by rank, indices into them by micro-batch, counts by step, rollouts by step."""
@@ -49,6 +51,7 @@ def build_dp_schedule(
 def constraints_of(args: Any, train_parallel_config: dict[str, int]) -> PlanConstraints:
     """The planner's rules for slime's settings."""
     sizes = train_parallel_config
+    experts = getattr(args, "expert_model_parallel_size", None) or 1
     return PlanConstraints(
         dp_size=sizes["dp_size"],
         max_tokens=args.max_tokens_per_gpu * sizes["cp_size"],
@@ -56,18 +59,24 @@ def constraints_of(args: Any, train_parallel_config: dict[str, int]) -> PlanCons
         num_micro_batches_multiple=sizes["microbatch_group_size_per_vp_stage"] if sizes["vpp_size"] > 1 else 1,
         fillers=False,
         oversize="alone",
+        # Experts are exchanged in every layer: ranks meet at every micro-batch, otherwise once per step.
+        objective="lockstep" if experts > 1 else "auto",
     )
 
 
 def cost_of(args: Any) -> LinearQuadraticCost:
-    """Slime's own FLOPs of a sequence (`calculate_fwd_flops`), which are a polynomial of the second degree."""
+    """Slime's own FLOPs of a sequence (`calculate_fwd_flops`), which are a polynomial of the second degree.
+
+    The fixed cost of a micro-batch is ours: it decides the number of micro-batches in a pipeline.
+    """
     from slime.utils.flops_utils import calculate_fwd_flops
 
     length = 1024
     one, two = (int(calculate_fwd_flops([size], args)) for size in (length, 2 * length))
     quadratic = max(1, (two - 2 * one) // (2 * length**2))
     linear = (one - quadratic * length**2) // length
-    return LinearQuadraticCost(linear=linear // quadratic, quadratic=1)
+    linear //= quadratic
+    return LinearQuadraticCost(linear=linear, quadratic=1, fixed=linear * FIXED_TOKENS)
 
 
 def plan_schedule(
@@ -92,7 +101,7 @@ def plan_schedule(
         of_step = rollouts[step * global_batch_size : (step + 1) * global_batch_size]
         samples = [sample for rollout in of_step for sample in rollout]
         try:
-            plan = plan_step([lengths[sample] for sample in samples], constraints, cost=cost)
+            plan = plan_level_totals([lengths[sample] for sample in samples], constraints, cost)
         except PlanError as error:
             raise AssertionError(f"step {step}, {len(samples)} samples: {error}") from None
         counts.append(plan.num_micro_batches)

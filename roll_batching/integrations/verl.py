@@ -7,7 +7,8 @@ Importing this module replaces `rearrange_micro_batches` and `get_seqlen_balance
 
 or with VERL_USE_EXTERNAL_MODULES=roll_batching.integrations.verl in the environment. Kept of verl: the batch stays on
 its rank, all ranks have the same count, a multiple of `num_batches_divided_by`; no micro-batch is empty; indices come
-sorted in a micro-batch; a sample longer than the cap is an AssertionError.
+sorted in a micro-batch; a sample longer than the cap is an AssertionError. A rank that cannot read its lengths is an
+AssertionError on all ranks.
 
 Source: verl/utils/seqlen_balancing.py of verl 0.9.1 and of main at 1dda039.
 """
@@ -17,12 +18,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from roll_batching.errors import PlanError
-from roll_batching.integrations.host_plans import WORKLOAD, Lengths, gather_lengths, pipeline_size, ranks_of
+from roll_batching.integrations.host_plans import (
+    Lengths,
+    balanced_partitions,
+    gather_lengths,
+    pipeline_size,
+    plan_on_home_ranks,
+)
 from roll_batching.integrations.replacement import Integration, Replacement
-from roll_batching.planning import PlanConstraints, karmarkar_karp, plan_step
+from roll_batching.planning import PlanConstraints
 
 
 def rearrange_micro_batches(
@@ -42,8 +46,7 @@ def rearrange_micro_batches(
     """
     from verl.utils import tensordict_utils
 
-    lengths = _lengths(batch)
-    parts, rank = gather_lengths(lengths, dp_group if same_micro_num_in_dp else None)
+    parts, rank = gather_lengths(lambda: _lengths(batch), dp_group if same_micro_num_in_dp else None)
     longest = max(int(part.max(initial=0)) for part in parts)
     if longest > max_token_len:
         raise AssertionError(
@@ -69,30 +72,19 @@ def plan_bins(
 
     `group_size`: so many consecutive samples share a micro-batch. Raises PlanError when samples are too few.
     """
-    lengths = np.concatenate(parts)
     pp_size = pipeline_size()
-    plan = plan_step(
-        lengths,
-        PlanConstraints(
-            dp_size=len(parts),
-            max_tokens=int(max_tokens),
-            pp_size=pp_size,
-            num_micro_batches_multiple=int(multiple),
-            min_num_micro_batches=int(least),
-            fillers=False,
-            oversize="alone",
-            # FSDP gathers parameters layer by layer: ranks meet at every micro-batch.
-            objective="auto" if pp_size > 1 else "lockstep",
-        ),
-        cost=WORKLOAD,
-        group_ids=np.arange(len(lengths)) // group_size if group_size > 1 else None,
-        home_rank=ranks_of(parts),
+    constraints = PlanConstraints(
+        dp_size=len(parts),
+        max_tokens=int(max_tokens),
+        pp_size=pp_size,
+        num_micro_batches_multiple=int(multiple),
+        min_num_micro_batches=int(least),
+        fillers=False,
+        oversize="alone",
+        # FSDP gathers parameters layer by layer: ranks meet at every micro-batch.
+        objective="auto" if pp_size > 1 else "lockstep",
     )
-    firsts = np.cumsum([0, *(len(part) for part in parts)])
-    return [
-        [sorted((micro_batch.samples - first).tolist()) for micro_batch in micro_batches]
-        for first, micro_batches in zip(firsts, plan.micro_batches, strict=False)
-    ]
+    return plan_on_home_ranks(parts, constraints, group_size=group_size)
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
@@ -100,24 +92,15 @@ def get_seqlen_balanced_partitions(seqlen_list: Any, k_partitions: int, equal_si
 
     Raises AssertionError for fewer items than parts, for numbers that do not divide, and for empty parts.
     """
-    weights = np.asarray([int(weight) for weight in seqlen_list], dtype=np.int64)
-    if len(weights) < k_partitions:
-        raise AssertionError(f"number of items:[{len(weights)}] < k_partitions:[{k_partitions}]")
-    try:
-        parts = karmarkar_karp(weights, k_partitions, equal_size=equal_size)
-    except PlanError as error:
-        raise AssertionError(str(error)) from None
-    for number, part in enumerate(parts):
-        if not part:
-            raise AssertionError(f"the {number}-th partition is empty")
-    return [sorted(part) for part in parts]
+    return balanced_partitions(seqlen_list, k_partitions, equal_size)
 
 
 def _lengths(batch: Any) -> Lengths:
     """Tokens of each sample of a batch of jagged or padded rows."""
     ids = batch["input_ids"]
     lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
-    return np.asarray(lengths.cpu().numpy(), dtype=np.int64)
+    measured: Lengths = lengths.cpu().numpy()
+    return measured
 
 
 _VERL = Integration("verl", package="verl", distribution="verl", tried=("0.9.1", "main at 1dda039"))

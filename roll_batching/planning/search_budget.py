@@ -87,6 +87,10 @@ class SearchBudget:
     """Levelling rank totals may raise the largest cost of an index by 1/n."""
     refine_ceiling_margin: int = 256
     """Refining rank totals may raise the largest cost of an index by 1/n."""
+    falling_margins: tuple[int, ...] = (4_000, 64)
+    """The same after the lockstep cost was lowered first, one after the other."""
+    lockstep_loss: int = 50
+    """Level totals that leave the lockstep cost more than 1/n above its bound are searched for once more, after it."""
     rank_tolerance: int = 100_000
     """Rank totals are level when none is more than 1/n above the mean."""
     rank_weight: int = 8

@@ -35,7 +35,25 @@ class SequencePacker:
 def get_packer(algorithm, bin_capacity, collect_metrics=False, min_bin_count=None, bin_count_multiple=None):
     return "NeMo-RL"
 """,
-    "nemo_rl/distributed/batched_data_dict.py": "from nemo_rl.data.packing.algorithms import *\n",
+    "nemo_rl/distributed/batched_data_dict.py": """
+from nemo_rl.data.packing.algorithms import *
+
+class BatchedDataDict(dict):
+    def shard_by_batch_size(self, shards, batch_size=None, allow_uneven_shards=False, dynamic_batching_args=None,
+                            sequence_packing_args=None):
+        if dynamic_batching_args is None:
+            return "NeMo-RL"
+        lengths = self[dynamic_batching_args["input_lengths_key"]]
+        size = batch_size or len(lengths)
+        firsts = range(0, len(lengths), size)
+        chunks = [sorted(range(first, first + size), key=lambda i: lengths[i]) for first in firsts]
+        order = [[i for chunk in chunks for i in chunk[shard::shards]] for shard in range(shards)]
+        sharded = [BatchedDataDict({key: value[of_shard] for key, value in self.items()}) for of_shard in order]
+        for shard in sharded:  # one sample per micro-batch: NeMo-RL's own cuts are not this file's matter
+            shard.micro_batch_indices = [[[i, i + 1] for i in range(size // shards)] for _ in chunks]
+            shard.micro_batch_lengths = [[0] * (size // shards) for _ in chunks]
+        return sharded, sum(order, [])
+""",
 }
 SLIME = {  # 624b824a
     "slime/utils/dp_schedule.py": """
@@ -69,6 +87,19 @@ class LoadBalancePacker(SequencePackingPacker):
     "roll/utils/functionals.py": """
 def get_seqlen_balanced_partitions(seqlen_list, k_partitions, equal_size):
     return "ROLL"
+""",
+    "roll/utils/dynamic_batching.py": """
+import copy
+
+def dynamic_batching_shard(origin_batch, dp_size, max_tokens_per_microbatch, sequence_length_round,
+                           pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None, log_prefix=None):
+    mask = origin_batch.batch["attention_mask"]
+    order = mask.sum(1).argsort(stable=True)
+    batch = copy.copy(origin_batch)
+    batch.batch = {"attention_mask": mask[[i for rank in range(dp_size) for i in order[rank::dp_size]]]}
+    batch.meta_info = dict(origin_batch.meta_info)
+    prefix = f"dynamic_batching/{log_prefix}" if log_prefix else "dynamic_batching"
+    return batch, {f"{prefix}/actual_tokens_origin": mask.numel(), f"{prefix}/valid_tokens": int(mask.sum())}
 """,
     "roll/pipeline/base_worker.py": "class ActorWorker: ...\n",
 }

@@ -39,7 +39,7 @@ NOT_HERE = {
 }
 """Commands that cannot run on one machine without a GPU and without the code of others, and why."""
 
-PEERS = re.compile(r"CHECKOUT|--verl|--slime")
+PEERS = re.compile(r"CHECKOUT|--verl|--slime|--nemo-rl|--roll ")
 """Options that name checkouts of peers."""
 
 LONG = {"python scripts/abuse.py", "python scripts/kill_campaign.py --check", "./scripts/check_demo.sh"}

@@ -11,7 +11,7 @@ import numpy as np
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.bounds import lockstep_bound, rank_total_bound
 from roll_batching.planning.load_balance.exchange_search import level_totals, lower_lockstep
-from roll_batching.planning.load_balance.pools import Packing, Pool
+from roll_batching.planning.load_balance.pools import Packing, Pool, fill_empty_packs
 from roll_batching.planning.load_balance.refinement import refine_lockstep, refine_totals
 from roll_batching.planning.load_balance.search_state import SearchState, begin_search, lockstep_cost, pack_costs
 from roll_batching.planning.placement import group_by_cost, sort_on_home_ranks
@@ -45,6 +45,8 @@ class Balancer:
     pools: list[Pool]
     count: int
     """Micro-batches per rank."""
+    may_empty: bool = True
+    """Whether a search may leave a pack without units; False: it exchanges units and moves none."""
 
     @cached_property
     def mean_total(self) -> int:
@@ -97,10 +99,16 @@ class Balancer:
             # Lockstep gains from level packs at the last indices; levelling rank totals works better without.
             placed = [pool.first_fit if level_totals else pool.first_fit_leveled(self.count) for pool in self.pools]
             packings.append(self._arrange(placed))
-        if not self.problem.has_home_ranks:
+        if self.problem.has_home_ranks:
+            differenced = [pool.place_by_differencing(self.count) for pool in self.pools]
+            if all(packs is not None for packs in differenced):
+                packings.append(self._arrange([packs for packs in differenced if packs is not None]))
+        else:
             beside = self.pools[0].place_beside_giants(self.count, level_totals=level_totals)
             if beside is not None:
                 packings += [beside, self._arrange([beside.place])]
+        if not self.may_empty:
+            packings = [fill_empty_packs(self.problem, packing) for packing in packings]
         starts = []
         for packing in packings:
             costs = self.pack_costs(packing)[packing.table]
@@ -123,18 +131,21 @@ class Balancer:
 
     def begin_search(self, packing: Packing) -> SearchState:
         """Search state of an initial placement."""
-        return begin_search(packing.place, packing.table, self.problem.units)
+        empty_units = SEARCH_BUDGET.empty_units_per_pack if self.may_empty else 0
+        return begin_search(packing.place, packing.table, self.problem.units, empty_units)
 
     def packing_of(self, search: SearchState) -> Packing:
         """Result of a search, without its empty units."""
         return Packing(search.pack_of[: len(self.problem.units)], search.table)
 
-    def level_within_ceilings(self, search: SearchState, floor: int, share: int = 1) -> None:
-        """Lower rank totals to `floor`, or as far as possible, with lockstep cost at most `ceiling_margin` higher."""
+    def level_within_ceilings(
+        self, search: SearchState, floor: int, share: int = 1, margin: int = SEARCH_BUDGET.ceiling_margin
+    ) -> None:
+        """Lower rank totals to `floor`, or as far as possible, with lockstep cost at most 1/`margin` higher."""
         if self.problem.has_home_ranks:
             return
         ceilings = search.load[search.table].max(axis=0)
-        ceilings += ceilings // SEARCH_BUDGET.ceiling_margin
+        ceilings += ceilings // margin
         self._level(search, ceilings, floor, self._steps(share, 0), refine=floor == self.rank_bound)
 
     def level_totals(self, search: SearchState, share: int = 1) -> None:

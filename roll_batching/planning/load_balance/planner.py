@@ -47,10 +47,11 @@ def balance(problem: PlanProblem, *, count: int | None = None) -> Placement:
         counts = _best_counts(problem, pools) if has_fixed_cost else [_count_without_fixed_cost(problem, pools)]
     else:
         counts = [legal_count(_fewest_micro_batches(problem, pools), constraints)]
-    packings = [packing for k in counts for packing in _candidates(Balancer(problem, pools, k))]
-    packing = min(packings, key=lambda packing: _step_time(problem, packing)) if len(packings) > 1 else packings[0]
-    if not constraints.fillers:
-        packing = fill_empty_packs(problem, packing)
+    packing = _fastest(problem, [packing for k in counts for packing in _candidates(Balancer(problem, pools, k))])
+    if not constraints.fillers and np.bincount(packing.place, minlength=packing.table.size).min() == 0:
+        filled = fill_empty_packs(problem, packing)
+        exchanged = _candidates(Balancer(problem, pools, packing.table.shape[1], may_empty=False))
+        packing = _fastest(problem, [filled, *(fill_empty_packs(problem, one) for one in exchanged)])
     table = _assign_to_ranks(problem, packing)
     if constraints.pp_size > 1:
         table = _order_in_pipeline(problem, table, _pack_costs(problem, packing))
@@ -59,6 +60,11 @@ def balance(problem: PlanProblem, *, count: int | None = None) -> Placement:
     cells = cell_of[packing.place]
     units = np.argsort(cells, kind="stable").astype(np.int64)
     return Placement(units, offsets_of(np.bincount(cells, minlength=table.size)), table.shape[1])
+
+
+def _fastest(problem: PlanProblem, packings: list[Packing]) -> Packing:
+    """The packing with the shortest step, the first of equals."""
+    return min(packings, key=lambda packing: _step_time(problem, packing)) if len(packings) > 1 else packings[0]
 
 
 def _candidates(balancer: Balancer, share: int = 1) -> list[Packing]:
@@ -94,15 +100,30 @@ def _pipeline_candidates(balancer: Balancer, share: int) -> list[Packing]:
 
 
 def _totals_then_lockstep(balancer: Balancer) -> Packing:
-    """Level rank totals to the tolerance, or as far as packs allow; then lower the lockstep cost."""
-    starts = balancer.starts(lockstep_weight=1, rank_weight=SEARCH_BUDGET.rank_weight)
-    search = balancer.begin_search(starts[0])
-    bound = max(balancer.mean_total + balancer.mean_total // SEARCH_BUDGET.rank_tolerance, balancer.rank_bound)
-    balancer.level_within_ceilings(search, bound, share=2)
-    if not balancer.problem.has_home_ranks and search.totals.max() > bound:
+    """Level rank totals to the tolerance, or as far as packs allow; then lower the lockstep cost.
+
+    Where that leaves a lockstep loss, a second search comes from the other side: it lowers the lockstep cost first, and
+    raises it again only as far as level totals need.
+    """
+    start = balancer.starts(lockstep_weight=1, rank_weight=SEARCH_BUDGET.rank_weight)[0]
+    search = balancer.begin_search(start)
+    level = max(balancer.mean_total + balancer.mean_total // SEARCH_BUDGET.rank_tolerance, balancer.rank_bound)
+    balancer.level_within_ceilings(search, level, share=2)
+    if not balancer.problem.has_home_ranks and search.totals.max() > level:
         search = _level_totals(balancer, balancer.starts(lockstep_weight=0, rank_weight=1))
-        bound = max(bound, int(search.totals.max()))
-    balancer.lower_lockstep(search, bound)
+    balancer.lower_lockstep(search, max(level, int(search.totals.max())))
+    searches = [search]
+    loss = lockstep_cost(search) - balancer.lockstep_bound
+    if not balancer.problem.has_home_ranks and loss * SEARCH_BUDGET.lockstep_loss > balancer.lockstep_bound:
+        searches.append(balancer.begin_search(start))
+        balancer.lower_lockstep(searches[1], share=2)
+        for margin in SEARCH_BUDGET.falling_margins:
+            if searches[1].totals.max() > level:
+                balancer.level_within_ceilings(searches[1], level, share=2, margin=margin)
+        if searches[1].totals.max() > level:
+            balancer.level_totals(searches[1], share=2)
+        balancer.lower_lockstep(searches[1], max(level, int(searches[1].totals.max())))
+    search = min(searches, key=lambda search: (max(level, int(search.totals.max())), lockstep_cost(search)))
     balancer.level_within_ceilings(search, balancer.rank_bound)
     return balancer.packing_of(search)
 

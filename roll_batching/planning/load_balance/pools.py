@@ -9,6 +9,7 @@ import numpy as np
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.load_balance.initial_placement import cheapest_first, repair_overflow, reserved_costs
 from roll_batching.planning.packers.first_fit import descending, first_fit
+from roll_batching.planning.partition import karmarkar_karp
 from roll_batching.planning.problem import PlanProblem
 from roll_batching.planning.search_budget import SEARCH_BUDGET
 
@@ -127,6 +128,14 @@ class Pool:
         packs = np.empty(len(cells), dtype=np.int64)
         packs[cells] = np.arange(len(cells))
         return None if unplaced else Packing(place, packs.reshape(count, self.ranks).T)
+
+    def place_by_differencing(self, count: int) -> Ints | None:
+        """Pack of each unit, packs of nearly equal cost by largest differencing; None if one is above the cap."""
+        place = np.empty(len(self.units), dtype=np.int64)
+        for pack, members in enumerate(karmarkar_karp(self.costs, count * self.ranks)):
+            place[members] = pack
+        tokens = np.bincount(place, weights=self.slots, minlength=count * self.ranks)
+        return None if tokens.max(initial=0) > self.cap else place
 
     def place(self, count: int) -> Ints:
         """As `try_place`, for a count with a placement."""

@@ -18,7 +18,6 @@ import numpy as np
 from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.compiled import compiled, draw
 from roll_batching.planning.problem import Units
-from roll_batching.planning.search_budget import SEARCH_BUDGET
 
 
 class SearchState(NamedTuple):
@@ -56,10 +55,13 @@ class SearchState(NamedTuple):
     """[dp]: cost of each rank."""
 
 
-def begin_search(place: Ints, table: Ints, units: Units) -> SearchState:
-    """State for units in packs (`place`, int64[n], values 0 to dp*K - 1) and packs in `table` (int64[dp, K])."""
+def begin_search(place: Ints, table: Ints, units: Units, empty_units: int) -> SearchState:
+    """State for units in packs (`place`, int64[n], values 0 to dp*K - 1) and packs in `table` (int64[dp, K]).
+
+    `empty_units`: units of size 0 that each pack gets. Without any, a search exchanges units and empties no pack.
+    """
     packs = table.size
-    empty = np.repeat(np.arange(packs), SEARCH_BUDGET.empty_units_per_pack)
+    empty = np.repeat(np.arange(packs), empty_units)
     zeros = np.zeros(len(empty), dtype=np.int64)
     size, cost = np.concatenate([units.slots, zeros]), np.concatenate([units.costs, zeros])
     has_home_ranks = bool(units.home[0] >= 0)
