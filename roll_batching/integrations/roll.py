@@ -2,7 +2,7 @@
 
 ROLL imports a role's worker class by its dotted path, on the driver and on the workers, so one key of its YAML does it:
 
-    actor_train: {worker_cls: roll_batching.integrations.roll.ActorWorker}
+    actor_train: {worker_cls: roll_batching.integrations.roll.RLVRActorWorker}
 
 Importing this module replaces `make_micro_batch_iter_for_sequence_packing` of the algorithm `load_balance` and
 `get_seqlen_balanced_partitions`, through which `batch_balance` works. Kept of ROLL: samples stay on their rank in a
@@ -15,6 +15,7 @@ Source: roll/utils/sequence_packing.py, roll/utils/functionals.py at 8eb27cc.
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -119,13 +120,26 @@ def get_seqlen_balanced_partitions(seqlen_list: Any, k_partitions: int, equal_si
         raise AssertionError(str(error)) from None
 
 
-def __getattr__(name: str) -> Any:
-    """`ActorWorker`: ROLL's own, under a path that imports this module. ROLL's workers take seconds to import."""
-    if name != "ActorWorker":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from roll.pipeline.base_worker import ActorWorker
+WORKERS = {
+    "RLVRActorWorker": "roll.pipeline.rlvr.actor_worker:ActorWorker",
+    "AgenticActorWorker": "roll.pipeline.agentic.agentic_actor_worker:ActorWorker",
+    "DPOActorWorker": "roll.pipeline.dpo.actor_worker:ActorWorker",
+    "BaseActorWorker": "roll.pipeline.base_worker:ActorWorker",
+}
+"""ROLL's worker classes of pipelines with log-probs, by their names here: pipelines have losses of their own."""
 
-    return ActorWorker
+
+def worker_class(name: str) -> Any:
+    """The class of ROLL's behind a name in `WORKERS`. Imported on demand: ROLL's workers take seconds."""
+    module, _, attribute = WORKERS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __getattr__(name: str) -> Any:
+    """ROLL's worker classes (see `WORKERS`), under paths that import this module."""
+    if name not in WORKERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its workers are {', '.join(WORKERS)}")
+    return worker_class(name)
 
 
 _ROLL = Integration("ROLL", package="roll", distribution="roll", tried=("8eb27cc",))
