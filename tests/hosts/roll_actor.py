@@ -27,8 +27,13 @@ def make_model(folder: Path) -> None:
     torch.manual_seed(5)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = Qwen3Config(
-        vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=16, max_position_embeddings=128, torch_dtype="float32",
-        tie_word_embeddings=False, **sizes,
+        vocab_size=VOCABULARY,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        torch_dtype="float32",
+        tie_word_embeddings=False,
+        **sizes,
     )
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
     words = {"<pad>": 0, "<eos>": 1} | {chr(0x4E00 + i): i for i in range(2, VOCABULARY)}
@@ -67,8 +72,12 @@ def make_data(samples: int = SAMPLES) -> Any:
         "ref_log_probs": (base + noise()) * mask,
         "train_infer_is_weight": torch.ones(samples, SEQUENCE - 1),
     }
-    meta = {"loss_mask_keys": ["response_mask", "final_response_mask"], "global_step": 0, "is_offload_states": False,
-            "is_offload_optimizer_states_in_train_step": False}
+    meta = {
+        "loss_mask_keys": ["response_mask", "final_response_mask"],
+        "global_step": 0,
+        "is_offload_states": False,
+        "is_offload_optimizer_states_in_train_step": False,
+    }
     return DataProto.from_dict(tensors=tensors, meta_info=meta)
 
 
@@ -84,23 +93,38 @@ def settings(folder: Path, planned: bool, strategy_config: dict[str, Any], pipel
         name="actor_train",
         model_args=ModelArguments(model_name_or_path=str(folder), dtype="fp32", disable_gradient_checkpointing=True),
         training_args=TrainingArguments(
-            learning_rate=1e-3, weight_decay=0.0, per_device_train_batch_size=2, gradient_accumulation_steps=4,
-            warmup_steps=0, max_steps=100, lr_scheduler_type="constant", output_dir=str(folder / "out"),
+            learning_rate=1e-3,
+            weight_decay=0.0,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=4,
+            warmup_steps=0,
+            max_steps=100,
+            lr_scheduler_type="constant",
+            output_dir=str(folder / "out"),
         ),
         strategy_args=StrategyArguments(
             strategy_name="megatron_train",
             strategy_config={
-                "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "use_distributed_optimizer": False,
-                "transformer_impl": "local", "bf16": False, **strategy_config,
+                "tensor_model_parallel_size": 1,
+                "pipeline_model_parallel_size": 1,
+                "use_distributed_optimizer": False,
+                "transformer_impl": "local",
+                "bf16": False,
+                **strategy_config,
                 "additional_configs": {
-                    "gradient_accumulation_fusion": False, "bias_activation_fusion": False, "apply_rope_fusion": False,
-                    "masked_softmax_fusion": False, "bias_dropout_fusion": False, "use_cpu_initialization": True,
+                    "gradient_accumulation_fusion": False,
+                    "bias_activation_fusion": False,
+                    "apply_rope_fusion": False,
+                    "masked_softmax_fusion": False,
+                    "bias_dropout_fusion": False,
+                    "use_cpu_initialization": True,
                 },
             },
         ),
         use_sequence_packing=planned,
         sequence_packing_args=SequencePackingConfig(
-            algorithm="load_balance" if planned else "none", max_packed_sequence_length_train=96,
+            algorithm="load_balance" if planned else "none",
+            max_packed_sequence_length_train=96,
             max_packed_sequence_length_forward=128,
         ),
         infer_batch_size=2,
