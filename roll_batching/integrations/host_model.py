@@ -1,14 +1,15 @@
 """A host's Megatron model under our strategy: its samples planned and packed, its own loss function called on packs.
 
 The hosts keep their models, optimizers, schedules and checkpoints. Their passes over micro-batches are replaced by
-`HostModel.run`: one plan for the batch of all ranks, packs instead of padded rows, receive shapes from the plan, and one
-call of the host's function per micro-batch.
+`HostModel.run`: one plan for the batch of all ranks, packs instead of padded rows, receive shapes from the plan, and
+one call of the host's function per micro-batch.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from roll_batching.megatron_patches import cpu_platform
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.spec import replace_local_cores
 from roll_batching.packing.pack_layout import IntArray
-from roll_batching.planning import BatchingSpec
+from roll_batching.planning import BatchingSpec, RolePlanner
 from roll_batching.samples import SampleBatch, gather_lengths
 from roll_batching.settings import BatchingConfig
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
@@ -92,10 +93,6 @@ class HostModel:
                 cores,
             )
 
-    def set_temperature(self, temperature: float) -> None:
-        """Divides the logits of the following passes."""
-        self._strategy.temperature = temperature
-
     def run(
         self,
         rows: Sequence[torch.Tensor],
@@ -103,10 +100,12 @@ class HostModel:
         function: HostFunction,
         *,
         backward: bool,
+        max_tokens: int | None = None,
         form: Literal["padded", "jagged"] = "padded",
         width: int | None = None,
         entropy: bool = False,
         by_sample: bool = False,
+        temperatures: float | torch.Tensor = 1.0,
     ) -> list[tuple[IntArray, Any]]:
         """One pass over this rank's samples, and with `backward` their gradients. Collective.
 
@@ -115,7 +114,9 @@ class HostModel:
             masks: for each sample 0 or 1 at each token whose log-prob is needed, given the tokens before it.
             function: called per micro-batch with row numbers instead of ids; see `HostLoss`.
             backward: add gradients to the model's buffers.
+            max_tokens: cap of a micro-batch in this pass; None: the model's.
             form: as in `HostLoss`, like `width`, `entropy` and `by_sample`.
+            temperatures: divide the logits; one number, or one for each sample.
 
         Returns:
             (row numbers, the function's result) of each call; empty before the last pipeline stage.
@@ -128,14 +129,27 @@ class HostModel:
         if backward and not isinstance(strategy, MegatronTrainStrategy):
             raise IntegrationError(f"{self._host} asks for gradients of a model that it does not train")
         first = strategy.layout.dp_rank << _RANK_SHIFT
+        values = torch.as_tensor(temperatures, dtype=torch.float32).cpu().expand(len(rows))
+        if not bool(((values > 0) & values.isfinite()).all()):
+            raise IntegrationError(f"{self._host}'s temperatures {values.tolist()[:8]} must be finite and above 0")
         local = SampleBatch.from_lists(
-            {"input_ids": [row.cpu() for row in rows], "counted": [mask.cpu().bool() for mask in masks]},
-            {"input_ids": "token", "counted": "token"},
+            {
+                "input_ids": [row.cpu() for row in rows],
+                "counted": [mask.cpu().bool() for mask in masks],
+                "temperature": values,
+            },
+            {"input_ids": "token", "counted": "token", "temperature": "sample"},
             ids=torch.arange(len(rows)) + first,
             lengths=[len(row) for row in rows],
         )
+        strategy.temperature_field = "temperature"
         table = gather_lengths(local, strategy.layout.dp_group)
-        plan = strategy.plan(table, forward=not backward, home_rank=table.location)
+        constraints = strategy.constraints(forward=not backward)
+        if max_tokens is not None:
+            constraints = replace(constraints, max_tokens=max_tokens)
+        plan = RolePlanner(train=constraints, infer=constraints, cost=strategy.cost).plan(
+            table, home_rank=table.location
+        )
         loss = HostLoss(
             lambda ids, *values: function(ids - first, *values),
             form=form,
@@ -165,6 +179,8 @@ def _prepare(chunks: Sequence[Any], device: torch.device) -> None:
     """Changes settings of Megatron under which planned passes cannot run."""
     config = gpt_of(chunks[0]).config
     config.batch_p2p_comm = False
+    if config.num_moe_experts is None:
+        config.moe_token_dispatcher_type = "alltoall"  # Megatron checks the default also in dense models
     config.overlap_p2p_comm = config.overlap_p2p_comm and transfers_may_overlap(device)
     for chunk in chunks:
         if getattr(chunk, "ddp_config", None) is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -129,17 +130,24 @@ WORKERS = {
 """ROLL's worker classes of pipelines with log-probs, by their names here: pipelines have losses of their own."""
 
 
-def worker_class(name: str) -> Any:
-    """The class of ROLL's behind a name in `WORKERS`. Imported on demand: ROLL's workers take seconds."""
-    module, _, attribute = WORKERS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+def worker_class(name: str, module: str) -> Any:
+    """A subclass of ROLL's worker class, as the attribute `name` of `module`.
+
+    Ray hands classes to workers by module and name: a subclass of our own makes them import `module`, which patches
+    ROLL there. Made on demand, as importing ROLL's workers takes seconds. Raises AttributeError for a name outside of
+    `WORKERS`.
+    """
+    if name not in WORKERS:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}; its workers are {', '.join(WORKERS)}")
+    path, _, attribute = WORKERS[name].partition(":")
+    base = getattr(importlib.import_module(path), attribute)
+    made = type(name, (base,), {"__module__": module, "__doc__": f"ROLL's {path}.{attribute}."})
+    vars(sys.modules[module])[name] = made
+    return made
 
 
 def __getattr__(name: str) -> Any:
-    """ROLL's worker classes (see `WORKERS`), under paths that import this module."""
-    if name not in WORKERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its workers are {', '.join(WORKERS)}")
-    return worker_class(name)
+    return worker_class(name, __name__)
 
 
 _ROLL = Integration("ROLL", package="roll", distribution="roll", tried=("8eb27cc",))

@@ -6,8 +6,8 @@ A role's worker class in ROLL's YAML switches it on, beside `use_sequence_packin
 
 Importing this module puts subclasses of ROLL's `megatron_train` and `megatron_infer` in place. Model, optimizer,
 schedule, checkpoints, offload and model update stay ROLL's. ROLL's workers call their loss functions as before:
-`op_compute_log_probs` and `op_compute_entropy` answer from values that the pass has computed. Functions that read logits
-are refused by name.
+`op_compute_log_probs` and `op_compute_entropy` answer from values that the pass has computed. Functions that read
+logits are refused by name.
 
 Source: roll/distributed/strategy/megatron_strategy.py, roll/pipeline/base_worker.py at 8eb27cc.
 """
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from roll_batching.errors import IntegrationError
-from roll_batching.integrations.host_model import HostModel, in_order
+from roll_batching.integrations.host_model import HostModel
 from roll_batching.integrations.replacement import Integration, Replacement
-from roll_batching.integrations.roll import WORKERS, worker_class
+from roll_batching.integrations.roll import worker_class
 from roll_batching.packing.pack_layout import IntArray
 
 _SAMPLE_WEIGHTS = ("length_loss_weight", "difficulty_loss_weight")
@@ -171,10 +171,7 @@ def create_strategy(worker: Any, sync_wrapper: bool = False) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """ROLL's worker classes (see `WORKERS`), under paths that import this module."""
-    if name not in WORKERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its workers are {', '.join(WORKERS)}")
-    return worker_class(name)
+    return worker_class(name, __name__)
 
 
 _ROLL = Integration("ROLL", package="roll", distribution="roll", tried=("8eb27cc",))

@@ -47,6 +47,8 @@ class MegatronInferStrategy(ModelIOMixin):
         self.config, self.seed = config, seed
         self.temperature = check_temperature(temperature)
         """Divides the logits of all log-probs; rollouts should sample with the same."""
+        self.temperature_field: str | None = None
+        """A sample field with a temperature for each sample, which divides the logits of its log-probs as well."""
         self._state: ModelState | None = None
         self._warned_of_fillers = False
 
@@ -334,7 +336,12 @@ class MegatronInferStrategy(ModelIOMixin):
         )
 
     def _head(self) -> HeadContext:
-        return HeadContext(layout=self.layout, vocab_size=self.state.vocab_size, temperature=self.temperature)
+        return HeadContext(
+            layout=self.layout,
+            vocab_size=self.state.vocab_size,
+            temperature=self.temperature,
+            temperature_field=self.temperature_field,
+        )
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -1,8 +1,10 @@
 """Three training steps of ROLL's RLVR actor on CPU: its worker, strategy and data protocol, as Ray actors.
 
-    python -m tests.hosts.roll_actor FOLDER plain|planned [key=value of strategy_config ...]
+    python -m tests.hosts.roll_actor FOLDER plain|planned REPORT [key=value ...]
 
-Prints one JSON line: metrics of each step and log-probs before and after. `plain` is ROLL's own strategy.
+FOLDER gets a tiny model, REPORT (JSON) the metrics of each step on each rank and log-probs before and after. `plain` is
+ROLL's own strategy. Keys are those of strategy_config, or begin with pipeline., role. or packing. RANKS sets the number
+of actors.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 SEQUENCE, SAMPLES, VOCABULARY = 48, 16, 64
+HOOK = "tests.hosts.roll_actor.prepare_process"
+PLANNED = "roll_batching.integrations.roll_strategy.RLVRActorWorker"
 
 
 def make_model(folder: Path) -> None:
@@ -81,7 +85,7 @@ def make_data(samples: int = SAMPLES) -> Any:
     return DataProto.from_dict(tensors=tensors, meta_info=meta)
 
 
-def settings(folder: Path, planned: bool, strategy_config: dict[str, Any], pipeline: dict[str, Any]) -> tuple[Any, Any]:
+def settings(folder: Path, planned: bool, changes: dict[str, dict[str, Any]]) -> tuple[Any, Any]:
     """ROLL's configuration of the actor, and the pipeline settings that its worker and loss read."""
     from types import SimpleNamespace
 
@@ -110,7 +114,7 @@ def settings(folder: Path, planned: bool, strategy_config: dict[str, Any], pipel
                 "use_distributed_optimizer": False,
                 "transformer_impl": "local",
                 "bf16": False,
-                **strategy_config,
+                **changes["strategy"],
                 "additional_configs": {
                     "gradient_accumulation_fusion": False,
                     "bias_activation_fusion": False,
@@ -140,90 +144,102 @@ def settings(folder: Path, planned: bool, strategy_config: dict[str, Any], pipel
                 train_infer_correction=SimpleNamespace(is_weight=SimpleNamespace(enabled=True)),
                 is_use_additional_prompts=False, max_running_requests=1, telemetry=None, system_envs={},
             ),
-            **pipeline,
+            **changes["pipeline"],
         }
     )  # fmt: skip
     return config, own
 
 
-def steps(worker_class: str, folder: str, planned: bool, strategy: dict[str, Any], pipeline: dict[str, Any]) -> Any:
-    """What a rank does: builds ROLL's worker, computes log-probs, trains three times, computes log-probs again."""
+def prepare_process() -> None:
+    """Lets a process without a GPU run ROLL's actor; called in each before it imports ROLL."""
     from tests.hosts import stand_ins
 
     stand_ins.install()
     import torch
     from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from roll.distributed.strategy import megatron_strategy
+    from roll.pipeline import base_worker
 
     from roll_batching.megatron_patches import cpu_platform
 
     torch.set_num_threads(1)
     cpu_platform.install()  # ROLL has a CPU platform, Megatron's seeds and buffers have none
-    from roll.distributed.scheduler.protocol import DataProto
-
-    from roll.distributed.strategy import megatron_strategy
-
-    for moved in ("offload_states", "load_states"):  # to pinned memory and back, which a machine without GPU has not
+    for moved in ("offload_states", "load_states"):  # to pinned memory and back, which a machine without GPU lacks
         setattr(megatron_strategy.MegatronTrainStrategy, moved, lambda *_, **__: None)
-    from roll.pipeline import base_worker
-
+    base_worker.state_offload_manger = lambda **_: contextlib.nullcontext()  # measures a GPU's memory
     own_attention = DotProductAttention.forward
     # ROLL's mask of padding is TransformerEngine's; to the right of causal rows it changes nothing.
     DotProductAttention.forward = lambda self, q, k, v, mask, **options: own_attention(self, q, k, v, None, **options)
-    base_worker.state_offload_manger = lambda **_: contextlib.nullcontext()  # measures a GPU's memory
-    module, _, name = worker_class.rpartition(".")
-    config, own = settings(Path(folder), planned, strategy, pipeline)
-    worker = getattr(importlib.import_module(module), name)(config)
-    worker.initialize(own)
-    rank, size = worker.rank_info.dp_rank, worker.rank_info.dp_size
 
-    def share() -> DataProto:
-        return make_data().chunk(size)[rank]
 
-    report: dict[str, Any] = {"strategy": type(worker.strategy).__name__, "dp_rank": rank, "metrics": []}
-    before = worker.compute_log_probs(share())
-    for _ in range(3):
-        report["metrics"].append(worker.train_step(share()).meta_info["metrics"])
-    after = worker.compute_log_probs(share())
-    if before.batch is not None:
-        report |= {"before": before.batch["log_probs"].tolist(), "after": after.batch["log_probs"].tolist()}
-        report["entropy"] = before.batch["entropy"].tolist()
-    return report
+def load(path: str) -> Any:
+    """The class of a dotted path, as ROLL's cluster loads a role's `worker_cls` on its driver."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def main() -> None:
-    folder, kind, *overrides = sys.argv[1:]
+    folder, kind, report_file, *overrides = sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:]
     ranks = int(os.environ.get("RANKS", 2))
-    strategy, pipeline = {}, {}
+    changes: dict[str, dict[str, Any]] = {"strategy": {}, "pipeline": {}, "role": {}, "packing": {}}
     for text in overrides:
         key, _, value = text.partition("=")
-        target = pipeline if key.startswith("pipeline.") else strategy
-        target[key.removeprefix("pipeline.")] = json.loads(value)
+        group, _, name = key.rpartition(".")
+        changes[group or "strategy"][name] = json.loads(value)
     if not (Path(folder) / "config.json").exists():
         make_model(Path(folder))
+    from tests.hosts import stand_ins
+
+    stand_ins.install()
     import ray
 
-    ray.init(num_cpus=ranks + 1, include_dashboard=False, namespace="ROLL", log_to_driver=bool(os.environ.get("LOUD")))
-    planned = kind == "planned"
-    worker_class = (
-        "roll_batching.integrations.roll_strategy.RLVRActorWorker"
-        if planned
-        else "roll.pipeline.rlvr.actor_worker.ActorWorker"
+    ray.init(
+        num_cpus=ranks + 1,
+        include_dashboard=False,
+        namespace="ROLL",
+        log_to_driver=bool(os.environ.get("LOUD")),
+        runtime_env={"worker_process_setup_hook": HOOK},
     )
-    from tests.hosts.stand_ins import free_port
-
-    port = str(free_port())
-    inherited = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-    results = []
+    planned = kind == "planned"
+    path = PLANNED if planned else "roll.pipeline.rlvr.actor_worker.ActorWorker"
+    config, own = settings(Path(folder), planned, changes)
+    port = str(stand_ins.free_port())
+    remote = ray.remote(num_cpus=1)(load(path))
+    workers = []
     for rank in range(ranks):
         env = {
-            **inherited, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+            "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port, "WORKER_NAME": f"actor_train-{rank}", "CLUSTER_NAME": "actor_train",
             "FIXED_PORT": port, "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        remote = ray.remote(num_cpus=1)(steps).options(runtime_env={"env_vars": env})
-        results.append(remote.remote(worker_class, folder, planned, strategy, pipeline))
-    reports = ray.get(results)
-    print("REPORTS " + json.dumps(reports))
+        workers.append(remote.options(runtime_env={"env_vars": env, "worker_process_setup_hook": HOOK}).remote(config))
+
+    def everywhere(method: str, *arguments: Any) -> list[Any]:
+        return ray.get([getattr(worker, method).remote(*arguments) for worker in workers])
+
+    def on_shares(method: str) -> list[Any]:
+        """Calls with the share of each rank's replica, as ROLL dispatches it."""
+        calls = []
+        for worker, place in zip(workers, places, strict=True):
+            calls.append(getattr(worker, method).remote(make_data().chunk(place.dp_size)[place.dp_rank]))
+        return ray.get(calls)
+
+    everywhere("initialize", own)
+    places = everywhere("get_rank_info")
+    reports: list[dict[str, Any]] = [{"dp_rank": place.dp_rank, "metrics": []} for place in places]
+
+    def add_log_probs(name: str) -> None:
+        for report, answer in zip(reports, on_shares("compute_log_probs"), strict=True):
+            if answer.batch is not None and "log_probs" in answer.batch.keys():  # where ROLL collects from
+                report[name] = answer.batch["log_probs"].tolist()
+                report[f"entropy_{name}"] = answer.batch["entropy"].tolist()
+
+    add_log_probs("before")
+    for _ in range(3):
+        for report, answer in zip(reports, on_shares("train_step"), strict=True):
+            report["metrics"].append(answer.meta_info["metrics"])
+    add_log_probs("after")
+    report_file.write_text(json.dumps(reports))
     ray.shutdown()
 
 

@@ -11,8 +11,12 @@ import sys
 import types
 from typing import Any
 
-UNUSED = {"imageio", "transfer_queue", "gem", "latex2sympy2", "debugpy", "mcp", "langdetect", "gymnasium"}
-"""Imported by ROLL's package at the top of modules, for other pipelines."""
+UNUSED = {
+    *("imageio", "transfer_queue", "gem", "latex2sympy2", "debugpy", "mcp", "langdetect", "gymnasium"),  # ROLL
+    *("megatron.bridge", "megatron.core.transformer.moe.moe_logging", "torchao", "mlflow"),  # NeMo-RL
+    *("prometheus_client", "decord", "plotly", "swanlab"),
+}
+"""Imported at the top of modules, for other jobs than those tested."""
 
 
 class _Module(types.ModuleType):
@@ -26,7 +30,8 @@ class _Module(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in UNUSED else None
+        is_unused = any(name == unused or name.startswith(f"{unused}.") for unused in UNUSED)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_unused else None
 
     def create_module(self, spec: Any) -> types.ModuleType:
         return _Module(spec.name)
