@@ -2,7 +2,7 @@
 
 ROLL imports a role's worker class by its dotted path, on the driver and on the workers, so one key of its YAML does it:
 
-    actor_train: {worker_cls: roll_batching.integrations.roll.ActorWorker}
+    actor_train: {worker_cls: roll_batching.integrations.roll.RLVRActorWorker}
 
 Importing this module replaces `make_micro_batch_iter_for_sequence_packing` of the algorithm `load_balance`,
 `get_seqlen_balanced_partitions`, through which `batch_balance` works, and `dynamic_batching_shard`, of which only the
@@ -16,6 +16,8 @@ Source: roll/utils/sequence_packing.py, roll/utils/dynamic_batching.py, roll/uti
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -169,13 +171,33 @@ def _lengths(batch: Any) -> Lengths:
     return measured
 
 
-def __getattr__(name: str) -> Any:
-    """`ActorWorker`: ROLL's own, under a path that imports this module. ROLL's workers take seconds to import."""
-    if name != "ActorWorker":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from roll.pipeline.base_worker import ActorWorker
+WORKERS = {
+    "RLVRActorWorker": "roll.pipeline.rlvr.actor_worker:ActorWorker",
+    "AgenticActorWorker": "roll.pipeline.agentic.agentic_actor_worker:ActorWorker",
+    "DPOActorWorker": "roll.pipeline.dpo.actor_worker:ActorWorker",
+    "BaseActorWorker": "roll.pipeline.base_worker:ActorWorker",
+}
+"""ROLL's worker classes of pipelines with log-probs, by their names here: pipelines have losses of their own."""
 
-    return ActorWorker
+
+def worker_class(name: str, module: str) -> Any:
+    """A subclass of ROLL's worker class, as the attribute `name` of `module`.
+
+    Ray hands classes to workers by module and name: a subclass of our own makes them import `module`, which patches
+    ROLL there. Made on demand, as importing ROLL's workers takes seconds. Raises AttributeError for a name outside of
+    `WORKERS`.
+    """
+    if name not in WORKERS:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}; its workers are {', '.join(WORKERS)}")
+    path, _, attribute = WORKERS[name].partition(":")
+    base = getattr(importlib.import_module(path), attribute)
+    made = type(name, (base,), {"__module__": module, "__doc__": f"ROLL's {path}.{attribute}."})
+    vars(sys.modules[module])[name] = made
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    return worker_class(name, __name__)
 
 
 _ROLL = Integration("ROLL", package="roll", distribution="roll", tried=("8eb27cc",))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from roll_batching.losses.aggregation import constant_mean, sequence_mean, sequence_sum, token_mean
     from roll_batching.losses.covariance import ClipCovLoss, KlCovLoss
     from roll_batching.losses.estimators import k1, k2, k3
+    from roll_batching.losses.host import HostLoss
     from roll_batching.losses.objectives import CISPOLoss, GMPOLoss, GPGLoss, PolicyLoss, SAPOLoss, TOPRLoss
     from roll_batching.losses.overlong import mask_overlong
     from roll_batching.losses.preference import DPOLoss, IPOLoss
@@ -28,6 +29,7 @@ _OBJECTIVES = {
     "aggregation": ("constant_mean", "sequence_mean", "sequence_sum", "token_mean"),
     "covariance": ("ClipCovLoss", "KlCovLoss"),
     "estimators": ("k1", "k2", "k3"),
+    "host": ("HostLoss",),
     "objectives": ("CISPOLoss", "GMPOLoss", "GPGLoss", "PolicyLoss", "SAPOLoss", "TOPRLoss"),
     "overlong": ("mask_overlong",),
     "preference": ("DPOLoss", "IPOLoss"),
@@ -50,6 +52,7 @@ __all__ = [
     "DPOLoss",
     "GMPOLoss",
     "GPGLoss",
+    "HostLoss",
     "IPOLoss",
     "KTOLoss",
     "KlCovLoss",

@@ -33,6 +33,8 @@ class HeadContext:
     vocab_size: int | None
     """Real vocabulary; None counts every column of the head."""
     temperature: float = 1.0
+    temperature_field: str | None = None
+    """A sample field that divides each sample's logits in `log_probs`, beside `temperature`."""
 
     def log_probs(
         self, output: torch.Tensor, pack: PackedBatch, chunk: Any, *, entropy: bool, idle: bool = False
@@ -44,6 +46,8 @@ class HeadContext:
         gets a gradient of 0.
         """
         source, weight = self._source(output, chunk)
+        if self.temperature_field is not None and pack.samples:
+            source = source / self._token_temperatures(self.temperature_field, pack).to(source.dtype)[:, None]
         rows = pack.head_tokens[:0] if idle else pack.head_tokens
         values, entropies = self._token_log_probs(source, pack, weight, rows, entropy)
         if idle:  # every position is 0: nothing to gather
@@ -105,6 +109,15 @@ class HeadContext:
             entropy=entropy,
             tp_group=self.layout.tp_group,
         )
+
+    def _token_temperatures(self, field: str, pack: PackedBatch) -> torch.Tensor:
+        """[tokens / cp]: the temperature of each local position's sample; 1 for filler."""
+        filler = torch.ones(len(pack.layout.segments) - pack.samples)
+        values = pack.fields[field].to(torch.float32)
+        per_token = torch.cat([values, filler.to(values.device)])[pack.segment_ids]
+        if self.layout.cp_size == 1:
+            return per_token
+        return per_token[torch.from_numpy(pack.layout.local_tokens(self.layout.cp_rank)).to(per_token.device)]
 
     def _source(self, output: torch.Tensor, chunk: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         gpt = gpt_of(chunk)

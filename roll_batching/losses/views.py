@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from roll_batching.errors import LossError
 from roll_batching.losses.contract import Mean
 from roll_batching.losses.denominators import StepCounts
 from roll_batching.packing.batch import PackedBatch
+from roll_batching.packing.pack_layout import BoolArray, IntArray
 
 
 class View:
@@ -113,8 +115,45 @@ class TokenView(View):
         """[tokens] int64: the token at each position; the only field that is not shifted."""
         return self._pack.fields["input_ids"]
 
+    @property
+    def ids(self) -> IntArray:
+        """[samples] int64, on the host: the id of each sample, in the order of all per-sample values."""
+        return self._pack.ids
+
+    @property
+    def lengths(self) -> IntArray:
+        """[samples] int64, on the host: tokens of each sample."""
+        return self._pack.layout.lengths
+
     def __getitem__(self, name: str) -> Any:
         return self._field(name)
+
+    def rows(self, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
+        """[tokens, ...] -> [samples, width, ...]: one row per sample, padded with 0 on the right. Differentiable.
+
+        `width` is the longest sample's length by default; one less leaves out the last positions, which predict
+        nothing. Raises `LossError` for a smaller width.
+        """
+        longest = int(self.lengths.max())
+        width = longest if width is None else width
+        if width < longest - 1:
+            raise LossError(f"rows(width={width}) would cut a sample of {longest} tokens: pass at least {longest - 1}")
+        layout = self._pack.layout
+        kept = layout.real & (layout.position_ids < width)
+        targets = layout.segment_ids[kept] * width + layout.position_ids[kept]
+        flat = x.new_zeros(self.samples * width, *x.shape[1:])
+        flat = flat.index_copy(0, torch.from_numpy(targets).to(x.device), self._select(x, kept))
+        return flat.view(self.samples, width, *x.shape[1:])
+
+    def jagged(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, ...] -> nested tensor of the jagged layout, [samples, its length, ...]. Differentiable."""
+        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(self.lengths)])).to(x.device)
+        values = self._select(x, self._pack.layout.real)
+        longest, shortest = int(self.lengths.max()), int(self.lengths.min())
+        return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=shortest, max_seqlen=longest)
+
+    def _select(self, x: torch.Tensor, kept: BoolArray) -> torch.Tensor:
+        return x.index_select(0, torch.from_numpy(np.flatnonzero(kept)).to(x.device))
 
     def per_token(self, name: str) -> torch.Tensor:
         """A field as [tokens, ...], sample fields expanded to their positions."""

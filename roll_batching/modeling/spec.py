@@ -12,10 +12,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from roll_batching.errors import LayoutError
+from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import Layers
 from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation, attention_backend
@@ -119,6 +121,31 @@ def _build_core(backend: AttentionBackend, rotation: Rotation | None, **argument
     core: Any = backend.build_core(rotation, **arguments)
     core.pack_backend, core.pack_rotates = backend, rotation is not None  # `from_parts` reads both
     return core
+
+
+def replace_local_cores(chunks: Sequence[Any], *, attention: AttentionBackend | str = "auto") -> int:
+    """Gives a built model attention over packs where it has Megatron's local one, which refuses packs.
+
+    Weights, checkpoints and arithmetic stay: the cores have no parameters. `attention` is as in `packed_layer_spec`.
+    Returns the number of layers changed; TransformerEngine's cores take packs, and stay.
+    """
+    backend = attention_backend(attention, "cuda" if torch.cuda.is_available() else "cpu")
+    changed = 0
+    for layer in (layer for chunk in chunks for layer in gpt_of(chunk).decoder.layers):
+        attends = layer.self_attention
+        if isinstance(getattr(attends, "core_attention", None), DotProductAttention):
+            attends.core_attention = _build_core(
+                backend,
+                None,
+                config=attends.config,
+                layer_number=attends.layer_number,
+                attn_mask_type=attends.attn_mask_type,
+                attention_type=attends.attention_type,
+                softmax_scale=attends.config.softmax_scale,
+                pg_collection=attends.pg_collection,
+            )
+            changed += 1
+    return changed
 
 
 def packed_block_spec(

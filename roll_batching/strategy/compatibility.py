@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import megatron.core
+import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -45,7 +46,7 @@ def compatibility_problems(state: ModelState, *, defer_head: bool = False) -> li
         *_attention_problems(chunks, state.batching, settings),
         *_installation_problems(state),
         *expert_problems(config, packed=not settings.rows_form),
-        *_reduction_problems(chunks, layout),
+        *([] if state.training is None else _reduction_problems(chunks, layout)),
         *_pipeline_problems(config, layout, settings),
         *_ratio_problems(config, state.batching),
     ]
@@ -217,7 +218,7 @@ def _pipeline_problems(config: Any, layout: ParallelLayout, settings: StepSettin
             "batch_p2p_comm=True crashes with planned shapes and pairs transfers wrongly at pipeline size 2 with "
             "virtual stages: set config.batch_p2p_comm=False"
         )
-    if config.overlap_p2p_comm and (layout.device.type == "cpu" or _version() < (0, 18)):
+    if config.overlap_p2p_comm and not transfers_may_overlap(layout.device):
         problems.append(
             "overlap_p2p_comm is not reproducible on CPU and races with freed outputs before Megatron-Core 0.18: set "
             "config.overlap_p2p_comm=False"
@@ -232,6 +233,11 @@ def _pipeline_problems(config: Any, layout: ParallelLayout, settings: StepSettin
                 "set it to 'alltoall'"
             )
     return problems
+
+
+def transfers_may_overlap(device: torch.device) -> bool:
+    """Whether Megatron's `overlap_p2p_comm` is correct on `device` with the installed version."""
+    return device.type != "cpu" and _version() >= (0, 18)
 
 
 def _ratio_problems(config: Any, batching: BatchingConfig) -> list[str]:

@@ -53,7 +53,7 @@ def state_from_parts(
     pg_collection: Any,
     vocab_size: int | None,
     cost: CostModel | None,
-    training: TrainingState,
+    training: TrainingState | None,
     defer_head: bool,
     problems: Sequence[str] = (),
 ) -> ModelState:
@@ -66,7 +66,7 @@ def state_from_parts(
         pg_collection: the model's process groups; None: those of Megatron's parallel state.
         vocab_size: real vocabulary, when the head has padded columns.
         cost: the planner's cost model; None derives one from the model's config.
-        training: optimizer and schedule.
+        training: optimizer and schedule; None: no gradient will be computed.
         defer_head: swap the output layer's class, so that losses compute log-probs from hidden states.
         problems: of optimizer and schedule, listed with those found here.
 
@@ -112,7 +112,7 @@ def state_from_parts(
             "device in every layer; packed_layer_spec(config, RotarySettings(...)) with position_embedding_type='none' "
             "does not"
         )
-    if has_router_losses(config):
+    if training is not None and has_router_losses(config):
         _warn_of_router_loss_weights(config, pg_collection or ProcessGroupCollection.use_mpu_process_groups())
     if defer_head:
         for chunk in chunks:

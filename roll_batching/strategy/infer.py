@@ -24,6 +24,7 @@ from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraints, RolePlanner
 from roll_batching.samples import FieldSpec, LengthTable, SampleBatch
 from roll_batching.settings import BatchingConfig, RoleSettings
+from roll_batching.strategy.from_parts import list_of_chunks, require_process_group, state_from_parts
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, StepSettings
 from roll_batching.strategy.nan_checks import require_finite_outputs
@@ -46,8 +47,40 @@ class MegatronInferStrategy(ModelIOMixin):
         self.config, self.seed = config, seed
         self.temperature = check_temperature(temperature)
         """Divides the logits of all log-probs; rollouts should sample with the same."""
+        self.temperature_field: str | None = None
+        """A sample field with a temperature for each sample, which divides the logits of its log-probs as well."""
         self._state: ModelState | None = None
         self._warned_of_fillers = False
+
+    @classmethod
+    def from_model(
+        cls,
+        model_chunks: Sequence[Any],
+        batching: BatchingConfig,
+        *,
+        pg_collection: Any = None,
+        defer_head: bool = False,
+        vocab_size: int | None = None,
+        temperature: float = 1.0,
+        cost: CostModel | None = None,
+    ) -> MegatronInferStrategy:
+        """A strategy for the forward passes of an existing Megatron model. Collective.
+
+        Arguments and errors are those of `MegatronTrainStrategy.from_parts`.
+        """
+        require_process_group()
+        strategy = MegatronInferStrategy(None, temperature=temperature)
+        strategy.state = state_from_parts(
+            list_of_chunks(model_chunks),
+            batching,
+            StepSettings(),
+            pg_collection=pg_collection,
+            vocab_size=vocab_size,
+            cost=cost,
+            training=None,
+            defer_head=defer_head,
+        )
+        return strategy
 
     # ---- the model
 
@@ -303,7 +336,12 @@ class MegatronInferStrategy(ModelIOMixin):
         )
 
     def _head(self) -> HeadContext:
-        return HeadContext(layout=self.layout, vocab_size=self.state.vocab_size, temperature=self.temperature)
+        return HeadContext(
+            layout=self.layout,
+            vocab_size=self.state.vocab_size,
+            temperature=self.temperature,
+            temperature_field=self.temperature_field,
+        )
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:

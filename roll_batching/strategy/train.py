@@ -245,8 +245,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 restore_biases()
                 training = replace(training, skipped_steps=training.skipped_steps + 1)
                 self.state = replace(self.state, training=training)
-            elif training.scheduler is not None:
-                training.scheduler.step(1 if training.scheduler_unit == "steps" else len(plan.lengths))
+            else:
+                self.lr_step(len(plan.lengths))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # `seconds` and `phases` include the optimizer's kernels
         return StepResult(
@@ -264,30 +264,73 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         )
 
     def forward_backward(
-        self, local: SampleBatch, plan: Plan, loss: Any = None, counts: StepCounts | None = None
+        self,
+        local: SampleBatch,
+        plan: Plan,
+        loss: Any = None,
+        counts: StepCounts | None = None,
+        *,
+        require_finite: bool = False,
     ) -> tuple[float, dict[str, float]]:
         """Adds the gradient of the planned samples to the gradient buffers; returns (loss, metrics). Collective.
 
-        For training loops that zero gradients and step their optimizer themselves.
+        For training loops that zero gradients and step their optimizer themselves, or with `zero_grad`,
+        `optimizer_step` and `lr_step`.
 
         Args:
             local: this rank's samples, as `distribute` returns them.
             plan: the plan of the mini-batch, equal on all ranks.
             loss: a loss object; None: this strategy's own `token_loss` or `sequence_loss`.
             counts: loss denominators from `count`; None: those of the planned samples.
+            require_finite: raise where the gradient is not finite, for optimizers that would step on it.
 
         Raises:
             RankError: on all ranks, before the model runs, when samples or plan are wrong on any.
             LossError: on all ranks, when the loss is not finite or breaks its contract; names the samples.
         """
+        square = (lambda: grad_square_sum(self.chunks)) if require_finite else None
         with expert_biases_kept(self.chunks):
-            total, metrics, *_ = self._accumulate("forward_backward", local, plan, loss, counts)
+            total, metrics, grad_square, _ = self._accumulate(
+                "forward_backward", local, plan, loss, counts, grad_square=square
+            )
         self._clock.discard()
+        if not math.isfinite(grad_square):
+            raise LossError(
+                f"the gradient is not finite, with a loss of {total:.6g}: look at the inputs of the loss that divide "
+                "or exponentiate. The optimizer made no step"
+            )
         return total, as_numbers(metrics)
 
-    def _zero_gradients(self) -> None:
+    def zero_grad(self) -> None:
+        """Zeroes the gradients of model and optimizer. Raises `LayoutError` without an optimizer."""
+        self._zero_gradients()
+
+    def optimizer_step(self) -> float | None:
+        """Steps the optimizer on the gradients of `forward_backward`. Collective.
+
+        Returns the gradient norm before clipping, or None where it is not finite: then no rank steps. Raises
+        `LayoutError` without an optimizer.
+        """
+        optimizer = self._require_optimizer()
+        self._offload.require(KINDS, "optimizer_step")
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, float(grad_square_sum(self.chunks)), group=self.layout.host_group)
+        with explain_optimizer_out_of_memory():
+            return step_optimizer(optimizer, self.chunks, sum(parts))
+
+    def lr_step(self, samples: int) -> None:
+        """Steps the learning-rate schedule, if there is one, after an optimizer step over `samples` samples."""
+        training = self._training
+        if training.scheduler is not None:
+            training.scheduler.step(1 if training.scheduler_unit == "steps" else samples)
+
+    def _require_optimizer(self) -> Any:
         if self.optimizer is None:
             raise LayoutError("this strategy was made without an optimizer: call forward_backward and step yours")
+        return self.optimizer
+
+    def _zero_gradients(self) -> None:
+        self._require_optimizer()
         for chunk in self.chunks:
             if hasattr(chunk, "zero_grad_buffer"):
                 chunk.zero_grad_buffer()

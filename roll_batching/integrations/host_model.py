@@ -1,0 +1,189 @@
+"""A host's Megatron model under our strategy: its samples planned and packed, its own loss function called on packs.
+
+The hosts keep their models, optimizers, schedules and checkpoints. Their passes over micro-batches are replaced by
+`HostModel.run`: one plan for the batch of all ranks, packs instead of padded rows, receive shapes from the plan, and
+one call of the host's function per micro-batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from roll_batching.errors import IntegrationError
+from roll_batching.losses.host import HostFunction, HostLoss
+from roll_batching.megatron_patches import cpu_platform
+from roll_batching.modeling.head import gpt_of
+from roll_batching.modeling.spec import replace_local_cores
+from roll_batching.packing.pack_layout import IntArray
+from roll_batching.planning import BatchingSpec, RolePlanner
+from roll_batching.samples import SampleBatch, gather_lengths
+from roll_batching.settings import BatchingConfig
+from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
+from roll_batching.strategy.compatibility import transfers_may_overlap
+from roll_batching.strategy.model_state import StepSettings
+
+logger = logging.getLogger(__name__)
+
+_RANK_SHIFT = 40
+"""Sample ids are data-parallel rank x 2 ** 40 + row, unique over all ranks."""
+
+
+class HostModel:
+    """Passes over batches of a host's Megatron model.
+
+    Args:
+        chunks: the host's model chunks of this stage, in DDP if it trains.
+        host: the host's name, for messages.
+        max_tokens: cap of a micro-batch in training, in tokens before context parallelism divides them.
+        max_tokens_forward: cap in passes without gradient; None: the same.
+        trains: whether gradients are computed; False for reference models.
+        vocab_size: real vocabulary, where the head has padded columns.
+        apply_loss_scale: False keeps Megatron's mean over micro-batches and ranks.
+
+    Raises:
+        LayoutError: on all ranks, with everything about the model that cannot work.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        host: str,
+        *,
+        max_tokens: int,
+        max_tokens_forward: int | None = None,
+        trains: bool = True,
+        vocab_size: int | None = None,
+        apply_loss_scale: bool = True,
+    ) -> None:
+        device = next(gpt_of(chunks[0]).parameters()).device
+        if device.type == "cpu":
+            cpu_platform.install()
+        _prepare(chunks, device)
+        replaced = replace_local_cores(chunks)
+        batching = BatchingConfig(
+            train=BatchingSpec(mode="packed", max_tokens=max_tokens),
+            infer=BatchingSpec(mode="packed", max_tokens=max_tokens_forward or max_tokens),
+        )
+        self._host = host
+        self._strategy: MegatronInferStrategy
+        if trains:
+            self._strategy = MegatronTrainStrategy.from_parts(
+                chunks,
+                None,
+                batching,
+                vocab_size=vocab_size,
+                settings=StepSettings(apply_loss_scale=apply_loss_scale),
+            )
+        else:
+            self._strategy = MegatronInferStrategy.from_model(chunks, batching, vocab_size=vocab_size)
+        if dist.get_rank() == 0:
+            cores = f", {replaced} local attention cores replaced" if replaced else ""
+            logger.warning(
+                "roll-batching: %s's passes over micro-batches are planned packs now, of at most %d tokens in training "
+                "and %d without gradient%s",
+                host,
+                max_tokens,
+                max_tokens_forward or max_tokens,
+                cores,
+            )
+
+    def run(
+        self,
+        rows: Sequence[torch.Tensor],
+        masks: Sequence[torch.Tensor],
+        function: HostFunction,
+        *,
+        backward: bool,
+        max_tokens: int | None = None,
+        form: Literal["padded", "jagged"] = "padded",
+        width: int | None = None,
+        entropy: bool = False,
+        by_sample: bool = False,
+        temperatures: float | torch.Tensor = 1.0,
+    ) -> list[tuple[IntArray, Any]]:
+        """One pass over this rank's samples, and with `backward` their gradients. Collective.
+
+        Args:
+            rows: token ids of each sample, without padding; the samples stay on this rank.
+            masks: for each sample 0 or 1 at each token whose log-prob is needed, given the tokens before it.
+            function: called per micro-batch with row numbers instead of ids; see `HostLoss`.
+            backward: add gradients to the model's buffers.
+            max_tokens: cap of a micro-batch in this pass; None: the model's.
+            form: as in `HostLoss`, like `width`, `entropy` and `by_sample`.
+            temperatures: divide the logits; one number, or one for each sample.
+
+        Returns:
+            (row numbers, the function's result) of each call; empty before the last pipeline stage.
+
+        Raises:
+            RankError: on all ranks, before the model runs, for wrong samples on any.
+            LossError: on all ranks, where loss or gradient are not finite, or the function raised.
+        """
+        strategy = self._strategy
+        if backward and not isinstance(strategy, MegatronTrainStrategy):
+            raise IntegrationError(f"{self._host} asks for gradients of a model that it does not train")
+        first = strategy.layout.dp_rank << _RANK_SHIFT
+        values = torch.as_tensor(temperatures, dtype=torch.float32).cpu().expand(len(rows))
+        if not bool(((values > 0) & values.isfinite()).all()):
+            raise IntegrationError(f"{self._host}'s temperatures {values.tolist()[:8]} must be finite and above 0")
+        local = SampleBatch.from_lists(
+            {
+                "input_ids": [row.cpu() for row in rows],
+                "counted": [mask.cpu().bool() for mask in masks],
+                "temperature": values,
+            },
+            {"input_ids": "token", "counted": "token", "temperature": "sample"},
+            ids=torch.arange(len(rows)) + first,
+            lengths=[len(row) for row in rows],
+        )
+        strategy.temperature_field = "temperature"
+        table = gather_lengths(local, strategy.layout.dp_group)
+        constraints = strategy.constraints(forward=not backward)
+        if max_tokens is not None:
+            constraints = replace(constraints, max_tokens=max_tokens)
+        plan = RolePlanner(train=constraints, infer=constraints, cost=strategy.cost).plan(
+            table, home_rank=table.location
+        )
+        loss = HostLoss(
+            lambda ids, *values: function(ids - first, *values),
+            form=form,
+            width=width,
+            entropy=entropy,
+            masks=("counted",),
+            by_sample=by_sample,
+        )
+        if backward:
+            assert isinstance(strategy, MegatronTrainStrategy)
+            strategy.forward_backward(local, plan, loss, require_finite=True)
+        else:
+            strategy.evaluate(local, plan, loss)
+        return [(ids - first, result) for ids, result in loss.results]
+
+
+def in_order(results: Sequence[tuple[IntArray, Any]], rows: int) -> list[Any]:
+    """Per-sample results, one sequence for each call of `HostModel.run`, by row number."""
+    ordered: list[Any] = [None] * rows
+    for numbers, values in results:
+        for number, value in zip(numbers.tolist(), values, strict=True):
+            ordered[number] = value
+    return ordered
+
+
+def _prepare(chunks: Sequence[Any], device: torch.device) -> None:
+    """Changes settings of Megatron under which planned passes cannot run."""
+    config = gpt_of(chunks[0]).config
+    config.batch_p2p_comm = False
+    if config.num_moe_experts is None:
+        config.moe_token_dispatcher_type = "alltoall"  # Megatron checks the default also in dense models
+    config.overlap_p2p_comm = config.overlap_p2p_comm and transfers_may_overlap(device)
+    for chunk in chunks:
+        if getattr(chunk, "ddp_config", None) is not None:
+            # DDP raises on the rank that has such a gradient alone; HostModel.run raises on all.
+            chunk.ddp_config.check_for_nan_in_grad = False
+            chunk.ddp_config.check_for_large_grads = False

@@ -1,0 +1,185 @@
+"""NeMo-RL's Megatron policy worker over our passes: planned packs, one call of its loss function per pack.
+
+`Policy` takes the worker class by its path; its YAML enables packing:
+
+    Policy(..., worker_extension_cls_fqn="roll_batching.integrations.nemo_rl_worker.MegatronPolicyWorker")
+    policy: {sequence_packing: {enabled: true, train_mb_tokens: 16384, logprob_mb_tokens: 16384}}
+
+Importing this module replaces `megatron_forward_backward`, through which `train` and `get_logprobs` run their passes.
+Model, optimizer, schedule, checkpoints, refit and metrics stay NeMo-RL's. Losses of log-probs (`LossInputType.LOGPROB`)
+run unmodified; what reads logits, or another model beside this one, is refused by name.
+
+Source: nemo_rl/models/megatron/train.py, nemo_rl/models/policy/workers/megatron_policy_worker.py at 7ea279a.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_batching.errors import IntegrationError
+from roll_batching.integrations.host_model import HostModel
+from roll_batching.integrations.replacement import Integration, Replacement
+from roll_batching.packing.pack_layout import IntArray
+
+_MODELS: weakref.WeakKeyDictionary[Any, HostModel] = weakref.WeakKeyDictionary()
+_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
+
+
+def megatron_forward_backward(
+    model: Any,
+    data_iterator: Iterator[Any],
+    num_microbatches: int,
+    seq_length: int,
+    mbs: int,
+    post_processing_fn: Any,
+    forward_only: bool = False,
+    defer_fp32_logits: bool | None = False,
+    global_valid_seqs: torch.Tensor | None = None,
+    global_valid_toks: torch.Tensor | None = None,
+    sampling_params: Any = None,
+    straggler_timer: Any = None,
+    draft_model: Any = None,
+    enable_hidden_capture: bool | None = False,
+    use_fused_linear_logprobs: bool = False,
+    use_router_replay: bool = False,
+    router_replay_train: bool = False,
+) -> list[dict[str, Any]]:
+    """NeMo-RL's results of a pass: metrics of each micro-batch, or log-probs in the order of its rows. Collective.
+
+    `seq_length`, `mbs`, `defer_fp32_logits` and `straggler_timer` are not read: shapes come from the plan. Raises
+    IntegrationError for what a pass cannot compute.
+    """
+    is_loss = hasattr(post_processing_fn, "loss_fn")
+    _require_supported(
+        post_processing_fn,
+        is_loss,
+        sampling_params,
+        {
+            "draft models": draft_model is not None or bool(enable_hidden_capture),
+            "megatron_cfg.use_fused_linear_logprobs": use_fused_linear_logprobs,
+            "router replay": use_router_replay,
+        },
+    )
+    micro_batches = [next(data_iterator).data_dict for _ in range(num_microbatches)]
+    data = type(micro_batches[0]).from_batches(micro_batches)
+    packing = post_processing_fn.cfg["sequence_packing"]
+    host = _MODELS.get(model)
+    if host is None:
+        host = _MODELS[model] = HostModel(
+            model if isinstance(model, list) else [model],
+            "NeMo-RL",
+            max_tokens=packing["train_mb_tokens"],
+            max_tokens_forward=packing["logprob_mb_tokens"],
+        )
+    ids, lengths = data["input_ids"], data["input_lengths"].tolist()
+    counted = data["token_mask"] if is_loss else torch.ones_like(ids)
+    rows = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+    masks = [(row[:length] != 0) for row, length in zip(counted, lengths, strict=True)]
+    options: dict[str, Any] = {
+        "width": ids.shape[1] - 1,
+        "temperatures": 1.0 if sampling_params is None else sampling_params.temperature,
+    }
+    if is_loss:
+
+        def loss(numbers: IntArray, log_probs: torch.Tensor, entropy: Any) -> tuple[torch.Tensor, Any]:
+            answer: tuple[torch.Tensor, Any] = post_processing_fn.loss_fn(
+                next_token_logprobs=log_probs,
+                data=data.select_indices(numbers.tolist()).to(log_probs.device),
+                global_valid_seqs=global_valid_seqs,
+                global_valid_toks=global_valid_toks,
+            )
+            return answer
+
+        return [metrics for _, metrics in host.run(rows, masks, loss, backward=not forward_only, **options)]
+
+    def keep(numbers: IntArray, log_probs: torch.Tensor, entropy: Any) -> tuple[torch.Tensor, Any]:
+        return log_probs.new_zeros(()), log_probs
+
+    results = host.run(rows, masks, keep, backward=False, **options)
+    if not results:
+        return []
+    order = torch.from_numpy(np.argsort(np.concatenate([numbers for numbers, _ in results])))
+    log_probs = torch.cat([values for _, values in results])[order.to(results[0][1].device)]
+    # NeMo-RL's column of a token holds its own log-prob; the first token has none.
+    return [{"logprobs": torch.nn.functional.pad(log_probs, (1, 0))}]
+
+
+def _require_supported(post_processing: Any, is_loss: bool, sampling: Any, others: dict[str, bool]) -> None:
+    kind = type(post_processing).__name__
+    if not is_loss and kind != "LogprobsPostProcessor":
+        raise IntegrationError(f"NeMo-RL's {kind} reads logits: use NeMo-RL's own worker for this model")
+    problems = {
+        "sequence_packing.enabled must be true": not post_processing.cfg["sequence_packing"]["enabled"],
+        "generation.top_k and top_p, which filter the logits of log-probs, are not supported": sampling is not None
+        and ((sampling.top_k or 0) > 0 or sampling.top_p not in (None, 1.0)),
+        **{f"{name} are not supported": found for name, found in others.items()},
+    }
+    if is_loss:
+        loss = post_processing.loss_fn
+        input_type = getattr(getattr(loss, "input_type", None), "value", None)
+        problems[f"{type(loss).__name__} reads {input_type}, not log-probs"] = input_type != "logprob"
+        problems["value models are not supported"] = getattr(post_processing, "prepare_fn", None) is not None
+    if found := [text for text, is_so in problems.items() if is_so]:
+        raise IntegrationError(f"NeMo-RL's policy under roll-batching: {'; '.join(found)}")
+
+
+def __getattr__(name: str) -> Any:
+    """`MegatronPolicyWorker`: NeMo-RL's worker as a class of this module, so that Ray's workers import it."""
+    if name != "MegatronPolicyWorker":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import ray
+
+    base = importlib.import_module(_WORKER).MegatronPolicyWorkerImpl
+    environment = importlib.import_module("nemo_rl.models.policy.utils").get_runtime_env_for_policy_worker
+    own = type("MegatronPolicyWorkerImpl", (base,), {"__module__": __name__, "__doc__": base.__doc__})
+    module = sys.modules[__name__]
+    vars(module)["MegatronPolicyWorkerImpl"] = own
+    worker = vars(module)["MegatronPolicyWorker"] = ray.remote(runtime_env=environment("megatron_policy_worker"))(own)
+    return worker
+
+
+_NEMO_RL = Integration("NeMo-RL", package="nemo_rl", distribution="nemo-rl", tried=("7ea279a",))
+_FORWARD_BACKWARD = Replacement(
+    module="nemo_rl.models.megatron.train",
+    name="megatron_forward_backward",
+    parameters=(
+        "model",
+        "data_iterator",
+        "num_microbatches",
+        "seq_length",
+        "mbs",
+        "post_processing_fn",
+        "forward_only",
+        "defer_fp32_logits",
+        "global_valid_seqs",
+        "global_valid_toks",
+        "sampling_params",
+        "straggler_timer",
+        "draft_model",
+        "enable_hidden_capture",
+        "use_fused_linear_logprobs",
+        "use_router_replay",
+        "router_replay_train",
+    ),
+    by=megatron_forward_backward,
+)
+
+
+def patch() -> None:
+    """Puts our passes behind NeMo-RL's; importing this module does it. Raises IntegrationError."""
+    _NEMO_RL.patch(_FORWARD_BACKWARD)
+
+
+def unpatch() -> None:
+    """Gives NeMo-RL its own passes back."""
+    _NEMO_RL.unpatch(_FORWARD_BACKWARD)
+
+
+patch()

@@ -1,0 +1,196 @@
+"""ROLL's Megatron strategies over our passes: planned packs, planned receive shapes, one call of a loss per pack.
+
+A role's worker class in ROLL's YAML switches it on, beside `use_sequence_packing: true`:
+
+    actor_train: {worker_cls: roll_batching.integrations.roll_strategy.RLVRActorWorker}
+
+Importing this module puts subclasses of ROLL's `megatron_train` and `megatron_infer` in place. Model, optimizer,
+schedule, checkpoints, offload and model update stay ROLL's. ROLL's workers call their loss functions as before:
+`op_compute_log_probs` and `op_compute_entropy` answer from values that the pass has computed. Functions that read
+logits are refused by name.
+
+Source: roll/distributed/strategy/megatron_strategy.py, roll/pipeline/base_worker.py at 8eb27cc.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_batching.errors import IntegrationError
+from roll_batching.integrations.host_model import HostModel
+from roll_batching.integrations.replacement import Integration, Replacement
+from roll_batching.integrations.roll import worker_class
+from roll_batching.packing.pack_layout import IntArray
+
+_SAMPLE_WEIGHTS = ("length_loss_weight", "difficulty_loss_weight")
+"""Switches of ROLL under which a loss normalises over the samples of its call."""
+
+
+class PassOutput:
+    """In the place of a pass's logits: log-probs and entropies [samples, sequence_length - 1] of a micro-batch."""
+
+    def __init__(self, log_probs: torch.Tensor, entropy: torch.Tensor | None, counted: torch.Tensor) -> None:
+        self.log_probs, self.entropy, self.counted = log_probs, entropy, counted
+        self.device = log_probs.device
+
+    def masked(self, name: str, values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor:
+        """`values` under ROLL's mask [samples, sequence_length]."""
+        if values is None:
+            raise IntegrationError(f"the pass computed no {name}: set entropy_loss_coef above 0 in the pipeline config")
+        wanted = mask[:, 1:].bool()
+        if bool((wanted & ~self.counted[:, 1:]).any()):
+            raise IntegrationError(
+                f"the loss reads {name} outside of response_mask, where they are not computed: use ROLL's own "
+                "strategy for this worker"
+            )
+        return values * mask[:, 1:]
+
+    def __getattr__(self, name: str) -> Any:
+        raise IntegrationError(
+            f"the loss reads {name!r} of the model's output: under roll-batching it may call op_compute_log_probs and "
+            "op_compute_entropy. Use ROLL's own strategy for this worker"
+        )
+
+
+def _planned(base: type) -> type:
+    """`base`, a Megatron strategy of ROLL's, with our passes."""
+
+    class PlannedStrategy(base):  # type: ignore[misc,valid-type]
+        """ROLL's strategy; `forward_backward_func` runs planned packs."""
+
+        def initialize(self, model_provider: Any) -> None:
+            super().initialize(model_provider)
+            if not hasattr(self.processor, "image_processor"):
+                # transformers gives a text model's tokenizer for its processor, which ROLL takes for one of images,
+                # and switches packing off.
+                self.is_multimodal, self.use_sequence_packing = False, self.worker_config.use_sequence_packing
+            self._require_supported()
+            packing = self.worker_config.sequence_packing_args
+            trains = getattr(self, "models_wrapped", None) is not None
+            self._planned_model = HostModel(
+                self.models_wrapped if trains else self.models_unwrapped,
+                "ROLL",
+                max_tokens=packing.max_packed_sequence_length_train or packing.max_packed_sequence_length_forward,
+                max_tokens_forward=packing.max_packed_sequence_length_forward,
+                trains=trains,
+                apply_loss_scale=self.worker_config.apply_loss_scale,
+            )
+            self.forward_backward_func = self._run_planned
+
+        def _require_supported(self) -> None:
+            config = self.worker_config
+            packing = config.sequence_packing_args
+            limits = (packing.max_packed_sequence_length_train, packing.max_packed_sequence_length_forward)
+            problems = {
+                "use_sequence_packing must be true": not self.use_sequence_packing,
+                "sequence_packing_args.algorithm must be load_balance": packing.algorithm != "load_balance",
+                "sequence_packing_args.max_packed_sequence_length_train or _forward is missing": not any(limits),
+                "use_dynamic_batching_in_train must be false": config.use_dynamic_batching_in_train,
+                "use_dynamic_batching_in_infer must be false": config.use_dynamic_batching_in_infer,
+                "router_replay is not supported": self.enable_router_replay,
+                "multimodal models are not supported": self.is_multimodal,
+            }
+            if found := [text for text, is_so in problems.items() if is_so]:
+                raise IntegrationError(f"ROLL's role {config.name} under roll-batching: {'; '.join(found)}")
+
+        def _run_planned(
+            self, *, forward_step_func: Any, data_iterator: Any, forward_only: bool, **_: Any
+        ) -> list[dict[str, Any]]:
+            """In place of Megatron's schedule: the passes over ROLL's micro-batches, all at once."""
+            (host_function,) = forward_step_func.args  # functools.partial(self.inner_forward_step, function)
+            micro_batches = list(data_iterator[0])
+            data = type(micro_batches[0]).concat(micro_batches)
+            data.meta_info = micro_batches[0].meta_info
+            return run_batch(self, data, host_function, backward=not forward_only)
+
+        def op_compute_log_probs(self, logits: PassOutput, input_ids: Any, attention_mask: torch.Tensor) -> Any:
+            return logits.masked("log-probs", logits.log_probs, attention_mask)
+
+        def op_compute_entropy(self, logits: PassOutput, attention_mask: torch.Tensor) -> Any:
+            return logits.masked("entropies", logits.entropy, attention_mask)
+
+    PlannedStrategy.__name__ = PlannedStrategy.__qualname__ = f"Planned{base.__name__}"
+    return PlannedStrategy
+
+
+def run_batch(strategy: Any, data: Any, host_function: Any, *, backward: bool) -> list[dict[str, Any]]:
+    """A pass over `data` (DataProto): one dict of metrics per micro-batch, or without gradient one of tensors.
+
+    Tensors are in the order of `data`. Empty before the last pipeline stage, as Megatron's schedule.
+    """
+    attention = data.batch["attention_mask"].bool()
+    counted = data.batch["response_mask"].bool() if "response_mask" in data.batch else attention
+    if "labels" in data.batch:
+        raise IntegrationError("ROLL's batch has labels, whose loss the model computes: use ROLL's own strategy")
+    pipeline = strategy.worker.pipeline_config
+    ids = data.batch["input_ids"]
+
+    def call(rows: IntArray, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        part = data.select_idxs(rows)
+        part.meta_info = data.meta_info
+        loss, answer = host_function(part, PassOutput(log_probs, entropy, counted[torch.from_numpy(rows)]))
+        return loss, answer
+
+    results = strategy._planned_model.run(
+        [row[mask] for row, mask in zip(ids, attention, strict=True)],
+        [row[mask] for row, mask in zip(counted, attention, strict=True)],
+        call,
+        backward=backward,
+        width=ids.shape[1] - 1,
+        entropy=not backward or getattr(pipeline, "entropy_loss_coef", 0) > 0,
+        by_sample=backward and any(getattr(pipeline, name, False) for name in _SAMPLE_WEIGHTS),
+    )
+    if backward or not results:
+        return [answer for _, answer in results]
+    order = np.argsort(np.concatenate([rows for rows, _ in results]))
+    names = results[0][1].keys()
+    return [{name: torch.cat([answer[name] for _, answer in results])[torch.from_numpy(order)] for name in names}]
+
+
+@functools.cache
+def _strategy_class(name: str) -> type:
+    from roll.distributed.strategy import megatron_strategy
+
+    bases = {
+        "megatron_train": megatron_strategy.MegatronTrainStrategy,
+        "megatron_infer": megatron_strategy.MegatronInferStrategy,
+    }
+    return _planned(bases[name])
+
+
+def create_strategy(worker: Any, sync_wrapper: bool = False) -> Any:
+    """ROLL's strategy of a worker; its Megatron strategies with our passes."""
+    name = worker.worker_config.strategy_args.strategy_name
+    if name not in ("megatron_train", "megatron_infer"):
+        return _ROLL.original(_CREATE_STRATEGY)(worker, sync_wrapper)
+    return _strategy_class(name)(worker)
+
+
+def __getattr__(name: str) -> Any:
+    return worker_class(name, __name__)
+
+
+_ROLL = Integration("ROLL", package="roll", distribution="roll", tried=("8eb27cc",))
+_CREATE_STRATEGY = Replacement(
+    module="roll.distributed.strategy.factory",
+    name="create_strategy",
+    parameters=("worker", "sync_wrapper"),
+    by=create_strategy,
+)
+
+
+def patch() -> None:
+    """Puts our passes behind ROLL's Megatron strategies; importing this module does it. Raises IntegrationError."""
+    _ROLL.patch(_CREATE_STRATEGY)
+
+
+def unpatch() -> None:
+    """Gives ROLL its own strategies back, for workers that are made afterwards."""
+    _ROLL.unpatch(_CREATE_STRATEGY)
+
+
+patch()

@@ -1,0 +1,150 @@
+"""verl's Megatron engine over our passes: planned packs, one call of its loss function per pack.
+
+verl imports it by itself when its YAML says so, for the backend `megatron` with `use_dynamic_bsz: true`:
+
+    actor_rollout_ref: {model: {external_lib: roll_batching.integrations.verl_engine}}
+
+Importing this module replaces `MegatronEngine.forward_backward_batch`, through which `train_batch` and `infer_batch`
+run their passes. Model, optimizer, schedule, checkpoints, export and offload stay verl's, as do its losses, the order
+of samples and temperatures per sample. Value models keep verl's passes.
+
+Source: verl/workers/engine/megatron/transformer_impl.py of verl 0.9.1 and of main at 1dda039.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from roll_batching.errors import IntegrationError
+from roll_batching.integrations.host_model import HostModel, in_order
+from roll_batching.integrations.replacement import Integration, Replacement
+from roll_batching.packing.pack_layout import IntArray
+
+_MODELS: weakref.WeakKeyDictionary[Any, HostModel] = weakref.WeakKeyDictionary()
+
+
+def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> dict[str, Any]:
+    """Results of a pass as verl has them: model outputs in the order of `data`, losses and metrics. Collective.
+
+    `data` is verl's TensorDict of this rank's samples. The results are empty before the last pipeline stage, as verl's.
+    Raises IntegrationError for what a pass cannot compute.
+    """
+    from verl.utils import tensordict_utils as tu
+
+    if type(self).__name__ == "MegatronEngineWithValueHead":
+        answer: dict[str, Any] = _VERL.original(_FORWARD_BACKWARD)(self, data, loss_function, forward_only)
+        return answer
+    _require_supported(self, data, tu)
+    group, dp_size = self.get_data_parallel_group(), self.get_data_parallel_size()
+    cp_size = self.engine_config.context_parallel_size
+    loss_mask = data["loss_mask"]
+    tokens = (
+        (loss_mask.values() if loss_mask.is_nested else loss_mask).sum().to(next(self.module[0].parameters()).device)
+    )
+    dist.all_reduce(tokens, group=group)
+    tu.assign_non_tensor(data, sp_size=cp_size, batch_num_tokens=tokens.item(), dp_size=dp_size)
+    rows = list(data["input_ids"].unbind())
+    entropy = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
+
+    def call(numbers: IntArray, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        output = {"log_probs": log_probs} | ({} if entropies is None else {"entropy": entropies})
+        kept = {name: [row.detach() for row in values.unbind()] for name, values in output.items()}
+        if loss_function is None:
+            return log_probs.values().sum() * 0, (kept, 1.0, {})
+        part = tu.index_select_tensor_dict(data, numbers.tolist())
+        tu.assign_non_tensor(part, batch_num_tokens=tokens.item(), dp_size=dp_size)
+        loss, metrics = loss_function(model_output=output, data=part, dp_group=group)
+        # verl's losses carry a factor dp_size, for DDP's mean over data-parallel ranks.
+        return loss / dp_size, (kept, loss.detach().item(), metrics)
+
+    if self not in _MODELS:
+        cap = data["max_token_len_per_gpu"] * cp_size
+        trains = not self.engine_config.forward_only
+        _MODELS[self] = HostModel(self.module, "verl", max_tokens=cap, trains=trains)
+    results = _MODELS[self].run(
+        rows,
+        [torch.ones_like(row) for row in rows] if forward_only else _loss_masks(data, rows),
+        call,
+        backward=not forward_only,
+        max_tokens=data["max_token_len_per_gpu"] * cp_size,
+        form="jagged",
+        entropy=entropy,
+        temperatures=_temperatures(data, len(rows)),
+    )
+    if not results:
+        return {}
+    outputs = {}
+    for name in results[0][1][0]:
+        ordered = in_order([(numbers, kept[name]) for numbers, (kept, _, _) in results], len(rows))
+        outputs[name] = torch.nested.as_nested_tensor(ordered, layout=torch.jagged)
+    merged: dict[str, list[Any]] = {}
+    for _, (_, _, metrics) in results:
+        for name, value in metrics.items():
+            merged.setdefault(name, []).append(value)
+    return {"model_output": outputs, "loss": [loss for _, (_, loss, _) in results], "metrics": merged}
+
+
+def _loss_masks(data: Any, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Which tokens of each row a loss reads: verl's mask of whole rows (fine-tuning), else the response."""
+    masks = list(data["loss_mask"].unbind())
+    if all(len(mask) == len(row) for mask, row in zip(masks, rows, strict=True)):
+        return [mask != 0 for mask in masks]
+    prompts = [len(prompt) for prompt in data["prompts"].unbind()]
+    return [torch.arange(len(row)) >= prompt for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def _temperatures(data: Any, samples: int) -> torch.Tensor:
+    """[samples]: verl's `temperature` of a batch, one number or one for each sample."""
+    temperature = data["temperature"] if "temperature" in data.keys() else 1.0
+    values = torch.as_tensor(temperature, dtype=torch.float32).flatten()
+    if len(values) not in (1, samples):
+        raise IntegrationError(f"verl's batch has {len(values)} temperatures for {samples} samples")
+    return values.expand(samples)
+
+
+def _require_supported(engine: Any, data: Any, tu: Any) -> None:
+    config = engine.engine_config
+
+    def asked(key: str, default: bool = False) -> bool:
+        return bool(tu.get_non_tensor_data(data, key=key, default=default))
+
+    problems = {
+        "use_dynamic_bsz must be true": not asked("use_dynamic_bsz", True),
+        "use_fused_kernels must be false": asked("use_fused_kernels", bool(config.use_fused_kernels)),
+        "calculate_sum_pi_squared is not supported": asked("calculate_sum_pi_squared"),
+        "distillation, which reads logits, is not supported": asked("distillation_use_topk")
+        or asked("distillation_only"),
+        "routing replay is not supported": asked("enable_routing_replay"),
+        "dynamic_context_parallel is not supported": bool(getattr(config, "dynamic_context_parallel", False)),
+        "multi-token prediction is not supported": bool(engine.model_config.mtp.enable),
+        "multimodal inputs are not supported": "multi_modal_inputs" in data.keys(),
+        "input_ids must be jagged": not data["input_ids"].is_nested,
+    }
+    if found := [text for text, is_so in problems.items() if is_so]:
+        raise IntegrationError(f"verl's Megatron engine under roll-batching: {'; '.join(found)}")
+
+
+_VERL = Integration("verl", package="verl", distribution="verl", tried=("0.9.1", "main at 1dda039"))
+_FORWARD_BACKWARD = Replacement(
+    module="verl.workers.engine.megatron.transformer_impl",
+    name="MegatronEngine.forward_backward_batch",
+    parameters=("self", "data", "loss_function", "forward_only"),
+    by=forward_backward_batch,
+)
+
+
+def patch() -> None:
+    """Puts our passes behind verl's Megatron engine; importing this module does it. Raises IntegrationError."""
+    _VERL.patch(_FORWARD_BACKWARD)
+
+
+def unpatch() -> None:
+    """Gives verl its own passes back."""
+    _VERL.unpatch(_FORWARD_BACKWARD)
+
+
+patch()

@@ -1,0 +1,84 @@
+"""ROLL's RLVR actor, with its own strategy and with ours: three training steps are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYOUTS = {
+    "data parallel": [],
+    "tensor parallel": ["tensor_model_parallel_size=2"],
+    "pipeline": ["pipeline_model_parallel_size=2"],
+}
+LOSSES = {
+    "token mean": [],
+    "sequence mean": ['pipeline.loss_agg_mode="seq-mean-token-mean"', 'pipeline.importance_sampling="seq"'],
+    "without scaling": ["role.apply_loss_scale=false"],
+}
+
+
+def run_actor(folder: Path, checkout: Path, kind: str, overrides: list[str], check: bool = True) -> Any:
+    report = folder / f"{kind}.json"
+    paths = [ROOT, checkout, checkout / "mcore_adapter" / "src"]
+    env = {**os.environ, "PYTHONPATH": ":".join(map(str, paths)), "RANKS": "2", "ROLL_LOG_DIR": str(folder)}
+    command = [sys.executable, "-m", "tests.hosts.roll_actor", str(folder / "model"), kind, str(report)]
+    # In fp32 ROLL's entropy reads logits that its log-probs have changed in place: it is compared with a coefficient 0.
+    command += ["pipeline.entropy_loss_coef=0", *overrides]
+    (folder / "model").mkdir(exist_ok=True)
+    done = subprocess.run(command, cwd=folder, env=env, text=True, stdout=-1, stderr=subprocess.STDOUT, timeout=600)
+    if not check:
+        return done.stdout
+    assert done.returncode == 0, done.stdout[-6000:]
+    return json.loads(report.read_text())
+
+
+def worst_metric(plain: dict[str, Any], planned: dict[str, Any]) -> float:
+    """Largest difference of a sum, norm or learning rate in the three steps; both have the same keys."""
+    worst = 0.0
+    for one, other in zip(plain["metrics"], planned["metrics"], strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            if key.endswith(("@sum", "/grad_norm", "/lr")):
+                gap = np.ravel(one[key]).astype(float) - np.ravel(other[key]).astype(float)
+                worst = max(worst, float(np.abs(gap).max()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [*((layout, "token mean") for layout in LAYOUTS), *(("data parallel", loss) for loss in list(LOSSES)[1:])],
+)
+def test_three_steps_of_the_actor_are_those_of_roll(tmp_path: Path, checkout: Path, layout: str, loss: str) -> None:
+    overrides = [*LAYOUTS[layout], *LOSSES[loss]]
+    plain = run_actor(tmp_path, checkout, "plain", overrides)
+    planned = run_actor(tmp_path, checkout, "planned", overrides)
+    compared = 0
+    for own, ours in zip(plain, planned, strict=True):
+        assert worst_metric(own, ours) < 2e-6
+        for name in own.keys() & {"before", "after"}:
+            assert np.abs(np.array(own[name]) - np.array(ours[name])).max() < 5e-6
+            compared += 1
+    assert compared >= 2
+    moved = np.abs(np.array(planned[-1]["before"]) - np.array(planned[-1]["after"])).max()
+    assert moved > 1e-2, "the steps changed nothing"
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("role.use_sequence_packing=false", "use_sequence_packing must be true"),
+        ('packing.algorithm="none"', "algorithm must be load_balance"),
+        ("role.use_dynamic_batching_in_train=true", "use_dynamic_batching_in_train must be false"),
+        ("packing.max_packed_sequence_length_train=16", "longer than"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path, checkout: Path, override: str, text: str) -> None:
+    assert text in run_actor(tmp_path, checkout, "planned", [override], check=False)

@@ -1,0 +1,154 @@
+"""A host's loss function on planned packs: equal to our own loss over the same samples, in every kind of layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import RanksFailed, run_ranks
+
+WIDTH, VOCABULARY, CLIP = 40, 61, (0.2, 0.28)
+EXPERTS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 32}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "tp2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "vpp2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+}
+
+
+def padded(rows: list[torch.Tensor], width: int) -> torch.Tensor:
+    return torch.stack([torch.cat([row, row.new_zeros(width - len(row))]) for row in rows])
+
+
+class HostFunction:
+    """A clipped policy loss as a host writes it: over rows [samples, width], divided by a count over all ranks."""
+
+    def __init__(self, local: Any, tokens: int, form: str) -> None:
+        self.fields = {name: local.to_lists(name) for name in local.schema}
+        self.tokens, self.form, self.shapes = tokens, form, []
+
+    def __call__(self, rows: Any, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        assert entropy is not None
+        self.shapes.append(tuple(log_probs.shape[:1]))
+        if self.form == "jagged":
+            log_probs, entropy = (padded(list(x.unbind()), WIDTH)[:, : WIDTH - 1] for x in (log_probs, entropy))
+        old, ref = (
+            padded([self.fields[name][row] for row in rows], WIDTH)[:, : WIDTH - 1]
+            for name in ("old_log_probs", "ref_log_probs")
+        )
+        mask = padded([self.fields["response_mask"][row] for row in rows], WIDTH)[:, 1:]
+        advantages = torch.stack([torch.as_tensor(self.fields["advantages"][row]) for row in rows])[:, None]
+        ratio = (log_probs - old).exp()
+        gain = torch.min(ratio * advantages, ratio.clip(1 - CLIP[0], 1 + CLIP[1]) * advantages)
+        gap = ref - log_probs
+        per_token = -gain + 0.05 * (gap.exp() - 1 - gap) - 0.02 * entropy
+        loss = (per_token * mask).sum() / self.tokens
+        return loss, {"loss": float(loss.detach()), "log_probs": list(log_probs.detach())}
+
+
+def compare(megatron: dict[str, Any]) -> dict[str, Any]:
+    """Worst relative differences of gradients to our own loss, and of results without a gradient."""
+    from roll_batching.integrations.host_model import HostModel, in_order
+    from roll_batching.losses import PolicyLoss
+    from roll_batching.samples import gather_lengths
+    from tests.losses.steps import make_strategy, mine, refill, step
+    from tests.support.experts import let_experts_run
+    from tests.support.models import ARCHITECTURE, random_batch, whole_gradients, worst_difference
+
+    let_experts_run()
+
+    megatron = {"calculate_per_token_loss": False, **megatron}
+    experts = megatron.pop("experts", None)
+    architecture = {**ARCHITECTURE, "num_layers": 4, **({"moe": experts} if experts else {})}
+    strategy = make_strategy(megatron=megatron, architecture=architecture)
+    whole = random_batch(3, 11, WIDTH)
+    loss = PolicyLoss(clip_low=CLIP[0], clip_high=CLIP[1], kl_coef=0.05, kl_bound=None, entropy_coef=0.02)
+    result, expected = step(strategy, whole, loss)
+    host = HostModel(strategy.chunks, "a host", max_tokens=64, vocab_size=VOCABULARY)
+    local = mine(strategy, whole)
+    tokens = sum(int(mask[1:].sum()) for mask in whole.to_lists("response_mask"))
+    rows, masks = local.to_lists("input_ids"), local.to_lists("response_mask")
+    report: dict[str, Any] = {"loss": result.loss, "gradients": []}
+    for form, by_sample in (("padded", False), ("jagged", False), ("padded", True)):
+        refill(strategy)
+        strategy.zero_grad()
+        function = HostFunction(local, tokens, form)
+        width = WIDTH - 1 if form == "padded" else None
+        options = {"form": form, "width": width, "entropy": True, "by_sample": by_sample}
+        answers = host.run(rows, masks, function, backward=True, **options)
+        found = whole_gradients(strategy.chunks, VOCABULARY, strategy.layout.tp_rank, False)
+        report["gradients"].append(max(worst_difference(found, expected)[0], found["spread"]))
+        report["last_stage"] = strategy.layout.is_last_stage
+        report.setdefault("losses", []).append(sum(answer["loss"] for _, answer in answers))
+        report.setdefault("calls", []).append(len(answers))
+    refill(strategy)
+    whole_rows = [torch.ones_like(mask) for mask in masks]
+    function = HostFunction(local, tokens, "padded")
+    answers = host.run(rows, whole_rows, function, backward=False, width=WIDTH - 1, entropy=True)
+    table = gather_lengths(local)
+    exact = strategy.compute_log_probs(local, strategy.plan(table, forward=True, home_rank=table.location))
+    if answers:
+        ordered = in_order([(ids, answer["log_probs"]) for ids, answer in answers], len(rows))
+        pairs = zip(ordered, exact.to_lists("log_probs"), rows, strict=True)
+        gaps = [(own[: len(row) - 1] - right[: len(row) - 1]).abs() for own, right, row in pairs]
+        report["log_probs"] = float(torch.cat(gaps).max())
+    return report
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, pytest.param("ep2", marks=pytest.mark.slow)])
+def test_a_host_s_function_trains_as_our_loss_does(name: str) -> None:
+    ranks, megatron = LAYOUTS.get(name, (2, {"expert_model_parallel_size": 2, "experts": EXPERTS}))
+    reports = run_ranks(ranks, "tests.integrations.test_host_model:compare", payload=megatron)
+    for report in reports:
+        assert max(report["gradients"]) < 1e-5
+    last = [report for report in reports if report["last_stage"]]
+    shares = 1 if name in ("tp2", "cp2") else len(last)
+    for one in range(3):
+        total = sum(report["losses"][one] for report in last[:shares])
+        assert total == pytest.approx(last[0]["loss"], abs=1e-6)
+    assert all(report["calls"][0] < report["calls"][2] for report in last)
+    assert all(report["log_probs"] < 1e-6 for report in last)
+
+
+def misbehave(kind: str) -> None:
+    from roll_batching.integrations.host_model import HostModel
+    from tests.losses.steps import make_strategy
+
+    strategy = make_strategy(megatron={"calculate_per_token_loss": False})
+    host = HostModel(strategy.chunks, "a host", max_tokens=64, vocab_size=VOCABULARY)
+    rows = [torch.randint(0, VOCABULARY, (9,)) for _ in range(3)]
+    masks = [torch.ones(9) for _ in rows]
+    functions = {
+        "no tuple": lambda ids, log_probs, entropy: log_probs.sum(),
+        "raises": lambda ids, log_probs, entropy: log_probs[len(ids) + 7],
+        "detached": lambda ids, log_probs, entropy: (log_probs.detach().sum(), None),
+        "nan": lambda ids, log_probs, entropy: ((log_probs * float("nan")).sum(), None),
+        "infinite gradient": lambda ids, log_probs, entropy: ((log_probs - log_probs).clamp(min=0).sqrt().sum(), None),
+        "narrow": lambda ids, log_probs, entropy: (log_probs.sum(), None),
+        "fractions": lambda ids, log_probs, entropy: (log_probs.sum(), None),
+    }
+    if kind == "fractions":
+        masks[1] = torch.full((8,), 1.0)  # one short of its row
+    host.run(rows, masks, functions[kind], backward=True, width=5 if kind == "narrow" else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("no tuple", "must return (loss, result)"),
+        ("raises", "IndexError"),
+        ("detached", "without a gradient to the model"),
+        ("nan", "the loss is nan"),
+        ("infinite gradient", "the gradient is not finite"),
+        ("narrow", "would cut a sample of 9 tokens"),
+        ("fractions", "counted"),
+    ],
+)
+def test_a_host_s_mistake_is_one_error_on_all_ranks(kind: str, text: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, "tests.integrations.test_host_model:misbehave", payload=kind)
+    assert str(failed.value).count(text) >= 2
