@@ -59,7 +59,7 @@ class PassOutput:
 def _planned(base: type) -> type:
     """`base`, a Megatron strategy of ROLL's, with our passes."""
 
-    class PlannedStrategy(base):  # type: ignore[misc,valid-type]
+    class PlannedStrategy(base):  # type: ignore[misc]
         """ROLL's strategy; `forward_backward_func` runs planned packs."""
 
         def initialize(self, model_provider: Any) -> None:

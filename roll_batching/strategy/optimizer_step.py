@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+
+from roll_batching.distributed import consensus
+from roll_batching.errors import LossError
+from roll_batching.modeling.builder import build_optimizer, build_scheduler
+from roll_batching.settings import MegatronConfig, TrainingArgs
+from roll_batching.strategy.model_state import ModelState
 
 _MAX_GRAD_SQUARE = torch.finfo(torch.float32).max / 2
 """Megatron adds the squares in fp32: below this its norm is finite in any order of summation."""
@@ -79,3 +86,22 @@ def _chunk_gradients(chunk: Any) -> list[torch.Tensor]:
     if hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers"):
         return [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return [p.grad for p in chunk.parameters() if p.grad is not None]
+
+
+def with_optimizer(state: ModelState, training: TrainingArgs, megatron: MegatronConfig) -> ModelState:
+    """`state` with a newly built optimizer and learning-rate schedule."""
+    optimizer = build_optimizer(list(state.chunks), training, megatron, state.dtype)
+    scheduler = build_scheduler(optimizer, training, max(training.max_steps, 1))
+    assert state.training is not None  # set by _prepare
+    return replace(state, training=replace(state.training, optimizer=optimizer, scheduler=scheduler))
+
+
+def check_training_args(state: ModelState, training: TrainingArgs) -> None:
+    """Raises `LossError`, on all ranks, for a decaying schedule without `max_steps`. Collective."""
+    with consensus(state.layout.host_group, "start_phase") as facts:
+        if training.max_steps < 1 and training.lr_scheduler_type not in ("constant", "constant_with_warmup"):
+            raise LossError(
+                f"lr_scheduler_type {training.lr_scheduler_type!r} needs training_args.max_steps, the optimizer steps "
+                "that it spans"
+            )
+        facts.equal("training_args", training)

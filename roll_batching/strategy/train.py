@@ -21,7 +21,7 @@ from roll_batching.losses.denominators import StepCounts, require_counts
 from roll_batching.losses.head import check_temperature
 from roll_batching.losses.metric_kinds import HostMetric, as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
-from roll_batching.modeling.builder import build_optimizer, build_scheduler, optimizer_config, wrap_ddp
+from roll_batching.modeling.builder import optimizer_config, wrap_ddp
 from roll_batching.modeling.cost import device_rate, plan_flops
 from roll_batching.modeling.experts import expert_biases_kept
 from roll_batching.packing.batch import StepPacks
@@ -29,7 +29,7 @@ from roll_batching.planning import CostModel, ParallelDims, Plan
 from roll_batching.planning.plain_values import kind_of
 from roll_batching.samples import LengthTable, SampleBatch
 from roll_batching.samples.length_table import require_batch
-from roll_batching.settings import BatchingConfig, MegatronConfig, RoleSettings, TrainingArgs
+from roll_batching.settings import BatchingConfig, RoleSettings, TrainingArgs
 from roll_batching.strategy.clock import StepClock
 from roll_batching.strategy.compatibility import check_compatibility, scheduler_problems
 from roll_batching.strategy.from_parts import list_of_chunks, require_process_group, state_from_parts
@@ -37,7 +37,13 @@ from roll_batching.strategy.infer import MegatronInferStrategy
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, SchedulerUnit, StepSettings, TrainingState
 from roll_batching.strategy.offload import KINDS
-from roll_batching.strategy.optimizer_step import free_optimizer_memory, grad_square_sum, step_optimizer
+from roll_batching.strategy.optimizer_step import (
+    check_training_args,
+    free_optimizer_memory,
+    grad_square_sum,
+    step_optimizer,
+    with_optimizer,
+)
 from roll_batching.strategy.out_of_memory import explain_optimizer_out_of_memory
 from roll_batching.strategy.step_inputs import count_local
 from roll_batching.strategy.step_result import StepResult, join_results
@@ -157,9 +163,9 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             optimizer_config(config.training_args, megatron, built.dtype, built.device)
         state = replace(built, chunks=wrap_ddp(list(built.chunks), megatron), training=TrainingState())
         check_compatibility(state)
-        _check_training_args(state, config.training_args)
+        check_training_args(state, config.training_args)
         gather_parameters(state.chunks)
-        return _with_optimizer(state, config.training_args, megatron)
+        return with_optimizer(state, config.training_args, megatron)
 
     def start_phase(self, training: TrainingArgs) -> None:
         """Replaces optimizer and learning-rate schedule by new ones for the current weights. Collective.
@@ -168,13 +174,13 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             LossError: for a decaying schedule without `max_steps`.
         """
         self._offload.require(KINDS, "start_phase")
-        _check_training_args(self.state, training)
+        check_training_args(self.state, training)
         megatron = self._require_config().strategy_args.strategy_config
         self.gather_parameters()
         # Before the new one is built: two optimizer states may not fit.
         self.state = replace(self.state, training=replace(self._training, optimizer=None, scheduler=None))
         free_optimizer_memory(self.chunks)
-        self.state = _with_optimizer(self.state, training, megatron)
+        self.state = with_optimizer(self.state, training, megatron)
 
     def copy_weights_from(self, other: ModelIOMixin) -> Transfer:
         """As in the inference strategy. The optimizer continues from the new weights and keeps its moments."""
@@ -232,7 +238,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 plan,
                 loss,
                 counts,
-                prepare=self._zero_gradients,
+                prepare=self.zero_grad,
                 grad_square=self._clock.timed("optimizer", lambda: grad_square_sum(self.chunks)),
             )
             training = self._training
@@ -303,7 +309,11 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
     def zero_grad(self) -> None:
         """Zeroes the gradients of model and optimizer. Raises `LayoutError` without an optimizer."""
-        self._zero_gradients()
+        self._require_optimizer()
+        for chunk in self.chunks:
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float | None:
         """Steps the optimizer on the gradients of `forward_backward`. Collective.
@@ -328,13 +338,6 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         if self.optimizer is None:
             raise LayoutError("this strategy was made without an optimizer: call forward_backward and step yours")
         return self.optimizer
-
-    def _zero_gradients(self) -> None:
-        self._require_optimizer()
-        for chunk in self.chunks:
-            if hasattr(chunk, "zero_grad_buffer"):
-                chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
 
     def _accumulate(
         self,
@@ -394,21 +397,3 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 "skipped (logged once)",
                 " and ".join(counts.tokens),
             )
-
-
-def _check_training_args(state: ModelState, training: TrainingArgs) -> None:
-    with consensus(state.layout.host_group, "start_phase") as facts:
-        if training.max_steps < 1 and training.lr_scheduler_type not in ("constant", "constant_with_warmup"):
-            raise LossError(
-                f"lr_scheduler_type {training.lr_scheduler_type!r} needs training_args.max_steps, the optimizer steps "
-                "that it spans"
-            )
-        facts.equal("training_args", training)
-
-
-def _with_optimizer(state: ModelState, training: TrainingArgs, megatron: MegatronConfig) -> ModelState:
-    """`state` with a newly built optimizer and learning-rate schedule."""
-    optimizer = build_optimizer(list(state.chunks), training, megatron, state.dtype)
-    scheduler = build_scheduler(optimizer, training, max(training.max_steps, 1))
-    assert state.training is not None  # set by _prepare
-    return replace(state, training=replace(state.training, optimizer=optimizer, scheduler=scheduler))

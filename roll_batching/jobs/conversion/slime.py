@@ -13,8 +13,8 @@ from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
 from roll_batching.jobs.conversion.mini_batch import data_parallel_ranks, put_mini_batch
 from roll_batching.jobs.conversion.nemo_rl_file import REWARDS
-from roll_batching.jobs.conversion.report import Kind
 from roll_batching.jobs.conversion.slime_command import PROGRAM
+from roll_batching.jobs.conversion.slime_objective import put_objective
 from roll_batching.jobs.conversion.slime_options import COUNTS, DEFAULTS, RL_DEFAULTS, SlimeFile
 from roll_batching.jobs.conversion.value_types import wrong_types
 
@@ -51,8 +51,7 @@ def draft_of_slime(source: str, data: dict[str, Any]) -> Draft:
         _supervised(file)
     else:
         _rollouts(file, program)
-        _advantages(file)
-        _loss(file)
+        put_objective(file)
         _evaluation(file)
     _checkpoints(file)
     if not file.peek("--moe-aux-loss-coeff") and file.take("--moe-router-load-balancing-type") is not None:
@@ -270,88 +269,6 @@ def _prompts(file: SlimeFile) -> None:
         file.draft.leave_out(
             "--rollout-shuffle", "refused", "is not given, but prompts are shuffled anew in every epoch"
         )
-
-
-def _advantages(file: SlimeFile) -> None:
-    name = file.take("--advantage-estimator")
-    raw, centred = file.take("--disable-rewards-normalization"), file.take("--disable-grpo-std-normalization")
-    single = file.draft.values.get("num_return_sequences_in_group") == 1
-    key = "--advantage-estimator"
-    if name in ("grpo", "gspo", "cispo"):
-        if raw or centred or single:
-            file.put(("adv_estimator",), "reinforce", key)
-            if not raw:
-                text = "--disable-grpo-std-normalization" if centred else "--n-samples-per-prompt"
-                file.put(("norm_mean_type",), "group", text)
-        else:
-            file.put(("adv_estimator",), "grpo", key)
-        if name == "gspo":
-            file.put(("importance_sampling",), "seq", key)
-        if name == "cispo":
-            file.put(("loss_function",), "cispo", key)
-    elif name == "ppo":
-        file.put(("adv_estimator",), "gae", key)
-    elif name is not None:
-        file.put(("adv_estimator",), name, key)
-        if raw and name == "reinforce_plus_plus_baseline":
-            text = "reinforce_plus_plus_baseline always subtracts the group's mean"
-            file.draft.leave_out("--disable-rewards-normalization", "refused", text)
-    whitened = file.take("--normalize-advantages")
-    if not str(name).startswith("reinforce_plus_plus"):
-        file.put(("whiten_advantages",), bool(whitened), "--normalize-advantages")
-    gamma, weight = file.take("--gamma"), file.take("--kl-coef")
-    if name == "reinforce_plus_plus":
-        file.put(("gamma",), gamma, "--gamma")
-        if weight:
-            file.put(("add_token_level_kl",), True, "--kl-coef")
-            file.put(("init_kl_coef",), weight, "--kl-coef")
-            kinds = {"k1": "kl", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
-            file.put(("kl_penalty",), kinds.get(file.peek("--kl-loss-type"), "kl"), "--kl-loss-type")
-            file.put(("reference",), {}, "--kl-coef")
-    else:
-        if weight:
-            kind: Kind = "refused" if name in ("ppo", "reinforce_plus_plus_baseline") else "idle"
-            why = "slime's advantages of this estimator do not read it"
-            if kind == "refused":
-                why = "KL in the advantages is converted for reinforce_plus_plus alone; use --use-kl-loss"
-            file.draft.leave_out("--kl-coef", kind, why)
-        if gamma != 1:
-            file.draft.leave_out("--gamma", "idle", "slime's advantages of this estimator do not read it")
-
-
-def _loss(file: SlimeFile) -> None:
-    low, high = file.take("--eps-clip"), file.take("--eps-clip-high")
-    if low is not None:
-        file.put(("use_pg_clip_range",), True, "--eps-clip")
-        file.put(("pg_clip_low",), low, "--eps-clip")
-        file.put(("pg_clip_high",), low if high is None else high, "--eps-clip" if high is None else "--eps-clip-high")
-    if (dual := file.take("--eps-clip-c")) is not None:
-        file.put(("dual_clip_loss",), True, "--eps-clip-c")
-        file.put(("dual_clip_ratio",), dual, "--eps-clip-c")
-    whole = file.take("--calculate-per-token-loss")
-    file.put(("loss_agg_mode",), "token-mean" if whole else "seq-mean-token-mean", "--calculate-per-token-loss")
-    file.move("--entropy-coef", ("entropy_loss_coef",))
-    used, weight, kind = file.take("--use-kl-loss"), file.take("--kl-loss-coef"), file.take("--kl-loss-type")
-    unbiased = file.take("--use-unbiased-kl")
-    if used and weight:
-        file.put(("use_kl_loss",), True, "--use-kl-loss")
-        file.put(("kl_loss_coef",), weight, "--kl-loss-coef")
-        file.put(("reference",), {}, "--use-kl-loss")
-        file.put(("loss_args", "kl_estimator"), "k3" if kind == "low_var_kl" else kind, "--kl-loss-type")
-        file.draft.put(("kl_loss_bound",), 10.0 if kind == "low_var_kl" else None, "--kl-loss-type")
-        if unbiased:
-            file.put(("loss_args", "kl_gradient"), "importance", "--use-unbiased-kl")
-    else:
-        for key in ("--use-kl-loss", "--kl-loss-coef", "--kl-loss-type"):
-            file.draft.leave_out(key, "idle", "there is no KL term without --use-kl-loss, or with --kl-loss-coef 0")
-    corrected = file.take("--use-tis")
-    cap, lowest = file.take("--tis-clip"), file.take("--tis-clip-low")
-    if corrected and file.peek("--custom-tis-function-path") is None:
-        file.put(("loss_args", "engine_ratio_cap"), 2.0 if cap is None else cap, "--tis-clip")
-        if lowest:
-            file.put(("loss_args", "engine_ratio_min"), lowest, "--tis-clip-low")
-    if file.take("--use-rollout-logprobs"):
-        file.put((_ROLE, "logprob_plan"), "rollout", "--use-rollout-logprobs")
 
 
 def _evaluation(file: SlimeFile) -> None:
