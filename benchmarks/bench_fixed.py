@@ -21,6 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checkout that is not installed
 
+from roll_batching.known_warnings import hide_known_warnings
+
+hide_known_warnings()  # before Megatron is imported, here and in the ranks
+
 MORE = 5
 """Micro-batches of the longer step; the shorter step has one."""
 REPEATS = 5

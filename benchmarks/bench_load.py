@@ -25,6 +25,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checkout that is not installed
 
+from roll_batching.known_warnings import hide_known_warnings
+
+hide_known_warnings()  # before Megatron is imported, here and in the ranks
+
 SHAPE = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],

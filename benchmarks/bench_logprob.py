@@ -19,6 +19,10 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checkout that is not installed
 
+from roll_batching.known_warnings import hide_known_warnings
+
+hide_known_warnings()  # before Megatron is imported, here and in the ranks
+
 from benchmarks.measure import arguments, finish, peak_bytes, relative, seconds
 from roll_batching.losses import token_log_probs
 

@@ -21,6 +21,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checkout that is not installed
 
+from roll_batching.known_warnings import hide_known_warnings
+
+hide_known_warnings()  # before Megatron is imported, here and in the ranks
+
 from roll_batching.losses.denominators import local_counts
 from roll_batching.packing import StepPacks
 from roll_batching.planning import PlanConstraints, plan_step

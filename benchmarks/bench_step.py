@@ -41,6 +41,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checkout that is not installed
 
+from roll_batching.known_warnings import hide_known_warnings
+
+hide_known_warnings()  # before Megatron is imported, here and in the ranks
+
 MODES = ("padded", "padded_micro", "dynamic", "packed", "packed_peer", "equal_length")
 USUAL = ("padded", "dynamic", "packed")
 OF_OTHER_SAMPLES = ("equal_length",)

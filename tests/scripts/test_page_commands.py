@@ -132,7 +132,7 @@ class Reader:
             "more.jsonl": "".join(heldout[:4]),
             "other.jsonl": "".join(heldout[4:12]),
             "my_lengths.csv": (self.clone / "examples" / "lengths.csv").read_text(),
-            "FILE": ROLL_FILE.read_text(),
+            "rlvr_config.yaml": ROLL_FILE.read_text(),
             "grpo.yaml": NEMO_RL_FILE,
             "run_grpo.sh": VERL_SCRIPT,
             "run-qwen3-4B.sh": SLIME_SCRIPT,
