@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from roll_batching.distributed import consensus
 from roll_batching.errors import IntegrationError
 from roll_batching.losses.host import HostFunction, HostLoss
 from roll_batching.megatron_patches import cpu_platform
@@ -129,19 +130,20 @@ class HostModel:
         if backward and not isinstance(strategy, MegatronTrainStrategy):
             raise IntegrationError(f"{self._host} asks for gradients of a model that it does not train")
         first = strategy.layout.dp_rank << _RANK_SHIFT
-        values = torch.as_tensor(temperatures, dtype=torch.float32).cpu().expand(len(rows))
-        if not bool(((values > 0) & values.isfinite()).all()):
-            raise IntegrationError(f"{self._host}'s temperatures {values.tolist()[:8]} must be finite and above 0")
-        local = SampleBatch.from_lists(
-            {
-                "input_ids": [row.cpu() for row in rows],
-                "counted": [mask.cpu().bool() for mask in masks],
-                "temperature": values,
-            },
-            {"input_ids": "token", "counted": "token", "temperature": "sample"},
-            ids=torch.arange(len(rows)) + first,
-            lengths=[len(row) for row in rows],
-        )
+        with consensus(strategy.layout.host_group, f"{self._host}'s samples"):  # an error of one rank is every rank's
+            values = torch.as_tensor(temperatures, dtype=torch.float32).cpu().expand(len(rows))
+            if not bool(((values > 0) & values.isfinite()).all()):
+                raise IntegrationError(f"{self._host}'s temperatures {values.tolist()[:8]} must be finite and above 0")
+            local = SampleBatch.from_lists(
+                {
+                    "input_ids": [row.cpu() for row in rows],
+                    "counted": [mask.cpu().bool() for mask in masks],
+                    "temperature": values,
+                },
+                {"input_ids": "token", "counted": "token", "temperature": "sample"},
+                ids=torch.arange(len(rows)) + first,
+                lengths=[len(row) for row in rows],
+            )
         strategy.temperature_field = "temperature"
         table = gather_lengths(local, strategy.layout.dp_group)
         constraints = strategy.constraints(forward=not backward)

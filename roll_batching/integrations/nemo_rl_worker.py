@@ -70,10 +70,11 @@ def megatron_forward_backward(
     micro_batches = [next(data_iterator).data_dict for _ in range(num_microbatches)]
     data = type(micro_batches[0]).from_batches(micro_batches)
     packing = post_processing_fn.cfg["sequence_packing"]
-    host = _MODELS.get(model)
+    chunks = model if isinstance(model, list) else [model]
+    host = _MODELS.get(chunks[0])
     if host is None:
-        host = _MODELS[model] = HostModel(
-            model if isinstance(model, list) else [model],
+        host = _MODELS[chunks[0]] = HostModel(
+            chunks,
             "NeMo-RL",
             max_tokens=packing["train_mb_tokens"],
             max_tokens_forward=packing["logprob_mb_tokens"],

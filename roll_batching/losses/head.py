@@ -63,6 +63,8 @@ class HeadContext:
 
         Padded columns of the vocabulary are set so low that their probability is 0.
         """
+        if self.temperature_field is not None:
+            raise LossError("a temperature for each sample divides log-probs only: the loss reads logits")
         source, weight = self._source(output, chunk)
         logits = source if weight is None else F.linear(source, weight)
         if self.temperature != 1.0:

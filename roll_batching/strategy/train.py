@@ -323,8 +323,9 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         """
         optimizer = self._require_optimizer()
         self._offload.require(KINDS, "optimizer_step")
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, float(grad_square_sum(self.chunks)), group=self.layout.host_group)
+        group = self.layout.host_group
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, float(grad_square_sum(self.chunks)), group=group)
         with explain_optimizer_out_of_memory():
             return step_optimizer(optimizer, self.chunks, sum(parts))
 

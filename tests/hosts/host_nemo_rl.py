@@ -81,7 +81,7 @@ class Entrance:
         empty = dict.fromkeys(ProcessedMicrobatch.__dataclass_fields__)
         chunks = list(self.strategy.chunks)
         return self.host.megatron_forward_backward(
-            model=chunks[0] if len(chunks) == 1 else ChunkList(chunks),
+            model=chunks[0] if len(chunks) == 1 else chunks,
             data_iterator=iter([ProcessedMicrobatch(**{**empty, "data_dict": part}) for part in parts]),
             num_microbatches=len(parts),
             seq_length=own["input_ids"].shape[1],
@@ -100,7 +100,3 @@ class Entrance:
         after = self.host.LossPostProcessor(loss_fn=self.loss, cfg=self.cfg, num_microbatches=7)
         results = self._pass(own, after, **_counts(fields))
         return float(sum(one["loss"] for one in results))
-
-
-class ChunkList(list):
-    """Model chunks of virtual stages, of which a weak reference can be kept."""

@@ -125,13 +125,16 @@ def settings(folder: Path, planned: bool, changes: dict[str, dict[str, Any]]) ->
                 },
             },
         ),
-        use_sequence_packing=planned,
         sequence_packing_args=SequencePackingConfig(
-            algorithm="load_balance" if planned else "none",
-            max_packed_sequence_length_train=96,
-            max_packed_sequence_length_forward=128,
+            **{
+                "algorithm": "load_balance" if planned else "none",
+                "max_packed_sequence_length_train": 96,
+                "max_packed_sequence_length_forward": 128,
+                **changes["packing"],
+            }
         ),
         infer_batch_size=2,
+        **{"use_sequence_packing": planned, **changes["role"]},
     )
     own = SimpleNamespace(
         **{

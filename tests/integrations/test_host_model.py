@@ -50,6 +50,17 @@ class HostFunction:
         return loss, {"loss": float(loss.detach()), "log_probs": list(log_probs.detach())}
 
 
+def check_temperatures(plain: Any, cold: Any, warm: Any, mixed: Any, samples: int) -> float:
+    """Difference of a pass with a temperature per sample from passes with one temperature each."""
+    from roll_batching.integrations.host_model import in_order
+
+    ordered = [
+        in_order([(ids, answer["log_probs"]) for ids, answer in one], samples) for one in (plain, cold, warm, mixed)
+    ]
+    assert max(float((a - b).abs().max()) for a, b in zip(ordered[0], ordered[1], strict=True)) > 1e-3
+    return max(float((ordered[3][n] - ordered[1 + n % 2][n]).abs().max()) for n in range(samples))
+
+
 def compare(megatron: dict[str, Any]) -> dict[str, Any]:
     """Worst relative differences of gradients to our own loss, and of results without a gradient."""
     from roll_batching.integrations.host_model import HostModel, in_order
@@ -89,11 +100,17 @@ def compare(megatron: dict[str, Any]) -> dict[str, Any]:
     whole_rows = [torch.ones_like(mask) for mask in masks]
     function = HostFunction(local, tokens, "padded")
     answers = host.run(rows, whole_rows, function, backward=False, width=WIDTH - 1, entropy=True)
+    numbers = torch.arange(len(rows))
+    cold, warm, mixed = (
+        host.run(rows, whole_rows, function, backward=False, width=WIDTH - 1, entropy=True, temperatures=temperatures)
+        for temperatures in (0.5, 2.0, torch.where(numbers % 2 == 0, 0.5, 2.0))
+    )
     table = gather_lengths(local)
     exact = strategy.compute_log_probs(local, strategy.plan(table, forward=True, home_rank=table.location))
     if answers:
         ordered = in_order([(ids, answer["log_probs"]) for ids, answer in answers], len(rows))
         pairs = zip(ordered, exact.to_lists("log_probs"), rows, strict=True)
+        report["temperatures"] = check_temperatures(answers, cold, warm, mixed, len(rows))
         gaps = [(own[: len(row) - 1] - right[: len(row) - 1]).abs() for own, right, row in pairs]
         report["log_probs"] = float(torch.cat(gaps).max())
     return report
@@ -111,7 +128,7 @@ def test_a_host_s_function_trains_as_our_loss_does(name: str) -> None:
         total = sum(report["losses"][one] for report in last[:shares])
         assert total == pytest.approx(last[0]["loss"], abs=1e-6)
     assert all(report["calls"][0] < report["calls"][2] for report in last)
-    assert all(report["log_probs"] < 1e-6 for report in last)
+    assert all(report["log_probs"] < 1e-6 and report["temperatures"] < 1e-6 for report in last)
 
 
 def misbehave(kind: str) -> None:
@@ -129,10 +146,10 @@ def misbehave(kind: str) -> None:
         "nan": lambda ids, log_probs, entropy: ((log_probs * float("nan")).sum(), None),
         "infinite gradient": lambda ids, log_probs, entropy: ((log_probs - log_probs).clamp(min=0).sqrt().sum(), None),
         "narrow": lambda ids, log_probs, entropy: (log_probs.sum(), None),
-        "fractions": lambda ids, log_probs, entropy: (log_probs.sum(), None),
+        "short mask": lambda ids, log_probs, entropy: (log_probs.sum(), None),
     }
-    if kind == "fractions":
-        masks[1] = torch.full((8,), 1.0)  # one short of its row
+    if kind == "short mask" and strategy.layout.dp_rank == 1:  # on one rank alone
+        masks[1] = torch.ones(8)
     host.run(rows, masks, functions[kind], backward=True, width=5 if kind == "narrow" else None)
 
 
@@ -145,7 +162,7 @@ def misbehave(kind: str) -> None:
         ("nan", "the loss is nan"),
         ("infinite gradient", "the gradient is not finite"),
         ("narrow", "would cut a sample of 9 tokens"),
-        ("fractions", "counted"),
+        ("short mask", "counted"),
     ],
 )
 def test_a_host_s_mistake_is_one_error_on_all_ranks(kind: str, text: str) -> None:
