@@ -2,7 +2,7 @@
 
 The backward depends on the use of the gathered tensor. Keys and values are used differently on each rank, so their
 gradients are summed over ranks. A loss is computed identically on all ranks, so each rank already has the full gradient
-and only takes the part of its own tokens; a sum would multiply gradients by the context-parallel size.
+and only takes the part of its tokens; a sum would multiply gradients by the context-parallel size.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Value:
     conditional: bool = False
     """Whether a condition decides that it is there at all."""
     from_home: bool = False
-    """Whether it contains the home directory of whoever converts."""
+    """Whether it contains the home directory of the current user."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Asynchronous rollouts: requests for later steps are sampled in other processes while earlier steps train.
 
-Requests are numbered in the order of the prompts, and a step takes the rollouts of its own prompts: every prompt is
+Requests are numbered in the order of the prompts, and a step takes the rollouts of its prompts: every prompt is
 trained on once, in the order of a synchronous run, and the data's position is that of the completed steps. After s
 steps the requests of at most 1 + s + `async_generation_ratio` steps have been sent; so a sample is at most
 `async_generation_ratio` steps old (rounded up), and a sampler that is faster than training waits. With a ratio of 0 the
