@@ -85,7 +85,7 @@ def test_three_steps_of_the_actor_are_those_of_roll(tmp_path: Path, checkout: Pa
         ("role.use_sequence_packing=false", "use_sequence_packing must be true"),
         ('packing.algorithm="none"', "algorithm must be load_balance"),
         ("role.use_dynamic_batching_in_train=true", "use_dynamic_batching_in_train must be false"),
-        ("packing.max_packed_sequence_length_train=16", "longer than"),
+        ("packing.max_packed_sequence_length_train=16", "exceeds max_tokens=16"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path, checkout: Path, override: str, text: str) -> None:

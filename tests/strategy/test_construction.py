@@ -30,10 +30,11 @@ def before_initialize(path: str) -> dict[str, str]:
         "training": TrainingArgs(learning_rate=1e-3),
         "other": MegatronTrainStrategy(worker_config("packed", 64)),
         "path": path,
+        "samples": 6,
     }
     said = {}
     for name, member in inspect.getmembers(MegatronTrainStrategy):
-        if name.startswith("_") or name in ("initialize", "from_parts"):
+        if name.startswith("_") or name in ("initialize", "from_parts", "from_model"):
             continue
         strategy = MegatronTrainStrategy(worker_config("packed", 64))
         try:

@@ -14,7 +14,8 @@ from roll_batching.jobs.inputs import CHECKED, check_inputs, load_inputs
 from roll_batching.jobs.texts.fit import token_counts
 from roll_batching.jobs.texts.tokenizers import CharTokenizer, HFTokenizer
 from tests.huggingface import tiny
-from tests.jobs.streams.jobs import VOCABULARY, settings, write_data
+from tests.jobs.streams.jobs import settings, write_data
+from tests.support.tiny_job import VOCABULARY
 
 pytestmark = pytest.mark.streams
 TEXTS, HELD_OUT = 20, 6
