@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.ranks import run_ranks
 
@@ -27,6 +26,7 @@ def cases(variants: list[str]) -> list[tuple[str, str, int]]:
 
 def check(host: str, layout: str, variant: str, steps: int, env: dict[str, str] | None = None) -> None:
     """Asserts that losses, gradients and log-probs are those of the plain model."""
+    from tests.hosts.losses import batch
     from tests.support.models import worst_difference
 
     experts = bool(LAYOUTS[layout].get("experts"))
@@ -40,10 +40,10 @@ def check(host: str, layout: str, variant: str, steps: int, env: dict[str, str] 
     by_rank = {report["rank"]: report for report in reports if report["last"]}
     for step in range(steps):
         total = sum(report["losses"][step] for report in by_rank.values())
-        assert total == pytest.approx(plain["losses"][step], abs=1e-6 if step < 2 else 2e-5)
-    for rows, log_probs in (report["log_probs"] for report in by_rank.values()):
-        gap = (log_probs - plain["log_probs"][rows]).abs()
-        from tests.hosts.losses import batch
-
-        assert float((gap * batch()["attention_mask"][rows, 1:]).max()) < (1e-5 if steps <= 2 else 1e-4)
-    assert torch.isfinite(torch.tensor(plain["losses"])).all()
+        assert total == pytest.approx(plain["losses"][step], rel=1e-6, abs=1e-6 if step < 2 else 2e-5)
+    # Adam's steps are of one size however small a gradient is: rounding of near-zero ones grows with every step.
+    for name, limit in (("first_pass", 1e-6), ("last_pass", 1e-4)):
+        for rows, log_probs in (report[name] for report in by_rank.values()):
+            right = plain[name][rows]
+            gap = (log_probs - right).abs() / right.abs().clamp(min=1.0) * batch()["attention_mask"][rows, 1:]
+            assert float(gap.max()) < limit, name

@@ -11,7 +11,8 @@ import torch
 from tests.hosts import stand_ins
 from tests.support.models import ARCHITECTURE
 
-WIDTH, SAMPLES, VOCABULARY, CAP = 40, 13, 61, 64
+WIDTH, SAMPLES, VOCABULARY, CAP = 40, 13, 64, 64
+"""The vocabulary divides evenly: hosts count the padded columns of a head, as their own softmax does."""
 EXPERTS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 32}
 
 
@@ -53,7 +54,7 @@ def make_host(host: str) -> Any:
 
 
 def architecture(experts: bool) -> dict[str, Any]:
-    return {**ARCHITECTURE, "num_layers": 4, **({"moe": EXPERTS} if experts else {})}
+    return {**ARCHITECTURE, "num_layers": 4, "vocab_size": VOCABULARY, **({"moe": EXPERTS} if experts else {})}
 
 
 def plain_log_probs(model: Any, fields: dict[str, torch.Tensor], temperature: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +81,14 @@ def plainly(payload: tuple[str, str, bool, int]) -> dict[str, Any]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(0)
-    model = stock_model(architecture(experts))
+    options = {
+        "num_moe_experts": EXPERTS["num_experts"],
+        "moe_router_topk": EXPERTS["router_topk"],
+        "moe_ffn_hidden_size": EXPERTS["ffn_hidden_size"],
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    model = stock_model(architecture(experts), **(options if experts else {}))
     fields = batch()
     temperature = host.temperature(variant, fields)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
@@ -101,7 +109,7 @@ def plainly(payload: tuple[str, str, bool, int]) -> dict[str, Any]:
             }
         optimizer.step()
         losses.append(float(loss.detach()))
-    return {"losses": losses, "gradients": gradients, "log_probs": passes[-1]}
+    return {"losses": losses, "gradients": gradients, "first_pass": passes[0], "last_pass": passes[-1]}
 
 
 def planned(payload: tuple[str, str, dict[str, Any], int]) -> dict[str, Any]:
@@ -110,9 +118,9 @@ def planned(payload: tuple[str, str, dict[str, Any], int]) -> dict[str, Any]:
     megatron = dict(megatron)
     experts = megatron.pop("experts", False)
     host = make_host(host_name)
-    from tests.losses.steps import make_strategy, refill
+    from tests.losses.steps import make_strategy
     from tests.support.experts import let_experts_run
-    from tests.support.models import whole_gradients
+    from tests.support.models import fill, whole_gradients
 
     let_experts_run()
     training = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0}
@@ -122,15 +130,16 @@ def planned(payload: tuple[str, str, dict[str, Any], int]) -> dict[str, Any]:
         architecture=architecture(experts),
         training=training,
     )
-    refill(strategy)
     fields, layout = batch(), strategy.layout
+    fill(strategy.chunks, VOCABULARY, layout.tp_rank, layout.tp_size)
     mine = torch.arange(layout.dp_rank, SAMPLES, layout.dp_size)
     entrance = host.Entrance(strategy, variant, CAP)
     report: dict[str, Any] = {"losses": [], "rank": layout.dp_rank, "last": layout.is_last_stage}
     for step in range(steps):
         own = {name: values[mine] for name, values in fields.items()}
         log_probs = entrance.log_probs(own)
-        report["log_probs"] = (mine, log_probs)
+        report["last_pass"] = mine, log_probs
+        report.setdefault("first_pass", report["last_pass"])
         if step and log_probs is not None:
             fields["old"] = fields["old"].clone()
             fields["old"][mine] = log_probs * own["response_mask"][:, 1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -55,6 +56,14 @@ SLIME_SCRIPT = """
 ARGS=(--n-samples-per-prompt 4 --rollout-batch-size 4 --num-rollout 2)
 python3 train.py --hf-checkpoint data/hf_model/tiny-qwen3 --colocate "${ARGS[@]}"
 """
+SMALLER = {
+    '"MODEL"': '"data/hf_model/tiny-qwen3"',
+    "sequence_length = 4096": "sequence_length = 256",
+    "max_num_steps = 1000": "max_num_steps = 2",
+    '"0-7"': '"0-1"',
+}
+"""What makes cosmos-rl's example a job for two processes of a laptop."""
+
 NEMO_RL_FILE = """
 grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_steps: 2}
 policy:
@@ -65,6 +74,13 @@ policy:
   sequence_packing: {enabled: true, algorithm: modified_first_fit_decreasing, train_mb_tokens: 128}
 loss_fn: {reference_policy_kl_penalty: 0.01}
 """
+
+
+def smaller(text: str) -> str:
+    for large, small in SMALLER.items():
+        assert large in text, large
+        text = text.replace(large, small)
+    return text
 
 
 def commands(page: Path) -> list[str]:
@@ -126,9 +142,15 @@ class Reader:
         job = (self.clone / "examples" / "own_task" / "config.yaml").read_text()
         heldout = (self.clone / "data" / "ledger" / "heldout.jsonl").read_text().splitlines(keepends=True)
         toml = re.search(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)
+        if toml:
+            self.run("python examples/hf_model/make_model.py")
+        turns = [{"role": "user", "content": "say ab"}, {"role": "assistant", "content": "ab ab ab"}]
+        chats = (json.dumps({"messages": turns}) + "\n") * 64
         for name, text in {
             "job.yaml": job,
-            "job.toml": toml[1] if toml else "",
+            "job.toml": smaller(toml[1]) if toml else "",
+            "conversations.jsonl": chats,
+            "heldout.jsonl": chats[: len(chats) // 8],
             "more.jsonl": "".join(heldout[:4]),
             "other.jsonl": "".join(heldout[4:12]),
             "my_lengths.csv": (self.clone / "examples" / "lengths.csv").read_text(),
@@ -199,6 +221,9 @@ def test_a_newcomer_types_what_the_readme_says(newcomer, request):
 @pytest.mark.parametrize("page", OTHERS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_run_as_written(user, page, request):
     lines = runnable(page, request.config.getoption("--deep"))
+    installs = [line for line in lines if line.startswith("pip")]
+    for line in installs:
+        user.run(line)
     if lines:
         user.prepare(page)
     for line in lines:
