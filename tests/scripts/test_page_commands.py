@@ -43,8 +43,13 @@ NOT_HERE = {
 PEERS = re.compile(r"CHECKOUT|--verl|--slime|--nemo-rl|--roll ")
 """Options that name checkouts of peers."""
 
-LONG = {"python scripts/abuse.py", "python scripts/kill_campaign.py --check", "./scripts/check_demo.sh"}
-"""Commands of a quarter of an hour and more: run with `--deep` alone."""
+LONG = {
+    "python scripts/abuse.py",
+    "python scripts/kill_campaign.py --check",
+    "./scripts/check_demo.sh",
+    "python scripts/check_async_demo.py",
+}
+"""Commands of ten minutes and more, some with time limits for a quiet machine: run with `--deep` alone."""
 
 ROLL_FILE = ROOT / "tests" / "jobs" / "config" / "data" / "roll_sequence_packing.yaml"
 VERL_SCRIPT = """
