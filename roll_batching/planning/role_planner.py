@@ -12,6 +12,7 @@ from roll_batching.planning.cost_model import CostModel
 from roll_batching.planning.partition import batch_balance
 from roll_batching.planning.plan import Plan
 from roll_batching.planning.planner import plan_step
+from roll_batching.planning.prefixes import SharedPrefixes
 
 
 class Table(Protocol):
@@ -30,6 +31,11 @@ class Table(Protocol):
     @property
     def location(self) -> Ints:
         """int64 `[n]`: DP rank that holds each sample."""
+        ...
+
+    @property
+    def prefixes(self) -> SharedPrefixes | None:
+        """What the samples share; None: nothing is shared."""
         ...
 
 
@@ -56,6 +62,7 @@ class RolePlanner:
             group_ids=group_ids,
             home_rank=home_rank,
             location=table.location,
+            prefixes=table.prefixes,
         )
 
     def balanced_homes(self, table: Table) -> Ints:
@@ -65,6 +72,6 @@ class RolePlanner:
 
 def _checked(table: Table) -> Table:
     """`table`; raises `PlanError` if it is not a length table."""
-    if not all(hasattr(table, name) for name in ("ids", "lengths", "location")):
+    if not all(hasattr(table, name) for name in ("ids", "lengths", "location", "prefixes")):
         raise PlanError(f"table is a {type(table).__name__}: pass a LengthTable, as gather_lengths(batch) returns it")
     return table

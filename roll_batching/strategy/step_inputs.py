@@ -63,7 +63,7 @@ def pack_inputs(
         is_last_stage=layout.is_last_stage,
     )
     check_tokens(local, state)
-    check_positions(max((int(pack.segments.max()) for pack in packs.layouts), default=0), state)
+    check_positions(max((pack.longest_sequence for pack in packs.layouts), default=0), state)
     # Ranks of a replica with different samples of equal lengths would train on a mixture, without any error.
     if layout.tp_size * layout.cp_size * layout.pp_size > 1:
         content = local.origin or content_digest(local.ids, local.lengths, local.fields)
