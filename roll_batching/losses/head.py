@@ -60,8 +60,8 @@ class HeadContext:
         source, weight = self._source(output, chunk)
         if self.temperature_field is not None and pack.computed_tokens is not None:
             raise LossError(
-                f"the field {self.temperature_field!r} gives each sample its temperature, and samples of this pack share "
-                "positions: plan without prefixes (share_prefixes: false)"
+                f"the field {self.temperature_field!r} gives each sample its temperature, and samples of this pack "
+                "share positions: plan without prefixes (share_prefixes: false)"
             )
         if self.temperature_field is not None and pack.samples:
             source = source / self._token_temperatures(self.temperature_field, pack).to(source.dtype)[:, None]

@@ -87,11 +87,10 @@ class SequenceParts:
         self.logits = self._cut(self._repeat(head.gather(local, pack) if gather else local))
         self._cached: dict[str, Sequence[torch.Tensor]] = {}
         if statistics:
-            values = head.statistics_of(local, pack, gather_cp=gather)
+            log_probs, entropy = head.statistics_of(local, pack, gather_cp=gather)
             if self._computed is not None:
-                values = tuple(only_counted(self._repeat(x), pack, self._rows) for x in values)
-            log_probs, entropy = (self._cut(x) for x in values)
-            self._cached |= {"log_probs": log_probs, "entropy": entropy}
+                log_probs, entropy = (only_counted(self._repeat(x), pack, self._rows) for x in (log_probs, entropy))
+            self._cached |= {"log_probs": self._cut(log_probs), "entropy": self._cut(entropy)}
 
     def field(self, name: str, make: Callable[[], torch.Tensor]) -> Sequence[torch.Tensor]:
         """A [tokens, ...] tensor in pack order, split by sequence; made and split once."""

@@ -267,7 +267,15 @@ class _LossInputs:
     @classmethod
     def empty(cls, device: torch.device) -> _LossInputs:
         none = torch.zeros(0, dtype=torch.int64, device=device)
-        return cls(labels=none, head_tokens=none, computed_tokens=None, segment_ids=none, predicts=none.bool(), masks={}, fields={})
+        return cls(
+            labels=none,
+            head_tokens=none,
+            computed_tokens=None,
+            segment_ids=none,
+            predicts=none.bool(),
+            masks={},
+            fields={},
+        )
 
 
 def _gather_tokens(

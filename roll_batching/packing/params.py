@@ -67,8 +67,8 @@ def packed_params(
     if pack_layout.prefix_lengths is not None and not getattr(backend, "shares_prefixes", False):
         name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
         raise LayoutError(
-            f"{name} attends to one run of keys per sample, and samples of this pack share prefixes: choose the backend "
-            "dense, varlen or flash_attn, or plan without prefixes (share_prefixes: false)"
+            f"{name} attends to one run of keys per sample, and samples of this pack share prefixes: choose the "
+            "backend dense, varlen or flash_attn, or plan without prefixes (share_prefixes: false)"
         )
     local_tokens = pack_layout.local_tokens(cp_rank)
     sharded = pack_layout.cp_size > 1

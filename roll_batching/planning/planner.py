@@ -69,7 +69,7 @@ def plan_step(
 
     Equal arguments give equal plans on every machine. Raises `PlanError` when no valid plan exists.
     """
-    given = {"ids": ids, "group_ids": group_ids, "home_rank": home_rank, "location": location}
+    given: dict[str, Any] = {"ids": ids, "group_ids": group_ids, "home_rank": home_rank, "location": location}
     price = DEFAULT_COST if cost is None else cost
     problem = build_problem(lengths, constraints, cost=price, prefixes=prefixes, **given)
     arrays = _plan(problem)
@@ -92,9 +92,7 @@ def _plan(problem: PlanProblem) -> PlanArrays:
     return assemble(problem, placement)
 
 
-def _with_smaller_parts(
-    problem: PlanProblem, arrays: PlanArrays, cut: Callable[[int], PlanProblem]
-) -> PlanArrays:
+def _with_smaller_parts(problem: PlanProblem, arrays: PlanArrays, cut: Callable[[int], PlanProblem]) -> PlanArrays:
     """The fastest of `arrays`, whose trees are as large as the cap allows, and plans of smaller parts.
 
     Smaller parts level ranks better, and repeat more. Single samples repeat nothing only where they meet by chance, but

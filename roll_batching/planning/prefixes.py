@@ -92,7 +92,8 @@ class SharedPrefixes:
         first, last = self.places[before] + 1, self.places[after]
         level = np.frexp(last - first + 1)[1] - 1  # largest power of two in the range
         minima = self._minima
-        return np.minimum(minima[level, first], minima[level, last - (1 << level) + 1])
+        smallest: Ints = np.minimum(minima[level, first], minima[level, last - (1 << level) + 1])
+        return smallest
 
     @cached_property
     def _minima(self) -> Ints:

@@ -85,7 +85,8 @@ def build_problem(
     """Check the arguments of `plan_step`, apply the oversize policy, align lengths, form units.
 
     With `prefixes` and without `group_ids` the units are parts of trees of samples that begin alike, each with a scaled
-    cost of at most `largest_part` (None: any), or one sample. Raises `PlanError` with the sample (index and id), its length, the cap, and what to set instead.
+    cost of at most `largest_part` (None: any), or one sample. Raises `PlanError` with the sample (index and id), its
+    length, the cap, and what to set instead.
     """
     if not isinstance(constraints, PlanConstraints):
         raise PlanError(f"constraints is {kind_of(constraints)}: pass PlanConstraints(dp_size=..., max_tokens=...)")
@@ -147,7 +148,9 @@ def _check_prefixes(prefixes: SharedPrefixes | None, count: int, constraints: Pl
     if constraints.mode != "packed":
         raise PlanError(f"prefixes are shared in mode 'packed' only, not in {constraints.mode!r}: pass prefixes=None")
     if len(prefixes) != count:
-        raise PlanError(f"prefixes describe {len(prefixes)} samples and lengths {count}: pass those of the same samples")
+        raise PlanError(
+            f"prefixes describe {len(prefixes)} samples and lengths {count}: pass those of the same samples"
+        )
 
 
 def _join_trees(

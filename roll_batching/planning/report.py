@@ -97,9 +97,7 @@ def step_time(plan: PlanArrays, fixed_cost: int) -> int:
     maxima = costs.max(axis=1)
     if constraints.pp_size == 1:
         return int(maxima.sum(axis=1).max())
-    return slowest_makespan(
-        maxima, stages=constraints.pp_size, chunks=constraints.vpp_size, group_size=plan.group_size
-    )
+    return slowest_makespan(maxima, stages=constraints.pp_size, chunks=constraints.vpp_size, group_size=plan.group_size)
 
 
 def _objective(plan: PlanArrays) -> tuple[str, int, int]:
