@@ -30,6 +30,8 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     """[tokens / cp] int64, indices in the pack of the tokens on this rank; None without context parallelism."""
     restore: torch.Tensor | None = None
     """[tokens] int64, permutation from gathered to pack order; None without context parallelism."""
+    shares_prefixes: bool = False
+    """Whether keys of several samples are the same tokens of the pack."""
     attention: Any = None
     """Result of `AttentionBackend.metadata` for the pack."""
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -77,5 +79,6 @@ def packed_params(
         positions=torch.from_numpy(pack_layout.sequence_positions[local_tokens]).to(device),
         local_tokens=torch.from_numpy(local_tokens).to(device) if sharded else None,
         restore=torch.from_numpy(pack_layout.restore).to(device) if sharded else None,
+        shares_prefixes=pack_layout.prefix_lengths is not None,
         attention=None if backend is None else backend.metadata(pack_layout, cp_rank, device),
     )
