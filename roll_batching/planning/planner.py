@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from roll_batching.planning.assemble import assemble
@@ -38,10 +39,12 @@ from roll_batching.planning.report import step_time
 
 B = TypeVar("B", bound=Sized)
 
+PART_PERCENTILES = (99, 97, 94, 90, 80, 65, 50)
+"""Sizes of parts of trees that are tried first, in percentiles of the trees' costs: only larger trees are cut."""
 PART_DIVISORS = (1, 2, 4, 8, 16, 32)
-"""Sizes of parts of trees that are tried: the mean cost of a rank divided by these."""
-LEVEL = 500
-"""A plan within 1/500 of the mean cost of a rank is level: smaller parts are not tried."""
+"""Sizes of parts that are tried then: the mean cost of a rank divided by these."""
+LEVEL = 1000
+"""A plan within 1/1000 of the mean cost of a rank is level: smaller parts are not tried."""
 
 
 def plan_step(
@@ -101,14 +104,18 @@ def _with_smaller_parts(problem: PlanProblem, arrays: PlanArrays, cut: Callable[
     assert problem.prefixes is not None
     ranks = problem.constraints.dp_size
     best, time = arrays, step_time(arrays, problem.fixed_cost)
-    least = int(problem.units.costs.sum()) // ranks + problem.fixed_cost * arrays.num_micro_batches
+    mean = int(problem.units.costs.sum()) // ranks
+    level = mean + mean // LEVEL
     whole = int(problem.prefixes.cost(problem.used[problem.units.samples]).sum()) // ranks
+    by_cost = np.sort(problem.units.costs)
+    largest = [int(by_cost[len(by_cost) * percent // 100]) for percent in PART_PERCENTILES]
     tried = {len(problem.units)}
-    for divisor in PART_DIVISORS:
-        if time <= least + least // LEVEL:
+    for part in [*largest, *(mean // divisor for divisor in PART_DIVISORS)]:
+        if time <= level + problem.fixed_cost * best.num_micro_batches:
             break
-        smaller = cut(max(int(problem.units.costs.sum()) // (ranks * divisor), 1))
-        if len(smaller.units) not in tried:
+        smaller = cut(max(part, 1))
+        repeats = int(smaller.units.costs.sum()) // ranks + problem.fixed_cost * best.num_micro_batches
+        if len(smaller.units) not in tried and repeats < time:
             tried.add(len(smaller.units))
             found = _plan(smaller)
             if (found_time := step_time(found, smaller.fixed_cost)) < time:

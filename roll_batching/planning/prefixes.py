@@ -67,6 +67,31 @@ class SharedPrefixes:
         shared[shared < SHORTEST_PREFIX] = 0
         return cls(np.array(order, dtype=np.int64), shared)
 
+    @classmethod
+    def of_groups(cls, groups: ArrayLike, prefix_lengths: ArrayLike, lengths: ArrayLike) -> SharedPrefixes:
+        """Order by group: samples of one of `groups` (int[n]) have their first `prefix_lengths` tokens (int[n]) alike.
+
+        Raises `PlanError` for samples of one group with different prefixes, and prefixes longer than their samples.
+        """
+        sizes = as_ints(lengths, "lengths", len(np.asarray(lengths)))
+        group, prefix = as_ints(groups, "groups", len(sizes)), as_ints(prefix_lengths, "prefix_lengths", len(sizes))
+        order = np.argsort(group, kind="stable").astype(np.int64)
+        same = np.concatenate([[False], np.diff(group[order]) == 0])
+        wrong = np.flatnonzero((prefix < 0) | (prefix > sizes))
+        if len(wrong):
+            i = int(wrong[0])
+            raise PlanError(f"sample {i} of {sizes[i]} tokens has a prefix of {prefix[i]}")
+        torn = np.flatnonzero(same[1:] & (np.diff(prefix[order]) != 0))
+        if len(torn):
+            first, second = int(order[torn[0]]), int(order[torn[0] + 1])
+            raise PlanError(
+                f"samples {first} and {second} of group {group[first]} have prefixes of {prefix[first]} and "
+                f"{prefix[second]} tokens: samples of one group begin alike"
+            )
+        shared = np.where(same, np.maximum(prefix[order] - 1, 0), 0)
+        shared[shared < SHORTEST_PREFIX] = 0
+        return cls(order, shared)
+
     def __len__(self) -> int:
         return len(self.order)
 
