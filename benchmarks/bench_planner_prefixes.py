@@ -104,9 +104,7 @@ def main() -> None:
             )
             name = f"{kind}, {ranks} ranks"
             if tokens:
-                table.require(
-                    max(tokens) <= 1.01, f"{name}: computed tokens at most 1.01 of the bound: {max(tokens):.4f}"
-                )
+                table.require(max(tokens) <= 1.01, f"{name}: tokens at most 1.01 of the bound: {max(tokens):.4f}")
             if balance:
                 table.require(all(level), f"{name}: slowest rank at most 1.002 of the mean: {max(balance):.4f}")
             table.require(max(times) <= 1, f"{name}: never slower than without sharing: {max(times):.3f}")

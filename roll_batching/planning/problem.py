@@ -107,25 +107,7 @@ def build_problem(
     priced = None if prefixes is None else PricedPrefixes.of(prefixes, fit.used, cost)
     if priced is not None and group_ids is None:
         groups, alone = _join_trees(groups, alone, priced, constraints, largest_part)
-    members, offsets = groups.members, groups.offsets
-    if priced is None:
-        computed, costs, shift = fit.used[members], scaled.values, scaled.shift
-    else:
-        members = priced.sort(members, offsets)
-        computed = fit.used[members] - (shared := priced.shared(members, offsets))
-        costs, shift = np.zeros(len(sizes), dtype=np.int64), priced.shift
-        costs[members] = priced.cost(fit.used[members]) - priced.cost(shared)
-    slots = round_up(computed, constraints.sequence_alignment)
-    units = Units(
-        samples=members,
-        offsets=offsets,
-        slots=sums_of(slots, offsets),
-        longest=largest_of(round_up(fit.used[members], constraints.rectangle_alignment), offsets),
-        rows=np.diff(offsets),
-        costs=sums_of(costs[members], offsets),
-        home=groups.home,
-        alone=alone,
-    )
+    units, costs = _make_units(groups, alone, fit.used, scaled.values, priced, constraints)
     return PlanProblem(
         constraints=constraints,
         lengths=sizes,
@@ -133,11 +115,41 @@ def build_problem(
         location=holder,
         used=fit.used,
         costs=costs,
-        fixed_cost=int(cost.fixed) >> shift,
+        fixed_cost=int(cost.fixed) >> (scaled if priced is None else priced).shift,
         units=units,
         dropped=dropped,
         prefixes=priced,
     )
+
+
+def _make_units(
+    groups: _Groups,
+    alone: Flags,
+    used: Ints,
+    costs: Ints,
+    priced: PricedPrefixes | None,
+    constraints: PlanConstraints,
+) -> tuple[Units, Ints]:
+    """Units, and the cost of each sample, int64[n]: of `costs`, or of what it computes beside its neighbours."""
+    members, offsets = groups.members, groups.offsets
+    computed = used[members]
+    if priced is not None:
+        members = priced.sort(members, offsets)
+        shared = priced.shared(members, offsets)
+        computed = used[members] - shared
+        costs = np.zeros(len(used), dtype=np.int64)
+        costs[members] = priced.cost(used[members]) - priced.cost(shared)
+    units = Units(
+        samples=members,
+        offsets=offsets,
+        slots=sums_of(round_up(computed, constraints.sequence_alignment), offsets),
+        longest=largest_of(round_up(used[members], constraints.rectangle_alignment), offsets),
+        rows=np.diff(offsets),
+        costs=sums_of(costs[members], offsets),
+        home=groups.home,
+        alone=alone,
+    )
+    return units, costs
 
 
 def _check_prefixes(prefixes: SharedPrefixes | None, count: int, constraints: PlanConstraints) -> None:
