@@ -26,7 +26,13 @@ def sharing_obstacle(state: ModelState) -> str | None:
     if not getattr(state.attention, "shares_prefixes", False):
         name = "the model's own" if state.attention is None else state.attention.name
         return f"the attention ({name}) attends to one run of keys per sample: choose dense, varlen or flash_attn"
-    if gpt_of(state.chunks[0]).config.hidden_dropout:
+    gpt = gpt_of(state.chunks[0])
+    if gpt.position_embedding_type not in ("none", "learned_absolute"):
+        return (
+            f"the model embeds positions itself ({gpt.position_embedding_type}), counted from the start of every "
+            "segment: build it with packed_layer_spec(config, RotarySettings(...)) and position_embedding_type='none'"
+        )
+    if gpt.config.hidden_dropout:
         return "samples with a common prefix would share its dropout too: set hidden_dropout to 0"
     return None
 

@@ -18,6 +18,7 @@ from roll_batching.samples import SampleBatch
 from roll_batching.samples.checks import content_digest
 from roll_batching.samples.length_table import require_batch
 from roll_batching.strategy.model_state import ModelState
+from roll_batching.strategy.prefix_sharing import sharing_obstacle
 
 SAME_SAMPLES = "Give all tensor-, context- and pipeline-parallel ranks of a data-parallel rank the same samples"
 
@@ -47,6 +48,8 @@ def pack_inputs(
         )
     layout = state.layout
     _check_plan(plan, layout)
+    if plan.shared.any() and (obstacle := sharing_obstacle(state)) is not None:
+        raise LayoutError(f"samples of the plan share prefixes, but {obstacle}; or plan without prefixes")
     check_window(int(plan.used[plan.samples].max(initial=0)), state)
     facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths and constraints")
     packs = StepPacks(
