@@ -40,7 +40,7 @@ def _assemble_samples(
         samples = problem.prefixes.sort(samples, offsets)
         shared = problem.prefixes.shared(samples, offsets)
         costs = np.zeros(len(problem.lengths), dtype=np.int64)
-        costs[samples] = problem.prefixes.cost(problem.used[samples]) - problem.prefixes.cost(shared)
+        costs[samples] = problem.prefixes.own_cost(problem.used[samples], shared)
     if constraints.mode == "packed":
         slots = round_up(problem.used[samples] - shared, constraints.sequence_alignment)
         tokens, rows = _pack_shapes(constraints, slots, offsets)

@@ -160,6 +160,11 @@ class PricedPrefixes:
         found = self.costs[np.minimum(np.searchsorted(self.lengths, lengths), len(self.lengths) - 1)]
         return np.where(lengths > 0, found, 0)
 
+    def own_cost(self, used: Ints, shared: Ints) -> Ints:
+        """Scaled costs of what samples compute beside `shared` positions (int64[m]); at least 0."""
+        own: Ints = np.maximum(self.cost(used) - self.cost(shared), 0)
+        return own
+
     def sort(self, members: Ints, offsets: Ints) -> Ints:
         """`members` with each part `members[offsets[i]:offsets[i + 1]]` in the order of the prefixes."""
         part = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))

@@ -138,7 +138,7 @@ def _make_units(
         shared = priced.shared(members, offsets)
         computed = used[members] - shared
         costs = np.zeros(len(used), dtype=np.int64)
-        costs[members] = priced.cost(used[members]) - priced.cost(shared)
+        costs[members] = priced.own_cost(used[members], shared)
     units = Units(
         samples=members,
         offsets=offsets,
@@ -183,7 +183,7 @@ def _join_trees(
         shared=shared,
         slots=round_up(used - shared, alignment),
         first_slots=round_up(used, alignment),
-        costs=whole - priced.cost(shared),
+        costs=priced.own_cost(used, shared),
         first_costs=whole,
     )
     most = int(whole.sum()) if largest_part is None else largest_part
