@@ -5,8 +5,9 @@
 
 One process, one model; both ways see the same samples in turn, and the shortest of the runs counts. An update is one
 training step of a policy loss over the responses, a log-prob pass computes the responses' log-probs. The time includes
-packing, and not the planner's, which is a figure beside it. Lengths are those of the cases below, divided by eight on a
-CPU; every group has eight answers.
+packing, and not the planner's, which is a figure beside it. Lengths are those of the cases below for packs of 32,768
+tokens, and an eighth of them on a CPU; every group has eight answers. `share_prefixes` is `auto`, so the last case,
+whose prompts are less than 5% of the tokens, shares nothing.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ SHAPES = {
     "cpu": decoder(256, 4, 8, 2, 704, 2048),
     "cuda": decoder(2048, 28, 16, 8, 6144, 151936, kv_channels=128, qk_layernorm=True, tie_word_embeddings=True),
 }
-SCALE = {"cpu": 8, "cuda": 1}
 GROUPS = {"cpu": 4, "cuda": 8}
 CAP = {"cpu": 4096, "cuda": 32768}
+FULL = 32768
+"""Cap of packs for which the lengths of the cases are meant; with another one they are in proportion."""
 
 Lengths = tuple[float, float, int, int]
 """Median and sigma of a lognormal distribution, least and most."""
@@ -52,24 +54,24 @@ MEMORY = 1.02
 """Limit of `--check`: largest ratio of peak memory of an update, with over without."""
 
 
-def batch_of(case: str, device: str) -> Any:
+def batch_of(case: str, device: str, cap: int, vocabulary: int) -> Any:
     """Samples of a case with the fields of a policy loss."""
     from roll_batching.samples import SampleBatch
 
-    random, scale = np.random.default_rng(5), SCALE[device]
+    random, scale = np.random.default_rng(5), FULL / cap
 
     def draw(lengths: Lengths, count: int) -> list[int]:
         median, sigma, least, most = lengths
         values = random.lognormal(np.log(median), sigma, count).clip(least, most) / scale
         return [int(value) for value in values.clip(2)]
 
-    vocabulary, generator = SHAPES[device]["vocab_size"], torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     prompts, answers = CASES[case]
     rows, masks = [], []
     for prompt in draw(prompts, GROUPS[device]):
         start = torch.randint(vocabulary, (prompt,), generator=generator)
         for answer in draw(answers, ANSWERS):
-            rows.append(torch.cat([start, torch.randint(vocabulary, (answer,), generator=generator)])[: CAP[device]])
+            rows.append(torch.cat([start, torch.randint(vocabulary, (answer,), generator=generator)])[:cap])
             masks.append(torch.arange(len(rows[-1])) >= prompt)
     fields = {
         "input_ids": rows,
@@ -81,27 +83,27 @@ def batch_of(case: str, device: str) -> Any:
     return SampleBatch.from_lists(fields, kinds)
 
 
-def make_strategy(device: str) -> Any:
+def make_strategy(device: str, cap: int, vocabulary: int) -> Any:
     from roll_batching.jobs.config import WorkerConfig
     from roll_batching.strategy import MegatronTrainStrategy
 
     config = {
-        "model_args": {"architecture": {**SHAPES[device], "max_position_embeddings": CAP[device]}},
+        "model_args": {"architecture": {**SHAPES[device], "vocab_size": vocabulary, "max_position_embeddings": cap}},
         "training_args": {"learning_rate": 1e-5},
         "strategy_args": {"strategy_name": "megatron_train", "strategy_config": {}},
         "use_sequence_packing": True,
-        "sequence_packing_args": {"max_packed_sequence_length_train": CAP[device], "share_prefixes": True},
+        "sequence_packing_args": {"max_packed_sequence_length_train": cap, "share_prefixes": "auto"},
     }
     strategy = MegatronTrainStrategy(WorkerConfig.model_validate(config), seed=1)
     strategy.initialize()
     return strategy
 
 
-def compare(strategy: Any, case: str, least: float, device: str, rounds: int) -> dict[str, Any]:
+def compare(strategy: Any, case: str, least: float, batch: Any, device: str, rounds: int) -> dict[str, Any]:
     from roll_batching.losses import PolicyLoss
     from roll_batching.samples import find_shared_prefixes, gather_lengths
 
-    batch, loss = batch_of(case, device), PolicyLoss()
+    loss = PolicyLoss()
     table = gather_lengths(batch)
     found = time.perf_counter()
     shared = find_shared_prefixes(batch, table)
@@ -141,9 +143,11 @@ def compare(strategy: Any, case: str, least: float, device: str, rounds: int) ->
 def main() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     given = arguments(__doc__)
-    strategy = make_strategy(given.device)
+    device = given.device
+    cap, vocabulary = given.tokens or CAP[device], given.vocabulary or SHAPES[device]["vocab_size"]
+    strategy = make_strategy(device, cap, vocabulary)
     cases = [
-        compare(strategy, case, least, given.device, given.rounds)
+        compare(strategy, case, least, batch_of(case, device, cap, vocabulary), device, given.rounds)
         for case, least in zip(CASES, FASTER[given.device], strict=True)
     ]
     finish(given, cases)
