@@ -178,7 +178,7 @@ def test_the_drawing_of_the_house_is_todays(monkeypatch):
     assert drawing.PAGE.read_text() == drawing.page(), "run python scripts/draw_house.py"
 
 
-MOST_FILES, MOST_LINES = 110, 15_000
+MOST_FILES, MOST_LINES = 110, 15_600
 LOADED = """
 import importlib, json, sys
 importlib.import_module("{module}")
@@ -205,4 +205,4 @@ def test_planning_is_light(report):
     lines = loaded("roll_batching.planning")
     report(f"import roll_batching.planning reads {len(lines)} files and {sum(lines.values()):,} lines")
     assert {room_of(name) for name in lines} <= {"", "errors", "moved", "registry", "planning"}
-    assert len(lines) <= 36 and sum(lines.values()) <= 4_300
+    assert len(lines) <= 36 and sum(lines.values()) <= 4_800

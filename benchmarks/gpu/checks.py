@@ -88,6 +88,12 @@ CHECKS = (
         function="benchmarks.gpu.memory:run",
     ),
     Check(
+        name="prefixes",
+        what="Updates and log-prob passes of the Qwen3-1.7B shape with prompts computed once and once per sample",
+        seconds=300,
+        command=benchmark("bench_shared_prefixes.py", dry=SHORT),
+    ),
+    Check(
         name="demo",
         what="The shortened demo with NCCL on one GPU: training, checkpoint, resuming",
         seconds=300,

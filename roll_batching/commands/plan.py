@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from roll_batching.errors import ConfigError, DataError, PlanError
-from roll_batching.planning import Plan, PlanConstraints, plan_step
+from roll_batching.planning import Plan, PlanConstraints, SharedPrefixes, plan_step
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.batching_spec import Oversize
 from roll_batching.planning.lengths_io import MOST_TOKENS, read_length_file
@@ -24,7 +24,8 @@ TABLE_ROWS = (
         "forward and backward passes of one step, equal on all ranks",
     ),
     ("real tokens", "real_tokens", "{:,}", "tokens of the sequences"),
-    ("computed tokens", "computed_tokens", "{:,}", "real tokens, padding and fillers on all ranks"),
+    ("shared tokens", "shared_tokens", "{:,}", "of them computed for another sequence that begins alike (--group)"),
+    ("computed tokens", "computed_tokens", "{:,}", "the other real tokens, padding and fillers on all ranks"),
     ("padding", "padding_share", "{:.1%}", "share of computed tokens that are not real tokens"),
     (
         "all padded to the longest",
@@ -104,6 +105,12 @@ def plan(
     sequence_parallel: Annotated[bool, typer.Option(help="Align packs for sequence parallelism.")] = False,
     oversize: Annotated[str, typer.Option(help="Sequences above the cap: error, alone, truncate, drop.")] = "error",
     first: Annotated[int | None, typer.Option(min=1, help="Plan only the first N sequences.")] = None,
+    group: Annotated[
+        str | None, typer.Option(help="Column of integers: sequences with one value begin with the same --prefix.")
+    ] = None,
+    prefix: Annotated[
+        str | None, typer.Option(help="Column of the tokens that a group has in common; packs compute them once.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plan to this file.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Compare padded, dynamic and packed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
@@ -114,8 +121,13 @@ def plan(
             from roll_batching.jobs.observe.plan_picture import check_picture
 
             check_picture(plot)
-        table = read_length_file(lengths, column or ())
+        if (group is None) != (prefix is None):
+            raise ConfigError("--group and --prefix belong together: give both columns, or neither")
+        table = read_length_file(lengths, column or (), [name for name in (group, prefix) if name is not None])
         sizes = table.lengths[:first]
+        prefixes = None
+        if group is not None and prefix is not None:
+            prefixes = SharedPrefixes.of_groups(table.others[group][:first], table.others[prefix][:first], sizes)
         packed = PlanConstraints(
             dp_size=dp,
             max_tokens=max_tokens,
@@ -127,7 +139,7 @@ def plan(
             sequence_parallel=sequence_parallel,
             oversize=cast(Oversize, oversize),
         )
-        chosen, reports = _make_plans(sizes, packed, mode, algorithm, compare)
+        chosen, reports = _make_plans(sizes, packed, mode, algorithm, compare, prefixes)
     except (DataError, PlanError) as error:
         raise ConfigError(str(error)) from error
     if plot is not None:
@@ -158,15 +170,21 @@ def plan(
 
 
 def _make_plans(
-    sizes: Ints, packed: PlanConstraints, mode: str, algorithm: str | None, compare: bool
+    sizes: Ints,
+    packed: PlanConstraints,
+    mode: str,
+    algorithm: str | None,
+    compare: bool,
+    prefixes: SharedPrefixes | None,
 ) -> tuple[Plan, dict[str, Any]]:
-    """Plan in `mode`, and reports by mode; with `compare`, of all modes."""
+    """Plan in `mode`, and reports by mode; with `compare`, of all modes. Packs alone share `prefixes`."""
     width = min(int(sizes.max()), packed.usable_tokens)
-    chosen = plan_step(sizes, _with_mode(packed, mode, algorithm, width))
+    chosen = plan_step(sizes, _with_mode(packed, mode, algorithm, width), prefixes=prefixes)
     reports = {mode: chosen.report.to_dict()}
     for other in ("padded", "dynamic", "packed") if compare else ():
         if other != mode:
-            reports[other] = plan_step(sizes, _with_mode(packed, other, None, width)).report.to_dict()
+            shared = prefixes if other == "packed" else None
+            reports[other] = plan_step(sizes, _with_mode(packed, other, None, width), prefixes=shared).report.to_dict()
     return chosen, reports
 
 

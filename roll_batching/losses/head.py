@@ -25,6 +25,18 @@ def check_temperature(value: Any) -> float:
     return float(value)
 
 
+def only_counted(values: torch.Tensor, pack: PackedBatch, tokens: torch.Tensor | None = None) -> torch.Tensor:
+    """`values` [tokens, ...] with 0 where only other samples, which share the position, count it.
+
+    `tokens` are the indices of `values` in the unshared layout; None: all of them.
+    """
+    if pack.computed_tokens is None or not pack.masks:
+        return values
+    counted = torch.stack(list(pack.masks.values())).any(0)
+    counted = counted if tokens is None else counted[tokens]
+    return values.masked_fill(~counted.view(-1, *[1] * (values.dim() - 1)), 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadContext:
     """Layout, real vocabulary and temperature for the head."""
@@ -46,6 +58,11 @@ class HeadContext:
         gets a gradient of 0.
         """
         source, weight = self._source(output, chunk)
+        if self.temperature_field is not None and pack.computed_tokens is not None:
+            raise LossError(
+                f"the field {self.temperature_field!r} gives each sample its temperature, and samples of this pack "
+                "share positions: plan without prefixes (share_prefixes: false)"
+            )
         if self.temperature_field is not None and pack.samples:
             source = source / self._token_temperatures(self.temperature_field, pack).to(source.dtype)[:, None]
         rows = pack.head_tokens[:0] if idle else pack.head_tokens
@@ -54,8 +71,8 @@ class HeadContext:
             zeros = values.new_zeros(len(pack.segment_ids)) + values.sum()
             return zeros, zeros if entropy else None
         if entropies is None:
-            return self.gather(values, pack), None
-        both = self.gather(torch.stack([values, entropies], -1), pack)
+            return only_counted(self.gather(values, pack), pack), None
+        both = only_counted(self.gather(torch.stack([values, entropies], -1), pack), pack)
         return both[:, 0], both[:, 1]
 
     def logits(self, output: torch.Tensor, chunk: Any) -> torch.Tensor:
@@ -80,17 +97,24 @@ class HeadContext:
     def statistics_of(
         self, logits: torch.Tensor, pack: PackedBatch, *, gather_cp: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs, entropies) of the result of `logits`: local positions, or with `gather_cp` all [tokens]."""
+        """(log-probs, entropies) of the result of `logits`: local positions, or with `gather_cp` all [tokens].
+
+        Local positions are those of the pack, where shared ones are once.
+        """
         values, entropies = self._token_log_probs(logits, pack, None, pack.head_tokens, True, temperature=1.0)
         assert entropies is not None  # requested above
         if not gather_cp:
             return values, entropies
-        both = self.gather(torch.stack([values, entropies], -1), pack)
+        both = only_counted(self.gather(torch.stack([values, entropies], -1), pack), pack)
         return both[:, 0], both[:, 1]
 
     def gather(self, local: torch.Tensor, pack: PackedBatch) -> torch.Tensor:
-        """[tokens / cp, ...] -> [tokens, ...] in pack order; the backward takes this rank's positions."""
-        return gather_results(local, pack.params, self.layout.cp_group)
+        """[tokens / cp, ...] -> [tokens, ...] in pack order; the backward takes this rank's positions.
+
+        Shared positions are repeated for each sample; the backward sums their gradients.
+        """
+        gathered = gather_results(local, pack.params, self.layout.cp_group)
+        return gathered if pack.computed_tokens is None else gathered.index_select(0, pack.computed_tokens)
 
     def _token_log_probs(
         self,

@@ -80,7 +80,7 @@ class MicroBatchRecord:
 
         def record_nonfinite(gradient: torch.Tensor) -> None:
             bad = ~torch.isfinite(gradient) & torch.stack(list(pack.masks.values())).any(0)
-            count = torch.zeros(len(pack.layout.segments), dtype=torch.int32, device=bad.device)
+            count = torch.zeros(len(pack.layout.unshared.segments), dtype=torch.int32, device=bad.device)
             self._bad = count.index_add_(0, pack.segment_ids, bad.int())[: pack.samples] > 0
 
         if log_probs is not None and log_probs.requires_grad:

@@ -17,7 +17,7 @@ import torch
 from roll_batching.errors import LossError
 from roll_batching.losses.contract import LossOutput, Max, Mean, Metric, Min, Sum
 from roll_batching.losses.denominators import StepCounts
-from roll_batching.losses.head import HeadContext
+from roll_batching.losses.head import HeadContext, only_counted
 from roll_batching.losses.views import View, counted
 from roll_batching.packing.batch import PackedBatch
 from roll_batching.packing.pack_layout import PackLayout
@@ -34,6 +34,23 @@ def row_counts(layout: PackLayout, cp_rank: int, cp_size: int) -> list[int]:
     both = np.stack([real, slots // cp_size - real], axis=1).reshape(-1)
     tail = int(layout.segments[layout.samples :].sum()) // cp_size
     return [*both.tolist(), *([tail] if tail else [])]
+
+
+def _local_positions(
+    layout: PackLayout, cp_rank: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Positions of samples that share prefixes on one context-parallel rank.
+
+    Their indices in the unshared layout, and among the tokens of this rank; and the split sizes as of `row_counts`.
+    """
+    place = np.full(layout.tokens, -1, np.int64)
+    local_tokens = layout.local_tokens(cp_rank)
+    place[local_tokens] = np.arange(len(local_tokens))
+    computed = place[layout.computed_tokens]
+    kept = np.flatnonzero(computed >= 0)
+    counts = np.bincount(layout.unshared.segment_ids[kept], minlength=layout.samples)
+    sizes = np.stack([counts, np.zeros_like(counts)], axis=1).reshape(-1).tolist()
+    return torch.from_numpy(kept).to(device), torch.from_numpy(computed[kept]).to(device), sizes
 
 
 class SequenceParts:
@@ -56,13 +73,23 @@ class SequenceParts:
         layout = head.layout
         self.pack, self.tp_group, self.cp_group = pack, layout.tp_group, layout.cp_group
         cp_size, cp_rank = (1, 0) if gather_cp else (layout.cp_size, layout.cp_rank)
-        self._sizes = row_counts(pack.layout, cp_rank, cp_size)
         self._rows = None if cp_size == 1 else pack.params.local_tokens
+        self._computed: torch.Tensor | None = None
+        shares = pack.computed_tokens is not None
+        if shares and cp_size > 1:
+            kept, self._computed, self._sizes = _local_positions(pack.layout, cp_rank, output.device)
+            self._rows = kept
+        else:
+            self._sizes = row_counts(pack.layout.unshared, cp_rank, cp_size)
+        # Without context parallelism a gather only repeats shared positions.
+        gather = gather_cp or (shares and cp_size == 1)
         local = head.logits(output, chunk)
-        self.logits = self._cut(head.gather(local, pack) if gather_cp else local)
+        self.logits = self._cut(self._repeat(head.gather(local, pack) if gather else local))
         self._cached: dict[str, Sequence[torch.Tensor]] = {}
         if statistics:
-            log_probs, entropy = head.statistics_of(local, pack, gather_cp=gather_cp)
+            log_probs, entropy = head.statistics_of(local, pack, gather_cp=gather)
+            if self._computed is not None:
+                log_probs, entropy = (only_counted(self._repeat(x), pack, self._rows) for x in (log_probs, entropy))
             self._cached |= {"log_probs": self._cut(log_probs), "entropy": self._cut(entropy)}
 
     def field(self, name: str, make: Callable[[], torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -84,6 +111,10 @@ class SequenceParts:
             self._cached[name] = make().unbind(0)
         return self._cached[name]
 
+    def _repeat(self, local: torch.Tensor) -> torch.Tensor:
+        """This rank's positions of each sample from those of the pack; unchanged where none is shared."""
+        return local if self._computed is None else local.index_select(0, self._computed)
+
     def _cut(self, local: torch.Tensor) -> Sequence[torch.Tensor]:
         return local.split(self._sizes)[0 : 2 * self.pack.samples : 2]
 
@@ -102,7 +133,7 @@ class SequenceView(View):
         self._parts, self._place = parts, place
         self.id = int(parts.pack.ids[place])
         """The sample's global id."""
-        self.length = int(parts.pack.layout.lengths[place])
+        self.length = int(parts.pack.layout.unshared.lengths[place])
         """Tokens of the whole sequence."""
         self.logits = parts.logits[place]
         """[positions, vocabulary / tp] after temperature; padded vocabulary columns have probability 0."""
@@ -132,7 +163,7 @@ class SequenceView(View):
     @property
     def positions(self) -> torch.Tensor:
         """[positions] int64: index of each position in the sequence."""
-        make = lambda: torch.from_numpy(self._pack.layout.position_ids).to(self.logits.device)  # noqa: E731
+        make = lambda: torch.from_numpy(self._pack.layout.unshared.position_ids).to(self.logits.device)  # noqa: E731
         return self._parts.field(":positions", make)[self._place]
 
     def log_probs(self) -> torch.Tensor:
@@ -157,7 +188,7 @@ class SequenceView(View):
 
         def make() -> torch.Tensor:
             counted = self._pack.masks[mask_name].long()
-            empty = counted.new_zeros(len(self._pack.layout.segments))
+            empty = counted.new_zeros(len(self._pack.layout.unshared.segments))
             return empty.index_add(0, self._pack.segment_ids, counted)
 
         return self._parts.per_sample(f":count {mask_name}", make)[self._place]

@@ -123,7 +123,7 @@ class TokenView(View):
     @property
     def lengths(self) -> IntArray:
         """[samples] int64, on the host: tokens of each sample."""
-        return self._pack.layout.lengths
+        return self._pack.layout.unshared.lengths
 
     def __getitem__(self, name: str) -> Any:
         return self._field(name)
@@ -138,7 +138,7 @@ class TokenView(View):
         width = longest if width is None else width
         if width < longest - 1:
             raise LossError(f"rows(width={width}) would cut a sample of {longest} tokens: pass at least {longest - 1}")
-        layout = self._pack.layout
+        layout = self._pack.layout.unshared
         kept = layout.real & (layout.position_ids < width)
         targets = layout.segment_ids[kept] * width + layout.position_ids[kept]
         flat = x.new_zeros(self.samples * width, *x.shape[1:])
@@ -148,7 +148,7 @@ class TokenView(View):
     def jagged(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, ...] -> nested tensor of the jagged layout, [samples, its length, ...]. Differentiable."""
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(self.lengths)])).to(x.device)
-        values = self._select(x, self._pack.layout.real)
+        values = self._select(x, self._pack.layout.unshared.real)
         longest, shortest = int(self.lengths.max()), int(self.lengths.min())
         return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=shortest, max_seqlen=longest)
 
@@ -166,13 +166,13 @@ class TokenView(View):
 
     def expand(self, per_sample: torch.Tensor) -> torch.Tensor:
         """[samples, ...] -> [tokens, ...]; filler positions are 0."""
-        filler = per_sample.new_zeros(len(self._pack.layout.segments) - self.samples, *per_sample.shape[1:])
+        filler = per_sample.new_zeros(len(self._pack.layout.unshared.segments) - self.samples, *per_sample.shape[1:])
         return torch.cat([per_sample, filler])[self.segment_ids]
 
     def segment_sum(self, x: torch.Tensor, mask: str | None = None) -> torch.Tensor:
         """[tokens] -> [samples]: sum over each sample's counted positions."""
         masked = counted(x, self.mask(mask))
-        total = masked.new_zeros(len(self._pack.layout.segments))
+        total = masked.new_zeros(len(self._pack.layout.unshared.segments))
         return total.index_add(0, self.segment_ids, masked)[: self.samples]
 
     def segment_count(self, mask: str | None = None) -> torch.Tensor:

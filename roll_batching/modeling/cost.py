@@ -53,11 +53,15 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
 
 
 def plan_flops(plan: Plan, cost: CostModel, layout: ParallelLayout) -> float | None:
-    """Model FLOPs of a plan's real tokens on all ranks, forward and backward; None unless `cost` is a FlopsCost."""
+    """Model FLOPs that a plan computes for samples on all ranks, forward and backward; None without a FlopsCost.
+
+    Alignment and filler do not count, and shared prefixes count once.
+    """
     if not isinstance(cost, FlopsCost):
         return None
-    lengths = plan.used[plan.samples].astype(float)
-    per_rank = cost.linear * lengths.sum() + cost.quadratic * (lengths * lengths).sum()
+    lengths, shared = plan.used[plan.samples].astype(float), plan.shared.astype(float)
+    pairs = (lengths * lengths).sum() - (shared * shared).sum()
+    per_rank = cost.linear * (lengths.sum() - shared.sum()) + cost.quadratic * pairs
     return float(per_rank) * layout.tp_size * layout.cp_size
 
 

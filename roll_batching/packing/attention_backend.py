@@ -78,6 +78,10 @@ class AttentionBackend(Protocol):
     windows: bool = False
     """Whether its cores apply `TransformerConfig.window_size`. If not, samples longer than the window are refused."""
 
+    shares_prefixes: bool = False
+    """Whether its metadata reads `spans_of`, whose keys of one sample may be several runs of tokens. If not, packs
+    whose samples share prefixes are refused."""
+
     @abstractmethod
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
         """Module that computes attention in one layer, as Megatron's `core_attention`.

@@ -41,6 +41,9 @@ class PackedBatch:
     """[tokens / cp] int64, the token after each local token; 0 where there is none."""
     head_tokens: torch.Tensor
     """int64, local tokens whose log-prob is needed: they predict, and at least one mask is set."""
+    computed_tokens: torch.Tensor | None
+    """[unshared] int64, index in the pack of each token of `layout.unshared`; None without shared prefixes, where both
+    are the same. The following tensors are of `layout.unshared`, whose tokens are meant by [tokens]."""
     segment_ids: torch.Tensor
     """[tokens] int64, segment of each token; `samples` and above are filler."""
     predicts: torch.Tensor
@@ -210,11 +213,20 @@ class StepPacks:
         local_tokens: torch.Tensor,
     ) -> _LossInputs:
         local, device, has_all_tokens = self._local, self._packing_device, pack_layout.cp_size == 1
-        predicts = torch.from_numpy(pack_layout.predicts)
+        labelled = torch.from_numpy(pack_layout.predicts)
+        labels = _gather_tokens(local.fields["input_ids"], torch.where(labelled, source + 1, 0), labelled, 0, device)
+        unshared, computed = pack_layout.unshared, None
+        if unshared is not pack_layout:
+            computed = torch.from_numpy(pack_layout.computed_tokens)
+            source = torch.from_numpy(unshared.source(local.offsets[sample_indices].numpy()))
+            input_ids = input_ids[computed.to(device)]
+        predicts = torch.from_numpy(unshared.predicts)
         index = {"token": torch.where(predicts, source + 1, 0), "next_token": source}
         fields: dict[str, Any] = {}
         for name, spec in local.schema.items():
             values = local.fields[name]
+            if name == "input_ids":
+                continue
             if spec.per_token:
                 fields[name] = _gather_tokens(values, index[spec.kind], predicts, spec.pad, device)
             elif spec.kind == "sample":
@@ -224,13 +236,16 @@ class StepPacks:
             packed_mask = _gather_tokens(mask, index[local.schema[name].kind], predicts, False, mask.device)
             counted = counted | packed_mask
             masks[name] = packed_mask.to(device)
-        # The shifted input_ids are the labels. Losses get input_ids unshifted.
-        labels = fields["input_ids"].long().masked_fill(~predicts.to(device), 0)
-        fields["input_ids"] = input_ids
+        fields["input_ids"] = input_ids  # losses get them unshifted
+        if computed is not None:  # a token is needed if any sample that shares it counts it
+            needed = torch.zeros_like(labelled)
+            needed[computed[counted]] = True
+            counted, computed = needed, computed.to(device)
         return _LossInputs(
-            labels=labels if has_all_tokens else labels[local_tokens.to(device)],
+            labels=(labels if has_all_tokens else labels[local_tokens.to(device)]).long(),
             head_tokens=(counted if has_all_tokens else counted[local_tokens]).nonzero()[:, 0].to(device),
-            segment_ids=torch.from_numpy(pack_layout.segment_ids).to(device),
+            computed_tokens=computed,
+            segment_ids=torch.from_numpy(unshared.segment_ids).to(device),
             predicts=predicts.to(device),
             masks=masks,
             fields=fields,
@@ -243,6 +258,7 @@ class _LossInputs:
 
     labels: torch.Tensor
     head_tokens: torch.Tensor
+    computed_tokens: torch.Tensor | None
     segment_ids: torch.Tensor
     predicts: torch.Tensor
     masks: dict[str, torch.Tensor]
@@ -251,7 +267,15 @@ class _LossInputs:
     @classmethod
     def empty(cls, device: torch.device) -> _LossInputs:
         none = torch.zeros(0, dtype=torch.int64, device=device)
-        return cls(labels=none, head_tokens=none, segment_ids=none, predicts=none.bool(), masks={}, fields={})
+        return cls(
+            labels=none,
+            head_tokens=none,
+            computed_tokens=None,
+            segment_ids=none,
+            predicts=none.bool(),
+            masks={},
+            fields={},
+        )
 
 
 def _gather_tokens(
@@ -276,14 +300,17 @@ def unpack_results(
 ) -> torch.Tensor:
     """Unpack per-token results [tokens, ...] of each pack to a next_token field [sum(lengths), ...] of `local`.
 
+    The tokens are those of the unshared layout, as losses see them.
+
     `layouts` are those of the packs. The result is 0 for tokens in no pack (dropped samples, truncated tokens) and for
     the last token of each sample, which predicts nothing.
     """
     like = results[0]
     flat = torch.zeros(local.num_tokens, *like.shape[1:], dtype=like.dtype, device=like.device)
     for mb, pack_layout, values in zip(plan.micro_batches[dp_rank], layouts, results, strict=True):
-        predicting = np.flatnonzero(pack_layout.predicts)
-        source = pack_layout.source(local.offsets[local.rows_of(plan.ids[mb.samples])].numpy())[predicting]
+        unshared = pack_layout.unshared
+        predicting = np.flatnonzero(unshared.predicts)
+        source = unshared.source(local.offsets[local.rows_of(plan.ids[mb.samples])].numpy())[predicting]
         index, target = (torch.from_numpy(array).to(like.device) for array in (predicting, source))
         flat[target] = values[index].to(flat.dtype)
     return flat

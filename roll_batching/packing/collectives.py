@@ -102,6 +102,8 @@ class LocalKeys:
 class GatheredKeys:
     """Keys and values of all context-parallel ranks, of which only this rank's are kept for the backward.
 
+    Without a group they are this rank's alone: for packs whose samples share prefixes, where `take` repeats keys.
+
     Attention kernels save their keys and values for the backward. Inside `attention_scope` they save only which tokens
     these were; the backward gathers the keys of the layer again. A rank then keeps 1/cp of the keys of a layer, for one
     more all-gather per layer and micro-batch.
@@ -109,13 +111,13 @@ class GatheredKeys:
     Args:
         key: keys of this rank, [tokens / cp, heads, head_dim].
         value: values of this rank, [tokens / cp, heads, head_dim of values].
-        group: the context-parallel ranks.
+        group: the context-parallel ranks; None without context parallelism.
         keep: keep the gathered tensors, for layers that are recomputed just before their backward.
     """
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, *, keep: bool) -> None:
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup | None, *, keep: bool) -> None:
         local = torch.cat([key, value], -1)
-        self._gathered: torch.Tensor = _GatherKeys.apply(local, group)  # type: ignore[no-untyped-call]
+        self._gathered: torch.Tensor = local if group is None else _GatherKeys.apply(local, group)  # type: ignore[no-untyped-call]
         self._key_dim, self.heads = key.shape[-1], key.shape[1]
         self._hooks = None if keep or not torch.is_grad_enabled() else _RegatherHooks(local.detach(), group)
 
@@ -159,7 +161,7 @@ class _Selection:
 class _RegatherHooks:
     """Saved-tensor hooks that keep this rank's tokens and gather those of other ranks again."""
 
-    def __init__(self, local: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, local: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         self._local, self._group = local, group
         self._tracked: dict[int, tuple[torch.Tensor, _Selection]] = {}
         """By storage. Holds the tensors, so that no other tensor gets the same storage meanwhile."""
@@ -186,7 +188,8 @@ class _RegatherHooks:
         selection, *view = packed
         if selection.selected is None:
             if self._gathered is None:
-                self._gathered = _all_gather_tokens(self._local, self._group)
+                group = self._group
+                self._gathered = self._local if group is None else _all_gather_tokens(self._local, group)
             selection.selected = _select_tokens(self._gathered, selection.tokens, selection.copies)
         tensor: torch.Tensor = selection.selected.as_strided(*view)
         selection.pending, self._pending = selection.pending - 1, self._pending - 1

@@ -1,8 +1,9 @@
 """Layout of the tokens of one micro-batch, computed from the plan on the host.
 
 A pack is a sequence of *segments*: one slot per sample, then tail filler in short segments. A rectangle (padded and
-dynamic modes) is a pack with equal slots, so all modes have this layout. All arrays are numpy; `PackedBatch` copies the
-indices that it needs to the device once.
+dynamic modes) is a pack with equal slots, so all modes have this layout. Where samples share prefixes, a slot holds the
+tokens that no sample before it in the pack computes (`planning.prefixes`). All arrays are numpy; `PackedBatch` copies
+the indices that it needs to the device once.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ class PackLayout:
     """
 
     lengths: IntArray
-    """Used tokens of each sample, [samples]."""
+    """Tokens of each sample in its slot, [samples]: all that are used, or those after its shared prefix."""
     segments: IntArray
     """Tokens of each segment, slots first and tail filler last, [segments]."""
     cp_size: int
     """Context-parallel size."""
     rectangle_rows: int = 1
     """Rows of a rectangle; 1 for a pack."""
+    prefix_lengths: IntArray | None = None
+    """Leading tokens of each sample that the samples before it compute, [samples]; None: samples share nothing."""
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, cp_size: int = 1, tokens: int | None = None) -> PackLayout:
@@ -60,10 +63,11 @@ class PackLayout:
                 f"Plan with PlanConstraints(cp_size={cp_size}, ...)"
             )
         return cls(
-            lengths=np.asarray(micro_batch.lengths, np.int64),
+            lengths=np.asarray(micro_batch.lengths - micro_batch.shared, np.int64),
             segments=segments,
             cp_size=cp_size,
             rectangle_rows=1 if tokens else int(micro_batch.rows),
+            prefix_lengths=micro_batch.shared if micro_batch.shared.any() else None,
         )
 
     @property
@@ -92,9 +96,45 @@ class PackLayout:
         return np.arange(self.tokens, dtype=np.int64) - self.cu_seqlens[self.segment_ids]
 
     @cached_property
+    def sequence_positions(self) -> IntArray:
+        """Position of each token in its sample, [tokens]: that in its segment, after the shared prefix."""
+        if self.prefix_lengths is None:
+            return self.position_ids
+        return self.position_ids + self._per_segment(self.prefix_lengths)[self.segment_ids]
+
+    @cached_property
+    def unshared(self) -> PackLayout:
+        """Layout of the whole samples, without alignment, filler and context parallelism; itself without prefixes.
+
+        Losses see this layout; `computed_tokens` leads from it to the tokens of the pack.
+        """
+        if self.prefix_lengths is None:
+            return self
+        whole = self.lengths + self.prefix_lengths
+        return PackLayout(lengths=whole, segments=whole, cp_size=1)
+
+    @cached_property
+    def computed_tokens(self) -> IntArray:
+        """Index in the pack of each token of `unshared`."""
+        assert self.prefix_lengths is not None
+        before, paths = np.zeros(0, np.int64), []
+        for start, length, shared in zip(self.cu_seqlens, self.lengths, self.prefix_lengths, strict=False):
+            before = np.concatenate([before[:shared], np.arange(start, start + length)])
+            paths.append(before)
+        return np.concatenate(paths)
+
+    def prefix_of(self, sample: int) -> IntArray:
+        """Indices in the pack of the shared prefix of a sample, [prefix_lengths[sample]]."""
+        assert self.prefix_lengths is not None
+        start = int(self.unshared.cu_seqlens[sample])
+        return self.computed_tokens[start : start + int(self.prefix_lengths[sample])]
+
+    def _per_segment(self, per_sample: IntArray) -> IntArray:
+        return np.concatenate([per_sample, np.zeros(len(self.segments) - self.samples, np.int64)])
+
+    @cached_property
     def _used(self) -> IntArray:
-        filler = np.zeros(len(self.segments) - self.samples, np.int64)
-        return np.concatenate([self.lengths, filler])[self.segment_ids]
+        return self._per_segment(self.lengths)[self.segment_ids]
 
     @cached_property
     def real(self) -> BoolArray:
@@ -105,6 +145,12 @@ class PackLayout:
     def predicts(self) -> BoolArray:
         """Whether token i has a label, token i + 1 of the same sample, [tokens]."""
         return self.position_ids < self._used - 1
+
+    @property
+    def longest_sequence(self) -> int:
+        """Positions of the longest segment, slot padding and shared prefix included."""
+        prefixes = 0 if self.prefix_lengths is None else self._per_segment(self.prefix_lengths)
+        return int((self.segments + prefixes).max())
 
     @property
     def longest_segment(self) -> int:
@@ -151,6 +197,5 @@ class PackLayout:
 
         `starts` [samples] are the offsets of the samples in the flat field.
         """
-        filler = np.zeros(len(self.segments) - self.samples, np.int64)
-        start = np.concatenate([np.asarray(starts, np.int64), filler])[self.segment_ids]
-        return np.where(self.real, start + self.position_ids, 0)
+        start = self._per_segment(np.asarray(starts, np.int64))[self.segment_ids]
+        return np.where(self.real, start + self.sequence_positions, 0)

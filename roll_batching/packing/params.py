@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from roll_batching.errors import LayoutError
 from roll_batching.packing.attention_backend import AttentionBackend, attention_backend
 from roll_batching.packing.pack_layout import PackLayout
 
@@ -29,6 +30,8 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     """[tokens / cp] int64, indices in the pack of the tokens on this rank; None without context parallelism."""
     restore: torch.Tensor | None = None
     """[tokens] int64, permutation from gathered to pack order; None without context parallelism."""
+    shares_prefixes: bool = False
+    """Whether keys of several samples are the same tokens of the pack."""
     attention: Any = None
     """Result of `AttentionBackend.metadata` for the pack."""
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -63,12 +66,19 @@ def packed_params(
         "pad_between_seqs": False,
     }
     backend = None if attention is None else attention_backend(attention, device.type)
+    if pack_layout.prefix_lengths is not None and not getattr(backend, "shares_prefixes", False):
+        name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
+        raise LayoutError(
+            f"{name} attends to one run of keys per sample, and samples of this pack share prefixes: choose the "
+            "backend dense, varlen or flash_attn, or plan without prefixes (share_prefixes: false)"
+        )
     local_tokens = pack_layout.local_tokens(cp_rank)
     sharded = pack_layout.cp_size > 1
     return PackedParams(
         **{name: value for name, value in fields.items() if name in _BASE_FIELDS},
-        positions=torch.from_numpy(pack_layout.position_ids[local_tokens]).to(device),
+        positions=torch.from_numpy(pack_layout.sequence_positions[local_tokens]).to(device),
         local_tokens=torch.from_numpy(local_tokens).to(device) if sharded else None,
         restore=torch.from_numpy(pack_layout.restore).to(device) if sharded else None,
+        shares_prefixes=pack_layout.prefix_lengths is not None,
         attention=None if backend is None else backend.metadata(pack_layout, cp_rank, device),
     )

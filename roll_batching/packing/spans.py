@@ -3,7 +3,8 @@
 The keys of a span are consecutive in pack order and aligned with its queries at the end: the last query attends to all
 keys, the one before to all but the last (flash attention: causal, bottom-right). Without context parallelism a segment
 is one span with as many keys as queries. With it, each of the two chunks of a segment on a rank is a span with the keys
-from the start of the segment to the end of the chunk. Attention backends convert spans to the arguments of their
+from the start of the segment to the end of the chunk. The keys of a sample with a shared prefix begin with the tokens
+of that prefix, which stand earlier in the pack. Attention backends convert spans to the arguments of their
 kernels, without a mask over the whole pack.
 """
 
@@ -24,14 +25,33 @@ class Spans(NamedTuple):
     key_start: IntArray
     """Index in the pack of the first key of each span."""
     keys: IntArray
-    """Number of keys of each span."""
+    """Number of keys of each span, those of a shared prefix included."""
+    key_rows: IntArray | None = None
+    """Indices in the pack of all keys, span after span, [sum(keys)]; None: consecutive from `key_start`."""
+
+    def rows(self) -> IntArray:
+        """`key_rows`, also where they are consecutive."""
+        if self.key_rows is not None:
+            return self.key_rows
+        first = np.cumsum(self.keys) - self.keys
+        return np.repeat(self.key_start - first, self.keys) + np.arange(int(self.keys.sum()))
 
 
 def spans_of(pack_layout: PackLayout, cp_rank: int = 0) -> Spans:
     """Spans whose queries `cp_rank` holds."""
-    starts = pack_layout.cu_seqlens[:-1]
-    if pack_layout.cp_size == 1:
-        return Spans(pack_layout.segments, starts, pack_layout.segments)
-    chunk = pack_layout.segments // (2 * pack_layout.cp_size)
-    ends = np.stack([(cp_rank + 1) * chunk, (2 * pack_layout.cp_size - cp_rank) * chunk], axis=1).reshape(-1)
-    return Spans(np.repeat(chunk, 2), np.repeat(starts, 2), ends)
+    starts, size = pack_layout.cu_seqlens[:-1], pack_layout.cp_size
+    queries, ends, segment = pack_layout.segments, pack_layout.segments, np.arange(len(starts))
+    if size > 1:
+        chunk = pack_layout.segments // (2 * size)
+        queries, segment = np.repeat(chunk, 2), np.repeat(segment, 2)
+        ends = np.stack([(cp_rank + 1) * chunk, (2 * size - cp_rank) * chunk], axis=1).reshape(-1)
+    own = Spans(queries, starts[segment], ends)
+    if pack_layout.prefix_lengths is None:
+        return own
+    runs = []
+    for number, start, end in zip(segment.tolist(), own.key_start.tolist(), ends.tolist(), strict=True):
+        if number < pack_layout.samples:
+            runs.append(pack_layout.prefix_of(number))
+        runs.append(np.arange(start, start + end))
+    prefix = np.concatenate([pack_layout.prefix_lengths, np.zeros(len(starts) - pack_layout.samples, np.int64)])
+    return Spans(queries, own.key_start, ends + prefix[segment], np.concatenate(runs))

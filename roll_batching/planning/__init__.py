@@ -40,6 +40,7 @@ from roll_batching.planning.partition import batch_balance, karmarkar_karp
 from roll_batching.planning.plan import MicroBatch, Plan
 from roll_batching.planning.plan_arrays import DroppedSample
 from roll_batching.planning.planner import plan_step
+from roll_batching.planning.prefixes import SharedPrefixes
 from roll_batching.planning.report import PlanReport
 from roll_batching.planning.role_planner import RolePlanner
 
@@ -57,6 +58,7 @@ __all__ = [
     "PlanConstraints",
     "PlanReport",
     "RolePlanner",
+    "SharedPrefixes",
     "batch_balance",
     "fit_cost",
     "karmarkar_karp",

@@ -35,9 +35,14 @@ def _assemble_samples(
     problem: PlanProblem, samples: Ints, offsets: Ints, count: int, *, row_length: Ints | None = None
 ) -> PlanArrays:
     """Plan of samples in order and offsets of micro-batches (int64[dp*K + 1])."""
-    constraints = problem.constraints
+    constraints, shared, costs = problem.constraints, np.zeros(len(samples), dtype=np.int64), problem.costs
+    if problem.prefixes is not None:
+        samples = problem.prefixes.sort(samples, offsets)
+        shared = problem.prefixes.shared(samples, offsets)
+        costs = np.zeros(len(problem.lengths), dtype=np.int64)
+        costs[samples] = problem.prefixes.own_cost(problem.used[samples], shared)
     if constraints.mode == "packed":
-        slots = problem.slots[samples]
+        slots = round_up(problem.used[samples] - shared, constraints.sequence_alignment)
         tokens, rows = _pack_shapes(constraints, slots, offsets)
     else:
         tokens, rows = _rectangle_shapes(problem, samples, offsets, row_length)
@@ -51,12 +56,13 @@ def _assemble_samples(
         location=problem.location,
         used=problem.used,
         samples=samples,
+        shared=shared,
         slots=slots,
         offsets=offsets,
         tokens=tokens,
         rows=rows,
-        costs=sums_of(problem.costs[samples], offsets),
-        sample_costs=problem.costs,
+        costs=sums_of(costs[samples], offsets),
+        sample_costs=costs,
         dropped=problem.dropped,
     )
     units, home = problem.units, None

@@ -43,7 +43,7 @@ def _check_shapes(plan: PlanArrays) -> None:
         len(plan.tokens) == len(plan.rows) == len(plan.costs) == count
         and len(plan.offsets) == count + 1
         and plan.offsets[0] == 0
-        and plan.offsets[-1] == len(plan.samples) == len(plan.slots)
+        and plan.offsets[-1] == len(plan.samples) == len(plan.slots) == len(plan.shared)
         and bool(np.all(np.diff(plan.offsets) >= 0))
         and len(plan.ids) == len(plan.used) == len(plan.sample_costs) == len(plan.lengths)
         and (plan.location is None or len(plan.location) == len(plan.lengths))
@@ -106,7 +106,8 @@ def _check_tokens(plan: PlanArrays) -> None:
     entry_length = plan.used[plan.samples]
     if np.any(entry_length < 1) or np.any(entry_length > plan.lengths[plan.samples]):
         raise PlanError("a sample uses fewer than one or more than all of its tokens")
-    if np.any(plan.slots < entry_length) or np.any(plan.slots % constraints.sequence_alignment):
+    _check_shared(plan, entry_length)
+    if np.any(plan.slots < entry_length - plan.shared) or np.any(plan.slots % constraints.sequence_alignment):
         raise PlanError(f"a slot is shorter than its sample, or not a multiple of {constraints.sequence_alignment}")
     slot_sum = np.zeros(len(counts), dtype=np.int64)
     if len(plan.slots):
@@ -135,6 +136,22 @@ def _check_tokens(plan: PlanArrays) -> None:
             f"max_tokens={constraints.max_tokens}"
             + (f" (longest: sample {longest}, length {plan.lengths[longest]})" if longest >= 0 else "")
             + "; form smaller micro-batches or raise the cap"
+        )
+
+
+def _check_shared(plan: PlanArrays, entry_length: Ints) -> None:
+    """Each shared position is computed by the entry before, or taken from further before, in the same micro-batch."""
+    if not plan.shared.any():
+        return
+    available = np.concatenate([[0], entry_length[:-1]])
+    starts = plan.offsets[:-1]
+    available[starts[starts < len(available)]] = 0
+    wrong = np.flatnonzero((plan.shared < 0) | (plan.shared > available) | (plan.shared >= entry_length))
+    if len(wrong) or plan.constraints.mode != "packed":
+        i = int(wrong[0]) if len(wrong) else int(np.flatnonzero(plan.shared)[0])
+        raise PlanError(
+            f"sample {plan.samples[i]} (id {plan.ids[plan.samples[i]]}) takes {plan.shared[i]} of its "
+            f"{entry_length[i]} positions from the sample before it in its micro-batch, which has {available[i]}"
         )
 
 

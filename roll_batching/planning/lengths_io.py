@@ -36,6 +36,8 @@ class LengthFile:
     lengths: Ints
     columns: tuple[str, ...]
     left_out: Mapping[str, str]
+    others: Mapping[str, Ints]
+    """Further columns that were asked for, int64[n] each."""
 
 
 def read_lengths(path: str | Path, columns: Sequence[str] = ()) -> Ints:
@@ -43,8 +45,10 @@ def read_lengths(path: str | Path, columns: Sequence[str] = ()) -> Ints:
     return read_length_file(path, columns).lengths
 
 
-def read_length_file(path: str | Path, columns: Sequence[str] = ()) -> LengthFile:
+def read_length_file(path: str | Path, columns: Sequence[str] = (), others: Sequence[str] = ()) -> LengthFile:
     """Read lengths from CSV or text, JSONL, npy or Parquet: the sum of `columns`, or of those named like lengths.
+
+    `others` are columns of integers to read beside them.
 
     CSV and text: names in the first line, else the columns are "1", "2", ... JSONL: a number per line ("length"), or
     objects. npy: one column ("length") or several ("1", "2", ...). Parquet needs pyarrow. Raises `DataError` with the
@@ -67,6 +71,7 @@ def read_length_file(path: str | Path, columns: Sequence[str] = ()) -> LengthFil
     if not table or not any(values is None or len(values) for values in table.values()):
         raise DataError(f"{file} holds no lengths")
     try:
+        beside = choose_columns(table, others).columns if others else ()
         choice = choose_columns(table, columns)
     except DataError as error:
         text = str(error)
@@ -76,7 +81,9 @@ def read_length_file(path: str | Path, columns: Sequence[str] = ()) -> LengthFil
     chosen = {name: _checked(file, name, table[name]) for name in choice.columns}
     lengths: Ints = np.stack(list(chosen.values())).sum(axis=0)
     _check_rows(file, "as its length", lengths, at_least=1)
-    return LengthFile(lengths, choice.columns, choice.left_out)
+    return LengthFile(
+        lengths, choice.columns, choice.left_out, {name: _checked(file, name, table[name]) for name in beside}
+    )
 
 
 def _checked(file: Path, name: str, values: Any) -> Ints:

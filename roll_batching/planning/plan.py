@@ -27,7 +27,7 @@ from roll_batching.planning.plan_arrays import ARRAYS, DroppedSample, PlanArrays
 from roll_batching.planning.problem import build_problem
 from roll_batching.planning.report import PlanReport, make_report
 
-FORMAT = 2
+FORMAT = 3
 """Version of the format of `Plan.to_dict`."""
 
 
@@ -39,8 +39,11 @@ class MicroBatch:
     """Indices into the plan's `lengths`, in pack order; empty for a filler."""
     lengths: Ints
     """Tokens used of each sample (fewer than its length when truncated)."""
+    shared: Ints
+    """Leading positions of each sample that it takes from the sample before it; 0: none."""
     slots: Ints
-    """Tokens that each sample occupies: its aligned length, or the row length of the rectangle."""
+    """Tokens that each sample occupies: its aligned length without shared positions, or the row length of the
+    rectangle."""
     tokens: int
     """Tokens that the micro-batch computes, tail filler included, before CP divides them."""
     rows: int
@@ -115,6 +118,8 @@ class Plan(PlanArrays):
         ):
             digest.update(len(array).to_bytes(8, "little"))
             digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
+        if self.shared.any():
+            digest.update(np.ascontiguousarray(self.shared, dtype="<i8").tobytes())
         return digest.hexdigest()[:32]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,6 +161,7 @@ class Plan(PlanArrays):
                 MicroBatch(
                     samples=samples,
                     lengths=lengths,
+                    shared=self.shared[start:end],
                     slots=self.slots[start:end],
                     tokens=int(self.tokens[m]),
                     rows=int(self.rows[m]),

@@ -42,6 +42,9 @@ class PlanArrays:
     """int64[n]: tokens used of each sample."""
     samples: Ints
     """int64[placed]: sample indices, micro-batch by micro-batch."""
+    shared: Ints
+    """int64[placed]: leading positions that each entry of `samples` takes from the entry before it, in the same
+    micro-batch; 0 where it computes all its tokens (see `prefixes`)."""
     slots: Ints
     """int64[placed]: tokens of the slot of each entry of `samples`."""
     offsets: Ints
@@ -53,7 +56,7 @@ class PlanArrays:
     costs: Ints
     """int64[dp*K]: scaled cost of the samples of each micro-batch, without the fixed cost."""
     sample_costs: Ints
-    """int64[n]: cost of each sample, scaled as `costs`."""
+    """int64[n]: cost of what each sample computes itself, scaled as `costs`."""
     dropped: tuple[DroppedSample, ...] = ()
 
     def __post_init__(self) -> None:
@@ -75,5 +78,5 @@ class PlanArrays:
         return empty
 
 
-ARRAYS = ("lengths", "ids", "used", "samples", "slots", "offsets", "tokens", "rows", "costs", "sample_costs")
+ARRAYS = ("lengths", "ids", "used", "samples", "shared", "slots", "offsets", "tokens", "rows", "costs", "sample_costs")
 """Names of the arrays, without `location`, which may be None."""

@@ -10,9 +10,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from roll_batching.planning.assemble import assemble
@@ -30,10 +31,20 @@ from roll_batching.planning.placement import (
     spread_fillers,
 )
 from roll_batching.planning.plan import Plan
+from roll_batching.planning.plan_arrays import PlanArrays
+from roll_batching.planning.prefixes import SharedPrefixes
 from roll_batching.planning.problem import PlanProblem, build_problem
 from roll_batching.planning.registry import Algorithm, algorithm_of
+from roll_batching.planning.report import step_time
 
 B = TypeVar("B", bound=Sized)
+
+PART_PERCENTILES = (99, 97, 94, 90, 80, 65, 50)
+"""Sizes of parts of trees that are tried first, in percentiles of the trees' costs: only larger trees are cut."""
+PART_DIVISORS = (1, 2, 4, 8, 16, 32)
+"""Sizes of parts that are tried then: the mean cost of a rank divided by these."""
+LEVEL = 1000
+"""A plan within 1/1000 of the mean cost of a rank is level: smaller parts are not tried."""
 
 
 def plan_step(
@@ -45,6 +56,7 @@ def plan_step(
     group_ids: ArrayLike | None = None,
     home_rank: ArrayLike | None = None,
     location: ArrayLike | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> Plan:
     """Plan one optimizer step (or one forward pass) over `lengths`.
 
@@ -56,23 +68,64 @@ def plan_step(
         group_ids: int[n]; samples with equal values share one micro-batch.
         home_rank: int[n], the DP rank where each sample stays; None: any rank.
         location: int[n], the DP rank that holds the data of each sample; not used for planning.
+        prefixes: what the samples share; samples of one micro-batch compute it once. None: nothing is shared.
 
     Equal arguments give equal plans on every machine. Raises `PlanError` when no valid plan exists.
     """
-    problem = build_problem(
-        lengths,
-        constraints,
-        cost=DEFAULT_COST if cost is None else cost,
-        ids=ids,
-        group_ids=group_ids,
-        home_rank=home_rank,
-        location=location,
-    )
+    given: dict[str, Any] = {"ids": ids, "group_ids": group_ids, "home_rank": home_rank, "location": location}
+    price = DEFAULT_COST if cost is None else cost
+    problem = build_problem(lengths, constraints, cost=price, prefixes=prefixes, **given)
+    arrays = _plan(problem)
+    if prefixes is not None and group_ids is None:
+        arrays = _with_smaller_parts(
+            problem,
+            arrays,
+            lambda part: build_problem(lengths, constraints, cost=price, prefixes=prefixes, largest_part=part, **given),
+        )
+    return Plan.of(arrays)
+
+
+def _plan(problem: PlanProblem) -> PlanArrays:
+    """Checked arrays of a plan by the algorithm of the constraints."""
+    constraints = problem.constraints
     algorithm = algorithm_of(constraints.mode, constraints.algorithm)
     form = load_algorithm(constraints)
     with compiled_once(_kind(problem)):
         placement = form(problem) if algorithm.forms == "placement" else _place(problem, algorithm, form)
-    return Plan.of(assemble(problem, placement))
+    return assemble(problem, placement)
+
+
+def _with_smaller_parts(problem: PlanProblem, arrays: PlanArrays, cut: Callable[[int], PlanProblem]) -> PlanArrays:
+    """The fastest of `arrays`, whose trees are as large as the cap allows, and plans of smaller parts.
+
+    Smaller parts level ranks better, and repeat more. Single samples repeat nothing only where they meet by chance, but
+    bound the result: no plan is slower than the one of the same units without sharing.
+    """
+    assert problem.prefixes is not None
+    ranks = problem.constraints.dp_size
+    best, time = arrays, step_time(arrays, problem.fixed_cost)
+    mean = int(problem.units.costs.sum()) // ranks
+    level = mean + mean // LEVEL
+    whole = int(problem.prefixes.cost(problem.used[problem.units.samples]).sum()) // ranks
+    by_cost = np.sort(problem.units.costs)
+    largest = [int(by_cost[len(by_cost) * percent // 100]) for percent in PART_PERCENTILES]
+    tried = {len(problem.units)}
+    for part in [*largest, *(mean // divisor for divisor in PART_DIVISORS)]:
+        if time <= level + problem.fixed_cost * best.num_micro_batches:
+            break
+        smaller = cut(max(part, 1))
+        repeats = int(smaller.units.costs.sum()) // ranks + problem.fixed_cost * best.num_micro_batches
+        if len(smaller.units) not in tried and repeats < time:
+            tried.add(len(smaller.units))
+            found = _plan(smaller)
+            if (found_time := step_time(found, smaller.fixed_cost)) < time:
+                best, time = found, found_time
+    if time > whole and len(problem.units.samples) not in tried:
+        singles = cut(0)
+        found = _plan(singles)
+        if step_time(found, singles.fixed_cost) < time:
+            best = found
+    return best
 
 
 def _kind(problem: PlanProblem) -> str:

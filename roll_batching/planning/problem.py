@@ -15,6 +15,7 @@ from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import sequence_costs
 from roll_batching.planning.plain_values import kind_of
 from roll_batching.planning.plan_arrays import DroppedSample
+from roll_batching.planning.prefixes import Chain, PricedPrefixes, SharedPrefixes, cut_chain
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,14 @@ class PlanProblem:
     location: Ints | None
     used: Ints
     """int64[n]: tokens used of each sample (fewer than its length when truncated)."""
-    slots: Ints
-    """int64[n]: aligned tokens of each sample."""
     costs: Ints
-    """int64[n]: scaled cost of each sample."""
+    """int64[n]: scaled cost of each sample, of its own part where it shares a prefix."""
     fixed_cost: int
     """Scaled cost of a micro-batch beside its samples."""
     units: Units
     dropped: tuple[DroppedSample, ...]
+    prefixes: PricedPrefixes | None
+    """Prefixes that samples share; None: each sample computes all its tokens."""
 
     @cached_property
     def has_home_ranks(self) -> bool:
@@ -78,10 +79,14 @@ def build_problem(
     group_ids: ArrayLike | None = None,
     home_rank: ArrayLike | None = None,
     location: ArrayLike | None = None,
+    prefixes: SharedPrefixes | None = None,
+    largest_part: int | None = None,
 ) -> PlanProblem:
     """Check the arguments of `plan_step`, apply the oversize policy, align lengths, form units.
 
-    Raises `PlanError` with the sample (index and id), its length, the cap, and what to set instead.
+    With `prefixes` and without `group_ids` the units are parts of trees of samples that begin alike, each with a scaled
+    cost of at most `largest_part` (None: any), or one sample. Raises `PlanError` with the sample (index and id), its
+    length, the cap, and what to set instead.
     """
     if not isinstance(constraints, PlanConstraints):
         raise PlanError(f"constraints is {kind_of(constraints)}: pass PlanConstraints(dp_size=..., max_tokens=...)")
@@ -94,34 +99,96 @@ def build_problem(
         )
     home = _ranks(home_rank, "home_rank", len(sizes), constraints.dp_size)
     holder = _ranks(location, "location", len(sizes), constraints.dp_size)
+    _check_prefixes(prefixes, len(sizes), constraints)
     groups = _group(len(sizes), identifiers, group_ids, home)
     fit = _fit_under_cap(sizes, identifiers, groups, constraints)
     groups, alone, dropped = _without_dropped(groups, fit, sizes, identifiers)
-    slots = round_up(fit.used, constraints.sequence_alignment)
     scaled = sequence_costs(fit.used, cost)
-    members, offsets = groups.members, groups.offsets
-    units = Units(
-        samples=members,
-        offsets=offsets,
-        slots=sums_of(slots[members], offsets),
-        longest=largest_of(round_up(fit.used[members], constraints.rectangle_alignment), offsets),
-        rows=np.diff(offsets),
-        costs=sums_of(scaled.values[members], offsets),
-        home=groups.home,
-        alone=alone,
-    )
+    priced = None if prefixes is None else PricedPrefixes.of(prefixes, fit.used, cost)
+    if priced is not None and group_ids is None:
+        groups, alone = _join_trees(groups, alone, priced, constraints, largest_part)
+    units, costs = _make_units(groups, alone, fit.used, scaled.values, priced, constraints)
     return PlanProblem(
         constraints=constraints,
         lengths=sizes,
         ids=identifiers,
         location=holder,
         used=fit.used,
-        slots=slots,
-        costs=scaled.values,
-        fixed_cost=scaled.fixed,
+        costs=costs,
+        fixed_cost=int(cost.fixed) >> (scaled if priced is None else priced).shift,
         units=units,
         dropped=dropped,
+        prefixes=priced,
     )
+
+
+def _make_units(
+    groups: _Groups,
+    alone: Flags,
+    used: Ints,
+    costs: Ints,
+    priced: PricedPrefixes | None,
+    constraints: PlanConstraints,
+) -> tuple[Units, Ints]:
+    """Units, and the cost of each sample, int64[n]: of `costs`, or of what it computes beside its neighbours."""
+    members, offsets = groups.members, groups.offsets
+    computed = used[members]
+    if priced is not None:
+        members = priced.sort(members, offsets)
+        shared = priced.shared(members, offsets)
+        computed = used[members] - shared
+        costs = np.zeros(len(used), dtype=np.int64)
+        costs[members] = priced.own_cost(used[members], shared)
+    units = Units(
+        samples=members,
+        offsets=offsets,
+        slots=sums_of(round_up(computed, constraints.sequence_alignment), offsets),
+        longest=largest_of(round_up(used[members], constraints.rectangle_alignment), offsets),
+        rows=np.diff(offsets),
+        costs=sums_of(costs[members], offsets),
+        home=groups.home,
+        alone=alone,
+    )
+    return units, costs
+
+
+def _check_prefixes(prefixes: SharedPrefixes | None, count: int, constraints: PlanConstraints) -> None:
+    if prefixes is None:
+        return
+    if not isinstance(prefixes, SharedPrefixes):
+        raise PlanError(f"prefixes is {kind_of(prefixes)}: pass SharedPrefixes.of(tokens, lengths)")
+    if constraints.mode != "packed":
+        raise PlanError(f"prefixes are shared in mode 'packed' only, not in {constraints.mode!r}: pass prefixes=None")
+    if len(prefixes) != count:
+        raise PlanError(
+            f"prefixes describe {len(prefixes)} samples and lengths {count}: pass those of the same samples"
+        )
+
+
+def _join_trees(
+    groups: _Groups, alone: Flags, priced: PricedPrefixes, constraints: PlanConstraints, largest_part: int | None
+) -> tuple[_Groups, Flags]:
+    """Groups of samples that share prefixes, from groups of one sample; a sample above the cap remains alone."""
+    samples, home = groups.members, groups.home
+    places = priced.prefixes.places[samples]
+    order = np.lexsort((places, home, alone))
+    samples, home, alone = samples[order], home[order], alone[order]
+    starts_anew = alone | np.concatenate([[True], np.diff(home) != 0])
+    shared = priced.shared(samples, np.append(np.flatnonzero(starts_anew), len(samples)))
+    used = priced.used[samples]
+    whole = priced.cost(used)
+    alignment = constraints.sequence_alignment
+    chain = Chain(
+        samples=samples,
+        shared=shared,
+        slots=round_up(used - shared, alignment),
+        first_slots=round_up(used, alignment),
+        costs=priced.own_cost(used, shared),
+        first_costs=whole,
+    )
+    most = int(whole.sum()) if largest_part is None else largest_part
+    starts = cut_chain(chain, constraints.usable_tokens, most)
+    return _Groups(samples, np.append(starts, len(samples)), home[starts]), alone[starts]
 
 
 def _identifiers(ids: ArrayLike | None, count: int) -> Ints:

@@ -20,8 +20,10 @@ class PlanReport:
     """Tokens of placed samples, after truncation."""
     computed_tokens: int
     """Tokens that all ranks compute, including alignment, tail filler and filler micro-batches."""
+    shared_tokens: int
+    """Tokens of placed samples that another sample of the micro-batch computes."""
     padding_share: float
-    """1 - real / computed."""
+    """1 - (real - shared) / computed."""
     tokens_before: int
     """Tokens of all samples padded to `padded_length`, or to the longest sample."""
     share_removed: float
@@ -58,7 +60,7 @@ def make_report(plan: PlanArrays) -> PlanReport:
     """Report of `plan`. Costs are those of samples, without the fixed cost of micro-batches."""
     constraints = plan.constraints
     real = int(plan.used[plan.samples].sum())
-    computed = int(plan.tokens.sum())
+    computed, shared = int(plan.tokens.sum()), int(plan.shared.sum())
     width = constraints.padded_length or int(plan.lengths.max())
     before = -(-width // constraints.rectangle_alignment) * constraints.rectangle_alignment * len(plan.samples)
     used_micro_batches = int(len(plan.tokens) - plan.fillers.sum())
@@ -71,7 +73,8 @@ def make_report(plan: PlanArrays) -> PlanReport:
         samples=len(plan.samples),
         real_tokens=real,
         computed_tokens=computed,
-        padding_share=1 - real / computed,
+        shared_tokens=shared,
+        padding_share=1 - (real - shared) / computed,
         tokens_before=before,
         share_removed=1 - computed / before,
         fill=int(plan.tokens[~plan.fillers].sum()) / capacity if capacity else 1.0,
@@ -85,6 +88,16 @@ def make_report(plan: PlanArrays) -> PlanReport:
         truncated=int((plan.used[plan.samples] < plan.lengths[plan.samples]).sum()),
         dropped=len(plan.dropped),
     )
+
+
+def step_time(plan: PlanArrays, fixed_cost: int) -> int:
+    """Cost of the slowest block of ranks, in a pipeline its makespan; `fixed_cost` per micro-batch."""
+    constraints = plan.constraints
+    costs = plan.costs.reshape(-1, constraints.lockstep_ranks, plan.num_micro_batches) + fixed_cost
+    maxima = costs.max(axis=1)
+    if constraints.pp_size == 1:
+        return int(maxima.sum(axis=1).max())
+    return slowest_makespan(maxima, stages=constraints.pp_size, chunks=constraints.vpp_size, group_size=plan.group_size)
 
 
 def _objective(plan: PlanArrays) -> tuple[str, int, int]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from roll_batching.samples.all_to_all import collect, distribute
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.fields import FieldKind, FieldSpec, Schema
-from roll_batching.samples.length_table import LengthTable, gather_bins, gather_lengths, number_globally
+from roll_batching.samples.length_table import (
+    LengthTable,
+    find_shared_prefixes,
+    gather_bins,
+    gather_lengths,
+    number_globally,
+)
 from roll_batching.samples.mini_batching import MiniBatches, mini_batches, rank_slice
 
 __all__ = [
@@ -18,6 +24,7 @@ __all__ = [
     "collect",
     "distribute",
     "gather_bins",
+    "find_shared_prefixes",
     "gather_lengths",
     "mini_batches",
     "number_globally",

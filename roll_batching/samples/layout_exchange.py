@@ -49,7 +49,7 @@ class LayoutExchange:
     def in_target(self, table: LengthTable) -> LengthTable:
         """`table` for plans of the target layout, with the location of each sample there."""
         first = np.array([np.flatnonzero(self.source == rank)[0] for rank in range(int(self.source.max()) + 1)])
-        return LengthTable(table.ids, table.lengths, self.target[first[table.location]])
+        return LengthTable(table.ids, table.lengths, self.target[first[table.location]], table.prefixes)
 
     @property
     def inverse(self) -> LayoutExchange:

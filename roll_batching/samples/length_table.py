@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from roll_batching.distributed import digest
 from roll_batching.errors import DataError
+from roll_batching.planning.prefixes import SharedPrefixes
 from roll_batching.samples.batch import SampleBatch
 from roll_batching.samples.exchange_group import ExchangeGroup
 
@@ -38,12 +39,17 @@ class LengthTable:
     location: np.ndarray
     """int64 `[n]`: the data-parallel rank that holds the sample now, not a constraint (`home_rank`) on the plan."""
 
+    prefixes: SharedPrefixes | None = None
+    """What the samples share (`find_shared_prefixes`); None: plans share nothing."""
+
     def __post_init__(self) -> None:
         for name in ("ids", "lengths", "location"):
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.int64))
         if not (self.ids.shape == self.lengths.shape == self.location.shape and self.ids.ndim == 1):
             shapes = self.ids.shape, self.lengths.shape, self.location.shape
             raise DataError(f"ids, lengths and location must be one-dimensional and of one length: {shapes}.")
+        if self.prefixes is not None and len(self.prefixes) != self.ids.size:
+            raise DataError(f"prefixes describe {len(self.prefixes)} samples, and the table has {self.ids.size}.")
         self._refuse_repeated_ids()
 
     def _refuse_repeated_ids(self) -> None:
@@ -72,7 +78,8 @@ class LengthTable:
         index = np.asarray(index)
         if index.dtype != np.bool_:
             index = index.astype(np.int64)
-        return LengthTable(self.ids[index], self.lengths[index], self.location[index])
+        prefixes = None if self.prefixes is None else self.prefixes.select(np.arange(self.ids.size)[index])
+        return LengthTable(self.ids[index], self.lengths[index], self.location[index], prefixes)
 
 
 def gather_lengths(batch: SampleBatch, group: Any = None) -> LengthTable:
@@ -105,6 +112,44 @@ def gather_lengths(batch: SampleBatch, group: Any = None) -> LengthTable:
             "Give all ranks of a replica the same samples",
         )
     return table
+
+
+def find_shared_prefixes(batch: SampleBatch, table: LengthTable, group: Any = None) -> LengthTable:
+    """`table` with the prefixes that its samples share, found by comparing their token ids. Collective.
+
+    Every rank gets the token ids of all samples, 4 bytes each.
+
+    Args:
+        batch: this rank's samples, with the field `input_ids`.
+        table: `gather_lengths` of that batch, its rows in any order.
+        group: as for `gather_lengths`.
+
+    Raises:
+        RankError: on all ranks alike (`DataError` in a single process): for a batch without token ids, or a table of
+            other samples.
+    """
+    dp_group = ExchangeGroup.of(group)
+    with dp_group.consensus("find_shared_prefixes"):
+        require_batch("find_shared_prefixes", batch)
+        if "input_ids" not in batch:
+            raise DataError("find_shared_prefixes compares token ids: the batch has no field input_ids.")
+        ids = batch["input_ids"].to("cpu", torch.int32)
+    counts, samples = _gather_number(dp_group, ids.numel()), _gather_number(dp_group, len(batch))
+    tokens = dp_group.all_gather(torch.nn.functional.pad(ids, (0, int(counts.max()) - ids.numel())))
+    rows = torch.zeros(2, int(samples.max()), dtype=torch.int64)
+    rows[0, : len(batch)], rows[1, : len(batch)] = batch.ids, batch.lengths
+    gathered = dp_group.all_gather(rows)
+    by_id: dict[int, np.ndarray] = {}
+    for rank_tokens, (rank_ids, lengths), count in zip(tokens, gathered, samples.tolist(), strict=True):
+        parts = np.split(rank_tokens.numpy(), np.cumsum(lengths[:count].numpy()))
+        by_id.update(zip(rank_ids[:count].tolist(), parts, strict=False))
+    with dp_group.consensus("find_shared_prefixes"):
+        missing = [sample for sample in table.ids.tolist() if sample not in by_id]
+        if missing:
+            raise DataError(f"The table has samples {missing[:8]}, which no rank's batch holds.")
+    flat = np.concatenate([by_id[sample] for sample in table.ids.tolist()]) if len(table) else np.zeros(0, np.int32)
+    prefixes = SharedPrefixes.of(flat, table.lengths)
+    return replace(table, prefixes=prefixes)
 
 
 def number_globally(batch: SampleBatch, group: Any = None) -> SampleBatch:

@@ -14,6 +14,7 @@ from roll_batching.planning.registry import ALGORITHMS
 from roll_batching.settings.fields import Pass, RegisteredName, Settings, setting
 
 LogprobPlan = Literal["train", "own", "rollout", "none"]
+SharePrefixes = bool | Literal["auto"]
 
 PASSES_OF_ROLES: dict[str, tuple[Pass, ...]] = {
     "actor_train": ("train", "infer"),
@@ -33,6 +34,8 @@ class BatchingConfig:
     """Passes without one: log-probs with their own plan, evaluation, the reference."""
     logprob_plan: LogprobPlan = "train"
     """Old log-probs: by training's plans ("train"), by their own ("own"), the sampler's ("rollout"), or none."""
+    share_prefixes: SharePrefixes = "auto"
+    """Packs compute what samples have in common once: where the model can and it pays ("auto"), always, or never."""
 
     def __post_init__(self) -> None:
         for name in ("train", "infer"):
@@ -41,6 +44,8 @@ class BatchingConfig:
         if self.logprob_plan not in get_args(LogprobPlan):
             known = ", ".join(get_args(LogprobPlan))
             raise ConfigError(f"logprob_plan {self.logprob_plan!r} is unknown; choose one of {known}")
+        if self.share_prefixes not in (True, False, "auto"):
+            raise ConfigError(f"share_prefixes {self.share_prefixes!r} is unknown; choose auto, True or False")
 
     def load_algorithms(self) -> None:
         """Imports what forms the micro-batches, a user's module perhaps. Raises `PlanError` where that fails."""
@@ -85,6 +90,12 @@ class SequencePackingArgs(Settings):
         1, help="Fewest micro-batches per rank and optimizer step.", ge=1, passes=("train",)
     )
     min_num_micro_batches_forward: int = setting(1, help="Fewest micro-batches per rank and forward pass.", ge=1)
+    share_prefixes: SharePrefixes = setting(
+        "auto",
+        help="Samples of a pack that begin alike compute their common prefix once. auto: where the attention backend "
+        "and dropout allow it, and it saves at least 5% of the tokens.",
+        passes=("train", "infer"),
+    )
 
 
 class PlanningArgs(Settings):

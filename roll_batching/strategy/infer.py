@@ -28,6 +28,7 @@ from roll_batching.strategy.from_parts import list_of_chunks, require_process_gr
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, StepSettings
 from roll_batching.strategy.nan_checks import require_finite_outputs
+from roll_batching.strategy.prefix_sharing import gather_table, sharing_of
 from roll_batching.strategy.sampling import GenerationSettings
 from roll_batching.strategy.schedule import Packs, layouts_of, run_schedule
 from roll_batching.strategy.step_inputs import count_local, pack_inputs
@@ -95,6 +96,7 @@ class MegatronInferStrategy(ModelIOMixin):
 
     @state.setter
     def state(self, state: ModelState) -> None:
+        sharing_of(state)  # raises where sharing is asked for and cannot be
         self._state = state
 
     @property
@@ -217,7 +219,16 @@ class MegatronInferStrategy(ModelIOMixin):
     @property
     def planner(self) -> RolePlanner:
         """Planner with this role's settings, to plan in another process, for example."""
-        return RolePlanner(train=self.constraints(), infer=self.constraints(forward=True), cost=self.state.cost)
+        return RolePlanner(
+            train=self.constraints(),
+            infer=self.constraints(forward=True),
+            cost=self.state.cost,
+            share_prefixes=sharing_of(self.state),
+        )
+
+    def gather_table(self, local_batch: SampleBatch) -> LengthTable:
+        """The table of all ranks' samples for `plan`, with the prefixes that they share. Collective."""
+        return gather_table(self.state, local_batch)
 
     def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
         """A plan over the samples of `table`, with this role's settings and cost model.
@@ -225,7 +236,7 @@ class MegatronInferStrategy(ModelIOMixin):
         A pure function, not collective: all ranks get the same plan from the same table.
 
         Args:
-            table: ids and lengths of all ranks' samples, from `gather_lengths`.
+            table: ids and lengths of all ranks' samples, from `gather_table` or `gather_lengths`.
             forward: plan a pass without gradient.
             group_ids: int [n]; samples with one id share a micro-batch.
             home_rank: int [n]; the data-parallel rank on which each sample stays. None: any.

@@ -18,6 +18,7 @@ from roll_batching.samples import SampleBatch
 from roll_batching.samples.checks import content_digest
 from roll_batching.samples.length_table import require_batch
 from roll_batching.strategy.model_state import ModelState
+from roll_batching.strategy.prefix_sharing import sharing_obstacle
 
 SAME_SAMPLES = "Give all tensor-, context- and pipeline-parallel ranks of a data-parallel rank the same samples"
 
@@ -47,6 +48,8 @@ def pack_inputs(
         )
     layout = state.layout
     _check_plan(plan, layout)
+    if plan.shared.any() and (obstacle := sharing_obstacle(state)) is not None:
+        raise LayoutError(f"samples of the plan share prefixes, but {obstacle}; or plan without prefixes")
     check_window(int(plan.used[plan.samples].max(initial=0)), state)
     facts.equal("the plan", plan.fingerprint, "Plan on all ranks from the same lengths and constraints")
     packs = StepPacks(
@@ -63,7 +66,7 @@ def pack_inputs(
         is_last_stage=layout.is_last_stage,
     )
     check_tokens(local, state)
-    check_positions(max((int(pack.segments.max()) for pack in packs.layouts), default=0), state)
+    check_positions(max((pack.longest_sequence for pack in packs.layouts), default=0), state)
     # Ranks of a replica with different samples of equal lengths would train on a mixture, without any error.
     if layout.tp_size * layout.cp_size * layout.pp_size > 1:
         content = local.origin or content_digest(local.ids, local.lengths, local.fields)

@@ -376,7 +376,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 num_micro_batches=plan.num_micro_batches,
                 dp_size=self.layout.dp_size,
                 apply=self.settings.apply_loss_scale,
-                router_tokens=plan.report.real_tokens if has_router_losses(config) else 0,
+                router_tokens=plan.report.real_tokens - plan.report.shared_tokens if has_router_losses(config) else 0,
             )
             runner = LossRunner(loss, spec, counts, self._head(), scaling, train=True)
             for chunk in self.chunks:

@@ -28,7 +28,7 @@ from roll_batching.jobs.launch.on_ray.actors import RankActors, start_actors
 from roll_batching.jobs.launch.on_ray.cluster import reserve_devices
 from roll_batching.known_warnings import hide_known_warnings
 from roll_batching.planning import Plan, RolePlanner
-from roll_batching.samples import LengthTable, SampleBatch
+from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes
 from roll_batching.samples.fields import SchemaLike
 
 
@@ -141,6 +141,8 @@ class WorkerGroup:
             home_rank: as in `plan_step`.
         """
         table = LengthTable.of(batch)
+        if self.planner.share_prefixes:
+            table = find_shared_prefixes(batch, table)
         if batch_balance:
             home_rank = self.planner.balanced_homes(table)
         return self.planner.plan(table, forward=forward, group_ids=group_ids, home_rank=home_rank)

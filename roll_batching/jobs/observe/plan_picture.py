@@ -85,10 +85,10 @@ def _draw_packs(plan: Plan, plt):  # type: ignore[no-untyped-def]
             if mb.is_filler:
                 axis.barh(rank, width, left=left, height=0.8, fill=False, hatch="////", edgecolor="0.7", linewidth=0)
             starts = left + np.cumsum(mb.slots) - mb.slots
-            for start, length in zip(starts, mb.lengths, strict=True):
+            for start, length, shared in zip(starts, mb.lengths, mb.shared, strict=True):
                 boxes["y"].append(rank)
                 boxes["left"].append(start)
-                boxes["width"].append(int(length))
+                boxes["width"].append(int(length - shared))
                 boxes["colour"].append(colours(norm(int(length))))
     axis.barh(
         boxes["y"],

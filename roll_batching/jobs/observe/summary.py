@@ -26,8 +26,9 @@ def summarize(rows: Sequence[Metrics]) -> dict[str, float]:
 
     Held-out metrics before and after: `reward_before` and `reward_after`, the same for every mark's share and for the
     reward where the mark is set (`mark/x_before`, `reward_with/x_before`, ...); of supervised runs `loss_before`,
-    `loss_after` and the loss's metrics. Then `tokens` (real tokens trained on), `train_seconds`, `tokens_per_second`,
-    and `tokens_<mode>`, computed tokens of the same steps in each mode. Metrics without values are left out.
+    `loss_after` and the loss's metrics. Then `tokens` (real tokens trained on), `shared_tokens` of them,
+    `train_seconds`, `tokens_per_second`, and `tokens_<mode>`, computed tokens of the same steps in each mode. Metrics
+    without values are left out.
     """
     phase_rows = [r for r in rows if r["phase"] == "rl"] or list(rows)
     evaluated = [r for r in phase_rows if r.get("eval_updates") is not None]
@@ -37,7 +38,7 @@ def summarize(rows: Sequence[Metrics]) -> dict[str, float]:
             for key, value in row.items():
                 if key.startswith("eval_") and key not in _NOT_SHOWN and value is not None:
                     summary[f"{key.removeprefix('eval_')}_{when}"] = value
-    for key in ("tokens", "train_seconds", *(f"tokens_{mode}" for mode, _ in MODES)):
+    for key in ("tokens", "shared_tokens", "train_seconds", *(f"tokens_{mode}" for mode, _ in MODES)):
         values = [r[key] for r in phase_rows if r.get(key) is not None]
         if values:
             summary[key] = sum(values)
@@ -80,6 +81,9 @@ def show_summary(summary: dict[str, float], console: Console, *, used: str, titl
         console.print(
             f"{summary['tokens']:,.0f} real tokens trained on, {summary['tokens_per_second']:,.0f} tokens per second"
         )
+    if shared := summary.get("shared_tokens"):
+        share = shared / summary["tokens"]
+        console.print(f"{shared:,.0f} of them ({share:.0%}) are common prefixes that another sample computed")
 
 
 def _evaluated(summary: dict[str, float]) -> list[str]:

@@ -72,11 +72,10 @@ class _Reference:
 
         from roll_batching.jobs.steps.plan_consensus import agree_on_plan
         from roll_batching.jobs.steps.update import REFERENCE, with_log_probs
-        from roll_batching.samples import gather_lengths
 
         samples, layout = request.samples, self.strategy.layout
         local_batch = samples if layout.dp_rank == 0 else samples.select(np.arange(0))
-        table = gather_lengths(local_batch)
+        table = self.strategy.gather_table(local_batch)
         table = table.select(np.argsort(table.ids))
         plan = agree_on_plan(self.strategy, lambda: self.strategy.plan(table, forward=True))
         scored = with_log_probs(self.strategy, local_batch, [plan], REFERENCE, request.masks)

@@ -31,12 +31,13 @@ def update_metrics(updates: Sequence[tuple[Plan, StepResult]]) -> Metrics:
 
 def _step_metrics(plan: Plan, result: StepResult) -> dict[str, HostMetric]:
     report = plan.report
-    padding = report.computed_tokens - report.real_tokens
+    padding = report.computed_tokens - (report.real_tokens - report.shared_tokens)
     metrics = {
         "loss": HostMetric("mean", (result.loss, 1)),
         "grad_norm": HostMetric("mean", (result.grad_norm, 1)),
         "tokens": HostMetric("sum", (report.real_tokens,)),
         "computed_tokens": HostMetric("sum", (report.computed_tokens,)),
+        "shared_tokens": HostMetric("sum", (report.shared_tokens,)),
         "train_seconds": HostMetric("sum", (result.seconds,)),
         "tokens_per_second": HostMetric("mean", (report.real_tokens, result.seconds)),
         "padding_share": HostMetric("mean", (padding, report.computed_tokens)),

@@ -19,7 +19,7 @@ from roll_batching.jobs.texts.tokenizers import Tokenizer
 from roll_batching.packing.prefetch import prefetch_items
 from roll_batching.planning import Plan
 from roll_batching.planning.arrays import Ints
-from roll_batching.samples import SampleBatch, gather_lengths
+from roll_batching.samples import SampleBatch
 from roll_batching.samples.length_table import LengthTable
 from roll_batching.samples.mini_batching import rank_slice
 from roll_batching.strategy import MegatronInferStrategy
@@ -136,6 +136,6 @@ def plan_texts(
     local_batch: SampleBatch, encoder: Encoder, strategy: MegatronInferStrategy, *, forward: bool = False
 ) -> Plan:
     """The plan of all ranks' samples; `forward` for a pass without gradient. Collective."""
-    table = gather_lengths(local_batch)
+    table = strategy.gather_table(local_batch)
     group_ids = encoder.group_ids(table)
     return agree_on_plan(strategy, lambda: strategy.plan(table, forward=forward, group_ids=group_ids))

@@ -99,11 +99,11 @@ class StreamedSteps:
         batches = [] if drawn[0] is None else list(drawn[0])
         local_batch = self.encoder.renumber_pairs(number_globally(self._to_samples(batches)))
         bins = gather_bins(local_batch, [len(batch) * self.encoder.samples_per_text for batch in batches])
-        table = gather_lengths(local_batch)
         if self.stream.train_policy.load_balanced_across_ranks:
+            table = self.strategy.gather_table(local_batch)
             group_ids = self.encoder.group_ids(table)
             return local_batch, agree_on_plan(self.strategy, lambda: self.strategy.plan(table, group_ids=group_ids))
-        return local_batch, self._plan_bins(bins, table)
+        return local_batch, self._plan_bins(bins, gather_lengths(local_batch))
 
     def _rewind(self) -> None:
         """Go back to the end of the last step returned."""

@@ -22,7 +22,7 @@ from roll_batching.packing.prefetch import prefetch_items
 from roll_batching.planning import Plan
 from roll_batching.planning import batch_balance as place_on_ranks
 from roll_batching.planning.arrays import Ints
-from roll_batching.samples import FieldSpec, LengthTable, SampleBatch, collect, distribute, gather_lengths
+from roll_batching.samples import FieldSpec, LengthTable, SampleBatch, collect, distribute
 from roll_batching.samples.layout_exchange import LayoutExchange
 from roll_batching.samples.mini_batching import mini_batches, mini_batches_by_rank
 from roll_batching.settings.batching import refuse_without_old_log_probs
@@ -87,7 +87,7 @@ def train_on_rollouts(
     """
     spec = loss_spec(loss)
     masks = spec.masks
-    table = gather_lengths(local_batch)
+    table = strategy.gather_table(local_batch)
     table = table.select(np.argsort(table.ids))  # members must not depend on which rank generated which sample
     if strategy.batching.logprob_plan == "none":
         problem = refuse_without_old_log_probs(len(table), mini_batch_size, epochs)
@@ -190,7 +190,7 @@ def with_reference_log_probs(
     layout_exchange = layout_exchange_between(strategy, reference)
     if layout_exchange is None:
         return with_log_probs(reference, local_batch, [agree_on_plan(strategy, plan)], REFERENCE, masks)
-    table = gather_lengths(local_batch)
+    table = reference.gather_table(local_batch)
     return with_log_probs_over(layout_exchange, reference, local_batch, table, REFERENCE, masks)
 
 

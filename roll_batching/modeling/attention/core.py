@@ -88,8 +88,9 @@ class PackedCore(torch.nn.Module):
         if self.rotation is not None:
             query, key = self.rotation(query, key, params)
         keys: LocalKeys | GatheredKeys = LocalKeys(key, value)
-        if params.local_tokens is not None:
-            keys = GatheredKeys(key, value, self.cp_group, keep=self._recomputed)
+        if params.local_tokens is not None or params.shares_prefixes:
+            group = None if params.local_tokens is None else self.cp_group
+            keys = GatheredKeys(key, value, group, keep=self._recomputed)
         with keys.attention_scope():
             return self.attend(query, keys, params.attention)
 

@@ -65,6 +65,7 @@ class DenseBackend(AttentionBackend):
     name = "dense"
     rotates = True
     decodes = True
+    shares_prefixes = True
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
         """See `AttentionBackend.build_core`."""
@@ -88,7 +89,9 @@ def _size_class(sizes: IntArray) -> IntArray:
 
 def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> BucketSpans:
     """Spans of this context-parallel rank grouped by size, for scaled_dot_product_attention on `device`."""
-    queries, key_start, keys = spans_of(layout, cp_rank)
+    spans = spans_of(layout, cp_rank)
+    queries, keys, key_rows = spans.queries, spans.keys, spans.rows()
+    first_key = np.cumsum(keys) - keys
     query_start = np.cumsum(queries) - queries
     classes = np.stack([_size_class(queries), _size_class(keys)], axis=1)
     _, bucket_of = np.unique(classes, axis=0, return_inverse=True)
@@ -103,12 +106,12 @@ def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> Buck
         # Repeated rows are computed and not read. Their number is limited by `_size_class`.
         inverse[q_rows[real]] = (base + np.arange(q_rows.size).reshape(q_rows.shape))[real]
         base += q_rows.size
-        mask = None  # without CP a span has as many keys as queries: the kernel's causal mask is right, and faster
-        if layout.cp_size > 1:
+        mask = None  # where a span has as many keys as queries, the kernel's causal mask is right, and faster
+        if layout.cp_size > 1 or (keys[members] > queries[members]).any():
             # A span's queries are the last of its keys. A causal mask of torch would align the first ones.
             last_seen = (keys - queries)[members][:, None] + np.arange(width)
             mask = torch.from_numpy(np.arange(depth) <= last_seen[:, :, None])[:, None]
-        k_rows = _grid(key_start[members], keys[members], depth)
+        k_rows = key_rows[_grid(first_key[members], keys[members], depth)]
         if layout.cp_size > 1:
             k_rows = layout.restore[k_rows]  # keys are gathered rank after rank, not in pack order
         buckets.append(Bucket(queries=torch.from_numpy(q_rows), keys=torch.from_numpy(k_rows), mask=mask).to(device))

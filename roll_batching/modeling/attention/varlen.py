@@ -62,6 +62,7 @@ class VarlenBackend(AttentionBackend):
     )
     rotates = True
     decodes = True
+    shares_prefixes = True
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
         """See `AttentionBackend.build_core`."""
@@ -74,16 +75,15 @@ class VarlenBackend(AttentionBackend):
 
 def varlen_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> VarlenSpans:
     """Spans of this context-parallel rank for a variable-length kernel on `device`."""
-    queries, key_start, keys = spans_of(layout, cp_rank)
+    spans = spans_of(layout, cp_rank)
+    queries, keys = spans.queries, spans.keys
 
     def cumulative(counts: IntArray) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)).to(device)
 
     key_rows = None
-    if layout.cp_size > 1:
-        first = np.cumsum(keys) - keys
-        rows = np.repeat(key_start - first, keys) + np.arange(int(keys.sum()))
-        key_rows = torch.from_numpy(layout.restore[rows]).to(device)
+    if layout.cp_size > 1 or spans.key_rows is not None:
+        key_rows = torch.from_numpy(layout.restore[spans.rows()]).to(device)
     cu_queries = cumulative(queries)
     return VarlenSpans(
         cu_queries=cu_queries,

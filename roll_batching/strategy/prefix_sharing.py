@@ -1,0 +1,62 @@
+"""Whether a strategy's packs share prefixes, and the table of samples that its plans then need."""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal
+
+import torch.distributed as dist
+
+from roll_batching.errors import LayoutError
+from roll_batching.modeling.head import gpt_of
+from roll_batching.modeling.kernels import tell
+from roll_batching.planning.role_planner import SMALLEST_SAVING
+from roll_batching.samples import LengthTable, SampleBatch, find_shared_prefixes, gather_lengths
+from roll_batching.strategy.model_state import ModelState
+
+_told = threading.Event()
+"""Set once the saving has been logged in this process."""
+
+
+def sharing_obstacle(state: ModelState) -> str | None:
+    """Why packs of this model cannot share prefixes; None if they can."""
+    modes = {state.batching.train.mode, state.batching.infer.mode}
+    if "packed" not in modes:
+        return f"passes are {' and '.join(sorted(modes))}, and packs alone share prefixes: set use_sequence_packing"
+    if not getattr(state.attention, "shares_prefixes", False):
+        name = "the model's own" if state.attention is None else state.attention.name
+        return f"the attention ({name}) attends to one run of keys per sample: choose dense, varlen or flash_attn"
+    gpt = gpt_of(state.chunks[0])
+    if gpt.position_embedding_type not in ("none", "learned_absolute"):
+        return (
+            f"the model embeds positions itself ({gpt.position_embedding_type}), counted from the start of every "
+            "segment: build it with packed_layer_spec(config, RotarySettings(...)) and position_embedding_type='none'"
+        )
+    if gpt.config.hidden_dropout:
+        return "samples with a common prefix would share its dropout too: set hidden_dropout to 0"
+    return None
+
+
+def sharing_of(state: ModelState) -> bool | Literal["auto"]:
+    """`share_prefixes` of plans for this model, False where it cannot. Raises `LayoutError` if it must and cannot."""
+    choice = state.batching.share_prefixes
+    if choice is False:
+        return False
+    obstacle = sharing_obstacle(state)
+    if choice is True and obstacle is not None:
+        raise LayoutError(f"share_prefixes is true, but {obstacle}; or set share_prefixes to auto or false")
+    return choice if obstacle is None else False
+
+
+def gather_table(state: ModelState, local_batch: SampleBatch) -> LengthTable:
+    """Ids, lengths and, where plans of this model share them, common prefixes of all ranks' samples. Collective."""
+    table = gather_lengths(local_batch)
+    if not sharing_of(state):
+        return table
+    table = find_shared_prefixes(local_batch, table)
+    assert table.prefixes is not None
+    saving = int(table.prefixes.shared.sum()) / max(int(table.lengths.sum()), 1)
+    if saving >= SMALLEST_SAVING and dist.get_rank() == 0 and not _told.is_set():
+        _told.set()
+        tell(f"common prefixes of samples are computed once: up to {saving:.0%} fewer tokens (share_prefixes)")
+    return table

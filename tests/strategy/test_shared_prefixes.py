@@ -1,0 +1,182 @@
+"""A step whose samples share prefixes is the same step: loss, gradients and log-probs, in every layout, by every loss.
+
+The right result is that of the same samples planned without prefixes, whose equality `test_layouts` proves.
+`./scripts/test.sh -m layouts` runs the whole matrix.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.strategy.test_layouts import CORE, MATRIX, _meet, _part
+from tests.support.experts import let_experts_run
+from tests.support.layouts import Layout
+from tests.support.models import ARCHITECTURE
+from tests.support.ranks import run_ranks
+
+HERE = "tests.strategy.test_shared_prefixes:"
+CAP = 320
+LIMIT = 2e-6
+LAYOUTS = [*CORE, Layout(moe=True, dp=2, ep=2), Layout(tp=2, sp=True, recompute=True)]
+
+
+def _tree(g: torch.Generator, sizes: list[Any]) -> list[torch.Tensor]:
+    """Sequences of a tree: a number is a leaf of so many tokens, (tokens, branches) an inner node."""
+    rows = []
+    for size in sizes:
+        own, branches = size if isinstance(size, tuple) else (size, None)
+        start = torch.randint(0, 61, (own,), generator=g)
+        rows += [start] if branches is None else [torch.cat([start, row]) for row in _tree(g, branches)]
+    return rows
+
+
+def kinds() -> dict[str, list[Any]]:
+    """Trees of samples, by name."""
+    return {
+        "groups": [(40, [9, 20, 3, 14]), (25, [30, 5, 6, 11]), (60, [8, 8, 1, 2])],
+        "ragged groups, a group of one, prompts of one token": [(33, [4, 9]), (18, [7]), (1, [12, 5]), (30, [2] * 5)],
+        "three levels": [(24, [(20, [5, (17, [3, 9])]), (30, [8, 2]), 6]), (50, [4, 4])],
+        "a group above the cap": [(90, [60, 55, 40, 70, 30, 65])],
+        "duplicates, and samples that begin others": [(30, [0, 5, 5, 1]), (20, [0, 0, (25, [0, 4])])],
+    }
+
+
+def batch(kind: str, g: torch.Generator) -> Any:
+    """Samples of the trees in random order, with the fields of a PPO step; masks also count tokens of prompts."""
+    from roll_batching.samples import SampleBatch
+
+    rows = _tree(g, kinds()[kind])
+    if kind.startswith("duplicates"):
+        rows[2] = rows[1].clone()
+    rows = [rows[i] for i in torch.randperm(len(rows), generator=g).tolist()]
+
+    def per_token(make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+        return [make(len(row)) for row in rows]
+
+    fields = {
+        "input_ids": rows,
+        "response_mask": per_token(lambda n: torch.rand(n, generator=g) < 0.7),
+        "advantages": torch.randn(len(rows), generator=g),
+        "old_log_probs": per_token(lambda n: -4.1 + 0.3 * torch.randn(n, generator=g)),
+        "ref_log_probs": per_token(lambda n: -4.1 + 0.3 * torch.randn(n, generator=g)),
+        "pair": torch.arange(len(rows)) // 2,
+        "chosen": torch.arange(len(rows)) % 2 == 0,
+    }
+    samples = dict.fromkeys(("advantages", "pair", "chosen"), "sample")
+    schema = dict.fromkeys(fields, "next_token") | samples | {"input_ids": "token", "response_mask": "token"}
+    return SampleBatch.from_lists(fields, schema, ids=[100 + 3 * i for i in range(len(rows))])
+
+
+class LogitsLoss:
+    """A user's loss of whole sequences with their logits."""
+
+    masks = ("response_mask",)
+
+    def __init__(self, gather_cp: bool) -> None:
+        self.gather_cp = gather_cp
+
+    def sequence_loss(self, view: Any) -> Any:
+        from roll_batching.losses import LossOutput
+
+        value = view.log_probs() * view["advantages"] + 0.01 * view.logits[:, :7].float().tanh().mean(-1)
+        return LossOutput(view.mean(-value), {})
+
+
+def losses() -> dict[str, Any]:
+    from roll_batching.losses import DPOLoss, PolicyLoss, SFTLoss
+
+    return {
+        "policy": PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02),
+        "sft": SFTLoss(),
+        "sequences": PolicyLoss(ratio="sequence", aggregation="sequence_mean"),
+        "logits": LogitsLoss(gather_cp=False),
+        "gathered logits": LogitsLoss(gather_cp=True),
+        "dpo": DPOLoss(),
+    }
+
+
+def compare(payload: tuple[str, list[dict[str, Any]], list[tuple[str, str]]]) -> list[list[str]]:
+    """For each layout: the cases that differ, with how much."""
+    folder, layouts, cases = payload
+    let_experts_run()
+    found = []
+    for index, layout in enumerate(layouts):
+        _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")
+        found.append(_compare_layout(Layout(**layout), cases))
+        _part()
+    return found
+
+
+def _compare_layout(layout: Layout, cases: list[tuple[str, str]]) -> list[str]:
+    from roll_batching.samples import collect, distribute, find_shared_prefixes, gather_lengths
+    from tests.losses.steps import gap, make_strategy, mine, refill
+    from tests.support.models import whole_gradients
+
+    experts = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}} if layout.moe else {}
+    shape = {**ARCHITECTURE, "num_layers": max(2, layout.pp * layout.vpp), **experts}
+    strategy = make_strategy(cap=CAP, architecture=shape, megatron=layout.megatron())
+
+    def step(local: Any, plan: Any, loss: Any) -> tuple[Any, dict[str, Any]]:
+        refill(strategy)
+        result = strategy.train_step(distribute(local, plan), plan, loss)
+        return result, whole_gradients(strategy.chunks, 61, strategy.layout.tp_rank, layout.distopt)
+
+    differing = []
+    for kind, name in cases:
+        whole = batch(kind, torch.Generator().manual_seed(3))
+        local, loss = mine(strategy, whole), losses()[name]
+        table = gather_lengths(local)
+        shared = find_shared_prefixes(local, table)
+        groups = {}
+        if name == "dpo":
+            place = {sample: i for i, sample in enumerate(whole.ids.tolist())}
+            groups = {"group_ids": [place[sample] // 2 for sample in table.ids.tolist()]}
+        with_prefixes, without = strategy.plan(shared, **groups), strategy.plan(table, **groups)
+        assert with_prefixes.report.shared_tokens > 0 or name == "dpo", (kind, name)
+        assert with_prefixes.report.computed_tokens <= without.report.computed_tokens, (kind, name)
+        found, right = step(local, with_prefixes, loss), step(local, without, loss)
+        loss_gap, gradient_gap = gap(found, right)
+        log_probs = 0.0
+        for masks in (("response_mask",), None):
+            passes = (
+                collect(strategy.compute_log_probs(distribute(local, plan), plan, masks=masks), plan, like=local)
+                for plan in (with_prefixes, without)
+            )
+            first, second = (values["log_probs"] for values in passes)
+            log_probs = max([log_probs, *(first - second).abs().tolist()])
+        if max(loss_gap, gradient_gap, log_probs) > LIMIT:
+            differing.append(f"{layout} {kind} {name}: {loss_gap:.1e} {gradient_gap:.1e} {log_probs:.1e}")
+    return differing
+
+
+def _run(layouts: list[Layout], cases: list[tuple[str, str]]) -> None:
+    differing = []
+    for ranks in sorted({layout.ranks for layout in layouts}):
+        same = [asdict(layout) for layout in layouts if layout.ranks == ranks]
+        with tempfile.TemporaryDirectory() as folder:
+            for found in run_ranks(ranks, HERE + "compare", (folder, same, cases), timeout=900):
+                differing += [line for lines in found for line in lines]
+    assert not differing, "\n".join(differing)
+
+
+def test_every_kind_of_tree_and_loss_on_one_rank() -> None:
+    _run([Layout()], [(kind, name) for kind in kinds() for name in losses()])
+
+
+def test_core_layouts() -> None:
+    _run(LAYOUTS, [("groups", "policy"), ("three levels", "logits"), ("a group above the cap", "sft")])
+
+
+@pytest.mark.slow
+@pytest.mark.layouts
+def test_the_whole_matrix() -> None:
+    layouts = [replace(layout, dtype="fp32") for layout in MATRIX if layout not in CORE]
+    _run(layouts, [("groups", "policy"), ("three levels", "dpo"), ("a group above the cap", "gathered logits")])
