@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests the integrations against a host's own code, in an environment with the host's pins (.venv-verl, ...):
 #
-#   ./scripts/hosts.sh verl CHECKOUT      verl's batching tests, plain and with our planner, and its loss in our passes
+#   ./scripts/hosts.sh verl CHECKOUT      verl's batching tests, plain and with our planner, its loss and its trainer
 #   ./scripts/hosts.sh nemo-rl CHECKOUT   NeMo-RL's packing and sharding tests likewise, and its loss in our passes
 #   ./scripts/hosts.sh slime CHECKOUT     slime's schedule tests, plain and with our planner
 #   ./scripts/hosts.sh roll CHECKOUT      ROLL's batching tests likewise, and three steps of its RLVR actor
@@ -14,7 +14,7 @@ cd "$root"
 
 host=${1:-} checkout=${2:-}
 case $host in
-verl) pins=("tensordict<=0.10" "transformers<5.11" verl==0.9.1) ;;
+verl) pins=("tensordict<=0.10" "transformers<5.11" verl==0.9.1 mbridge==0.15.1 einops cachetools) ;;
 nemo-rl)
     pins=("tensordict<=0.10" "transformers>=5,<5.12" ray omegaconf hydra-core datasets accelerate torchdata math-verify
         matplotlib nvidia-ml-py pyzmq num2words sacrebleu nvtx tensorboard wandb)

@@ -3,8 +3,8 @@
     python -m pytest -p tests.hosts.own_tests TESTS                                                        plain
     BEHIND=roll_batching.integrations.slime python -m pytest -p tests.hosts.own_tests TESTS                with ours
 
-Packages that the host imports and does not call there have stand-ins. With `BEHIND`, tests without a call of the planner
-in this process end with exit status 1. `PACKER=roll_batching` gives NeMo-RL's two first-fit names that packer of ours.
+Packages that the host imports and does not call there have stand-ins. With `BEHIND`, tests without a call of the
+planner in this process end with exit status 1. `PACKER=roll_batching` gives NeMo-RL's two first-fit names that packer.
 """
 
 from __future__ import annotations
