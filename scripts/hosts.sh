@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Tests the integrations against a host's own code, in an environment with the host's pins (.venv-verl, ...):
 #
-#   ./scripts/hosts.sh verl CHECKOUT      verl's batching tests, plain and with our planner, and its loss in our passes
-#   ./scripts/hosts.sh nemo-rl CHECKOUT   NeMo-RL's loss and log-probs in our passes
+#   ./scripts/hosts.sh verl CHECKOUT      verl's batching tests, plain and with our planner, its loss and its trainer
+#   ./scripts/hosts.sh nemo-rl CHECKOUT   NeMo-RL's packing and sharding tests likewise, and its loss in our passes
 #   ./scripts/hosts.sh slime CHECKOUT     slime's schedule tests, plain and with our planner
-#   ./scripts/hosts.sh roll CHECKOUT      ROLL's RLVR actor: three steps by its own strategy and by ours
+#   ./scripts/hosts.sh roll CHECKOUT      ROLL's batching tests likewise, and three steps of its RLVR actor
 #
 # CHECKOUT is a clone of the host. Further arguments go to pytest. No GPU is needed; losses run in six layouts of two
 # processes, for about half an hour on two cores. PYTHON selects an interpreter (python3.11).
@@ -14,7 +14,7 @@ cd "$root"
 
 host=${1:-} checkout=${2:-}
 case $host in
-verl) pins=("tensordict<=0.10" "transformers<5.11" verl==0.9.1) ;;
+verl) pins=("tensordict<=0.10" "transformers<5.11" verl==0.9.1 mbridge==0.15.1 einops cachetools) ;;
 nemo-rl)
     pins=("tensordict<=0.10" "transformers>=5,<5.12" ray omegaconf hydra-core datasets accelerate torchdata math-verify
         matplotlib nvidia-ml-py pyzmq num2words sacrebleu nvtx tensorboard wandb)
@@ -45,32 +45,46 @@ fi
 python=$folder/bin/python
 export PYTHONPATH=$root:$checkout
 
-own_tests() { # own_tests LABEL PYTEST_ARGUMENTS: tests of the host, in its checkout
+own_tests() { # own_tests LABEL PYTEST_ARGUMENTS: tests of the host, outside of its checkout: hosts have a `tests` too
     say "$1"
     shift
-    (cd "$checkout" && "$python" -m pytest -q -p no:cacheprovider -W ignore "$@")
+    (cd "$copies" && "$python" -m pytest -q -p no:cacheprovider -p tests.hosts.own_tests -W ignore "$@")
+}
+
+copies=$(mktemp -d) && trap 'rm -rf "$copies"' EXIT
+copy_tests() { # copy_tests FILES_OF_THE_CHECKOUT
+    cp "${@/#/$checkout/}" "$copies"
 }
 
 case $host in
 verl)
     export VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cpu VERL_CHECKOUT=$checkout
     export VERL_USE_EXTERNAL_MODULES=tests.hosts.verl_cpu_platform
-    batching=(tests/utils/test_seqlen_balancing.py tests/utils/test_prepare_micro_batches_with_group_size.py)
-    # verl has a package `tests` too: its tests run from a copy outside of the checkout.
-    copy=$(mktemp -d) && trap 'rm -rf "$copy"' EXIT
-    cp "${batching[@]/#/$checkout/}" "$copy" && checkout=$copy
-    own_tests "verl's batching tests" .
-    VERL_USE_EXTERNAL_MODULES+=,roll_batching.integrations.verl own_tests "the same with our planner" .
-    "$python" -m pytest -q tests/hosts/test_verl.py "$@"
+    copy_tests tests/utils/test_seqlen_balancing.py tests/utils/test_prepare_micro_batches_with_group_size.py
+    own_tests "verl's batching tests"
+    VERL_USE_EXTERNAL_MODULES+=,roll_batching.integrations.verl BEHIND=roll_batching.integrations.verl \
+        own_tests "the same with our planner"
+    "$python" -m pytest -q tests/hosts/test_verl*.py "$@"
     ;;
 nemo-rl)
+    copy_tests tests/unit/{data/packing/test_algorithms,distributed/test_batched_data_dict,data/test_multimodal_dict}.py
+    # The first needs a newer Megatron; the second states which sequences NeMo-RL's own packer puts together.
+    newer=test_dynamic_resolution_padding_is_cropped_before_radio_patchification
+    literal=test_sequence_packing_executes_bins_largest_first
+    own_tests "NeMo-RL's packing and sharding tests" -k "not $newer"
+    BEHIND=roll_batching.integrations.nemo_rl PACKER=roll_batching \
+        own_tests "the same with our packer and our cuts" -k "not $newer and not $literal"
     NEMO_RL_CHECKOUT=$checkout "$python" -m pytest -q tests/hosts/test_nemo_rl.py "$@"
     ;;
 slime)
-    own_tests "slime's schedule tests" tests/test_dp_schedule.py
-    own_tests "the same with our planner" -p roll_batching.integrations.slime tests/test_dp_schedule.py "$@"
+    copy_tests tests/test_dp_schedule.py
+    own_tests "slime's schedule tests"
+    BEHIND=roll_batching.integrations.slime own_tests "the same with our planner" "$@"
     ;;
 roll)
+    copy_tests tests/utils/test_{sequence_packing,dynamic_batching}.py
+    own_tests "ROLL's packing and dynamic batching tests"
+    BEHIND=roll_batching.integrations.roll own_tests "the same with our planner"
     ROLL_CHECKOUT=$checkout "$python" -m pytest -q tests/hosts/test_roll.py "$@"
     ;;
 esac

@@ -89,12 +89,15 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
 
 
 def _loss_masks(data: Any, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Which tokens of each row a loss reads: verl's mask of whole rows (fine-tuning), else the response."""
-    masks = list(data["loss_mask"].unbind())
-    if all(len(mask) == len(row) for mask, row in zip(masks, rows, strict=True)):
-        return [mask != 0 for mask in masks]
-    prompts = [len(prompt) for prompt in data["prompts"].unbind()]
-    return [torch.arange(len(row)) >= prompt for row, prompt in zip(rows, prompts, strict=True)]
+    """Which tokens of each row a loss reads: the response, or verl's mask of whole rows in fine-tuning."""
+    if "prompts" not in data.keys():
+        return [mask != 0 for mask in data["loss_mask"].unbind()]
+    prompts = data["prompts"]
+    if prompts.is_nested:
+        lengths = prompts.offsets().diff()
+    else:  # the trainer's, padded to the left
+        lengths = data["attention_mask"][:, : prompts.shape[1]].sum(dim=1)
+    return [torch.arange(len(row)) >= length for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
 def _temperatures(data: Any, samples: int) -> torch.Tensor:

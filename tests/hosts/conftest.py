@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-VARIABLES = {"test_verl.py": "VERL", "test_roll.py": "ROLL", "test_nemo_rl.py": "NEMO_RL"}
+VARIABLES = {
+    "test_verl.py": "VERL",
+    "test_verl_trainer.py": "VERL",
+    "test_roll.py": "ROLL",
+    "test_nemo_rl.py": "NEMO_RL",
+}
 collect_ignore = [name for name, variable in VARIABLES.items() if f"{variable}_CHECKOUT" not in os.environ]
 
 

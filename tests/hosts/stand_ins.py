@@ -15,6 +15,7 @@ UNUSED = {
     *("imageio", "transfer_queue", "gem", "latex2sympy2", "debugpy", "mcp", "langdetect", "gymnasium"),  # ROLL
     *("megatron.bridge", "megatron.core.transformer.moe.moe_logging", "torchao", "mlflow"),  # NeMo-RL
     *("prometheus_client", "decord", "plotly", "swanlab"),
+    *("uvicorn", "fastapi"),  # verl
 }
 """Imported at the top of modules, for other jobs than those tested."""
 

@@ -33,6 +33,7 @@ _module = SimpleNamespace(**{name: getattr(torch.cpu, name) for name in dir(torc
 for _name in _MEMORY:
     setattr(_module, _name, lambda *_: 0)
 _module.mem_get_info = lambda *_: (0, 0)
+_module.get_device_name = lambda *_: "CPU"
 _module.set_device = _module.empty_cache = lambda *_: None
 
 _members: dict[str, Any] = {name: _answer(name) for name in PlatformBase.__abstractmethods__}
