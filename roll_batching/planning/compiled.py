@@ -4,19 +4,21 @@ Compiled functions are plain Python functions of int64 arrays and scalars. With 
 (numba's own switch) they run interpreted, slower, and make equal plans: integers stay below 2^62, and the random number
 generator needs no overflow.
 
-The cache lies beside the source, else in numba's cache folder of the user (`NUMBA_CACHE_DIR` names another), else, if
-neither can be written, in a private folder among the temporary files. One process of a machine compiles; the others
-wait and load. The cache of a function is outdated only when its own file changes: a value of another module must be an
-argument, not a global.
+The cache lies in the user's cache folder (`NUMBA_CACHE_DIR` or `XDG_CACHE_HOME` name another), in a folder named after
+the contents of `planning`, so that copies of the package share it, such as those that Ray makes for each job. If it
+cannot be written, the cache lies where numba looks then: beside the source, else in a private folder among the
+temporary files. One process of a machine compiles; the others wait and load.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
-from numba.core import event
+from numba.core import caching, event
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,14 +36,50 @@ _numba: Any = numba.config
 
 def compiled(function: F) -> F:
     """`function`, compiled on first use and cached on disk."""
+    dispatcher: Any = numba.njit(nogil=True)(function)
+    if not hasattr(dispatcher, "_cache"):  # NUMBA_DISABLE_JIT=1
+        return function
     try:
-        return cast(F, numba.njit(cache=True, nogil=True)(function))
+        dispatcher._cache = _Cache(function)  # type: ignore[no-untyped-call]
     except RuntimeError:  # numba finds no folder that it may write to
         folder = _private_folder()
-        if folder is None:
-            return cast(F, numba.njit(nogil=True)(function))
-        _numba.CACHE_DIR = str(folder / "numba")
-        return cast(F, numba.njit(cache=True, nogil=True)(function))
+        if folder is not None:
+            _numba.CACHE_DIR = str(folder / "numba")
+            dispatcher._cache = _Cache(function)  # type: ignore[no-untyped-call]
+    return cast(F, dispatcher)
+
+
+@functools.cache
+def _sources_digest() -> str:
+    """Hash of the sources of `planning`, 24 hex digits: compiled code of one file contains that of others."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+class _ContentLocator(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
+    """Cache folder named after the contents of `planning`, not after its path."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        self._py_file, self._lineno = file, function.__code__.co_firstlineno
+
+    def get_cache_path(self) -> str:
+        """Folder of the compiled functions."""
+        home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+        return str(Path(_numba.CACHE_DIR or home) / "roll-batching" / f"planner-{_sources_digest()}")
+
+    def get_disambiguator(self) -> str:
+        """Folder and line of the function: files of one name share the cache folder."""
+        return f"{Path(self._py_file).parent.name}-{self._lineno}"
+
+
+class _CacheFiles(caching.CompileResultCacheImpl):
+    _locator_classes = [_ContentLocator, *caching.CompileResultCacheImpl._locator_classes]  # noqa: RUF012  # numba's
+
+
+class _Cache(caching.FunctionCache):
+    _impl_class = _CacheFiles
 
 
 WARNING_SECONDS = 60.0
@@ -131,10 +169,9 @@ def _private_folder() -> Path | None:
 
 
 def _stamp(kind: str) -> str:
-    """Name of `kind` for this source, version of numba and cache folder."""
-    root = Path(__file__).parent
-    sources = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(root.rglob("*.py"))]
-    text = repr((kind, sources, numba.__version__, _numba.CACHE_DIR, _numba.CPU_NAME))
+    """Name of `kind` for this source, version of numba and Python, and cache folder."""
+    folder = os.environ.get("XDG_CACHE_HOME"), _numba.CACHE_DIR
+    text = repr((kind, _sources_digest(), numba.__version__, sys.version_info[:2], folder, _numba.CPU_NAME))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

@@ -64,6 +64,40 @@ def test_one_process_of_a_machine_compiles_and_says_so(tmp_path):
     assert later == [(0, found[0][1])] and said == ""
 
 
+def first_plan_of(package: Path, cache: Path) -> tuple[int, str]:
+    """(compilations, fingerprint) of the first plan by a copy of the package."""
+    temporary = cache / "temporary"
+    temporary.mkdir(parents=True, exist_ok=True)
+    environment = {"PYTHONPATH": str(package), "XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_PLAN],
+        cwd=package,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr
+    compiled, fingerprint = done.stdout.split()
+    return int(compiled), fingerprint
+
+
+@pytest.mark.slow
+def test_copies_of_the_package_share_compiled_code_until_a_source_changes(tmp_path):
+    """As the workers of two Ray jobs, each of which copies the package into a folder of its own."""
+    for name in ("first", "second"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "roll_batching", tmp_path / name / "roll_batching", ignore=ignored)
+    compiled, fingerprint = first_plan_of(tmp_path / "first", tmp_path / "cache")
+    assert compiled > 0
+    assert first_plan_of(tmp_path / "second", tmp_path / "cache") == (0, fingerprint)
+    assert not list((tmp_path / "second").rglob("*.nbc"))
+    changed = tmp_path / "second" / "roll_batching" / "planning" / "arrays.py"  # compiled code of others contains it
+    changed.write_text(changed.read_text() + "\n")
+    assert first_plan_of(tmp_path / "second", tmp_path / "cache")[0] > 0
+    assert first_plan_of(tmp_path / "first", tmp_path / "cache") == (0, fingerprint)
+
+
 @pytest.mark.slow
 def test_compiled_code_is_kept_where_neither_package_nor_home_can_be_written(tmp_path):
     """Neither the package nor a home folder is writable: the cache is temporary or absent, and plans are made."""
