@@ -16,7 +16,15 @@ from tests.hosts import host_verl, verl_trainer
 from tests.hosts.roll_actor import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUTS = {"DP 2": [], "TP 2": ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"]}
+MEGATRON = "actor_rollout_ref.actor.megatron"
+LAYOUTS = {
+    "DP 2": [],
+    "TP 2": [
+        f"{MEGATRON}.tensor_model_parallel_size=2",
+        f"+{MEGATRON}.override_transformer_config.sequence_parallel=false",
+    ],
+}
+"""Without TransformerEngine, norms of layers have no sequence parallelism."""
 
 
 def run_trainer(folder: Path, overrides: list[str]) -> tuple[dict[str, Any], str]:
