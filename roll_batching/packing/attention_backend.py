@@ -92,7 +92,8 @@ class AttentionBackend(Protocol):
                 `pg_collection`.
 
         Its forward gets queries, keys and values [tokens / cp, heads, head_dim] and, as `packed_seq_params`,
-        `PackedParams`; it returns [tokens / cp, heads * head_dim]. A query attends to its segment up to itself. Under
+        `PackedParams`; it returns [tokens / cp, heads * head_dim]. A query attends to its segment up to itself,
+        and with `shares_prefixes` to the prefix of its sample, earlier in the pack. Under
         context parallelism the inputs are those of this rank's tokens; `packing.collectives.gather_keys` gathers keys.
         """
         ...
