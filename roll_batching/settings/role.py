@@ -66,7 +66,7 @@ class RoleSettings(RoleBatching):
             train=self.batching_spec("train", train_rows=rows),
             infer=self.batching_spec("infer", train_rows=rows),
             logprob_plan=self.chosen_logprob_plan,
-            share_prefixes=self.sequence_packing_args.share_prefixes,
+            share_prefixes=self.use_sequence_packing and self.sequence_packing_args.share_prefixes,
         )
 
     @property

@@ -115,6 +115,7 @@ OTHER_VALUES = {
     "shared_shapes": True,
     "sequence_multiple": 16,
     "seed": 9,
+    "share_prefixes": False,
 }
 KEYS = {key.path[-1]: ".".join(key.path) for key in schema_keys(RoleBatching) if key.path[-1] in OTHER_VALUES}
 SWITCHES = {
@@ -141,5 +142,6 @@ def test_a_batching_key_has_a_notice_exactly_where_it_changes_no_plan(role, mode
     after = config_from_dict(changed(base | {path: OTHER_VALUES[key]}))
     one, two = (getattr(config, role).batching() for config in (before, after))
     effect = any(getattr(one, kind) != getattr(two, kind) for kind in PASSES_OF_ROLES[role])
+    effect |= bool(PASSES_OF_ROLES[role]) and one.share_prefixes != two.share_prefixes
     said = [n for n in after.notices if f"{path}.".startswith(f"{n.path}.") and "has no effect" in n.text]
     assert bool(said) != effect, [str(notice) for notice in after.notices]
