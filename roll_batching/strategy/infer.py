@@ -226,9 +226,9 @@ class MegatronInferStrategy(ModelIOMixin):
             share_prefixes=sharing_of(self.state),
         )
 
-    def gather_table(self, local_batch: SampleBatch) -> LengthTable:
+    def gather_table(self, local: SampleBatch) -> LengthTable:
         """The table of all ranks' samples for `plan`, with the prefixes that they share. Collective."""
-        return gather_table(self.state, local_batch)
+        return gather_table(self.state, local)
 
     def plan(self, table: LengthTable, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
         """A plan over the samples of `table`, with this role's settings and cost model.

@@ -19,10 +19,7 @@ _told = threading.Event()
 
 
 def sharing_obstacle(state: ModelState) -> str | None:
-    """Why packs of this model cannot share prefixes; None if they can."""
-    modes = {state.batching.train.mode, state.batching.infer.mode}
-    if "packed" not in modes:
-        return f"passes are {' and '.join(sorted(modes))}, and packs alone share prefixes: set use_sequence_packing"
+    """Why packs of this model cannot share prefixes, whoever plans them; None if they can."""
     if not getattr(state.attention, "shares_prefixes", False):
         name = "the model's own" if state.attention is None else state.attention.name
         return f"the attention ({name}) attends to one run of keys per sample: choose dense, varlen or flash_attn"
@@ -42,7 +39,9 @@ def sharing_of(state: ModelState) -> bool | Literal["auto"]:
     choice = state.batching.share_prefixes
     if choice is False:
         return False
-    obstacle = sharing_obstacle(state)
+    obstacle, modes = sharing_obstacle(state), {state.batching.train.mode, state.batching.infer.mode}
+    if "packed" not in modes:
+        obstacle = f"passes are {' and '.join(sorted(modes))}, and packs alone share prefixes: set use_sequence_packing"
     if choice is True and obstacle is not None:
         raise LayoutError(f"share_prefixes is true, but {obstacle}; or set share_prefixes to auto or false")
     return choice if obstacle is None else False

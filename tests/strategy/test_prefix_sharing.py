@@ -52,7 +52,7 @@ def found_over_ranks(_: None) -> dict[str, Any]:
         "alone": {int(i): int(alone.prefixes.places[n]) for n, i in enumerate(alone.ids)},
         "shared": (table.prefixes.shared.tolist(), alone.prefixes.shared.tolist()),
         "foreign": refusal(lambda: find_shared_prefixes(local, foreign)),
-        "no ids": refusal(lambda: find_shared_prefixes(local.without_fields(["input_ids"]), table)),
+        "no ids": refusal(lambda: find_shared_prefixes(local.without("input_ids"), table)),
         "one rank without samples": len(find_shared_prefixes(empty, gather_lengths(empty)).prefixes),
     }
 
