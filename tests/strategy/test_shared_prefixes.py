@@ -151,7 +151,7 @@ def _compare_layout(layout: Layout, cases: list[tuple[str, str]]) -> list[str]:
                 for plan in (with_prefixes, without)
             )
             first, second = (values["log_probs"] for values in passes)
-            log_probs = max([log_probs, *(first - second).abs().tolist()])
+            log_probs = max([log_probs, *((first - second).abs() / second.abs().clamp(min=1)).tolist()])
         if max(loss_gap, gradient_gap, log_probs) > LIMIT:
             differing.append(f"{layout} {kind} {name}: {loss_gap:.1e} {gradient_gap:.1e} {log_probs:.1e}")
     return differing
