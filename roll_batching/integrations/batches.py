@@ -161,8 +161,7 @@ class _HostBatch:
             if values.dim() < 2 or values.shape[0] != len(lengths) or values.shape[1] not in widths:
                 wanted = " or ".join(f"[{len(lengths)}, {one}, ...]" for one in widths)
                 raise DataError(f"Field {name!r} has the shape {tuple(values.shape)}; as {form!r} it must be {wanted}")
-            shift = form == "next_token"
-            rows = [row[f : f + n - shift] for row, f, n in zip(values, firsts, lengths, strict=True)]
+            rows = [row[f : f + n] for row, f, n in zip(values, firsts, lengths, strict=True)]
         if form != "response":
             return rows
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
