@@ -1,13 +1,10 @@
-"""Compilation by numba, with a cache on disk.
+"""Compilation by numba, by one process of a machine.
 
 Compiled functions are plain Python functions of int64 arrays and scalars. With `NUMBA_DISABLE_JIT=1` in the environment
 (numba's own switch) they run interpreted, slower, and make equal plans: integers stay below 2^62, and the random number
 generator needs no overflow.
 
-The cache lies beside the source, else in numba's cache folder of the user (`NUMBA_CACHE_DIR` names another), else, if
-neither can be written, in a private folder among the temporary files. One process of a machine compiles; the others
-wait and load. The cache of a function is outdated only when its own file changes: a value of another module must be an
-argument, not a global.
+One process of a machine compiles; the others wait and load what it has left in the cache of the user (`code_cache`).
 """
 
 from __future__ import annotations
@@ -15,37 +12,26 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import logging
-import os
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import event
+from numba.core.registry import cpu_target
+
+from roll_batching.planning.code_cache import CodeCache, cache_folder, private_folder, warn_once
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-logger = logging.getLogger(__name__)
-_numba: Any = numba.config
 
 
 def compiled(function: F) -> F:
     """`function`, compiled on first use and cached on disk."""
-    try:
-        return cast(F, numba.njit(cache=True, nogil=True)(function))
-    except RuntimeError:  # numba finds no folder that it may write to
-        folder = _private_folder()
-        if folder is None:
-            return cast(F, numba.njit(nogil=True)(function))
-        _numba.CACHE_DIR = str(folder / "numba")
-        return cast(F, numba.njit(cache=True, nogil=True)(function))
+    dispatcher: Any = numba.njit(nogil=True)(function)
+    if dispatcher is not function and (folder := cache_folder()) is not None:
+        dispatcher._cache = CodeCache(function, folder)  # as `cache=True`, which would key on the path of the source
+    return cast(F, dispatcher)
 
-
-WARNING_SECONDS = 60.0
-"""Within this time one process warns of compilation for all processes of the user."""
 
 _ready_kinds: set[str] = set()
 """Kinds of plans whose code this process has compiled or loaded."""
@@ -74,14 +60,15 @@ def _wait_for_turn(kind: str, locks: contextlib.ExitStack) -> Path | None:
 
     None if it is compiled already, or if no file can be locked.
     """
-    folder = _private_folder()
-    if folder is None:
+    cache, private = cache_folder(), private_folder()
+    if cache is None or private is None:
         return None
-    done = folder / f"{_stamp(kind)}.compiled"
+    stamp = repr((kind, cpu_target.target_context.codegen().magic_tuple()))
+    done = cache / f"{hashlib.sha256(stamp.encode()).hexdigest()[:24]}.compiled"
     if done.exists():
         return None
     try:
-        lock = locks.enter_context(open(folder / "compiling.lock", "w"))
+        lock = locks.enter_context(open(private / "compiling.lock", "w"))
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError:  # on a full disk or without file locks, each process compiles for itself
         return None
@@ -94,48 +81,12 @@ class _FirstCompilation(event.Listener):
     has_warned = False
 
     def on_start(self, event: Any) -> None:
-        if not _FirstCompilation.has_warned:
+        if not _FirstCompilation.has_warned:  # ranks of a job may each compile another kind, one after the other
             _FirstCompilation.has_warned = True
-            _warn_once()
+            warn_once("compilation", "compiling the planner, once on this machine (about ten seconds)")
 
     def on_end(self, event: Any) -> None:
         pass
-
-
-def _warn_once() -> None:
-    """Warn of compilation, unless a process of this user has warned within `WARNING_SECONDS`.
-
-    Ranks of one job may each compile another kind of plan, one after the other.
-    """
-    folder = _private_folder()
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            last_warning = folder / "last_warning"
-            is_recent = last_warning.exists() and time.time() - last_warning.stat().st_mtime < WARNING_SECONDS
-            last_warning.touch()
-            if is_recent:
-                return
-    logger.warning("compiling the planner, once on this machine (about ten seconds)")
-
-
-def _private_folder() -> Path | None:
-    """Folder of this user among the temporary files; None if other users may write to it."""
-    folder = Path(tempfile.gettempdir()) / f"roll-batching-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except OSError:
-        return None
-    private = status.st_uid == os.getuid() and not status.st_mode & 0o077 and os.access(folder, os.W_OK)
-    return folder if private and folder.is_dir() and not folder.is_symlink() else None
-
-
-def _stamp(kind: str) -> str:
-    """Name of `kind` for this source, version of numba and cache folder."""
-    root = Path(__file__).parent
-    sources = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(root.rglob("*.py"))]
-    text = repr((kind, sources, numba.__version__, _numba.CACHE_DIR, _numba.CPU_NAME))
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 @compiled
