@@ -148,7 +148,6 @@ def __getattr__(name: str) -> Any:
     return worker
 
 
-_NEMO_RL = Integration("NeMo-RL", package="nemo_rl", distribution="nemo-rl", tried=("7ea279a",))
 _FORWARD_BACKWARD = Replacement(
     module="nemo_rl.models.megatron.train",
     name="megatron_forward_backward",
@@ -174,15 +173,6 @@ _FORWARD_BACKWARD = Replacement(
     by=megatron_forward_backward,
 )
 
-
-def patch() -> None:
-    """Puts our passes behind NeMo-RL's; importing this module does it. Raises IntegrationError."""
-    _NEMO_RL.patch(_FORWARD_BACKWARD)
-
-
-def unpatch() -> None:
-    """Gives NeMo-RL its own passes back."""
-    _NEMO_RL.unpatch(_FORWARD_BACKWARD)
-
-
+_NEMO_RL = Integration("NeMo-RL", _FORWARD_BACKWARD, package="nemo_rl", distribution="nemo-rl", tried=("7ea279a",))
+patch, unpatch = _NEMO_RL.patch, _NEMO_RL.unpatch
 patch()

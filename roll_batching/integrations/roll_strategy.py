@@ -179,7 +179,6 @@ def __getattr__(name: str) -> Any:
     return worker_class(name, __name__)
 
 
-_ROLL = Integration("ROLL", package="roll", distribution="roll", tried=("8eb27cc",))
 _CREATE_STRATEGY = Replacement(
     module="roll.distributed.strategy.factory",
     name="create_strategy",
@@ -187,15 +186,6 @@ _CREATE_STRATEGY = Replacement(
     by=create_strategy,
 )
 
-
-def patch() -> None:
-    """Puts our passes behind ROLL's Megatron strategies; importing this module does it. Raises IntegrationError."""
-    _ROLL.patch(_CREATE_STRATEGY)
-
-
-def unpatch() -> None:
-    """Gives ROLL its own strategies back, for workers that are made afterwards."""
-    _ROLL.unpatch(_CREATE_STRATEGY)
-
-
+_ROLL = Integration("ROLL", _CREATE_STRATEGY, package="roll", distribution="roll", tried=("8eb27cc",))
+patch, unpatch = _ROLL.patch, _ROLL.unpatch
 patch()

@@ -122,7 +122,6 @@ def _require_supported(engine: Any, data: Any, tu: Any) -> None:
         raise IntegrationError(f"verl's Megatron engine under roll-batching: {'; '.join(found)}")
 
 
-_VERL = Integration("verl", package="verl", distribution="verl", tried=("0.9.1", "main at 1dda039"))
 _FORWARD_BACKWARD = Replacement(
     module="verl.workers.engine.megatron.transformer_impl",
     name="MegatronEngine.forward_backward_batch",
@@ -130,15 +129,6 @@ _FORWARD_BACKWARD = Replacement(
     by=forward_backward_batch,
 )
 
-
-def patch() -> None:
-    """Puts our passes behind verl's Megatron engine; importing this module does it. Raises IntegrationError."""
-    _VERL.patch(_FORWARD_BACKWARD)
-
-
-def unpatch() -> None:
-    """Gives verl its own passes back."""
-    _VERL.unpatch(_FORWARD_BACKWARD)
-
-
+_VERL = Integration("verl", _FORWARD_BACKWARD, package="verl", distribution="verl", tried=("0.9.1", "main at 1dda039"))
+patch, unpatch = _VERL.patch, _VERL.unpatch
 patch()
