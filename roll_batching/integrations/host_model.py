@@ -8,7 +8,7 @@ one call of the host's function per micro-batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -96,25 +96,26 @@ class HostModel:
 
     def run(
         self,
-        rows: Sequence[torch.Tensor],
-        masks: Sequence[torch.Tensor],
+        read: Callable[[], SampleBatch],
         function: HostFunction,
         *,
         backward: bool,
+        mask: str | None = None,
         max_tokens: int | None = None,
         form: Literal["padded", "jagged"] = "padded",
         width: int | None = None,
         entropy: bool = False,
         by_sample: bool = False,
-        temperatures: float | torch.Tensor = 1.0,
+        temperatures: Any = 1.0,
     ) -> list[tuple[IntArray, Any]]:
         """One pass over this rank's samples, and with `backward` their gradients. Collective.
 
         Args:
-            rows: token ids of each sample, without padding; the samples stay on this rank.
-            masks: for each sample 0 or 1 at each token whose log-prob is needed, given the tokens before it.
+            read: returns the samples with their `input_ids`, in the order of the host's rows; they stay on this rank.
+                An error of it on one rank is raised on all.
             function: called per micro-batch with row numbers instead of ids; see `HostLoss`.
             backward: add gradients to the model's buffers.
+            mask: the field with 1 at each token whose log-prob is needed, given the tokens before it; None: all tokens.
             max_tokens: cap of a micro-batch in this pass; None: the model's.
             form: as in `HostLoss`, like `width`, `entropy` and `by_sample`.
             temperatures: divide the logits; one number, or one for each sample.
@@ -130,19 +131,14 @@ class HostModel:
         if backward and not isinstance(strategy, MegatronTrainStrategy):
             raise IntegrationError(f"{self._host} asks for gradients of a model that it does not train")
         first = strategy.layout.dp_rank << _RANK_SHIFT
-        with consensus(strategy.layout.host_group, f"{self._host}'s samples"):  # an error of one rank is every rank's
-            values = torch.as_tensor(temperatures, dtype=torch.float32).cpu().expand(len(rows))
-            if not bool(((values > 0) & values.isfinite()).all()):
-                raise IntegrationError(f"{self._host}'s temperatures {values.tolist()[:8]} must be finite and above 0")
-            local = SampleBatch.from_lists(
+        with consensus(strategy.layout.host_group, f"{self._host}'s samples"):
+            local = read().to("cpu")
+            local = local.with_ids(torch.arange(len(local)) + first).with_fields(
                 {
-                    "input_ids": [row.cpu() for row in rows],
-                    "counted": [mask.cpu().bool() for mask in masks],
-                    "temperature": values,
+                    "temperature": self._temperatures(temperatures, len(local)),
+                    "all_tokens": torch.ones(local.num_tokens, dtype=torch.bool),
                 },
-                {"input_ids": "token", "counted": "token", "temperature": "sample"},
-                ids=torch.arange(len(rows)) + first,
-                lengths=[len(row) for row in rows],
+                {"temperature": "sample", "all_tokens": "token"},
             )
         strategy.temperature_field = "temperature"
         table = gather_lengths(local, strategy.layout.dp_group)
@@ -157,7 +153,7 @@ class HostModel:
             form=form,
             width=width,
             entropy=entropy,
-            masks=("counted",),
+            masks=(mask or "all_tokens",),
             by_sample=by_sample,
         )
         if backward:
@@ -166,6 +162,15 @@ class HostModel:
         else:
             strategy.evaluate(local, plan, loss)
         return [(ids - first, result) for ids, result in loss.results]
+
+    def _temperatures(self, temperatures: Any, samples: int) -> torch.Tensor:
+        """[samples] fp32, from one number or one for each sample."""
+        values = torch.as_tensor(temperatures, dtype=torch.float32).cpu().flatten()
+        if len(values) not in (1, samples):
+            raise IntegrationError(f"{self._host}'s batch has {len(values)} temperatures for {samples} samples")
+        if not bool(((values > 0) & values.isfinite()).all()):
+            raise IntegrationError(f"{self._host}'s temperatures {values.tolist()[:8]} must be finite and above 0")
+        return values.expand(samples)
 
 
 def in_order(results: Sequence[tuple[IntArray, Any]], rows: int) -> list[Any]:

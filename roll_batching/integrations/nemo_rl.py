@@ -120,7 +120,6 @@ def _packer_class(objective: Objective) -> type:
     return PlannedPacker
 
 
-_NEMO_RL = Integration("NeMo-RL", package="nemo_rl", distribution="nemo-rl", tried=("7ea279a",))
 _GET_PACKER = Replacement(
     module="nemo_rl.data.packing.algorithms",
     name="get_packer",
@@ -141,15 +140,8 @@ _SHARD_BY_BATCH_SIZE = Replacement(
     by=shard_by_batch_size,
 )
 
-
-def patch() -> None:
-    """Adds our packer to NeMo-RL's; importing this module does it. Raises IntegrationError."""
-    _NEMO_RL.patch(_GET_PACKER, _SHARD_BY_BATCH_SIZE)
-
-
-def unpatch() -> None:
-    """Gives NeMo-RL its own functions back."""
-    _NEMO_RL.unpatch(_GET_PACKER, _SHARD_BY_BATCH_SIZE)
-
-
+_NEMO_RL = Integration(
+    "NeMo-RL", _GET_PACKER, _SHARD_BY_BATCH_SIZE, package="nemo_rl", distribution="nemo-rl", tried=("7ea279a",)
+)
+patch, unpatch = _NEMO_RL.patch, _NEMO_RL.unpatch
 patch()

@@ -14,17 +14,18 @@ Source: nemo_rl/models/megatron/train.py, nemo_rl/models/policy/workers/megatron
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from roll_batching.errors import IntegrationError
-from roll_batching.integrations.host_model import HostModel
+from roll_batching.integrations.batches import HostForm, read_host_batch
+from roll_batching.integrations.host_model import HostModel, in_order
 from roll_batching.integrations.replacement import Integration, Replacement
 from roll_batching.packing.pack_layout import IntArray
 
@@ -79,12 +80,13 @@ def megatron_forward_backward(
             max_tokens=packing["train_mb_tokens"],
             max_tokens_forward=packing["logprob_mb_tokens"],
         )
-    ids, lengths = data["input_ids"], data["input_lengths"].tolist()
-    counted = data["token_mask"] if is_loss else torch.ones_like(ids)
-    rows = [row[:length] for row, length in zip(ids, lengths, strict=True)]
-    masks = [(row[:length] != 0) for row, length in zip(counted, lengths, strict=True)]
+    samples, width = data["input_ids"].shape
+    forms: dict[str, HostForm] = {"input_ids": "token"}
+    if is_loss:
+        forms["token_mask"] = "token"
+    read = functools.partial(read_host_batch, data, forms)
     options: dict[str, Any] = {
-        "width": ids.shape[1] - 1,
+        "width": width - 1,
         "temperatures": 1.0 if sampling_params is None else sampling_params.temperature,
     }
     if is_loss:
@@ -98,16 +100,16 @@ def megatron_forward_backward(
             )
             return answer
 
-        return [metrics for _, metrics in host.run(rows, masks, loss, backward=not forward_only, **options)]
+        results = host.run(read, loss, backward=not forward_only, mask="token_mask", **options)
+        return [metrics for _, metrics in results]
 
     def keep(numbers: IntArray, log_probs: torch.Tensor, entropy: Any) -> tuple[torch.Tensor, Any]:
         return log_probs.new_zeros(()), log_probs
 
-    results = host.run(rows, masks, keep, backward=False, **options)
+    results = host.run(read, keep, backward=False, **options)
     if not results:
         return []
-    order = torch.from_numpy(np.argsort(np.concatenate([numbers for numbers, _ in results])))
-    log_probs = torch.cat([values for _, values in results])[order.to(results[0][1].device)]
+    log_probs = torch.stack(in_order(results, samples))
     # NeMo-RL's column of a token holds its own log-prob; the first token has none.
     return [{"logprobs": torch.nn.functional.pad(log_probs, (1, 0))}]
 
@@ -146,7 +148,6 @@ def __getattr__(name: str) -> Any:
     return worker
 
 
-_NEMO_RL = Integration("NeMo-RL", package="nemo_rl", distribution="nemo-rl", tried=("7ea279a",))
 _FORWARD_BACKWARD = Replacement(
     module="nemo_rl.models.megatron.train",
     name="megatron_forward_backward",
@@ -172,15 +173,6 @@ _FORWARD_BACKWARD = Replacement(
     by=megatron_forward_backward,
 )
 
-
-def patch() -> None:
-    """Puts our passes behind NeMo-RL's; importing this module does it. Raises IntegrationError."""
-    _NEMO_RL.patch(_FORWARD_BACKWARD)
-
-
-def unpatch() -> None:
-    """Gives NeMo-RL its own passes back."""
-    _NEMO_RL.unpatch(_FORWARD_BACKWARD)
-
-
+_NEMO_RL = Integration("NeMo-RL", _FORWARD_BACKWARD, package="nemo_rl", distribution="nemo-rl", tried=("7ea279a",))
+patch, unpatch = _NEMO_RL.patch, _NEMO_RL.unpatch
 patch()

@@ -35,14 +35,17 @@ class Replacement:
 
 
 class Integration:
-    """All replacements in one host.
+    """Replacements in one host, in place after `patch()` and until `unpatch()`.
 
     `patch` rebinds each name where it is defined and in every module of the host that has already imported it;
     later imports take the replacement from the defining module. `unpatch` gives all of them back. Both are idempotent.
     """
 
-    def __init__(self, host: str, *, package: str, distribution: str, tried: tuple[str, ...]) -> None:
+    def __init__(
+        self, host: str, *replacements: Replacement, package: str, distribution: str, tried: tuple[str, ...]
+    ) -> None:
         self.host = host
+        self._replacements = replacements
         self._package = package
         self._distribution = distribution
         self._tried = tried
@@ -57,26 +60,26 @@ class Integration:
         """The host's own function. Call only while patched."""
         return self._originals[replacement.path]
 
-    def patch(self, *replacements: Replacement) -> None:
+    def patch(self) -> None:
         """Puts all replacements in place, or none.
 
         Raises IntegrationError if the host is not installed, lacks one of the functions, or has another signature.
         """
         if self.patched:
             return
-        owners = {one.path: self._owner(one) for one in replacements}
-        for one in replacements:
+        owners = {one.path: self._owner(one) for one in self._replacements}
+        for one in self._replacements:
             self._check(one, owners[one.path])
-        for one in replacements:
+        for one in self._replacements:
             owner, name = owners[one.path]
             self._originals[one.path] = inspect.getattr_static(owner, name)
             self._rebind(owner, name, self._originals[one.path], one.by)
-        names = ", ".join(one.path for one in replacements)
+        names = ", ".join(one.path for one in self._replacements)
         logger.warning("roll-batching plans for %s %s now: it replaces %s", self.host, self._version(), names)
 
-    def unpatch(self, *replacements: Replacement) -> None:
+    def unpatch(self) -> None:
         """Gives the host its own functions back."""
-        for one in replacements:
+        for one in self._replacements:
             if one.path in self._originals:
                 owner, name = self._owner(one)
                 self._rebind(owner, name, one.by, self._originals.pop(one.path))

@@ -200,7 +200,6 @@ def __getattr__(name: str) -> Any:
     return worker_class(name, __name__)
 
 
-_ROLL = Integration("ROLL", package="roll", distribution="roll", tried=("8eb27cc",))
 _DYNAMIC_BATCHING_SHARD = Replacement(
     module="roll.utils.dynamic_batching",
     name="dynamic_batching_shard",
@@ -240,15 +239,6 @@ _REPLACEMENTS = (
     ),
 )
 
-
-def patch() -> None:
-    """Puts our planner behind ROLL's packing; importing this module does it. Raises IntegrationError."""
-    _ROLL.patch(*_REPLACEMENTS)
-
-
-def unpatch() -> None:
-    """Gives ROLL its own functions back."""
-    _ROLL.unpatch(*_REPLACEMENTS)
-
-
+_ROLL = Integration("ROLL", *_REPLACEMENTS, package="roll", distribution="roll", tried=("8eb27cc",))
+patch, unpatch = _ROLL.patch, _ROLL.unpatch
 patch()

@@ -17,11 +17,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import torch
 
 from roll_batching.errors import IntegrationError
-from roll_batching.integrations.host_model import HostModel
+from roll_batching.integrations.batches import HostForm, read_host_batch
+from roll_batching.integrations.host_model import HostModel, in_order
 from roll_batching.integrations.replacement import Integration, Replacement
 from roll_batching.integrations.roll import worker_class
 from roll_batching.packing.pack_layout import IntArray
@@ -122,12 +122,11 @@ def run_batch(strategy: Any, data: Any, host_function: Any, *, backward: bool) -
 
     Tensors are in the order of `data`. Empty before the last pipeline stage, as Megatron's schedule.
     """
-    attention = data.batch["attention_mask"].bool()
-    counted = data.batch["response_mask"].bool() if "response_mask" in data.batch else attention
+    mask = "response_mask" if "response_mask" in data.batch else None
+    counted = data.batch[mask or "attention_mask"].bool()
     if "labels" in data.batch:
         raise IntegrationError("ROLL's batch has labels, whose loss the model computes: use ROLL's own strategy")
     pipeline = strategy.worker.pipeline_config
-    ids = data.batch["input_ids"]
 
     def call(rows: IntArray, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         part = data.select_idxs(rows)
@@ -135,20 +134,26 @@ def run_batch(strategy: Any, data: Any, host_function: Any, *, backward: bool) -
         loss, answer = host_function(part, PassOutput(log_probs, entropy, counted[torch.from_numpy(rows)]))
         return loss, answer
 
+    forms: dict[str, HostForm] = {"input_ids": "token"}
+    if mask:
+        forms[mask] = "token"
     results = strategy._planned_model.run(
-        [row[mask] for row, mask in zip(ids, attention, strict=True)],
-        [row[mask] for row, mask in zip(counted, attention, strict=True)],
+        lambda: read_host_batch(data, forms, padding_side="right"),
         call,
         backward=backward,
-        width=ids.shape[1] - 1,
+        mask=mask,
+        width=counted.shape[1] - 1,
         entropy=not backward or getattr(pipeline, "entropy_loss_coef", 0) > 0,
         by_sample=backward and any(getattr(pipeline, name, False) for name in _SAMPLE_WEIGHTS),
     )
     if backward or not results:
         return [answer for _, answer in results]
-    order = np.argsort(np.concatenate([rows for rows, _ in results]))
-    names = results[0][1].keys()
-    return [{name: torch.cat([answer[name] for _, answer in results])[torch.from_numpy(order)] for name in names}]
+    return [
+        {
+            name: torch.stack(in_order([(rows, answer[name]) for rows, answer in results], len(counted)))
+            for name in results[0][1]
+        }
+    ]
 
 
 @functools.cache
@@ -174,7 +179,6 @@ def __getattr__(name: str) -> Any:
     return worker_class(name, __name__)
 
 
-_ROLL = Integration("ROLL", package="roll", distribution="roll", tried=("8eb27cc",))
 _CREATE_STRATEGY = Replacement(
     module="roll.distributed.strategy.factory",
     name="create_strategy",
@@ -182,15 +186,6 @@ _CREATE_STRATEGY = Replacement(
     by=create_strategy,
 )
 
-
-def patch() -> None:
-    """Puts our passes behind ROLL's Megatron strategies; importing this module does it. Raises IntegrationError."""
-    _ROLL.patch(_CREATE_STRATEGY)
-
-
-def unpatch() -> None:
-    """Gives ROLL its own strategies back, for workers that are made afterwards."""
-    _ROLL.unpatch(_CREATE_STRATEGY)
-
-
+_ROLL = Integration("ROLL", _CREATE_STRATEGY, package="roll", distribution="roll", tried=("8eb27cc",))
+patch, unpatch = _ROLL.patch, _ROLL.unpatch
 patch()

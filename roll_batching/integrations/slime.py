@@ -117,7 +117,6 @@ def keep_samples(args: Any, all_samples: Any, data_source: Any) -> None:
     """Does nothing, for `--rollout-all-samples-process-path`: naming it imports this module where slime plans."""
 
 
-_SLIME = Integration("slime", package="slime", distribution="slime", tried=("624b824a",))
 _BUILD_DP_SCHEDULE = Replacement(
     module="slime.utils.dp_schedule",
     name="build_dp_schedule",
@@ -125,15 +124,6 @@ _BUILD_DP_SCHEDULE = Replacement(
     by=build_dp_schedule,
 )
 
-
-def patch() -> None:
-    """Puts our planner behind slime's schedule; importing this module does it. Raises IntegrationError."""
-    _SLIME.patch(_BUILD_DP_SCHEDULE)
-
-
-def unpatch() -> None:
-    """Gives slime its own schedule back."""
-    _SLIME.unpatch(_BUILD_DP_SCHEDULE)
-
-
+_SLIME = Integration("slime", _BUILD_DP_SCHEDULE, package="slime", distribution="slime", tried=("624b824a",))
+patch, unpatch = _SLIME.patch, _SLIME.unpatch
 patch()

@@ -103,7 +103,6 @@ def _lengths(batch: Any) -> Lengths:
     return measured
 
 
-_VERL = Integration("verl", package="verl", distribution="verl", tried=("0.9.1", "main at 1dda039"))
 _REPLACEMENTS = (
     Replacement(
         module="verl.utils.seqlen_balancing",
@@ -128,15 +127,6 @@ _REPLACEMENTS = (
     ),
 )
 
-
-def patch() -> None:
-    """Puts our planner behind verl's batching; importing this module does it. Raises IntegrationError."""
-    _VERL.patch(*_REPLACEMENTS)
-
-
-def unpatch() -> None:
-    """Gives verl its own functions back."""
-    _VERL.unpatch(*_REPLACEMENTS)
-
-
+_VERL = Integration("verl", *_REPLACEMENTS, package="verl", distribution="verl", tried=("0.9.1", "main at 1dda039"))
+patch, unpatch = _VERL.patch, _VERL.unpatch
 patch()

@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.errors import IntegrationError
+from roll_batching.integrations.batches import HostForm, read_host_batch
 from roll_batching.integrations.host_model import HostModel, in_order
 from roll_batching.integrations.replacement import Integration, Replacement
 from roll_batching.packing.pack_layout import IntArray
+from roll_batching.samples import SampleBatch
 
 _MODELS: weakref.WeakKeyDictionary[Any, HostModel] = weakref.WeakKeyDictionary()
 
@@ -47,7 +49,6 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
     )
     dist.all_reduce(tokens, group=group)
     tu.assign_non_tensor(data, sp_size=cp_size, batch_num_tokens=tokens.item(), dp_size=dp_size)
-    rows = list(data["input_ids"].unbind())
     entropy = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
 
     def call(numbers: IntArray, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
@@ -66,20 +67,20 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
         trains = not self.engine_config.forward_only
         _MODELS[self] = HostModel(self.module, "verl", max_tokens=cap, trains=trains)
     results = _MODELS[self].run(
-        rows,
-        [torch.ones_like(row) for row in rows] if forward_only else _loss_masks(data, rows),
+        lambda: _samples(data, forward_only),
         call,
         backward=not forward_only,
+        mask=None if forward_only else "counted",
         max_tokens=data["max_token_len_per_gpu"] * cp_size,
         form="jagged",
         entropy=entropy,
-        temperatures=_temperatures(data, len(rows)),
+        temperatures=data["temperature"] if "temperature" in data.keys() else 1.0,
     )
     if not results:
         return {}
     outputs = {}
     for name in results[0][1][0]:
-        ordered = in_order([(numbers, kept[name]) for numbers, (kept, _, _) in results], len(rows))
+        ordered = in_order([(numbers, kept[name]) for numbers, (kept, _, _) in results], data["input_ids"].size(0))
         outputs[name] = torch.nested.as_nested_tensor(ordered, layout=torch.jagged)
     merged: dict[str, list[Any]] = {}
     for _, (_, _, metrics) in results:
@@ -88,25 +89,15 @@ def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_onl
     return {"model_output": outputs, "loss": [loss for _, (_, loss, _) in results], "metrics": merged}
 
 
-def _loss_masks(data: Any, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Which tokens of each row a loss reads: the response, or verl's mask of whole rows in fine-tuning."""
-    if "prompts" not in data.keys():
-        return [mask != 0 for mask in data["loss_mask"].unbind()]
-    prompts = data["prompts"]
-    if prompts.is_nested:
-        lengths = prompts.offsets().diff()
-    else:  # the trainer's, padded to the left
-        lengths = data["attention_mask"][:, : prompts.shape[1]].sum(dim=1)
-    return [torch.arange(len(row)) >= length for row, length in zip(rows, lengths.tolist(), strict=True)]
-
-
-def _temperatures(data: Any, samples: int) -> torch.Tensor:
-    """[samples]: verl's `temperature` of a batch, one number or one for each sample."""
-    temperature = data["temperature"] if "temperature" in data.keys() else 1.0
-    values = torch.as_tensor(temperature, dtype=torch.float32).flatten()
-    if len(values) not in (1, samples):
-        raise IntegrationError(f"verl's batch has {len(values)} temperatures for {samples} samples")
-    return values.expand(samples)
+def _samples(data: Any, forward_only: bool) -> SampleBatch:
+    """The samples, and for losses which tokens they read: the response, or verl's mask of whole rows in fine-tuning."""
+    fields: dict[str, Any] = dict(data.items())
+    forms: dict[str, HostForm] = {"input_ids": "token"}
+    if not forward_only and "prompts" in fields:
+        fields["counted"], forms["counted"] = torch.ones_like(fields["responses"]), "response"
+    elif not forward_only:
+        fields["counted"], forms["counted"] = fields["loss_mask"], "token"
+    return read_host_batch(fields, forms)
 
 
 def _require_supported(engine: Any, data: Any, tu: Any) -> None:
@@ -131,7 +122,6 @@ def _require_supported(engine: Any, data: Any, tu: Any) -> None:
         raise IntegrationError(f"verl's Megatron engine under roll-batching: {'; '.join(found)}")
 
 
-_VERL = Integration("verl", package="verl", distribution="verl", tried=("0.9.1", "main at 1dda039"))
 _FORWARD_BACKWARD = Replacement(
     module="verl.workers.engine.megatron.transformer_impl",
     name="MegatronEngine.forward_backward_batch",
@@ -139,15 +129,6 @@ _FORWARD_BACKWARD = Replacement(
     by=forward_backward_batch,
 )
 
-
-def patch() -> None:
-    """Puts our passes behind verl's Megatron engine; importing this module does it. Raises IntegrationError."""
-    _VERL.patch(_FORWARD_BACKWARD)
-
-
-def unpatch() -> None:
-    """Gives verl its own passes back."""
-    _VERL.unpatch(_FORWARD_BACKWARD)
-
-
+_VERL = Integration("verl", _FORWARD_BACKWARD, package="verl", distribution="verl", tried=("0.9.1", "main at 1dda039"))
+patch, unpatch = _VERL.patch, _VERL.unpatch
 patch()

@@ -5,9 +5,9 @@ Compiled functions are plain Python functions of int64 arrays and scalars. With 
 generator needs no overflow.
 
 The cache lies in the user's cache folder (`NUMBA_CACHE_DIR` or `XDG_CACHE_HOME` name another), in a folder named after
-the contents of `planning`, so that copies of the package share it, such as those that Ray makes for each job. If it
-cannot be written, the cache lies where numba looks then: beside the source, else in a private folder among the
-temporary files. One process of a machine compiles; the others wait and load.
+the contents of `planning` and the CPU, so that copies of the package share it, such as those that Ray makes for each
+job. If it cannot be written, the cache lies where numba looks then: beside the source, else in a private folder among
+the temporary files. One process of a machine compiles; the others wait and load.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import functools
 import hashlib
 import logging
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import llvmlite.binding as llvm
 import numba
 from numba.core import caching, event
 
@@ -59,7 +61,10 @@ def _sources_digest() -> str:
 
 
 class _ContentLocator(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
-    """Cache folder named after the contents of `planning`, not after its path."""
+    """Cache folder named after the contents of `planning` and the CPU, not after a path.
+
+    Machines with unlike CPUs and one home folder would overwrite each other's index in one folder.
+    """
 
     def __init__(self, function: Any, file: str) -> None:
         self._py_file, self._lineno = file, function.__code__.co_firstlineno
@@ -67,7 +72,9 @@ class _ContentLocator(caching._SourceFileBackedLocatorMixin, caching._CacheLocat
     def get_cache_path(self) -> str:
         """Folder of the compiled functions."""
         home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-        return str(Path(_numba.CACHE_DIR or home) / "roll-batching" / f"planner-{_sources_digest()}")
+        cpu = str((_numba.CPU_NAME, _numba.CPU_FEATURES, llvm.get_host_cpu_name()))
+        name = f"planner-{_sources_digest()}-{hashlib.sha256(cpu.encode()).hexdigest()[:8]}"
+        return str(Path(_numba.CACHE_DIR or home) / "roll-batching" / name)
 
     def get_disambiguator(self) -> str:
         """Folder and line of the function: files of one name share the cache folder."""
@@ -79,7 +86,23 @@ class _CacheFiles(caching.CompileResultCacheImpl):
 
 
 class _Cache(caching.FunctionCache):
+    """numba's cache of one function, which costs no plan where a file is damaged or the disk takes none."""
+
     _impl_class = _CacheFiles
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled function; None: it is compiled again."""
+        with contextlib.suppress(OSError):
+            try:
+                return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            except (EOFError, pickle.UnpicklingError):
+                self.flush()  # type: ignore[no-untyped-call]
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Writes the compiled function, if possible."""
+        with contextlib.suppress(OSError):
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
 
 WARNING_SECONDS = 60.0

@@ -14,7 +14,7 @@ from roll_batching.errors import DataError
 from roll_batching.samples import flatten
 from roll_batching.samples.checks import describe_difference, describe_fields, name_rows, require_finite
 from roll_batching.samples.fields import FieldSpec, Schema, SchemaLike, check_dtype, normalise_schema
-from roll_batching.samples.flatten import PaddingSide, as_index
+from roll_batching.samples.flatten import MaskPadding, PaddingSide, as_index
 from roll_batching.samples.ragged import place, row_indices, starts_of, take
 
 
@@ -91,7 +91,7 @@ class SampleBatch:
         schema: SchemaLike,
         ids: Any = None,
         *,
-        padding_side: PaddingSide = "right",
+        padding_side: MaskPadding = "right",
     ) -> SampleBatch:
         """Make a batch from padded rectangles.
 
@@ -101,7 +101,7 @@ class SampleBatch:
             attention_mask: bool or 0/1 `[B, S]`, contiguous in every row.
             schema: name to `FieldSpec` or kind, for exactly the names in `tensors`.
             ids: `[B]` integers; by default 0 to B-1.
-            padding_side: the side on which all rows are padded.
+            padding_side: the side on which all rows are padded; "both": each row on either side or both.
 
         Raises:
             DataError: for an all-padding row, a mask with holes, padding on the other side, a wrong width.
@@ -144,7 +144,7 @@ class SampleBatch:
         ids: Any = None,
         *,
         attention_mask: str = "attention_mask",
-        padding_side: PaddingSide = "right",
+        padding_side: MaskPadding = "right",
     ) -> SampleBatch:
         """Make a batch from a TensorDict (or any mapping) of padded tensors, as `from_padded` does.
 

@@ -19,6 +19,8 @@ from roll_batching.samples.fields import FieldSpec, Schema, check_dtype
 from roll_batching.samples.ragged import place, row_indices, starts_of, take
 
 PaddingSide = Literal["right", "left"]
+MaskPadding = Literal["right", "left", "both"]
+"""Where rows are padded: all on one side, or each on either side or both."""
 
 
 def as_index(values: Any, what: str) -> Tensor:
@@ -57,15 +59,15 @@ def check_field_names(given: Iterable[str], schema: Schema) -> None:
         raise DataError(f"The schema names {', '.join(map(repr, missing))}, but no such field was given.")
 
 
-def lengths_from_mask(attention_mask: Tensor, ids: Tensor, side: PaddingSide) -> Tensor:
-    """Row lengths (int64 `[B]`, host) of a `[B, S]` mask of zeros and ones, padded on `side` only.
+def locate_rows(attention_mask: Tensor, ids: Tensor, side: MaskPadding) -> tuple[Tensor, Tensor]:
+    """(first columns, lengths) of the rows of a `[B, S]` mask of zeros and ones: int64 `[B]`, on the host.
 
     Raises:
-        DataError: for a row without tokens, a mask with holes, padding on the other side, values that
+        DataError: for a row without tokens, a mask with holes, padding on another side than `side`, values that
             are not 0 or 1.
     """
-    if side not in ("right", "left"):
-        raise DataError(f'padding_side is "right" or "left"; got {side!r}.')
+    if side not in ("right", "left", "both"):
+        raise DataError(f'padding_side is "right", "left" or "both"; got {side!r}.')
     mask = attention_mask.detach().cpu()
     valid = mask.to(torch.bool)
     # An additive mask (0 and -inf) would read inverted as a boolean one.
@@ -74,35 +76,31 @@ def lengths_from_mask(attention_mask: Tensor, ids: Tensor, side: PaddingSide) ->
     lengths = valid.sum(1, dtype=torch.int64)
     if (empty := (lengths == 0).nonzero().flatten()).numel():
         raise DataError(f"No token in {name_rows(empty, ids)}: the attention mask is all padding there.")
-    columns = torch.arange(mask.shape[1])
-    right = columns < lengths[:, None]
-    left = columns >= mask.shape[1] - lengths[:, None]
-    expected, other = (right, left) if side == "right" else (left, right)
-    if (bad := (valid != expected).any(1)).any():
-        mirrored = bad & (valid == other).all(1)
-        if mirrored.any():
-            other_side = "left" if side == "right" else "right"
-            raise DataError(
-                f"{name_rows(mirrored.nonzero().flatten(), ids)}: padded on the {other_side}, but "
-                f'padding_side="{side}". Pass padding_side="{other_side}" when all rows are padded there.'
-            )
+    columns, firsts = torch.arange(mask.shape[1]), (valid.cumsum(1) == 0).sum(1)
+    contiguous = (columns >= firsts[:, None]) & (columns < (firsts + lengths)[:, None])
+    if (bad := (valid != contiguous).any(1).nonzero().flatten()).numel():
         raise DataError(
-            f"{name_rows(bad.nonzero().flatten(), ids)}: the attention mask has holes (a 0 between two 1s, "
-            "or padding on both sides). A sample's tokens must be contiguous."
+            f"{name_rows(bad, ids)}: the attention mask has holes (a 0 between two 1s). A sample's tokens must be "
+            "contiguous."
         )
-    return lengths
+    gaps = {"right": firsts, "left": mask.shape[1] - firsts - lengths}
+    if side != "both" and (bad := gaps[side].nonzero().flatten()).numel():
+        other_side = "left" if side == "right" else "right"
+        raise DataError(
+            f'{name_rows(bad, ids)}: padded on the {other_side}, but padding_side="{side}". Pass '
+            f'padding_side="{other_side}" when all rows are padded there, or "both".'
+        )
+    return firsts, lengths
 
 
 def from_padded(
-    tensors: Mapping[str, Any], attention_mask: Tensor, schema: Schema, ids: Tensor, side: PaddingSide
+    tensors: Mapping[str, Any], attention_mask: Tensor, schema: Schema, ids: Tensor, side: MaskPadding
 ) -> tuple[Tensor, dict[str, Any]]:
     """(lengths, fields) from `[B, S, ...]` tensors; see `SampleBatch.from_padded`."""
     check_field_names(tensors, schema)
     batch, width = attention_mask.shape
-    lengths = lengths_from_mask(attention_mask, ids, side)
-    firsts = torch.arange(batch) * width
-    if side == "left":
-        firsts = firsts + width - lengths
+    firsts, lengths = locate_rows(attention_mask, ids, side)
+    firsts = firsts + torch.arange(batch) * width
     token_index = row_indices(firsts, lengths)
     fields: dict[str, Any] = {}
     for name, spec in schema.items():

@@ -1,4 +1,7 @@
-"""ROLL's RLVR actor, with its own strategy and with ours: three training steps are the same."""
+"""ROLL's RLVR actor, with its own strategy and with ours: three training steps are the same.
+
+Its rollouts give the same samples.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+from roll_batching.integrations.batches import make_host_fields, read_host_batch
+from tests.hosts import stand_ins
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = {
@@ -90,3 +97,34 @@ def test_three_steps_of_the_actor_are_those_of_roll(tmp_path: Path, checkout: Pa
 )
 def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path, checkout: Path, override: str, text: str) -> None:
     assert text in run_actor(tmp_path, checkout, "planned", [override], check=False)
+
+
+def test_samples_of_a_rollout(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROLL pads prompts on the left, samples, and shifts whole rows to the left."""
+    monkeypatch.syspath_prepend(str(checkout))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    stand_ins.install()
+    from roll.distributed.scheduler.protocol import DataProto
+    from roll.utils.functionals import postprocess_generate
+
+    prompts, responses = [[5, 6, 7], [8], [9, 5]], [[11, 12], [13, 14, 15, 2], [2]]
+    left = torch.tensor([[0] * (3 - len(one)) + one for one in prompts])
+    right = torch.tensor([one + [0] * (4 - len(one)) for one in responses])
+    mask = (left != 0).long()
+    asked = DataProto.from_dict(
+        {"input_ids": left, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    )
+    chances = [[-0.1 * token for token in one] for one in responses]
+    rollout = postprocess_generate(
+        asked, torch.cat([left, right], 1), 1, 9, eos_token_id=2, pad_token_id=0, output_logprobs=chances
+    )
+    rollout.non_tensor_batch["domain"] = np.array([1, 2, 3], dtype=object)
+    forms = {"input_ids": "token", "response_mask": "token", "infer_logprobs": "next_token", "domain": "sample"}
+    batch = read_host_batch(rollout, forms, padding_side="right")
+    rows = [one + two for one, two in zip(prompts, responses, strict=True)]
+    assert [row.tolist() for row in batch.to_lists("input_ids")] == rows and batch["domain"].tolist() == [1, 2, 3]
+    for row, (first, own) in enumerate(zip(prompts, chances, strict=True)):
+        assert batch.to_lists("infer_logprobs")[row][len(first) - 1 : -1].tolist() == pytest.approx(own)
+        assert int(batch.to_lists("response_mask")[row].sum()) == len(own)
+    for name, written in make_host_fields(batch, rollout, forms).items():
+        assert name == "domain" or torch.equal(written, rollout.batch[name])

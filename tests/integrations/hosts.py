@@ -5,6 +5,7 @@ The bodies are this file's own. Tests against the hosts' code run from checkouts
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 VERL = {  # 0.9.1, and main at 1dda039
@@ -103,6 +104,13 @@ def dynamic_batching_shard(origin_batch, dp_size, max_tokens_per_microbatch, seq
 """,
     "roll/pipeline/base_worker.py": "class ActorWorker: ...\n",
 }
+HOSTS = {"verl": VERL, "nemo_rl": NEMO_RL, "slime": SLIME, "roll": ROLL}
+IMPORTED = {  # a module of the host that imported a replaced name before
+    "verl": ("verl.workers.engine_utils", "rearrange_micro_batches"),
+    "nemo_rl": ("nemo_rl.distributed.batched_data_dict", "get_packer"),
+    "slime": ("slime.ray.rollout", "build_dp_schedule"),
+    "roll": ("roll.utils.functionals", "get_seqlen_balanced_partitions"),
+}
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -114,3 +122,10 @@ def write(folder: Path, files: dict[str, str]) -> None:
         for parent in path.relative_to(folder).parents:
             if parent != Path("."):
                 (folder / parent / "__init__.py").touch()
+
+
+def forget(*packages: str) -> None:
+    """Removes imported modules of packages."""
+    for name in list(sys.modules):
+        if name.split(".")[0] in packages:
+            del sys.modules[name]

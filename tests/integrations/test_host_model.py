@@ -20,6 +20,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def reading(rows: list[torch.Tensor], masks: list[torch.Tensor]) -> Any:
+    """A function that gives these samples, as `HostModel.run` takes them."""
+    from roll_batching.samples import SampleBatch
+
+    kinds = {"input_ids": "token", "counted": "token"}
+    return lambda: SampleBatch.from_lists({"input_ids": rows, "counted": masks}, kinds)
+
+
 def padded(rows: list[torch.Tensor], width: int) -> torch.Tensor:
     return torch.stack([torch.cat([row, row.new_zeros(width - len(row))]) for row in rows])
 
@@ -90,19 +98,19 @@ def compare(megatron: dict[str, Any]) -> dict[str, Any]:
         function = HostFunction(local, tokens, form)
         width = WIDTH - 1 if form == "padded" else None
         options = {"form": form, "width": width, "entropy": True, "by_sample": by_sample}
-        answers = host.run(rows, masks, function, backward=True, **options)
+        answers = host.run(reading(rows, masks), function, backward=True, mask="counted", **options)
         found = whole_gradients(strategy.chunks, VOCABULARY, strategy.layout.tp_rank, False)
         report["gradients"].append(max(worst_difference(found, expected)[0], found["spread"]))
         report["last_stage"] = strategy.layout.is_last_stage
         report.setdefault("losses", []).append(sum(answer["loss"] for _, answer in answers))
         report.setdefault("calls", []).append(len(answers))
     refill(strategy)
-    whole_rows = [torch.ones_like(mask) for mask in masks]
+    read = reading(rows, masks)
     function = HostFunction(local, tokens, "padded")
-    answers = host.run(rows, whole_rows, function, backward=False, width=WIDTH - 1, entropy=True)
+    answers = host.run(read, function, backward=False, width=WIDTH - 1, entropy=True)
     numbers = torch.arange(len(rows))
     cold, warm, mixed = (
-        host.run(rows, whole_rows, function, backward=False, width=WIDTH - 1, entropy=True, temperatures=temperatures)
+        host.run(read, function, backward=False, width=WIDTH - 1, entropy=True, temperatures=temperatures)
         for temperatures in (0.5, 2.0, torch.where(numbers % 2 == 0, 0.5, 2.0))
     )
     table = gather_lengths(local)
@@ -146,11 +154,17 @@ def misbehave(kind: str) -> None:
         "nan": lambda ids, log_probs, entropy: ((log_probs * float("nan")).sum(), None),
         "infinite gradient": lambda ids, log_probs, entropy: ((log_probs - log_probs).clamp(min=0).sqrt().sum(), None),
         "narrow": lambda ids, log_probs, entropy: (log_probs.sum(), None),
-        "short mask": lambda ids, log_probs, entropy: (log_probs.sum(), None),
     }
     if kind == "short mask" and strategy.layout.dp_rank == 1:  # on one rank alone
         masks[1] = torch.ones(8)
-    host.run(rows, masks, functions[kind], backward=True, width=5 if kind == "narrow" else None)
+    if kind == "nan mask" and strategy.layout.dp_rank == 1:
+        masks[1][3] = float("nan")
+    temperatures = torch.ones(2) if kind == "temperatures" and strategy.layout.dp_rank == 1 else 1.0
+    width = 5 if kind == "narrow" else None
+    host.run(
+        reading(rows, masks), functions.get(kind, functions["narrow"]), backward=True, mask="counted", width=width,
+        temperatures=temperatures,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -162,7 +176,9 @@ def misbehave(kind: str) -> None:
         ("nan", "the loss is nan"),
         ("infinite gradient", "the gradient is not finite"),
         ("narrow", "would cut a sample of 9 tokens"),
-        ("short mask", "counted"),
+        ("short mask", "'counted', row 1: 8 values for a sample of 9 tokens"),
+        ("nan mask", "the mask 'counted' of sample 1099511627777 is nan at position 3"),
+        ("temperatures", "2 temperatures for 3 samples"),
     ],
 )
 def test_a_host_s_mistake_is_one_error_on_all_ranks(kind: str, text: str) -> None:

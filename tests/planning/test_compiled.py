@@ -15,6 +15,7 @@ from roll_batching.planning import compiled as compiling
 
 pytestmark = pytest.mark.planning
 ROOT = Path(__file__).resolve().parents[2]
+OWN_CACHE = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
 
 FIRST_PLAN = """
 import os, sys, time
@@ -40,7 +41,7 @@ def first_plans(processes: int, **environment: str) -> tuple[list[tuple[int, str
         subprocess.Popen(
             [sys.executable, "-c", FIRST_PLAN],
             cwd=ROOT,
-            env={**os.environ, **environment},
+            env=OWN_CACHE | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -64,15 +65,15 @@ def test_one_process_of_a_machine_compiles_and_says_so(tmp_path):
     assert later == [(0, found[0][1])] and said == ""
 
 
-def first_plan_of(package: Path, cache: Path) -> tuple[int, str]:
+def first_plan_of(package: Path, cache: Path, **environment: str) -> tuple[int, str]:
     """(compilations, fingerprint) of the first plan by a copy of the package."""
     temporary = cache / "temporary"
     temporary.mkdir(parents=True, exist_ok=True)
-    environment = {"PYTHONPATH": str(package), "XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
+    environment |= {"PYTHONPATH": str(package), "XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
     done = subprocess.run(
         [sys.executable, "-c", FIRST_PLAN],
         cwd=package,
-        env={**os.environ, **environment},
+        env=OWN_CACHE | environment,
         capture_output=True,
         text=True,
         timeout=170,
@@ -99,6 +100,20 @@ def test_copies_of_the_package_share_compiled_code_until_a_source_changes(tmp_pa
 
 
 @pytest.mark.slow
+def test_damaged_code_is_compiled_again_and_machines_with_other_cpus_have_their_own(tmp_path):
+    shutil.copytree(ROOT / "roll_batching", tmp_path / "roll_batching", ignore=shutil.ignore_patterns("__pycache__"))
+    compiled, fingerprint = first_plan_of(tmp_path, tmp_path / "cache")
+    (folder,) = (tmp_path / "cache" / "roll-batching").iterdir()
+    for ending, kept in (("nbc", 100), ("nbi", 20)):
+        for file in folder.glob(f"*.{ending}"):
+            file.write_bytes(file.read_bytes()[:kept])
+        assert first_plan_of(tmp_path, tmp_path / "cache") == (compiled, fingerprint)
+        assert first_plan_of(tmp_path, tmp_path / "cache") == (0, fingerprint)
+    assert first_plan_of(tmp_path, tmp_path / "cache", NUMBA_CPU_NAME="generic") == (compiled, fingerprint)
+    assert first_plan_of(tmp_path, tmp_path / "cache") == (0, fingerprint)
+
+
+@pytest.mark.slow
 def test_compiled_code_is_kept_where_neither_package_nor_home_can_be_written(tmp_path):
     """Neither the package nor a home folder is writable: the cache is temporary or absent, and plans are made."""
     package = tmp_path / "package"
@@ -116,7 +131,7 @@ def test_compiled_code_is_kept_where_neither_package_nor_home_can_be_written(tmp
         done = subprocess.run(
             [sys.executable, "-c", FIRST_PLAN],
             cwd=tmp_path,
-            env={**os.environ, **environment},
+            env=OWN_CACHE | environment,
             capture_output=True,
             text=True,
             timeout=170,

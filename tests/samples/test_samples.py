@@ -42,6 +42,19 @@ def test_left_and_right_padding_hold_the_same_samples():
     assert left["x"].tolist() == right["x"].tolist()
 
 
+def test_rows_padded_on_both_sides_hold_the_same_samples():
+    mask = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 0, 0, 1], [1, 1, 1, 1, 0]])
+    values, shifted = torch.arange(15.0).view(3, 5), torch.arange(12.0).view(3, 4)
+    schema = {"x": "token", "wide": "next_token", "lp": "next_token"}
+    tensors = {"x": values, "wide": values, "lp": shifted}
+    batch = SampleBatch.from_padded(tensors, mask, schema, padding_side="both")
+    assert [row.tolist() for row in batch.to_lists("x")] == [[1, 2, 3], [9], [10, 11, 12, 13]]
+    assert [row.tolist() for row in batch.to_lists("wide")] == [[1, 2, 0], [0], [10, 11, 12, 0]]
+    assert [row.tolist() for row in batch.to_lists("lp")] == [[1, 2, 0], [0], [8, 9, 10, 0]]
+    none = SampleBatch.from_padded({"x": torch.zeros(0, 0)}, torch.zeros(0, 0), {"x": "token"}, padding_side="both")
+    assert len(none) == 0
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("width", [3, 4])
 def test_next_token_values_stay_with_the_token_before(side, width):
@@ -173,7 +186,8 @@ def test_thousand_samples_in_no_time():
     [
         ([[1, 1, 0], [0, 0, 0]], "right", r"row 1 \(id 20\).*all padding"),
         ([[1, 1, 0], [1, 0, 1]], "right", r"row 1 \(id 20\).*holes"),
-        ([[1, 1, 0], [0, 1, 0]], "right", r"row 1 \(id 20\).*padding on both sides"),
+        ([[1, 1, 0], [0, 1, 0]], "right", r'row 1 \(id 20\): padded on the left.*or "both"'),
+        ([[1, 1, 0], [1, 0, 1]], "both", r"row 1 \(id 20\).*holes"),
         ([[1, 1, 1], [0, 1, 1]], "right", r'row 1 \(id 20\): padded on the left.*padding_side="left"'),
         ([[1, 1, 1], [1, 1, 0]], "left", r'row 1 \(id 20\): padded on the right.*padding_side="right"'),
         ([[1, 1, 1], [1, 0, 1]], "left", r"row 1 \(id 20\).*holes"),
