@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -78,6 +83,46 @@ def test_samples_that_stay_are_level_with_few_packs_and_no_empty_one(report):
         costs.append(figures_of(plan)[1] / figures_of(with_fillers)[1])
     report(f"lockstep without fillers / with, {len(costs)} cases: {np.mean(costs):.4f}, at most {max(costs):.4f}")
     assert np.mean(costs) < 1.01
+
+
+INTERPRETED = """
+import numpy as np
+from roll_batching.errors import PlanError
+from roll_batching.planning import PlanConstraints, plan_step
+
+made = 0
+for number in range(150):
+    generator = np.random.default_rng(number)
+    dp, count = int(generator.integers(1, 9)), int(generator.integers(1, 25))
+    pipeline = ({}, {"pp_size": 2}, {"pp_size": 2, "vpp_size": 2})[number % 3]
+    objective = ("auto", "lockstep", "rank_total")[number % 5 % 3]
+    least, fillers = int(generator.integers(1, 4)), bool(number % 4 == 3)
+    rules = PlanConstraints(
+        dp_size=dp, max_tokens=300, min_num_micro_batches=least, fillers=fillers, objective=objective, **pipeline
+    )
+    home = generator.integers(0, dp, count) if number % 2 else None
+    try:
+        plan = plan_step(generator.integers(1, 300, count), rules, home_rank=home)
+    except PlanError as error:
+        assert not fillers and "fewer samples than" in str(error), error
+        continue
+    made += 1
+print(made)
+"""
+
+
+def test_searches_stay_within_their_arrays_where_samples_are_few():
+    """Compiled code reads beside an array unnoticed; interpreted it is an IndexError."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 50 < int(done.stdout) < 150
 
 
 @pytest.mark.bad_input

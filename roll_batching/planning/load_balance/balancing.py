@@ -46,7 +46,10 @@ class Balancer:
     count: int
     """Micro-batches per rank."""
     may_empty: bool = True
-    """Whether a search may leave a pack without units; False: it exchanges units and moves none."""
+    """Whether a search may leave a pack without units; False: it fills all packs, exchanges units and moves none.
+
+    Then there must be as many units as packs, with homes on every rank: a search draws from each pack.
+    """
 
     @cached_property
     def mean_total(self) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.cost_model import FIXED_TOKENS
 from roll_batching.planning.load_balance.balancing import Balancer
-from roll_batching.planning.load_balance.pools import Packing, Pool, fill_empty_packs, pools_of
+from roll_batching.planning.load_balance.pools import Packing, Pool, fill_empty_packs, has_empty_packs, pools_of
 from roll_batching.planning.load_balance.rank_assignment import assign_packs, block_maxima
 from roll_batching.planning.load_balance.search_state import SearchState, lockstep_cost, pack_costs
 from roll_batching.planning.pipeline.num_micro_batches import group_size_of, legal_count, legal_counts
@@ -48,10 +48,11 @@ def balance(problem: PlanProblem, *, count: int | None = None) -> Placement:
     else:
         counts = [legal_count(_fewest_micro_batches(problem, pools), constraints)]
     packing = _fastest(problem, [packing for k in counts for packing in _candidates(Balancer(problem, pools, k))])
-    if not constraints.fillers and np.bincount(packing.place, minlength=packing.table.size).min() == 0:
-        filled = fill_empty_packs(problem, packing)
-        exchanged = _candidates(Balancer(problem, pools, packing.table.shape[1], may_empty=False))
-        packing = _fastest(problem, [filled, *(fill_empty_packs(problem, one) for one in exchanged)])
+    if not constraints.fillers and has_empty_packs(packing):
+        packing = fill_empty_packs(problem, packing)
+        if not has_empty_packs(packing):  # with too few units no search fills them, and the plan is refused
+            exchanged = _candidates(Balancer(problem, pools, packing.table.shape[1], may_empty=False))
+            packing = _fastest(problem, [packing, *exchanged])
     table = _assign_to_ranks(problem, packing)
     if constraints.pp_size > 1:
         table = _order_in_pipeline(problem, table, _pack_costs(problem, packing))

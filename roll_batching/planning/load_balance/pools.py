@@ -24,6 +24,11 @@ class Packing:
     """int64[dp, K]: pack of each rank and index. The order of indices is not yet that of execution."""
 
 
+def has_empty_packs(packing: Packing) -> bool:
+    """Whether a pack has no unit."""
+    return bool(np.bincount(packing.place, minlength=packing.table.size).min() == 0)
+
+
 def fill_empty_packs(problem: PlanProblem, packing: Packing) -> Packing:
     """The packing with a unit in every pack, as far as there are packs with two: for hosts without fillers.
 
