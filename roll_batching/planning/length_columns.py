@@ -90,8 +90,12 @@ def _is_length(name: str) -> bool:
 
 
 def _are_parts(names: Sequence[str]) -> bool:
-    """Whether all columns are parts of a sequence; in a sum with a total, a part would count twice."""
-    return not any(_TOTAL_WORDS & set(_words(name)) for name in names)
+    """Whether all columns are parts of a sequence; in a sum with a total, a part would count twice.
+
+    A column named `length` or `tokens` alone is a total too.
+    """
+    words = [_words(name) for name in names]
+    return not any(_TOTAL_WORDS & set(name) or (len(name) == 1 and name[0] in _LENGTH_ENDINGS) for name in words)
 
 
 def _without_repeats(columns: Mapping[str, Ints]) -> tuple[list[str], dict[str, str]]:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 from numpy.typing import ArrayLike
 
+from roll_batching.errors import PlanError
 from roll_batching.planning.assemble import assemble
 from roll_batching.planning.batching_spec import load_algorithm
 from roll_batching.planning.compiled import compiled_once
@@ -32,19 +32,17 @@ from roll_batching.planning.placement import (
 )
 from roll_batching.planning.plan import Plan
 from roll_batching.planning.plan_arrays import PlanArrays
-from roll_batching.planning.prefixes import SharedPrefixes
+from roll_batching.planning.prefixes import SharedPrefixes, part_sizes
 from roll_batching.planning.problem import PlanProblem, build_problem
 from roll_batching.planning.registry import Algorithm, algorithm_of
 from roll_batching.planning.report import step_time
 
 B = TypeVar("B", bound=Sized)
 
-PART_PERCENTILES = (99, 97, 94, 90, 80, 65, 50)
-"""Sizes of parts of trees that are tried first, in percentiles of the trees' costs: only larger trees are cut."""
-PART_DIVISORS = (1, 2, 4, 8, 16, 32)
-"""Sizes of parts that are tried then: the mean cost of a rank divided by these."""
 LEVEL = 1000
 """A plan within 1/1000 of the mean cost of a rank is level: smaller parts are not tried."""
+UNREACHED = 1 << 62
+"""More than any step costs."""
 
 
 def plan_step(
@@ -74,15 +72,12 @@ def plan_step(
     """
     given: dict[str, Any] = {"ids": ids, "group_ids": group_ids, "home_rank": home_rank, "location": location}
     price = DEFAULT_COST if cost is None else cost
-    problem = build_problem(lengths, constraints, cost=price, prefixes=prefixes, **given)
-    arrays = _plan(problem)
-    if prefixes is not None and group_ids is None:
-        arrays = _with_smaller_parts(
-            problem,
-            arrays,
-            lambda part: build_problem(lengths, constraints, cost=price, prefixes=prefixes, largest_part=part, **given),
-        )
-    return Plan.of(arrays)
+
+    def problem(largest_part: int | None = None) -> PlanProblem:
+        return build_problem(lengths, constraints, cost=price, prefixes=prefixes, largest_part=largest_part, **given)
+
+    has_trees = prefixes is not None and group_ids is None
+    return Plan.of(_plan_trees(problem) if has_trees else _plan(problem()))
 
 
 def _plan(problem: PlanProblem) -> PlanArrays:
@@ -95,37 +90,45 @@ def _plan(problem: PlanProblem) -> PlanArrays:
     return assemble(problem, placement)
 
 
-def _with_smaller_parts(problem: PlanProblem, arrays: PlanArrays, cut: Callable[[int], PlanProblem]) -> PlanArrays:
-    """The fastest of `arrays`, whose trees are as large as the cap allows, and plans of smaller parts.
+def _plan_trees(cut: Callable[[int | None], PlanProblem]) -> PlanArrays:
+    """The fastest plan of trees as large as the cap allows, and of smaller parts of them.
 
-    Smaller parts level ranks better, and repeat more. Single samples repeat nothing only where they meet by chance, but
-    bound the result: no plan is slower than the one of the same units without sharing.
+    `cut` makes the problem of parts with a cost of at most its argument. Smaller parts level ranks better, occupy more
+    micro-batches where fillers are not allowed, and repeat more. Single samples repeat nothing only where they meet by
+    chance, but bound the result: no plan is slower than the one of the same units without sharing.
     """
+    problem = cut(None)
     assert problem.prefixes is not None
-    ranks = problem.constraints.dp_size
-    best, time = arrays, step_time(arrays, problem.fixed_cost)
-    mean = int(problem.units.costs.sum()) // ranks
-    level = mean + mean // LEVEL
-    whole = int(problem.prefixes.cost(problem.used[problem.units.samples]).sum()) // ranks
-    by_cost = np.sort(problem.units.costs)
-    largest = [int(by_cost[len(by_cost) * percent // 100]) for percent in PART_PERCENTILES]
-    tried = {len(problem.units)}
-    for part in [*largest, *(mean // divisor for divisor in PART_DIVISORS)]:
-        if time <= level + problem.fixed_cost * best.num_micro_batches:
+    ranks, fixed, trees = problem.constraints.dp_size, problem.fixed_cost, problem.units
+    best, time = _plan_if_filled(problem)
+    mean = int(trees.costs.sum()) // ranks
+    whole = int(problem.prefixes.cost(problem.used[trees.samples]).sum()) // ranks
+    tried = {len(trees)}
+    for part in part_sizes(trees.costs, mean):
+        fixed_costs = fixed * best.num_micro_batches if best is not None else 0
+        if time <= mean + mean // LEVEL + fixed_costs:
             break
-        smaller = cut(max(part, 1))
-        repeats = int(smaller.units.costs.sum()) // ranks + problem.fixed_cost * best.num_micro_batches
-        if len(smaller.units) not in tried and repeats < time:
+        smaller = cut(part)
+        if len(smaller.units) not in tried and int(smaller.units.costs.sum()) // ranks + fixed_costs < time:
             tried.add(len(smaller.units))
-            found = _plan(smaller)
-            if (found_time := step_time(found, smaller.fixed_cost)) < time:
+            found, found_time = _plan_if_filled(smaller)
+            if found_time < time:
                 best, time = found, found_time
-    if time > whole and len(problem.units.samples) not in tried:
-        singles = cut(0)
-        found = _plan(singles)
-        if step_time(found, singles.fixed_cost) < time:
-            best = found
-    return best
+    if time > whole and len(trees.samples) not in tried:
+        found, found_time = _plan_if_filled(cut(0))
+        best = found if found_time < time else best
+    return _plan(cut(0)) if best is None else best
+
+
+def _plan_if_filled(problem: PlanProblem) -> tuple[PlanArrays | None, int]:
+    """A plan and its step time; None where micro-batches remain empty and fillers are not allowed."""
+    try:
+        arrays = _plan(problem)
+    except PlanError:
+        if problem.constraints.fillers:
+            raise
+        return None, UNREACHED
+    return arrays, step_time(arrays, problem.fixed_cost)
 
 
 def _kind(problem: PlanProblem) -> str:

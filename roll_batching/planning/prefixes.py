@@ -24,6 +24,11 @@ from roll_batching.planning.cost_model import sequence_costs
 SHORTEST_PREFIX = 16
 """Fewest shared positions: below, the further runs of keys cost attention more than the positions do."""
 
+PART_PERCENTILES = (99, 97, 94, 90, 80, 65, 50)
+"""Sizes of parts of trees that are tried first, in percentiles of the trees' costs: only larger trees are cut."""
+PART_DIVISORS = (1, 2, 4, 8, 16, 32)
+"""Sizes of parts that are tried then: the mean cost of a rank divided by these."""
+
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
@@ -236,3 +241,13 @@ def _join(bounds: list[int], fits: Callable[[int, int], bool]) -> list[tuple[int
             parts.append((bounds[start], bounds[number]))
             start = number
     return parts
+
+
+def part_sizes(costs: Ints, mean: int) -> list[int]:
+    """Limits of the cost of parts, in the order in which plans try them.
+
+    `costs`: of the trees, int64[trees]; `mean`: cost of a rank.
+    """
+    by_cost = np.sort(costs)
+    largest = [int(by_cost[len(by_cost) * percent // 100]) for percent in PART_PERCENTILES]
+    return [max(size, 1) for size in (*largest, *(mean // divisor for divisor in PART_DIVISORS))]

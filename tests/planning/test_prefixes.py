@@ -167,6 +167,42 @@ def test_a_tree_above_the_cap_is_cut_where_it_shares_least() -> None:
     assert sorted(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_without_fillers_trees_are_cut_into_as_many_parts_as_there_are_micro_batches(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    prompt = random.integers(0, 9, 60)
+    rows = [np.concatenate([prompt, random.integers(0, 9, random.integers(5, 40))]) for _ in range(16)]
+    lengths, ranks = [len(row) for row in rows], int(random.integers(1, 9))
+    constraints = PlanConstraints(dp_size=ranks, max_tokens=2000, fillers=False, min_num_micro_batches=16 // ranks)
+    plan = plan_step(lengths, constraints, prefixes=prefixes_of(rows))
+    check(plan, rows, plan_step(lengths, constraints))
+    assert plan.report.fillers == 0
+    with pytest.raises(PlanError, match="fewer samples than"):
+        plan_step(lengths, PlanConstraints(dp_size=17, max_tokens=2000, fillers=False), prefixes=prefixes_of(rows))
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_groups_of_known_prefixes_are_those_of_the_tokens(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    rows, groups, known = [], [], []
+    for group in random.permutation(8):
+        prompt = np.concatenate([[group], random.integers(100, 200, random.integers(0, 60))])
+        for answer in range(random.integers(1, 6)):
+            own = random.integers(200, 300, random.integers(0, 30))
+            rows.append(np.concatenate([prompt, [300 + answer], own]))
+            groups.append(int(group))
+            known.append(len(prompt))
+    chosen = random.permutation(len(rows))
+    rows, groups, known = [rows[i] for i in chosen], [groups[i] for i in chosen], [known[i] for i in chosen]
+    lengths = [len(row) for row in rows]
+    constraints = PlanConstraints(dp_size=2, max_tokens=4096)
+    told = plan_step(lengths, constraints, prefixes=SharedPrefixes.of_groups(groups, known, lengths))
+    check(told, rows, plan_step(lengths, constraints))
+    assert told.report.shared_tokens == plan_step(lengths, constraints, prefixes=prefixes_of(rows)).report.shared_tokens
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -177,6 +213,9 @@ def test_a_tree_above_the_cap_is_cut_where_it_shares_least() -> None:
         (lambda: SharedPrefixes.of([-1, 2], [2]), "between 0 and 2^32 - 1"),
         (lambda: SharedPrefixes.of([1.5, 2], [2]), "must be integers"),
         (lambda: SharedPrefixes.of([1, 2, 3], [2]), "expected (2,)"),
+        (lambda: SharedPrefixes.of_groups([0, 0], [20, 30], [40, 40]), "samples 0 and 1 of group 0 have prefixes of"),
+        (lambda: SharedPrefixes.of_groups([0, 1], [20, 50], [40, 40]), "sample 1 of 40 tokens has a prefix of 50"),
+        (lambda: SharedPrefixes.of_groups([0], [-1], [40]), "sample 0 of 40 tokens has a prefix of -1"),
         (lambda: plan_step([2, 3], PlanConstraints(dp_size=1, max_tokens=9), prefixes=[0]), "pass SharedPrefixes.of"),
         (
             lambda: plan_step(
