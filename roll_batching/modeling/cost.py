@@ -14,7 +14,7 @@ import torch
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.modeling.spec import is_mixture
-from roll_batching.planning import CostModel, FlopsCost, Plan
+from roll_batching.planning import CostModel, FlopsCost, ParallelDims, Plan
 
 DENSE_BF16 = {
     "H100 PCIe": 756e12,
@@ -52,14 +52,14 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
     )
 
 
-def plan_flops(plan: Plan, cost: CostModel, layout: ParallelLayout) -> float | None:
+def plan_flops(plan: Plan, cost: CostModel, layout: ParallelDims, *, sharing: bool = True) -> float | None:
     """Model FLOPs that a plan computes for samples on all ranks, forward and backward; None without a FlopsCost.
 
-    Alignment and filler do not count, and shared prefixes count once.
+    Alignment and filler do not count. Shared prefixes count once; without `sharing`, for each sample.
     """
     if not isinstance(cost, FlopsCost):
         return None
-    lengths, shared = plan.used[plan.samples].astype(float), plan.shared.astype(float)
+    lengths, shared = plan.used[plan.samples].astype(float), plan.shared.astype(float) * sharing
     pairs = (lengths * lengths).sum() - (shared * shared).sum()
     per_rank = cost.linear * (lengths.sum() - shared.sum()) + cost.quadratic * pairs
     return float(per_rank) * layout.tp_size * layout.cp_size

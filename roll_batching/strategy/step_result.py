@@ -38,8 +38,10 @@ class StepResult:
     phases: dict[Phase, float]
     """Seconds of each phase on this rank: see `strategy.clock.PHASES`."""
     flops: float | None
-    """Forward and backward FLOPs of all ranks' real tokens, by `modeling.cost`; None if the cost model has another
-    unit."""
+    """Forward and backward FLOPs of all ranks' real tokens, by `modeling.cost`, common prefixes of a pack once; None if
+    the cost model has another unit."""
+    unshared_flops: float | None
+    """The same if every sample computed all its tokens: the work that the step stands for."""
     ranks: int
     """World size."""
     device_rate: float | None
@@ -59,6 +61,11 @@ class StepResult:
     def flops_per_second(self) -> float | None:
         """Model FLOPs per second and rank."""
         return None if self.flops is None else self.flops / self.seconds / self.ranks
+
+    @property
+    def unshared_flops_per_second(self) -> float | None:
+        """`flops_per_second` of an equally long step that computes every sample by itself."""
+        return None if self.unshared_flops is None else self.unshared_flops / self.seconds / self.ranks
 
     @property
     def mfu(self) -> float | None:

@@ -249,8 +249,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             skipped = grad_norm is None or not has_tokens
             if skipped:
                 restore_biases()
-                training = replace(training, skipped_steps=training.skipped_steps + 1)
-                self.state = replace(self.state, training=training)
+                self.state = replace(self.state, training=replace(training, skipped_steps=training.skipped_steps + 1))
             else:
                 self.lr_step(len(plan.lengths))
         if self.device.type == "cuda":
@@ -265,6 +264,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             tokens=plan.report.real_tokens,
             phases=self._clock.read(),
             flops=plan_flops(plan, self.cost, self.layout),
+            unshared_flops=plan_flops(plan, self.cost, self.layout, sharing=False),
             ranks=dist.get_world_size(),
             device_rate=device_rate(self.device, self.dtype),
         )

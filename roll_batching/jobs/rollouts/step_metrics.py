@@ -48,10 +48,12 @@ def _step_metrics(plan: Plan, result: StepResult) -> dict[str, HostMetric]:
         "fillers": HostMetric("sum", (report.fillers,)),
         **{f"{phase}_seconds": HostMetric("sum", (seconds,)) for phase, seconds in result.phases.items()},
     }
-    if result.flops is not None:
-        metrics["flops_per_second"] = HostMetric("mean", (result.flops, result.seconds * result.ranks))
+    if result.flops is not None and result.unshared_flops is not None:
+        seconds = result.seconds * result.ranks
+        metrics["flops_per_second"] = HostMetric("mean", (result.flops, seconds))
+        metrics["unshared_flops_per_second"] = HostMetric("mean", (result.unshared_flops, seconds))
         if result.device_rate is not None:
-            metrics["mfu"] = HostMetric("mean", (result.flops, result.seconds * result.ranks * result.device_rate))
+            metrics["mfu"] = HostMetric("mean", (result.flops, seconds * result.device_rate))
     return metrics
 
 

@@ -7,7 +7,7 @@ import random
 
 PHASES = {f"{name}_seconds" for name in ("plan", "pack", "forward_backward", "loss", "wait", "optimizer")}
 TIMES = PHASES | {"seconds", "train_seconds", "rollout_seconds", "update_seconds"}
-TIMES |= {"tokens_per_second", "flops_per_second", "generate_seconds", "reward_seconds"}
+TIMES |= {"tokens_per_second", "flops_per_second", "unshared_flops_per_second", "generate_seconds", "reward_seconds"}
 TIMES |= {"weights_seconds", "engine_sleep_seconds", "queue_wait_seconds", "sampler_seconds"}
 TIMES |= {"reference_wait_seconds"}
 TIMES |= {f"share/{part}" for part in ("rollout", "reward", "transfer", "train", "wait")}
