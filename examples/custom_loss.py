@@ -10,7 +10,7 @@ import torch
 
 from roll_batching.jobs.config import WorkerConfig
 from roll_batching.losses import LossOutput, TokenView
-from roll_batching.samples import SampleBatch, distribute, gather_lengths
+from roll_batching.samples import SampleBatch, distribute
 from roll_batching.strategy import MegatronTrainStrategy
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 64}
@@ -49,7 +49,7 @@ def main() -> None:
     for step in range(20):
         batch = counting(step)
         mine = batch.select(list(range(strategy.layout.dp_rank, len(batch), strategy.layout.dp_size)))
-        plan = strategy.plan(gather_lengths(mine))
+        plan = strategy.plan(strategy.gather_table(mine))
         result = strategy.train_step(distribute(mine, plan), plan)
         if strategy.layout.dp_rank == 0:
             print(f"step {step:2}  loss {result.loss:.4f}  nll {result.metrics['nll']:.4f}")

@@ -33,13 +33,15 @@ POLICY = WorkerConfig.model_validate(
 
 
 def rollouts(step: int) -> SampleBatch:
-    """Replace with your engine: prompts and responses of very different lengths."""
+    """Replace with your engine: five prompts, and four responses of very different lengths to each."""
     g = torch.Generator().manual_seed(step)
-    lengths = torch.empty(20).log_normal_(2.8, 0.9, generator=g).clamp(2, 90).int().tolist()
+    prompts = [torch.randint(64, (24,), generator=g) for _ in range(5)]
+    lengths = torch.empty(20).log_normal_(2.8, 0.9, generator=g).clamp(2, 66).int().tolist()
+    responses = [torch.randint(64, (n,), generator=g) for n in lengths]
     return SampleBatch.from_lists(
         {
-            "input_ids": [torch.randint(64, (n,), generator=g) for n in lengths],
-            "response_mask": [torch.arange(n) >= n // 3 for n in lengths],
+            "input_ids": [torch.cat([prompts[i // 4], response]) for i, response in enumerate(responses)],
+            "response_mask": [torch.arange(24 + n) >= 24 for n in lengths],
         },
         {"input_ids": "token", "response_mask": "token"},
         ids=1000 * step + torch.randperm(20, generator=g),
@@ -67,7 +69,8 @@ def drive() -> None:
             shared = policy.with_log_probs(shared, "old_log_probs", masks=["response_mask"])  # stay there
             shared = policy.with_fields(shared, {"advantages": advantages(batch)}, {"advantages": "token"})
             result = policy.train_step(shared, PolicyLoss())
-            print(f"step {step}: loss {result.loss.hex()}, gradient norm {result.grad_norm.hex()}", flush=True)
+            norm, shared_tokens = result.grad_norm.hex(), shared.plan.report.shared_tokens
+            print(f"step {step}: loss {result.loss.hex()}, gradient norm {norm}, {shared_tokens} shared", flush=True)
             if step == STEPS - 1:
                 log_probs = policy.compute_log_probs(shared)  # in the order of `batch`
                 assert torch.equal(log_probs.ids, batch.ids)
@@ -76,21 +79,22 @@ def drive() -> None:
 
 def run_rank() -> None:
     """The same loop without a driver: every rank has the batch and takes its share by the plan."""
-    from roll_batching.samples import LengthTable, collect
+    from roll_batching.samples import LengthTable, collect, find_shared_prefixes
     from roll_batching.strategy import MegatronTrainStrategy
 
     policy = MegatronTrainStrategy(POLICY, seed=5)
     policy.initialize()
     for step in range(STEPS):
         batch = rollouts(step)
-        plan = policy.plan(LengthTable.of(batch))
+        plan = policy.plan(find_shared_prefixes(batch, LengthTable.of(batch)))
         full = batch.with_fields({"advantages": advantages(batch)}, {"advantages": "token"})
         local = plan.shard(full, policy.layout.dp_rank)
         old = policy.compute_log_probs(local, plan, ["response_mask"])["log_probs"]
         local = local.with_fields({"old_log_probs": old}, {"old_log_probs": "next_token"})
         result = policy.train_step(local, plan, PolicyLoss())
         if policy.layout.dp_rank == policy.layout.tp_rank == 0:
-            print(f"step {step}: loss {result.loss.hex()}, gradient norm {result.grad_norm.hex()}", flush=True)
+            norm, shared_tokens = result.grad_norm.hex(), plan.report.shared_tokens
+            print(f"step {step}: loss {result.loss.hex()}, gradient norm {norm}, {shared_tokens} shared", flush=True)
         if step == STEPS - 1:
             local_batch = batch if policy.layout.dp_rank == 0 else batch.select([])
             log_probs = collect(policy.compute_log_probs(local, plan), plan, like=local_batch)

@@ -25,7 +25,7 @@ from roll_batching.distributed.parallel_layout import start_processes
 from roll_batching.losses import SFTLoss
 from roll_batching.modeling.spec import packed_layer_spec
 from roll_batching.planning import BatchingSpec
-from roll_batching.samples import SampleBatch, distribute, gather_lengths
+from roll_batching.samples import SampleBatch, distribute
 from roll_batching.settings import BatchingConfig
 from roll_batching.strategy import MegatronTrainStrategy
 
@@ -103,7 +103,7 @@ def packed_loop() -> list[float]:
         fields = {"input_ids": rows, "response_mask": [torch.ones_like(row) for row in rows]}
         kinds = {"input_ids": "token", "response_mask": "token"}
         batch = SampleBatch.from_lists(fields, kinds, ids=torch.arange(SAMPLES) + rank * SAMPLES)
-        plan = strategy.plan(gather_lengths(batch))
+        plan = strategy.plan(strategy.gather_table(batch))
         losses.append(strategy.train_step(distribute(batch, plan), plan, loss).loss)
     # --- to here
     return losses

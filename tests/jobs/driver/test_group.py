@@ -44,6 +44,7 @@ def test_a_driver_gives_the_bits_of_ranks_without_one(tmp_path, report):
     assert code == 0, by_ranks
     lines = re.findall(r"^(?:step \d: loss|log-prob) .*$", said, re.MULTILINE)
     assert len(lines) == 4
+    assert all(int(shared) > 100 for shared in re.findall(r"(\d+) shared$", "\n".join(lines[:3]), re.MULTILINE)), lines
     assert lines == re.findall(r"^(?:step \d: loss|log-prob) .*$", by_ranks, re.MULTILINE)
     assert not actors()
     report(f"a driver with TP 2 x DP 2 actors and torchrun, to the bit: {lines[-2]}")
