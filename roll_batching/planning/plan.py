@@ -24,6 +24,7 @@ from roll_batching.planning.cost_model import DEFAULT_COST
 from roll_batching.planning.invariants import check_plan
 from roll_batching.planning.plain_values import kind_of
 from roll_batching.planning.plan_arrays import ARRAYS, DroppedSample, PlanArrays
+from roll_batching.planning.prefixes import SharedPrefixes
 from roll_batching.planning.problem import build_problem
 from roll_batching.planning.report import PlanReport, make_report
 
@@ -231,10 +232,12 @@ class Plan(PlanArrays):
         group_ids: ArrayLike | None = None,
         home_rank: ArrayLike | None = None,
         location: ArrayLike | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> Plan:
         """Plan from bins of another planner: `bins[dp_rank][k]` are sample indices in pack order.
 
-        An empty bin becomes a filler. Other arguments as for `plan_step`. Raises `PlanError` for a broken invariant: a
+        An empty bin becomes a filler. Other arguments as for `plan_step`; with `prefixes` the samples of a bin stand in
+        their order. Raises `PlanError` for a broken invariant: a
         sample missing or placed twice, ranks with different numbers of micro-batches, an illegal number, a
         micro-batch above the cap, a group in several micro-batches.
         """
@@ -246,6 +249,8 @@ class Plan(PlanArrays):
             group_ids=group_ids,
             home_rank=home_rank,
             location=location,
+            prefixes=prefixes,
+            largest_part=0,  # bins may cut trees anywhere
         )
         return cls.of(assemble_bins(problem, bins))
 

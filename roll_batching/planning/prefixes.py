@@ -30,6 +30,12 @@ PART_DIVISORS = (1, 2, 4, 8, 16, 32)
 """Sizes of parts that are tried then: the mean cost of a rank divided by these."""
 
 
+def shared_positions(tokens: ArrayLike) -> Ints:
+    """Positions that two samples share whose first `tokens` (int[...]) are equal: one fewer, and none below 16."""
+    positions = np.asarray(tokens, dtype=np.int64) - 1
+    return np.where(positions < SHORTEST_PREFIX, 0, positions)
+
+
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
     """Order of n samples in which those that begin alike are neighbours.
@@ -67,10 +73,8 @@ class SharedPrefixes:
             before, after = samples[order[place - 1]], samples[order[place]]
             width = min(len(before), len(after))
             differs = before[:width] != after[:width]
-            agree = int(differs.argmax()) if differs.any() else width
-            shared[place] = max(agree - 1, 0)
-        shared[shared < SHORTEST_PREFIX] = 0
-        return cls(np.array(order, dtype=np.int64), shared)
+            shared[place] = int(differs.argmax()) if differs.any() else width
+        return cls(np.array(order, dtype=np.int64), shared_positions(shared))
 
     @classmethod
     def of_groups(cls, groups: ArrayLike, prefix_lengths: ArrayLike, lengths: ArrayLike) -> SharedPrefixes:
@@ -93,9 +97,7 @@ class SharedPrefixes:
                 f"samples {first} and {second} of group {group[first]} have prefixes of {prefix[first]} and "
                 f"{prefix[second]} tokens: samples of one group begin alike"
             )
-        shared = np.where(same, np.maximum(prefix[order] - 1, 0), 0)
-        shared[shared < SHORTEST_PREFIX] = 0
-        return cls(order, shared)
+        return cls(order, np.where(same, shared_positions(prefix[order]), 0))
 
     def __len__(self) -> int:
         return len(self.order)

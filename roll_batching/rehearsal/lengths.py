@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,8 +12,49 @@ from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.inputs import load_inputs
 from roll_batching.jobs.texts.epochs import EpochStream
 from roll_batching.jobs.texts.fit import token_counts
-from roll_batching.planning import Plan, PlanConstraints
-from roll_batching.planning.arrays import Ints
+from roll_batching.planning import Plan, PlanConstraints, SharedPrefixes
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Samples of one micro-batch."""
+
+    lengths: list[int]
+    """Tokens of each."""
+    prefix: int = 0
+    """Tokens that the samples of a group have in common; 0: nothing is shared."""
+    group_size: int = 1
+    """Samples of each group but the last, which may have fewer."""
+
+    def prefixes(self, copies: int) -> SharedPrefixes | None:
+        """Prefixes of so many bins, one after the other; None where nothing is shared."""
+        if not self.prefix:
+            return None
+        groups = np.arange(len(self.lengths)) // self.group_size
+        every = (groups + np.arange(copies)[:, None] * (groups[-1] + 1)).reshape(-1)
+        lengths = np.tile(self.lengths, copies)
+        return SharedPrefixes.of_groups(every, np.minimum(self.prefix, lengths), lengths)
+
+
+def longest_groups(constraints: PlanConstraints, longest: int, prefix: int, group_size: int) -> Bin:
+    """The fullest pack of groups whose samples have `prefix` tokens in common, each as long as possible.
+
+    A group that is too long for the pack continues in another one. Without room for one sample of the group, samples
+    share nothing.
+    """
+    align, room = constraints.sequence_alignment, constraints.usable_tokens
+    whole, own = _rounded(longest, align), _rounded(longest - (prefix - 1), align)
+    lengths: list[int] = []
+    while True:
+        slot = own if len(lengths) % group_size else whole
+        if slot > room:
+            break
+        lengths.append(longest)
+        room -= slot
+    if room // align:  # a shorter sample fills the pack
+        beside = prefix - 1 if len(lengths) % group_size else 0
+        lengths.append(beside + room // align * align)
+    return Bin(lengths, prefix, group_size) if len(lengths) > 1 else Bin(longest_bin(constraints, longest))
 
 
 def longest_sample(config: JobConfig) -> int:
@@ -64,10 +105,10 @@ def fullest_bin(plan: Plan) -> list[int]:
     return [int(length) for length in max(micro_batches, key=lambda mb: mb.tokens).lengths]
 
 
-def plan_of_equal_bins(constraints: PlanConstraints, lengths: Sequence[int], micro_batches: int) -> Plan:
-    """Plan in which every micro-batch of every rank holds samples of `lengths`."""
+def plan_of_equal_bins(constraints: PlanConstraints, content: Bin, micro_batches: int) -> Plan:
+    """Plan in which every micro-batch of every rank holds the samples of `content`."""
     count = constraints.dp_size * micro_batches
-    size = len(lengths)
+    size = len(content.lengths)
     bins = [
         [
             list(range((rank * micro_batches + k) * size, (rank * micro_batches + k + 1) * size))
@@ -75,8 +116,7 @@ def plan_of_equal_bins(constraints: PlanConstraints, lengths: Sequence[int], mic
         ]
         for rank in range(constraints.dp_size)
     ]
-    all_lengths: Ints = np.tile(np.asarray(lengths, dtype=np.int64), count)
-    return Plan.from_bins(bins, all_lengths, constraints)
+    return Plan.from_bins(bins, np.tile(content.lengths, count), constraints, prefixes=content.prefixes(count))
 
 
 def lengths_of_data(config: JobConfig, dp_size: int) -> list[int]:

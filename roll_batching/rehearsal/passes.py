@@ -24,13 +24,23 @@ from roll_batching.packing.batch import PackedBatch
 from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.pipeline.num_micro_batches import legal_count
+from roll_batching.planning.prefixes import shared_positions
+from roll_batching.planning.role_planner import SMALLEST_SAVING
 from roll_batching.rehearsal.fake_data import fake_pack, samples_of
-from roll_batching.rehearsal.lengths import fullest_bin, longest_bin, longest_sample, plan_of_equal_bins
+from roll_batching.rehearsal.lengths import (
+    Bin,
+    fullest_bin,
+    longest_bin,
+    longest_groups,
+    longest_sample,
+    plan_of_equal_bins,
+)
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.rollout import has_local_rollouts, rehearse_rollout
 from roll_batching.rehearsal.task import LOG_PROBS, REFERENCE, TrainingBatch
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
+from roll_batching.strategy.prefix_sharing import sharing_of
 from roll_batching.strategy.schedule import Packs
 from roll_batching.strategy.step_inputs import pack_inputs
 
@@ -112,10 +122,20 @@ class Passes:
         """Plan of `count` equal micro-batches per rank, as full as `batching` allows."""
         constraints = _constraints(strategy, batching)
         if self.lengths is None:
-            lengths = longest_bin(constraints, longest_sample(self.config), self.unit)
+            content = self._longest_content(strategy, constraints)
         else:
-            lengths = fullest_bin(self._step_plan(strategy, constraints))
-        return plan_of_equal_bins(constraints, lengths, count)
+            content = Bin(fullest_bin(self._step_plan(strategy, constraints)))
+        return plan_of_equal_bins(constraints, content, count)
+
+    def _longest_content(self, strategy: MegatronInferStrategy, constraints: PlanConstraints) -> Bin:
+        """Samples of the fullest micro-batch: groups of responses to longest prompts where packs share prefixes."""
+        longest, group, prompt = longest_sample(self.config), self.config.group_size, self.config.prompt_length
+        sharing = sharing_of(strategy.state)
+        shared = (group - 1) * shared_positions(prompt)
+        pays = shared >= SMALLEST_SAVING * group * longest or sharing is True
+        if is_rl(self.config) and constraints.mode == "packed" and sharing and shared and pays:
+            return longest_groups(constraints, longest, prompt, group)
+        return Bin(longest_bin(constraints, longest, self.unit))
 
     def _step_plan(self, strategy: MegatronInferStrategy, constraints: PlanConstraints) -> Plan:
         """Plan of the whole optimizer step, whose lengths are known."""
@@ -142,7 +162,7 @@ class Passes:
         layout = self.policy.layout
         constraints = _constraints(self.policy, self.policy.batching.train)
         rows = constraints.rows if constraints.mode == "padded" and constraints.rows else self.unit
-        return plan_of_equal_bins(constraints, [2] * rows, layout.pp_size)
+        return plan_of_equal_bins(constraints, Bin([2] * rows), layout.pp_size)
 
     def count(self) -> int:
         """Micro-batches of a pass: enough to fill the pipeline and start one more, unless set."""

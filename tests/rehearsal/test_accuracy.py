@@ -19,6 +19,8 @@ TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2_VPP2 = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 PAIRS = {"training_args": {"per_device_train_batch_size": 2}}
+GROUPS = {"prompt_length": 100, "response_length": 100, "num_return_sequences_in_group": 4, "rollout_batch_size": 4}
+SHARING = {"max_packed_sequence_length_train": 512}
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
 
 JOBS: dict[str, tuple[dict[str, Any], int]] = {
@@ -30,6 +32,8 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "CP2, padded": (job_of(batching=PADDED, megatron=CP2), 2),
     "experts": (job_of(architecture=EXPERTS), 1),
     "experts, EP2": (job_of(architecture=EXPERTS, megatron={"expert_model_parallel_size": 2}), 2),
+    "shared prompts": (job_of(**GROUPS), 1),
+    "shared prompts, TP2": (job_of(megatron=TP2, **GROUPS), 2),
     "DPO": (job_of(task="dpo", sequence_length=200, train=PAIRS), 1),
     "distributed optimizer, full recompute": (job_of(megatron=SHARDED | FULL), 2),
 }
@@ -50,6 +54,7 @@ def of_the_model(report: RankReport) -> dict[str, tuple[float, float]]:
 
 
 SLOW = {
+    "shared prompts, TP2",
     "TP2",
     "distributed optimizer, full recompute",
     "experts, EP2",
@@ -97,6 +102,26 @@ def test_flops_equal_the_formula():
     assert found.training.model_flops == model and found.training.padding == 0 and found.training.in_step == 1
     assert found.flops["forward"] == found.micro_batches * forward
     assert found.flops["backward"] == found.micro_batches * backward
+
+
+def test_packs_of_groups_compute_a_prompt_once():
+    """Of 512 tokens: a prompt of 100 with four answers of 100, then what is left; without sharing, 200 + 200 + 112."""
+    grouped, single = (
+        rehearsed(
+            task_of(
+                job_of(train={"sequence_packing_args": packing, "model_args": _model("bf16")}, **GROUPS),
+                1,
+                device="cuda",
+            )
+        )
+        for packing in (SHARING, SHARING | {"share_prefixes": False})
+    )
+    assert grouped.tokens == single.tokens == {"old log-probs": 512, "training": 512}
+    assert (grouped.training.samples, single.training.samples) == (5, 3)
+    hidden, heads, ffn, vocab, layers = 128, 4, 320, 512, 4
+    weights = layers * (hidden * (2 * heads + 4) * 32 + 3 * hidden * ffn) + vocab * hidden
+    pairs = 4 * 200**2 - 3 * 99**2 + 9**2
+    assert grouped.training.model_flops == 6 * weights * 512 + 6 * layers * hidden * pairs
 
 
 def _model(dtype: str) -> dict[str, Any]:
