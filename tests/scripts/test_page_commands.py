@@ -48,6 +48,7 @@ LONG = {
     "python scripts/kill_campaign.py --check",
     "./scripts/check_demo.sh",
     "python scripts/check_async_demo.py",
+    "python benchmarks/bench_shared_prefixes.py --device cpu --check",
 }
 """Commands of ten minutes and more, some with time limits for a quiet machine: run with `--deep` alone."""
 
@@ -204,11 +205,19 @@ def user(tmp_path_factory) -> Reader:
     return made
 
 
+def runs(python: str) -> bool:
+    """Whether this machine has that interpreter; a shim without a version behind it does not run."""
+    found = shutil.which(python)
+    return found is not None and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0
+
+
 def runnable(page: Path, deep: bool) -> list[str]:
     """The lines of a page that run here, what it installs first; tests are collected."""
     lines = []
     for line in commands(page) if page == README else sorted(commands(page), key=lambda line: line[:3] != "pip"):
         if line.startswith(tuple(NOT_HERE)) or PEERS.search(line) or (line in LONG and not deep):
+            continue
+        if (other := re.match(r"PYTHON=(\S+)", line)) and not runs(other[1]):
             continue
         lines.append(f"{line} --collect-only -q" if line.startswith(TESTS) else line)
     return lines
