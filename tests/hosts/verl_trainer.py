@@ -119,6 +119,9 @@ def prepare_process() -> None:
     attention, mlp = Qwen2Bridge._ATTENTION_MAPPING, Qwen2Bridge._MLP_MAPPING
     Qwen2Bridge._OTHER_MAPPING = {"input_layernorm.weight": attention["self_attention.linear_qkv.layer_norm_weight"]}
     mlp["pre_mlp_layernorm.weight"] = mlp["mlp.linear_fc1.layer_norm_weight"]
+    from verl.workers.engine.megatron import utils
+
+    utils.is_cuda_available = True  # verl's main seeds Megatron's generators only where it sees a GPU
 
 
 def make_trainer(folder: Path, overrides: list[str]) -> Any:
