@@ -129,7 +129,8 @@ class Passes:
 
     def _longest_content(self, strategy: MegatronInferStrategy, constraints: PlanConstraints) -> Bin:
         """Samples of the fullest micro-batch: groups of responses to longest prompts where packs share prefixes."""
-        longest, group, prompt = longest_sample(self.config), self.config.group_size, self.config.prompt_length
+        longest, group = longest_sample(self.config), self.config.group_size
+        prompt = min(self.config.prompt_length, longest)
         sharing = sharing_of(strategy.state)
         shared = (group - 1) * shared_positions(prompt)
         pays = shared >= SMALLEST_SAVING * group * longest or sharing is True
