@@ -37,6 +37,11 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     pack_multiple: int = 1
     """Alignment of the tokens that one rank holds, by precision: 1 in bf16 and fp32, 16 in FP8."""
 
+    max_cp_size: int = 1
+    """Largest context-parallel size of a pack. Above 1 each pack has its own size, a power of two, and is computed by
+    an aligned block of consecutive ranks: `dp_size` then counts all DP x CP ranks, `cp_size` is 1, `max_tokens` is the
+    cap on the tokens of one rank."""
+
     def __post_init__(self) -> None:
         try:
             ParallelDims.__post_init__(self)
@@ -47,6 +52,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
         self._convert_integer("num_micro_batches_multiple")
         object.__setattr__(self, "fillers", switch_of("fillers", self.fillers))
         self._check_group_size()
+        self._check_max_cp_size()
         if self.rectangle_alignment > LARGEST:
             raise PlanError(
                 f"sequence_length_round={self.sequence_length_round}, sequence_multiple={self.sequence_multiple}, "
@@ -81,24 +87,55 @@ class PlanConstraints(BatchingSpec, ParallelDims):
                     f"schedule needs at least {self.pp_size}"
                 )
 
+    def _check_max_cp_size(self) -> None:
+        self._convert_integer("max_cp_size")
+        if not self.has_cp_per_pack:
+            return
+        size = self.max_cp_size
+        if size & (size - 1) or self.dp_size % size:
+            raise PlanError(
+                f"max_cp_size={size} must be a power of two that divides dp_size={self.dp_size}, which counts all "
+                "data- and context-parallel ranks"
+            )
+        wanted = {"cp_size": 1, "mode": "packed", "algorithm": "load_balance", "shared_shapes": False}
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                raise PlanError(
+                    f"max_cp_size={size} gives each pack its own context-parallel size, which needs {name}={value!r} "
+                    f"instead of {getattr(self, name)!r}"
+                )
+
+    @property
+    def has_cp_per_pack(self) -> bool:
+        """Whether each pack has its own context-parallel size."""
+        return self.max_cp_size > 1
+
     @property
     def sequence_alignment(self) -> int:
+        """`sequence_alignment_of` the layout's context-parallel size."""
+        return self.sequence_alignment_of(self.cp_size)
+
+    def sequence_alignment_of(self, cp_size: int) -> int:
         """Multiple of each slot: of 2*cp when cp > 1, and of `sequence_multiple`."""
-        layout = 2 * self.cp_size if self.cp_size > 1 else 1
+        layout = 2 * cp_size if cp_size > 1 else 1
         if self.sequence_multiple is None:
             return layout
         if isinstance(self.sequence_multiple, str):
-            return math.lcm(layout, 2 * self.cp_size * self.tp_size)
+            return math.lcm(layout, 2 * cp_size * self.tp_size)
         return math.lcm(layout, self.sequence_multiple)
 
     @property
     def pack_alignment(self) -> int:
+        """`pack_alignment_of` the layout's context-parallel size."""
+        return self.pack_alignment_of(self.cp_size)
+
+    def pack_alignment_of(self, cp_size: int) -> int:
         """Multiple of the tokens of each pack.
 
         CP divides a pack into 2*cp chunks; precision and sequence parallelism align the share of a rank.
         """
-        share = self.cp_size * self.pack_multiple * (self.tp_size if self.sequence_parallel else 1)
-        return math.lcm(2 * self.cp_size if self.cp_size > 1 else 1, share)
+        share = cp_size * self.pack_multiple * (self.tp_size if self.sequence_parallel else 1)
+        return math.lcm(2 * cp_size if cp_size > 1 else 1, share)
 
     @property
     def rectangle_alignment(self) -> int:
