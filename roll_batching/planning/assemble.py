@@ -11,6 +11,7 @@ from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints, as_ints, largest_of, offsets_of, round_up, sums_of
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.invariants import check_plan
+from roll_batching.planning.pack_blocks import PackBlocks, blocks_of_bins
 from roll_batching.planning.pipeline.num_micro_batches import check_count, group_size_of
 from roll_batching.planning.placement import Placement
 from roll_batching.planning.plain_values import kind_of
@@ -32,16 +33,25 @@ def assemble(problem: PlanProblem, placement: Placement) -> PlanArrays:
 
 
 def _assemble_samples(
-    problem: PlanProblem, samples: Ints, offsets: Ints, count: int, *, row_length: Ints | None = None
+    problem: PlanProblem,
+    samples: Ints,
+    offsets: Ints,
+    count: int,
+    *,
+    row_length: Ints | None = None,
+    blocks: PackBlocks | None = None,
 ) -> PlanArrays:
-    """Plan of samples in order and offsets of micro-batches (int64[dp*K + 1])."""
+    """Plan of samples in order and offsets of micro-batches (int64[dp*K + 1], or of the packs of `blocks`)."""
     constraints, shared, costs = problem.constraints, np.zeros(len(samples), dtype=np.int64), problem.costs
     if problem.prefixes is not None:
         samples = problem.prefixes.sort(samples, offsets)
         shared = problem.prefixes.shared(samples, offsets)
         costs = np.zeros(len(problem.lengths), dtype=np.int64)
         costs[samples] = problem.prefixes.own_cost(problem.used[samples], shared)
-    if constraints.mode == "packed":
+    if blocks is not None:
+        slots, tokens = _block_shapes(constraints, problem.used[samples] - shared, offsets, blocks.cp_sizes)
+        rows = np.ones(len(tokens), dtype=np.int64)
+    elif constraints.mode == "packed":
         slots = round_up(problem.used[samples] - shared, constraints.sequence_alignment)
         tokens, rows = _pack_shapes(constraints, slots, offsets)
     else:
@@ -64,6 +74,7 @@ def _assemble_samples(
         costs=sums_of(costs[samples], offsets),
         sample_costs=costs,
         dropped=problem.dropped,
+        blocks=blocks,
     )
     units, home = problem.units, None
     if problem.has_home_ranks:
@@ -71,6 +82,21 @@ def _assemble_samples(
         home[units.samples] = np.repeat(units.home, units.rows)
     check_plan(plan, groups=(units.samples, units.offsets), home=home)
     return plan
+
+
+def _block_shapes(constraints: PlanConstraints, computed: Ints, offsets: Ints, cp_sizes: Ints) -> tuple[Ints, Ints]:
+    """Slots of samples (int64[placed]) and tokens of packs (int64[packs]), aligned for each pack's size."""
+    slots, tokens = np.empty_like(computed), np.empty(len(cp_sizes), dtype=np.int64)
+    size_of = np.repeat(cp_sizes, np.diff(offsets))
+    for size in np.unique(cp_sizes).tolist():
+        of_size = size_of == size
+        slots[of_size] = round_up(computed[of_size], constraints.sequence_alignment_of(size))
+    sums = sums_of(slots, offsets)
+    for size in np.unique(cp_sizes).tolist():
+        alignment = constraints.pack_alignment_of(size)
+        tokens[cp_sizes == size] = round_up(sums[cp_sizes == size], alignment)
+    tokens[np.diff(offsets) == 0] = constraints.micro_batch_alignment  # fillers have size 1
+    return slots, tokens
 
 
 def _pack_shapes(constraints: PlanConstraints, slots: Ints, offsets: Ints) -> tuple[Ints, Ints]:
@@ -112,6 +138,8 @@ def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]])
         raise PlanError(f"bins has {len(bins)} ranks, dp_size={constraints.dp_size}")
     for number, rank in enumerate(bins):
         _require_list(f"bins[{number}]", rank)
+    if constraints.has_cp_per_pack:
+        return _assemble_block_bins(problem, bins)
     per_rank = [len(rank) for rank in bins]
     if len(set(per_rank)) != 1:
         raise PlanError(
@@ -125,8 +153,26 @@ def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]])
         for number, rank in enumerate(bins)
         for k, members in enumerate(rank)
     ]
-    offsets = offsets_of(np.array([len(members) for members in flat], dtype=np.int64))
-    samples = np.concatenate(flat) if flat else np.zeros(0, dtype=np.int64)
+    samples, offsets = _checked_members(problem, flat)
+    return _assemble_samples(problem, samples, offsets, count)
+
+
+def _assemble_block_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]]) -> PlanArrays:
+    """`assemble_bins` with a context-parallel size per pack."""
+    rows = [
+        [_as_indices(f"bins[{number}][{k}]", members) for k, members in enumerate(rank)]
+        for number, rank in enumerate(bins)
+    ]
+    members, first_ranks, cp_sizes = blocks_of_bins(rows)
+    samples, offsets = _checked_members(problem, members)
+    blocks = PackBlocks(first_ranks, cp_sizes, np.zeros(len(cp_sizes), dtype=np.int64))
+    return _assemble_samples(problem, samples, offsets, max(map(len, rows)), blocks=blocks)
+
+
+def _checked_members(problem: PlanProblem, members: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Samples and offsets of micro-batches, without dropped samples."""
+    offsets = offsets_of(np.array([len(one) for one in members], dtype=np.int64))
+    samples = np.concatenate(members) if members else np.zeros(0, dtype=np.int64)
     outside = (samples < 0) | (samples >= len(problem.lengths))
     if outside.any():
         raise PlanError(f"bins hold sample index {samples[outside][0]}, but there are {len(problem.lengths)} samples")
@@ -135,7 +181,7 @@ def assemble_bins(problem: PlanProblem, bins: Sequence[Sequence[Sequence[int]]])
         placed = np.array([int(sample) not in dropped for sample in samples], dtype=bool)
         placed_before = np.concatenate([[0], np.cumsum(placed)])
         samples, offsets = samples[placed], placed_before[offsets].astype(np.int64)
-    return _assemble_samples(problem, samples, offsets, count)
+    return samples, offsets
 
 
 def _require_list(name: str, value: object) -> None:

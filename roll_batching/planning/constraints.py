@@ -97,7 +97,19 @@ class PlanConstraints(BatchingSpec, ParallelDims):
                 f"max_cp_size={size} must be a power of two that divides dp_size={self.dp_size}, which counts all "
                 "data- and context-parallel ranks"
             )
-        wanted = {"cp_size": 1, "mode": "packed", "algorithm": "load_balance", "shared_shapes": False}
+        if self.oversize == "alone":
+            raise PlanError(
+                f'oversize="alone" is not available with max_cp_size={size}: more ranks compute longer sequences. '
+                "Raise max_cp_size or max_tokens, or set oversize to truncate or drop"
+            )
+        wanted = {
+            "cp_size": 1,
+            "mode": "packed",
+            "algorithm": "load_balance",
+            "shared_shapes": False,
+            "min_num_micro_batches": 1,
+            "num_micro_batches_multiple": 1,
+        }
         for name, value in wanted.items():
             if getattr(self, name) != value:
                 raise PlanError(
@@ -109,6 +121,11 @@ class PlanConstraints(BatchingSpec, ParallelDims):
     def has_cp_per_pack(self) -> bool:
         """Whether each pack has its own context-parallel size."""
         return self.max_cp_size > 1
+
+    @property
+    def largest_cp_size(self) -> int:
+        """Context-parallel size of the packs with the longest sequences."""
+        return max(self.cp_size, self.max_cp_size)
 
     @property
     def sequence_alignment(self) -> int:
@@ -151,11 +168,15 @@ class PlanConstraints(BatchingSpec, ParallelDims):
 
     @property
     def usable_tokens(self) -> int:
-        """Most tokens of all slots of an aligned pack below the cap; 0: nothing fits. Needs `max_tokens`."""
+        """Most tokens of all slots of an aligned pack below the cap; 0: nothing fits. Needs `max_tokens`.
+
+        With a context-parallel size per pack, of the largest.
+        """
         if self.max_tokens is None:
             raise PlanError("usable_tokens needs max_tokens")
-        alignment = self.pack_alignment if self.mode == "packed" else self.rectangle_alignment
-        usable = self.max_tokens // alignment * alignment
+        packed = self.mode == "packed"
+        alignment = self.pack_alignment_of(self.largest_cp_size) if packed else self.rectangle_alignment
+        usable = self.max_tokens * self.max_cp_size // alignment * alignment
         return usable if usable >= self.micro_batch_alignment else 0
 
     @property

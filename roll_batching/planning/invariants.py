@@ -9,6 +9,7 @@ import numpy as np
 
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
+from roll_batching.planning.pack_blocks import check_blocks
 from roll_batching.planning.pipeline.num_micro_batches import check_count, is_admissible
 from roll_batching.planning.plan_arrays import PlanArrays
 
@@ -20,6 +21,8 @@ def check_plan(plan: PlanArrays, *, groups: tuple[Ints, Ints] | None = None, hom
     finished plan does not hold them, so they are checked only when it is made.
     """
     _check_shapes(plan)
+    if plan.blocks is not None:
+        check_blocks(plan.blocks, plan.constraints.dp_size, plan.constraints.max_cp_size)
     _check_placement(plan)
     _check_counts(plan)
     _check_tokens(plan)
@@ -38,9 +41,11 @@ def check_plan(plan: PlanArrays, *, groups: tuple[Ints, Ints] | None = None, hom
 
 
 def _check_shapes(plan: PlanArrays) -> None:
-    count = plan.constraints.dp_size * plan.num_micro_batches
+    has_blocks = plan.blocks is not None
+    count = len(plan.blocks) if plan.blocks is not None else plan.constraints.dp_size * plan.num_micro_batches
     consistent = (
-        len(plan.tokens) == len(plan.rows) == len(plan.costs) == count
+        has_blocks == plan.constraints.has_cp_per_pack
+        and len(plan.tokens) == len(plan.rows) == len(plan.costs) == count
         and len(plan.offsets) == count + 1
         and plan.offsets[0] == 0
         and plan.offsets[-1] == len(plan.samples) == len(plan.slots) == len(plan.shared)
@@ -79,6 +84,13 @@ def _check_counts(plan: PlanArrays) -> None:
     """Invariants 2 and 3: a legal K, and no micro-batch without tokens."""
     constraints = plan.constraints
     check_count(plan.num_micro_batches, constraints)
+    if plan.blocks is not None and (constraints.lockstep_ranks > 1 or constraints.interleaved):
+        counts = [len(packs) for packs in plan.blocks.lists]
+        if min(counts) != max(counts):
+            raise PlanError(
+                f"ranks have {min(counts)} to {max(counts)} micro-batches, and in this layout all ranks wait for each "
+                "other at every one: give them equal numbers, with fillers"
+            )
     if constraints.interleaved:
         group_size = plan.group_size or 0
         if not is_admissible(plan.num_micro_batches, constraints.pp_size, group_size):
@@ -89,7 +101,7 @@ def _check_counts(plan: PlanArrays) -> None:
     if np.any(plan.tokens < 1) or np.any(plan.rows < 1):
         raise PlanError("a micro-batch computes no token; use a filler in its place")
     if not constraints.fillers and plan.fillers.any():
-        short = np.flatnonzero(plan.fillers.reshape(constraints.dp_size, -1).any(axis=1)).tolist()
+        short = np.flatnonzero(plan.by_rank(plan.fillers.astype(np.int64)).any(axis=1)).tolist()
         raise PlanError(
             f"ranks {short} have fewer samples than the {plan.num_micro_batches} micro-batches that every rank "
             "computes, and fillers=False: raise max_tokens or the number of samples, or lower min_num_micro_batches or "
@@ -107,15 +119,26 @@ def _check_tokens(plan: PlanArrays) -> None:
     if np.any(entry_length < 1) or np.any(entry_length > plan.lengths[plan.samples]):
         raise PlanError("a sample uses fewer than one or more than all of its tokens")
     _check_shared(plan, entry_length)
-    if np.any(plan.slots < entry_length - plan.shared) or np.any(plan.slots % constraints.sequence_alignment):
-        raise PlanError(f"a slot is shorter than its sample, or not a multiple of {constraints.sequence_alignment}")
+    cp_sizes = plan.cp_sizes
+    for size in np.unique(cp_sizes).tolist():
+        alignment, pack_alignment = constraints.sequence_alignment_of(size), constraints.pack_alignment_of(size)
+        slots = plan.slots[np.repeat(cp_sizes == size, counts)]
+        if np.any(slots % alignment):
+            raise PlanError(f"a slot is not a multiple of {alignment}, with a context-parallel size of {size}")
+        if np.any(plan.tokens[cp_sizes == size] % pack_alignment):
+            raise PlanError(
+                f"the tokens of a micro-batch are not a multiple of {pack_alignment}, with a context-parallel size of "
+                f"{size}"
+            )
+    if np.any(plan.slots < entry_length - plan.shared):
+        raise PlanError("a slot is shorter than its sample")
     slot_sum = np.zeros(len(counts), dtype=np.int64)
     if len(plan.slots):
         slot_sum[filled] = np.add.reduceat(plan.slots, plan.offsets[:-1][filled])
     if np.any(slot_sum > plan.tokens):
         raise PlanError("the slots of a micro-batch hold more than its tokens")
-    if np.any(plan.tokens % constraints.pack_alignment) or np.any(plan.tokens % plan.rows):
-        raise PlanError(f"the tokens of a micro-batch are not a multiple of {constraints.pack_alignment}")
+    if np.any(plan.tokens % plan.rows):
+        raise PlanError("the tokens of a micro-batch are not a multiple of its rows")
     if rectangular:
         row = plan.tokens // plan.rows
         if np.any(row % constraints.rectangle_alignment) or np.any(counts > plan.rows):
@@ -124,16 +147,14 @@ def _check_tokens(plan: PlanArrays) -> None:
             raise PlanError("the slots of a rectangle differ")
     if constraints.max_tokens is None:
         return
-    over = np.flatnonzero(plan.tokens > constraints.max_tokens)
-    for m in over:
-        if constraints.oversize == "alone":
-            continue
-        rank, k = divmod(int(m), plan.num_micro_batches)
+    if constraints.oversize == "alone":
+        return
+    cap = constraints.max_tokens if plan.blocks is None else constraints.max_tokens * plan.blocks.cp_sizes
+    for m in np.flatnonzero(plan.tokens > cap):
         inside = plan.samples[plan.offsets[m] : plan.offsets[m + 1]]
         longest = int(inside[np.argmax(plan.used[inside])]) if len(inside) else -1
         raise PlanError(
-            f"micro-batch {k} of rank {rank} takes {plan.tokens[m]} tokens, "
-            f"max_tokens={constraints.max_tokens}"
+            f"{_name_micro_batch(plan, int(m))} takes {plan.tokens[m]} tokens, max_tokens={constraints.max_tokens}"
             + (f" (longest: sample {longest}, length {plan.lengths[longest]})" if longest >= 0 else "")
             + "; form smaller micro-batches or raise the cap"
         )
@@ -170,8 +191,16 @@ def _check_groups(plan: PlanArrays, members: Ints, offsets: Ints, micro_batch_of
     np.add.at(units_of, micro_batch_of[members[offsets[:-1]]], 1)
     shared = np.flatnonzero((plan.tokens > plan.constraints.max_tokens) & (units_of > 1))
     if len(shared) and not plan.constraints.shared_shapes:
-        rank, k = divmod(int(shared[0]), plan.num_micro_batches)
         raise PlanError(
-            f"micro-batch {k} of rank {rank} takes {plan.tokens[shared[0]]} tokens, "
+            f"{_name_micro_batch(plan, int(shared[0]))} takes {plan.tokens[shared[0]]} tokens, "
             f"max_tokens={plan.constraints.max_tokens}; only a single oversize sample may exceed it"
         )
+
+
+def _name_micro_batch(plan: PlanArrays, m: int) -> str:
+    if plan.blocks is None:
+        rank, k = divmod(m, plan.num_micro_batches)
+        return f"micro-batch {k} of rank {rank}"
+    rank, size = int(plan.blocks.first_ranks[m]), int(plan.blocks.cp_sizes[m])
+    k = plan.blocks.lists[rank].index(m)
+    return f"micro-batch {k} of rank {rank}" if size == 1 else f"micro-batch {k} of ranks {rank} to {rank + size - 1}"

@@ -22,6 +22,7 @@ from roll_batching.planning.assemble import assemble_bins
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import DEFAULT_COST
 from roll_batching.planning.invariants import check_plan
+from roll_batching.planning.pack_blocks import PackBlocks
 from roll_batching.planning.plain_values import kind_of
 from roll_batching.planning.plan_arrays import ARRAYS, DroppedSample, PlanArrays
 from roll_batching.planning.prefixes import SharedPrefixes
@@ -34,7 +35,7 @@ FORMAT = 3
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Samples of one forward and backward pass of one DP rank."""
+    """Samples of one forward and backward pass of one DP rank, or of a block of ranks."""
 
     samples: Ints
     """Indices into the plan's `lengths`, in pack order; empty for a filler."""
@@ -49,6 +50,10 @@ class MicroBatch:
     """Tokens that the micro-batch computes, tail filler included, before CP divides them."""
     rows: int
     """Rows of a rectangle; 1 for a pack."""
+    cp_size: int
+    """Context-parallel size."""
+    ranks: range
+    """DP ranks that compute it together: one, or with a context-parallel size per pack `cp_size` ranks."""
     is_filler: bool
     """Whether it holds no sample: computed so that all ranks have the same number, never passed to a loss."""
 
@@ -119,6 +124,9 @@ class Plan(PlanArrays):
         ):
             digest.update(len(array).to_bytes(8, "little"))
             digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
+        if self.blocks is not None:
+            for array in (self.blocks.first_ranks, self.blocks.cp_sizes):
+                digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
         if self.shared.any():
             digest.update(np.ascontiguousarray(self.shared, dtype="<i8").tobytes())
         return digest.hexdigest()[:32]
@@ -141,19 +149,44 @@ class Plan(PlanArrays):
         )
 
     def rank_samples(self, dp_rank: int) -> Ints:
-        """int64: sample indices of one rank, by micro-batch, in pack order."""
+        """int64: sample indices of one rank, by micro-batch, in pack order.
+
+        With a context-parallel size per pack a sample is one of each rank that computes its pack.
+        """
         rank = range(self.constraints.dp_size)[dp_rank]
+        if self.blocks is not None:
+            return self._samples_of(self.blocks.lists[rank])
         first = rank * self.num_micro_batches
         return self.samples[self.offsets[first] : self.offsets[first + self.num_micro_batches]]
+
+    def counted_samples(self, dp_rank: int) -> Ints:
+        """int64: those of `rank_samples` that this rank counts; each sample is counted on one rank.
+
+        With a context-parallel size per pack, the first rank of a pack counts its samples.
+        """
+        if self.blocks is None:
+            return self.rank_samples(dp_rank)
+        rank = range(self.constraints.dp_size)[dp_rank]
+        return self._samples_of([m for m in self.blocks.lists[rank] if self.blocks.first_ranks[m] == rank])
+
+    def _samples_of(self, packs: list[int]) -> Ints:
+        parts = [self.samples[self.offsets[m] : self.offsets[m + 1]] for m in packs]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
     def shard(self, batch: Any, dp_rank: int) -> Any:
         """Samples of one rank, in plan order, from a batch with `select_ids`."""
         return batch.select_ids(self.ids[self.rank_samples(dp_rank)])
 
     def _micro_batches_of(self, rank: int) -> tuple[MicroBatch, ...]:
-        first = rank * self.num_micro_batches
+        if self.blocks is None:
+            first, sizes = rank * self.num_micro_batches, None
+            packs: Sequence[int] = range(first, first + self.num_micro_batches)
+        else:
+            packs, sizes = self.blocks.lists[rank], self.blocks.cp_sizes
         micro_batches = []
-        for m in range(first, first + self.num_micro_batches):
+        for m in packs:
+            cp_size = self.constraints.cp_size if sizes is None else int(sizes[m])
+            first_rank = rank if self.blocks is None else int(self.blocks.first_ranks[m])
             start, end = int(self.offsets[m]), int(self.offsets[m + 1])
             samples = self.samples[start:end]
             lengths = self.used[samples]
@@ -166,6 +199,8 @@ class Plan(PlanArrays):
                     slots=self.slots[start:end],
                     tokens=int(self.tokens[m]),
                     rows=int(self.rows[m]),
+                    cp_size=cp_size,
+                    ranks=range(first_rank, first_rank + (1 if self.blocks is None else cp_size)),
                     is_filler=start == end,
                 )
             )
@@ -181,6 +216,7 @@ class Plan(PlanArrays):
             "location": None if self.location is None else self.location.tolist(),
             "dropped": [[d.index, d.id, d.length, d.reason] for d in self.dropped],
             "fingerprint": self.fingerprint,
+            "blocks": None if self.blocks is None else self.blocks.to_dict(),
             **{name: getattr(self, name).tolist() for name in ARRAYS},
         }
 
@@ -200,7 +236,7 @@ class Plan(PlanArrays):
             raise PlanError(
                 f"the constraints of this plan are {values['constraints']!r}: pass keywords of PlanConstraints"
             )
-        location = values["location"]
+        location, blocks = values["location"], values.get("blocks")
         try:
             plan = cls(
                 constraints=PlanConstraints(**values["constraints"]),
@@ -208,6 +244,7 @@ class Plan(PlanArrays):
                 group_size=values["group_size"],
                 location=None if location is None else as_ints(location, "location", len(location)),
                 dropped=tuple(DroppedSample(*entry) for entry in values["dropped"]),
+                blocks=None if blocks is None else PackBlocks.from_dict(blocks),
                 **{name: as_ints(values[name], name, len(values[name])) for name in ARRAYS},
             )
         except (TypeError, OverflowError) as error:
@@ -237,7 +274,8 @@ class Plan(PlanArrays):
         """Plan from bins of another planner: `bins[dp_rank][k]` are sample indices in pack order.
 
         An empty bin becomes a filler. Other arguments as for `plan_step`; with `prefixes` the samples of a bin stand in
-        their order. Raises `PlanError` for a broken invariant: a
+        their order. With `max_cp_size` ranks may have different numbers of bins, and consecutive ranks with one bin at
+        the same index compute it together. Raises `PlanError` for a broken invariant: a
         sample missing or placed twice, ranks with different numbers of micro-batches, an illegal number, a
         micro-batch above the cap, a group in several micro-batches.
         """

@@ -8,6 +8,7 @@ import numpy as np
 
 from roll_batching.planning.arrays import Flags, Ints
 from roll_batching.planning.constraints import PlanConstraints
+from roll_batching.planning.pack_blocks import PackBlocks
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,13 @@ class DroppedSample:
 class PlanArrays:
     """Data of a plan, in read-only arrays.
 
-    Micro-batch arrays are rank-major: micro-batch k of rank r has the index `r * num_micro_batches + k`.
+    Micro-batch arrays are rank-major: micro-batch k of rank r has the index `r * num_micro_batches + k`. With `blocks`
+    they have one entry per pack, in the order of the blocks.
     """
 
     constraints: PlanConstraints
     num_micro_batches: int
-    """K, the same on every rank."""
+    """K, the same on every rank; with `blocks`, the largest number of a rank."""
     group_size: int | None
     """Megatron's `microbatch_group_size_per_vp_stage`; None without interleaving."""
     lengths: Ints
@@ -58,6 +60,8 @@ class PlanArrays:
     sample_costs: Ints
     """int64[n]: cost of what each sample computes itself, scaled as `costs`."""
     dropped: tuple[DroppedSample, ...] = ()
+    blocks: PackBlocks | None = None
+    """Ranks of each pack, where each has its own context-parallel size; None: all have the layout's."""
 
     def __post_init__(self) -> None:
         for name in (*ARRAYS, "location"):
@@ -76,6 +80,27 @@ class PlanArrays:
         """bool[dp*K]: micro-batches without a sample."""
         empty: Flags = np.diff(self.offsets) == 0
         return empty
+
+    @property
+    def cp_sizes(self) -> Ints:
+        """int64[micro-batches]: context-parallel size of each."""
+        if self.blocks is not None:
+            return self.blocks.cp_sizes
+        return np.full(len(self.tokens), self.constraints.cp_size, dtype=np.int64)
+
+    def by_rank(self, values: Ints) -> Ints:
+        """Values of micro-batches as a table, int64[dp, K]; 0 where a rank has fewer than K.
+
+        With `blocks` each rank of a pack gets its share, the value divided by the context-parallel size.
+        """
+        ranks = self.constraints.dp_size
+        if self.blocks is None:
+            return values.reshape(ranks, self.num_micro_batches)
+        table = np.zeros((ranks, self.num_micro_batches), dtype=np.int64)
+        shares = values // self.blocks.cp_sizes
+        for rank, packs in enumerate(self.blocks.lists):
+            table[rank, : len(packs)] = shares[packs]
+        return table
 
 
 ARRAYS = ("lengths", "ids", "used", "samples", "shared", "slots", "offsets", "tokens", "rows", "costs", "sample_costs")

@@ -97,6 +97,11 @@ def build_problem(
         raise PlanError(
             f"{_name(short[0], identifiers)} has length {sizes[short[0]]}; every sample needs at least one token"
         )
+    if constraints.has_cp_per_pack and home_rank is not None:
+        raise PlanError(
+            "home_rank keeps each sample on one rank, and with max_cp_size > 1 a pack may be computed by several: pass "
+            "home_rank=None"
+        )
     home = _ranks(home_rank, "home_rank", len(sizes), constraints.dp_size)
     holder = _ranks(location, "location", len(sizes), constraints.dp_size)
     _check_prefixes(prefixes, len(sizes), constraints)
@@ -295,7 +300,9 @@ def _too_long(lengths: Ints, groups: _Groups, constraints: PlanConstraints, cap:
     too_long = np.zeros(len(sizes), dtype=bool)
     if cap is not None:
         if constraints.mode == "packed":
-            need = sums_of(round_up(lengths[members], constraints.sequence_alignment), offsets)
+            need = sums_of(
+                round_up(lengths[members], constraints.sequence_alignment_of(constraints.largest_cp_size)), offsets
+            )
         else:
             need = largest_of(round_up(lengths[members], constraints.rectangle_alignment), offsets) * sizes
         too_long |= need > cap
@@ -344,12 +351,17 @@ def _describe_excess(inside: Ints, lengths: Ints, ids: Ints, constraints: PlanCo
         f"{name}={limit}"
         for name, limit in (
             ("max_tokens", constraints.max_tokens),
+            ("max_cp_size", constraints.max_cp_size if constraints.has_cp_per_pack else None),
             ("padded_length", constraints.row_limit),
             ("rows", constraints.rows),
         )
         if limit is not None
     ]
-    alignment = constraints.sequence_alignment if constraints.mode == "packed" else constraints.rectangle_alignment
+    alignment = (
+        constraints.sequence_alignment_of(constraints.largest_cp_size)
+        if constraints.mode == "packed"
+        else constraints.rectangle_alignment
+    )
     aligned = "" if alignment == 1 else f" (aligned to {alignment})"
     longest = int(inside[np.argmax(lengths[inside])])
     if len(inside) == 1:
@@ -371,7 +383,7 @@ def _truncation_level(sizes: Ints, constraints: PlanConstraints, cap: int | None
             if row_limit is not None and len(sizes) * -(-row_limit // alignment) * alignment > cap:
                 return 0
         return min(limits, default=int(sizes.max()))
-    alignment = constraints.sequence_alignment
+    alignment = constraints.sequence_alignment_of(constraints.largest_cp_size)
     assert cap is not None
     low, high = 0, cap // alignment
     while low < high:

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from roll_batching.planning.bounds import lockstep_bound, rank_total_bound
+from roll_batching.planning.constraints import PlanConstraints
+from roll_batching.planning.pack_times import NANOSECONDS
 from roll_batching.planning.pipeline.ordering import slowest_makespan
 from roll_batching.planning.plan_arrays import PlanArrays
 
@@ -37,19 +39,26 @@ class PlanReport:
     objective: str
     """Cost that decides the time of a step: "rank_total", the costliest rank; "lockstep", the sum over k of the
     costliest rank of a block; "pipeline", the makespan of the slowest block, without communication and fixed cost."""
-    lower_bound: float
+    lower_bound: float | None
     """No plan of these samples with this K has an objective below (1 + this) x the mean rank cost. The bound follows
     from costs, cap and K; it ignores groups, home ranks, and the warm-up and cool-down of a pipeline."""
-    gap: float
+    gap: float | None
     """Objective / its lower bound - 1."""
     num_micro_batches: int
-    """K, the same on every rank."""
+    """K, the same on every rank; with a context-parallel size per pack, the largest number of a rank."""
     fillers: int
     """Micro-batches without a sample."""
     truncated: int
     """Truncated samples."""
     dropped: int
     """Dropped samples."""
+    predicted_seconds: float | None
+    """Predicted time of the step without the optimizer, where each pack has its own context-parallel size (then
+    `lower_bound` and `gap` are None); None otherwise, and for plans from bins."""
+    fixed_cp_size: int | None
+    """The single context-parallel size whose step is predicted to be shortest; None as for `predicted_seconds`."""
+    fixed_seconds: float | None
+    """Predicted time of the step with `fixed_cp_size`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by name."""
@@ -63,12 +72,12 @@ def make_report(plan: PlanArrays) -> PlanReport:
     computed, shared = int(plan.tokens.sum()), int(plan.shared.sum())
     width = constraints.padded_length or int(plan.lengths.max())
     before = -(-width // constraints.rectangle_alignment) * constraints.rectangle_alignment * len(plan.samples)
-    used_micro_batches = int(len(plan.tokens) - plan.fillers.sum())
-    capacity = used_micro_batches * (constraints.max_tokens or 0)
-    costs = plan.costs.reshape(constraints.dp_size, plan.num_micro_batches)
+    capacity = int(plan.cp_sizes[~plan.fillers].sum()) // constraints.cp_size * (constraints.max_tokens or 0)
+    costs = plan.by_rank(plan.costs)
     total = int(costs.sum())
     mean = total / constraints.dp_size if total else 1.0
-    objective, value, bound = _objective(plan) if total else ("rank_total", 1, 1)
+    objective, value, bound = _objective(plan) if total and plan.blocks is None else (_meeting(constraints), 1, 1)
+    predicted = plan.blocks if plan.blocks is not None and plan.blocks.step_time else None
     return PlanReport(
         samples=len(plan.samples),
         real_tokens=real,
@@ -81,12 +90,15 @@ def make_report(plan: PlanArrays) -> PlanReport:
         imbalance=int(costs.sum(axis=1).max()) / mean - 1 if total else 0.0,
         lockstep_imbalance=int(costs.max(axis=0).sum()) / mean - 1 if total else 0.0,
         objective=objective,
-        lower_bound=bound / mean - 1,
-        gap=value / bound - 1,
+        lower_bound=None if plan.blocks is not None else bound / mean - 1,
+        gap=None if plan.blocks is not None else value / bound - 1,
         num_micro_batches=plan.num_micro_batches,
         fillers=int(plan.fillers.sum()),
         truncated=int((plan.used[plan.samples] < plan.lengths[plan.samples]).sum()),
         dropped=len(plan.dropped),
+        predicted_seconds=None if predicted is None else predicted.step_time / NANOSECONDS,
+        fixed_cp_size=None if predicted is None else predicted.fixed_cp_size,
+        fixed_seconds=None if predicted is None else predicted.fixed_step_time / NANOSECONDS,
     )
 
 
@@ -98,6 +110,13 @@ def step_time(plan: PlanArrays, fixed_cost: int) -> int:
     if constraints.pp_size == 1:
         return int(maxima.sum(axis=1).max())
     return slowest_makespan(maxima, stages=constraints.pp_size, chunks=constraints.vpp_size, group_size=plan.group_size)
+
+
+def _meeting(constraints: PlanConstraints) -> str:
+    """Name of the objective of a layout."""
+    if constraints.pp_size > 1:
+        return "pipeline"
+    return "rank_total" if constraints.lockstep_ranks == 1 else "lockstep"
 
 
 def _objective(plan: PlanArrays) -> tuple[str, int, int]:
@@ -115,5 +134,5 @@ def _objective(plan: PlanArrays) -> tuple[str, int, int]:
         makespan = slowest_makespan(
             maxima, stages=constraints.pp_size, chunks=constraints.vpp_size, group_size=plan.group_size
         )
-        return "pipeline", makespan // 3, bound
-    return "rank_total" if width == 1 else "lockstep", int(maxima.sum(axis=1).max()), bound
+        return _meeting(constraints), makespan // 3, bound
+    return _meeting(constraints), int(maxima.sum(axis=1).max()), bound
