@@ -113,7 +113,7 @@ class HeadContext:
 
         Shared positions are repeated for each sample; the backward sums their gradients.
         """
-        gathered = gather_results(local, pack.params, self.layout.cp_group)
+        gathered = gather_results(local, pack.params, pack.params.context_group(self.layout.cp_group))
         return gathered if pack.computed_tokens is None else gathered.index_select(0, pack.computed_tokens)
 
     def _token_log_probs(
@@ -141,9 +141,7 @@ class HeadContext:
         filler = torch.ones(len(pack.layout.segments) - pack.samples)
         values = pack.fields[field].to(torch.float32)
         per_token = torch.cat([values, filler.to(values.device)])[pack.segment_ids]
-        if self.layout.cp_size == 1:
-            return per_token
-        return per_token[torch.from_numpy(pack.layout.local_tokens(self.layout.cp_rank)).to(per_token.device)]
+        return per_token if pack.params.local_tokens is None else per_token[pack.params.local_tokens]
 
     def _source(self, output: torch.Tensor, chunk: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         gpt = gpt_of(chunk)

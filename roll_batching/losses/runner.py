@@ -69,9 +69,17 @@ class MicroBatchRecord:
     """Loss and metrics of a micro-batch on the device, read once at the end of the step. Does not keep the pack."""
 
     def __init__(
-        self, loss: torch.Tensor, metrics: dict[str, Metric], ids: IntArray, per_sample: torch.Tensor | None = None
+        self,
+        loss: torch.Tensor,
+        metrics: dict[str, Metric],
+        ids: IntArray,
+        per_sample: torch.Tensor | None = None,
+        *,
+        is_counted: bool,
     ) -> None:
         self.loss, self.metrics, self._ids = loss.detach().clone(), metrics, ids
+        self.is_counted = is_counted
+        """Whether loss and metrics enter the step's; not on ranks that computed the same as the first of the pack."""
         self._bad = None if per_sample is None else ~torch.isfinite(per_sample.detach())
         """[samples] bool: samples whose loss, or gradient with respect to log-probs, is not finite."""
 
@@ -104,14 +112,14 @@ class LossRunner:
         """The first exception, wrong shape or missing gradient of the loss. The schedule still runs to its end on all
         ranks, so that all can raise the error together."""
 
-    @property
-    def partial_over_cp(self) -> bool:
-        """Whether each context-parallel rank computes a part of the loss; otherwise all compute the whole."""
-        return self._spec.by_sequence and not self._spec.gather_cp
+    def _counts_pack(self, pack: PackedBatch) -> bool:
+        """Whether this rank's loss of a pack counts: that of the first context-parallel rank, or a part of it."""
+        is_part = self._spec.by_sequence and not self._spec.gather_cp
+        return is_part or pack.params.cp_rank == 0
 
     def bind(self, pack: PackedBatch, chunk: Any) -> Callable[[torch.Tensor], tuple[Any, ...]]:
         """The loss function of one micro-batch, which Megatron's schedule calls with the model's output."""
-        tokens = int(pack.layout.real_token_counts(self._head.layout.cp_rank).sum())
+        tokens = int(pack.layout.real_token_counts(pack.params.cp_rank).sum())
 
         def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
             if not pack.samples:  # a filler: no user code, but the head takes part in its collectives and gradients
@@ -182,7 +190,7 @@ class LossRunner:
         def call() -> tuple[torch.Tensor, MicroBatchRecord]:
             result = self._loss.token_loss(view)
             loss = self._checked(result, output)
-            record = MicroBatchRecord(loss, dict(result.metrics), pack.ids)
+            record = MicroBatchRecord(loss, dict(result.metrics), pack.ids, is_counted=self._counts_pack(pack))
             record.watch(log_probs, pack)
             return loss, record
 
@@ -199,7 +207,8 @@ class LossRunner:
             results = [self._loss.sequence_loss(view) for view in views]
             losses = torch.stack([self._checked(result, output) for result in results])
             loss = losses.sum()
-            return loss, MicroBatchRecord(loss, join_metrics(results), pack.ids, losses)
+            metrics, is_counted = join_metrics(results), self._counts_pack(pack)
+            return loss, MicroBatchRecord(loss, metrics, pack.ids, losses, is_counted=is_counted)
 
         return self._guarded(call, pack, parts.logits)
 

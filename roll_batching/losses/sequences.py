@@ -70,9 +70,9 @@ class SequenceParts:
         gather_cp: bool,
         statistics: bool,
     ) -> None:
-        layout = head.layout
-        self.pack, self.tp_group, self.cp_group = pack, layout.tp_group, layout.cp_group
-        cp_size, cp_rank = (1, 0) if gather_cp else (layout.cp_size, layout.cp_rank)
+        self.pack, self.tp_group = pack, head.layout.tp_group
+        self.cp_group = pack.params.context_group(head.layout.cp_group)
+        cp_size, cp_rank = (1, 0) if gather_cp else (pack.layout.cp_size, pack.params.cp_rank)
         self._rows = None if cp_size == 1 else pack.params.local_tokens
         self._computed: torch.Tensor | None = None
         shares = pack.computed_tokens is not None

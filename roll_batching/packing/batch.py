@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +108,7 @@ class StepPacks:
         local: samples of this rank, from `distribute`, with a `token` field `input_ids`.
         plan: the plan of this step.
         dp_rank: data-parallel rank.
-        cp_rank: context-parallel rank.
+        cp_rank: context-parallel rank; with a context-parallel size per pack it follows from the plan.
         device: device of the packed tensors.
         masks: names of mask fields; None: all tokens with a label count.
         tokens: extend each pack to this number of tokens; None: as planned.
@@ -139,9 +139,11 @@ class StepPacks:
             _check_fields(local, names)
         self._micro_batches = plan.micro_batches[dp_rank]
         _check_samples(local, plan, self._micro_batches)
-        self.layouts = [PackLayout.of(mb, plan.constraints.cp_size, tokens) for mb in self._micro_batches]
+        self.layouts = [PackLayout.of(mb, mb.cp_size, tokens) for mb in self._micro_batches]
         """Layout of each pack, known before the pack is made."""
-        self._local, self._plan, self._cp_rank, self._device = local, plan, cp_rank, device
+        self._local, self._plan, self._device = local, plan, device
+        self._cp_ranks = [cp_rank if plan.blocks is None else dp_rank - mb.ranks.start for mb in self._micro_batches]
+        self._context_groups: Mapping[int, Any] | None = None
         self._masks = {name: mask_of(local, name) for name in names} if is_last_stage else {}
         self._count_all, self._is_first_stage, self._is_last_stage = masks is None, is_first_stage, is_last_stage
         self._backend = None if attention is None else attention_backend(attention, device.type)
@@ -154,6 +156,10 @@ class StepPacks:
         """Wrap the function that returns the next pack by `timer`, to measure how long passes wait for packs."""
         self._timer = timer
 
+    def set_context_groups(self, groups: Mapping[int, Any]) -> None:
+        """Set the process group of each context-parallel size above 1 that the packs have (`context_groups`)."""
+        self._context_groups = groups
+
     def __len__(self) -> int:
         return len(self.layouts)
 
@@ -164,6 +170,8 @@ class StepPacks:
         next_pack = self._timer(functools.partial(next, packs, None))
         with contextlib.closing(packs):
             while (pack := next_pack()) is not None:
+                if self._context_groups is not None:
+                    pack.params.set_context_group(self._context_groups.get(pack.layout.cp_size))
                 if self._is_last_stage:
                     pack.fields.update(static)  # unchanged, on whatever device they are
                 yield pack
@@ -181,9 +189,10 @@ class StepPacks:
         sample_indices = local.rows_of(ids)
         source = torch.from_numpy(pack_layout.source(local.offsets[sample_indices].numpy()))
         real = torch.from_numpy(pack_layout.real)
-        local_tokens = torch.from_numpy(pack_layout.local_tokens(self._cp_rank))
+        cp_rank = self._cp_ranks[number]
+        local_tokens = torch.from_numpy(pack_layout.local_tokens(cp_rank))
         has_all_tokens = pack_layout.cp_size == 1
-        params = packed_params(pack_layout, self._cp_rank, device, attention=self._backend)
+        params = packed_params(pack_layout, cp_rank, device, attention=self._backend)
         reads_tokens = self._is_first_stage or self._is_last_stage
         if reads_tokens:
             pad = local.schema["input_ids"].pad

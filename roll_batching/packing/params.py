@@ -34,8 +34,19 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron has no ty
     """Whether keys of several samples are the same tokens of the pack."""
     attention: Any = None
     """Result of `AttentionBackend.metadata` for the pack."""
+    cp_rank: int = 0
+    """Context-parallel rank whose tokens these are. The group is `cp_group` where the pack has its own context-parallel
+    size, else that of the layout."""
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     """cos and sin of the local tokens, set by the first layer of a forward pass."""
+
+    def set_context_group(self, group: Any) -> None:
+        """Set the ranks that share the pack, where it has its own context-parallel size; None: this rank alone."""
+        self.cp_group, self.local_cp_size = group, 1 if group is None else group.size()
+
+    def context_group(self, of_layout: Any) -> Any:
+        """The ranks that share the pack, given the context-parallel group of the layout."""
+        return of_layout if self.cp_group is None else self.cp_group
 
     def release(self) -> None:
         """Free tensors that layers have set; they are computed again when needed."""
@@ -81,4 +92,5 @@ def packed_params(
         restore=torch.from_numpy(pack_layout.restore).to(device) if sharded else None,
         shares_prefixes=pack_layout.prefix_lengths is not None,
         attention=None if backend is None else backend.metadata(pack_layout, cp_rank, device),
+        cp_rank=cp_rank,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +40,8 @@ def distribute(batch: SampleBatch, plan: Plan, group: Any = None) -> SampleBatch
 
     Returns:
         This rank's samples in plan order (`plan.rank_samples`), on the device that they came from. They are not
-        truncated yet: packing does that. Samples in `plan.dropped` are not sent.
+        truncated yet: packing does that. Samples in `plan.dropped` are not sent. With a context-parallel size per pack
+        each rank that computes a part of a pack gets all of its samples.
 
     Raises:
         RankError: on all ranks, before anything is sent (`DataError` in a single process): ids that no rank or two
@@ -55,10 +56,11 @@ def distribute(batch: SampleBatch, plan: Plan, group: Any = None) -> SampleBatch
         routes = _routes(plan, dp_group, batch)
     routes = _locate(routes, plan, dp_group, batch, "distribute")
     outgoing = routes.outgoing
-    samples = batch.select_ids(plan.ids[outgoing])
+    samples = select_samples(batch, plan, outgoing)
     order = np.argsort(routes.location[routes.assigned], kind="stable")
     incoming = routes.assigned[order]
-    fields = exchange_fields(samples, plan, dp_group, routes.rank_of[outgoing], incoming, routes.location[incoming])
+    to_rank = routes.computing[routes.location[routes.placed] == dp_group.rank]
+    fields = exchange_fields(samples, plan, dp_group, to_rank, incoming, routes.location[incoming])
     received = SampleBatch(plan.ids[incoming], plan.lengths[incoming], fields, batch.schema)
     return received.select(np.argsort(order, kind="stable"))  # from the order of senders back to plan order
 
@@ -67,7 +69,8 @@ def collect(results: SampleBatch, plan: Plan, group: Any = None, *, like: Sample
     """Sends results back to the ranks of their samples, in the order of the distributed batch. Collective.
 
     Args:
-        results: of this rank's samples, in any order, with fields of any kind.
+        results: of this rank's samples, in any order, with fields of any kind. Of samples that several ranks compute
+            together, those of the first rank are taken.
         plan: the plan of `distribute`, the same on all ranks.
         group: as for `distribute`.
         like: the batch that was passed to `distribute`. Needed if the plan has no location. The result has its order;
@@ -101,9 +104,10 @@ def collect(results: SampleBatch, plan: Plan, group: Any = None, *, like: Sample
     if like is not None:
         rows = like.rows_of(plan.ids[held])
         held = held[np.argsort(rows.numpy(), kind="stable")]
-    order = np.argsort(routes.location[routes.assigned], kind="stable")
-    to_rank = routes.location[routes.assigned[order]]
-    incoming = routes.outgoing  # results come back in the order in which the samples were sent
+    returned = routes.counted[routes.rank_of[routes.counted] == dp_group.rank]
+    order = np.argsort(routes.location[returned], kind="stable")
+    to_rank = routes.location[returned[order]]
+    incoming = routes.counted[routes.location[routes.counted] == dp_group.rank]  # in the order in which they are sent
     fields = exchange_fields(computed.select(order), plan, dp_group, to_rank, incoming, routes.rank_of[incoming])
     return assemble(fields, results, plan, held, incoming)
 
@@ -119,10 +123,14 @@ class Routes:
     """`[n]`: the rank that holds the sample; -1 if not known yet."""
 
     rank_of: np.ndarray
-    """`[n]`: the rank that computes the sample; -1 for dropped samples."""
+    """`[n]`: the rank that counts the sample, the first that computes it; -1 for dropped samples."""
 
     placed: np.ndarray
-    """All samples that are not dropped, by (computing rank, plan order)."""
+    """All samples that are not dropped, by (computing rank, plan order); a sample that several ranks compute together
+    occurs once for each."""
+
+    computing: np.ndarray
+    """`[placed]`: the computing rank of each entry of `placed`."""
 
     rank: int
     """This rank."""
@@ -130,7 +138,12 @@ class Routes:
     @property
     def assigned(self) -> np.ndarray:
         """The samples that this rank computes, in plan order."""
-        return self.placed[self.rank_of[self.placed] == self.rank]
+        return self.placed[self.computing == self.rank]
+
+    @property
+    def counted(self) -> np.ndarray:
+        """All samples that are not dropped, once each, by (counting rank, plan order)."""
+        return self.placed[self.rank_of[self.placed] == self.computing]
 
     @property
     def outgoing(self) -> np.ndarray:
@@ -139,7 +152,7 @@ class Routes:
 
 
 def _routes(plan: Plan, dp_group: ExchangeGroup, held: SampleBatch | None) -> Routes:
-    rank_of, placed = placement_of(plan, dp_group.size)
+    rank_of, placed, computing = placement_of(plan, dp_group.size)
     if plan.location is not None:
         location = np.asarray(plan.location, dtype=np.int64)
         if held is not None:
@@ -148,18 +161,19 @@ def _routes(plan: Plan, dp_group: ExchangeGroup, held: SampleBatch | None) -> Ro
         location = np.full(len(plan.ids), 0 if held is None else -1, dtype=np.int64)
     if held is not None:
         check_lengths(plan, held)
-    return Routes(location, rank_of, placed, dp_group.rank)
+    return Routes(location, rank_of, placed, computing, dp_group.rank)
 
 
-def placement_of(plan: Plan, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """`Routes.rank_of` and `Routes.placed` of a plan. Raises `DataError` unless it is for `size` ranks."""
+def placement_of(plan: Plan, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`rank_of`, `placed` and `computing` of `Routes`. Raises `DataError` unless the plan is for `size` ranks."""
     if len(plan.micro_batches) != size:
         raise DataError(f"The plan is for {len(plan.micro_batches)} data-parallel ranks, the group has {size}.")
     per_rank = [np.asarray(plan.rank_samples(rank), dtype=np.int64) for rank in range(size)]
     placed = np.concatenate(per_rank)
+    computing = np.repeat(np.arange(size), [samples.size for samples in per_rank])
     rank_of = np.full(len(plan.ids), -1, dtype=np.int64)
-    rank_of[placed] = np.repeat(np.arange(size), [samples.size for samples in per_rank])
-    return rank_of, placed
+    rank_of[placed[::-1]] = computing[::-1]  # of several ranks the first
+    return rank_of, placed, computing
 
 
 def check_location(plan: Plan, location: np.ndarray, rank: int, held: SampleBatch) -> None:
@@ -204,20 +218,22 @@ def _locate(routes: Routes, plan: Plan, dp_group: ExchangeGroup, held: SampleBat
         if (missing := np.flatnonzero((counts == 0) & (routes.rank_of >= 0))).size:
             raise DataError(f"No rank holds sample ids {_few(plan.ids[missing])} of the plan.")
     location = np.where(counts == 1, holders.argmax(0), -1).astype(np.int64)
-    return Routes(location, routes.rank_of, routes.placed, routes.rank)
+    return replace(routes, location=location)
 
 
 def results_in_plan_order(results: SampleBatch, plan: Plan, routes: Routes) -> SampleBatch:
-    """This rank's results in plan order, padded from a truncated sample's length to its full one."""
+    """Results of the samples that this rank counts, in plan order, padded from a truncated length to the full one."""
     rows, is_present = results.find(plan.ids)
     has_result = is_present.numpy()
-    foreign = np.flatnonzero(has_result & (routes.rank_of >= 0) & (routes.rank_of != routes.rank))
+    is_own = np.zeros(len(plan.ids), dtype=bool)
+    is_own[routes.assigned] = True
+    foreign = np.flatnonzero(has_result & (routes.rank_of >= 0) & ~is_own)
     if foreign.size:
         raise DataError(
             f"Results for sample ids {_few(plan.ids[foreign])}, which the plan gives to rank "
             f"{routes.rank_of[foreign[0]]}: hand in the results of this rank's own samples."
         )
-    assigned = routes.assigned
+    assigned = routes.counted[routes.rank_of[routes.counted] == routes.rank]
     if (absent := plan.ids[assigned[~has_result[assigned]]]).size:
         raise DataError(f"No results for sample ids {_few(absent)}, which the plan gives to this rank.")
     ordered = results.select(rows[assigned])
@@ -240,6 +256,12 @@ def results_in_plan_order(results: SampleBatch, plan: Plan, routes: Routes) -> S
 
 
 # ---- exchange
+
+
+def select_samples(batch: SampleBatch, plan: Plan, samples: np.ndarray) -> SampleBatch:
+    """The plan's `samples` out of `batch`; they may repeat."""
+    # Several ranks may receive one sample; the ids of a batch must differ.
+    return batch.select(batch.rows_of(plan.ids[samples]), ids=np.arange(samples.size))
 
 
 def exchange_fields(

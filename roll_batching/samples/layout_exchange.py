@@ -24,6 +24,7 @@ from roll_batching.samples.all_to_all import (
     placement_of,
     require_plan,
     results_in_plan_order,
+    select_samples,
     state_facts,
 )
 from roll_batching.samples.batch import SampleBatch
@@ -83,10 +84,12 @@ class LayoutExchange:
             require_batch("distribute", batch)
             routes = self._routes(facts, plan, table, batch, batch)
         senders = _senders(self.source, group.size)
-        outgoing, to_rank = _outgoing(routes.placed, self.target, routes.rank_of, routes.location, senders, me)
+        outgoing, to_rank = _outgoing(
+            routes.placed, self.target, routes.computing, routes.location[routes.placed], senders, me
+        )
         order = np.argsort(senders[me, routes.location[routes.assigned]], kind="stable")
         incoming = routes.assigned[order]
-        samples = _select(batch, plan, outgoing)
+        samples = select_samples(batch, plan, outgoing)
         fields = exchange_fields(samples, plan, group, to_rank, incoming, senders[me, routes.location[incoming]])
         received = SampleBatch(plan.ids[incoming], plan.lengths[incoming], fields, batch.schema)
         return received.select(np.argsort(order, kind="stable"))
@@ -100,26 +103,29 @@ class LayoutExchange:
             routes = self._routes(facts, plan, table, results, like)
             computed = results_in_plan_order(results, plan, routes)
         senders = _senders(self.target, group.size)
-        outgoing, to_rank = _outgoing(routes.placed, self.source, routes.location, routes.rank_of, senders, me)
+        counted = routes.counted
+        outgoing, to_rank = _outgoing(
+            counted, self.source, routes.location[counted], routes.rank_of[counted], senders, me
+        )
         held = np.flatnonzero(routes.location == self.source[me])
         held = held[np.argsort(like.rows_of(plan.ids[held]).numpy(), kind="stable")]
-        incoming = routes.placed[routes.location[routes.placed] == self.source[me]]
+        incoming = counted[routes.location[counted] == self.source[me]]
         from_rank = senders[me, routes.rank_of[incoming]]
         order = np.argsort(from_rank, kind="stable")
-        samples = _select(computed, plan, outgoing)
+        samples = select_samples(computed, plan, outgoing)
         fields = exchange_fields(samples, plan, group, to_rank, incoming[order], from_rank[order])
         return assemble(fields, results, plan, held, incoming[order])
 
     def _routes(self, facts: Facts, plan: Plan, table: LengthTable, moved: SampleBatch, held: SampleBatch) -> Routes:
         require_plan(plan)
         state_facts(facts, moved, plan)
-        rank_of, placed = placement_of(plan, int(self.target.max()) + 1)
+        rank_of, placed, computing = placement_of(plan, int(self.target.max()) + 1)
         if not np.array_equal(plan.ids, table.ids):
             raise DataError("The plan and the table have different samples: plan from in_target(table).")
         me = dist.get_rank()
         check_location(plan, table.location, int(self.source[me]), held)
         check_lengths(plan, held)
-        return Routes(table.location, rank_of, placed, int(self.target[me]))
+        return Routes(table.location, rank_of, placed, computing, int(self.target[me]))
 
     @cached_property
     def _group(self) -> ExchangeGroup:
@@ -151,22 +157,16 @@ def _outgoing(
     """(samples that process `rank` sends, their receivers), by receiver, then in plan order.
 
     Args:
-        placed: samples that take part, in plan order.
+        placed: samples that take part, int64 [placed], in plan order; may repeat.
         receiving: data-parallel rank of each process in the receiving layout.
-        received_by: data-parallel rank of each sample in the receiving layout.
-        held_by: data-parallel rank of each sample in the sending layout.
+        received_by: data-parallel rank of each of them in the receiving layout.
+        held_by: data-parallel rank of each of them in the sending layout.
         senders: from `_senders`.
         rank: this process.
     """
-    by_dp_rank = [placed[received_by[placed] == dp_rank] for dp_rank in range(int(receiving.max()) + 1)]
+    by_dp_rank = [np.flatnonzero(received_by == dp_rank) for dp_rank in range(int(receiving.max()) + 1)]
     sent = [
-        by_dp_rank[dp_rank][senders[process, held_by[by_dp_rank[dp_rank]]] == rank]
+        placed[by_dp_rank[dp_rank]][senders[process, held_by[by_dp_rank[dp_rank]]] == rank]
         for process, dp_rank in enumerate(receiving)
     ]
     return np.concatenate(sent), np.repeat(np.arange(len(sent)), [samples.size for samples in sent])
-
-
-def _select(batch: SampleBatch, plan: Plan, samples: np.ndarray) -> SampleBatch:
-    """The plan's `samples` out of `batch`; they may repeat."""
-    # Several processes may receive one sample; their ids must differ within the batch that is sent.
-    return batch.select(batch.rows_of(plan.ids[samples]), ids=np.arange(samples.size))

@@ -29,8 +29,8 @@ _OTHER_CURES = (
 class MicroBatchTracker:
     """The micro-batch and the direction (forward or backward) that this rank's schedule is computing."""
 
-    def __init__(self, plan: Plan, *, train: bool) -> None:
-        self._plan, self._train = plan, train
+    def __init__(self, plan: Plan, count: int, *, train: bool) -> None:
+        self._plan, self._count, self._train = plan, count, train
         self._started: dict[int, int] = {}
         """Micro-batches that each chunk has started, by id of the chunk."""
         self._where = "before its first micro-batch"
@@ -61,7 +61,7 @@ class MicroBatchTracker:
     def _record(self, direction: str, number: int, pack: PackedBatch) -> None:
         ids = ", ".join(map(str, pack.ids[:8])) + (", ..." if pack.samples > 8 else "")
         self._where = (
-            f"in the {direction} pass of micro-batch {number} of {self._plan.num_micro_batches} "
+            f"in the {direction} pass of micro-batch {number} of {self._count} "
             f"({pack.layout.tokens:,} tokens{f', samples {ids}' if ids else ''})"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from roll_batching.distributed.context_groups import context_groups
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.megatron_patches.planned_p2p import PlannedP2P
@@ -36,7 +37,7 @@ def receive_shape(
 
     In rows form: [length / cp (/ tp), rows, hidden].
     """
-    split = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
+    split = pack.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
     rows = pack.rectangle_rows if rows_form else 1
     return pack.tokens // rows // split, rows, hidden_size
 
@@ -44,6 +45,14 @@ def receive_shape(
 def layouts_of(packs: Packs) -> list[PackLayout]:
     """The layouts of all packs, without packing them."""
     return packs.layouts if isinstance(packs, StepPacks) else [pack.layout for pack in packs]
+
+
+def _set_context_groups(packs: Packs, groups: Mapping[int, Any]) -> None:
+    if isinstance(packs, StepPacks):
+        packs.set_context_groups(groups)
+        return
+    for pack in packs:
+        pack.params.set_context_group(groups.get(pack.layout.cp_size))
 
 
 def run_schedule(
@@ -81,8 +90,11 @@ def run_schedule(
         LayoutError: when plan and packs, or plan and schedule, do not match.
         DeviceMemoryError: on a rank whose device runs out of memory; names micro-batch and key.
     """
-    if len(packs) != plan.num_micro_batches:
-        raise LayoutError(f"the plan has {plan.num_micro_batches} micro-batches and {len(packs)} were packed")
+    planned = len(plan.micro_batches[layout.dp_rank])
+    if len(packs) != planned:
+        raise LayoutError(f"the plan has {planned} micro-batches of this rank and {len(packs)} were packed")
+    if plan.blocks is not None:
+        _set_context_groups(packs, context_groups(layout, plan.blocks.sizes))
     pack_layouts = layouts_of(packs)
     config = gpt_of(chunks[0]).config
     # Routers count tokens for their auxiliary losses: they must know the padding.
@@ -92,7 +104,7 @@ def run_schedule(
         # a backward pass no loss reads it.
         needs_padding_mask = False
 
-    tracker = MicroBatchTracker(plan, train=not forward_only)
+    tracker = MicroBatchTracker(plan, planned, train=not forward_only)
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
         pack = next(iterator)

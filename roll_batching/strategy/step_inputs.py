@@ -157,5 +157,5 @@ def count_local(layout: ParallelLayout, local: SampleBatch, plan: Plan | None, s
             # `Team.agree` takes the maximum of the int64 bits within a replica: those of -0.0 are the lowest.
             sums=dict.fromkeys(spec.sums, -0.0),
         )
-    rows = local.rows_of(plan.ids[plan.rank_samples(layout.dp_rank)])
+    rows = local.rows_of(plan.ids[plan.counted_samples(layout.dp_rank)])
     return local_counts(local, spec.masks, spec.sums, truncated_lengths(plan, layout.dp_rank), rows)

@@ -138,7 +138,7 @@ def _rank_result(
 ) -> _RankResult:
     # Queued on the device before the host read below, so that one wait covers both.
     square = None if grad_square is None else grad_square()
-    losses, metrics = to_host([r.loss for r in records], [r.metrics for r in records])
+    losses, metrics = to_host([r.loss for r in records], [r.metrics for r in records if r.is_counted])
     problem = None if runner.error is None else str(runner.error)
     bad = [r for r, value in zip(records, losses, strict=True) if not math.isfinite(value)]
     if problem is None and bad:
@@ -148,11 +148,11 @@ def _rank_result(
             f"the loss is {value} for sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, samples[:16]))}: "
             "look at these samples' fields and at what the loss computes from them. The optimizer made no step"
         )
-    # The ranks of a replica compute the same loss: one of them reports it. Under context parallelism a loss may
-    # return partial sums instead, and then every context-parallel rank reports its own.
-    is_reporting = layout.is_last_stage and layout.tp_rank == 0 and (layout.cp_rank == 0 or runner.partial_over_cp)
+    # Tensor-parallel ranks compute the same loss: one of them reports it. Of context-parallel ranks see `is_counted`.
+    is_reporting = layout.is_last_stage and layout.tp_rank == 0
+    counted = sum(value for record, value in zip(records, losses, strict=True) if record.is_counted)
     return _RankResult(
-        loss=sum(losses) if is_reporting else 0.0,
+        loss=counted if is_reporting else 0.0,
         metrics=[metrics] if is_reporting and metrics else [],
         grad_square=0.0 if square is None else float(square),
         problems=() if problem is None else (problem,),

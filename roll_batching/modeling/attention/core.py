@@ -89,7 +89,7 @@ class PackedCore(torch.nn.Module):
             query, key = self.rotation(query, key, params)
         keys: LocalKeys | GatheredKeys = LocalKeys(key, value)
         if params.local_tokens is not None or params.shares_prefixes:
-            group = None if params.local_tokens is None else self.cp_group
+            group = None if params.local_tokens is None else params.context_group(self.cp_group)
             keys = GatheredKeys(key, value, group, keep=self._recomputed)
         with keys.attention_scope():
             return self.attend(query, keys, params.attention)

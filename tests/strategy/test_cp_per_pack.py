@@ -1,0 +1,166 @@
+"""Steps whose packs have their own context-parallel sizes equal steps with one size: loss, gradients, log-probs.
+
+The right result is that of the same samples on the same ranks without context parallelism, whose equality
+`test_layouts` proves. Plans are random legal ones, beside those of the planner. `./scripts/test.sh -m layouts` runs the
+whole matrix.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.strategy.test_layouts import _meet, _part
+from tests.strategy.test_shared_prefixes import LogitsLoss
+from tests.support.experts import let_experts_run
+from tests.support.layouts import Layout
+from tests.support.models import ARCHITECTURE, random_batch
+from tests.support.ranks import run_ranks
+
+HERE = "tests.strategy.test_cp_per_pack:"
+CAP, LONGEST = 64, 120
+LIMIT = 2e-6
+LOSS_LIMIT = 1e-5
+"""Relative; positive and negative terms of a loss cancel."""
+
+CORE = [
+    Layout(dp=4),
+    Layout(dp=4, distopt=True, per_token=False),
+    Layout(dp=2, pp=2),
+    Layout(dp=2, tp=2, sp=True),
+    Layout(dp=2, pp=2, vpp=2),
+    Layout(dp=4, ep=2, moe=True),
+]
+MATRIX = [
+    Layout(dp=8),
+    Layout(dp=8, recompute=True, distopt=True),
+    Layout(dp=4, pp=2),
+    Layout(dp=4, pp=2, vpp=2, per_token=False),
+    Layout(dp=4, tp=2, sp=True),
+    Layout(dp=4, tp=2, distopt=True, tied=True),
+    Layout(dp=2, pp=4),
+    Layout(dp=2, tp=2, sp=True, pp=2, recompute=True),
+    Layout(dp=8, ep=4, moe=True),
+    Layout(dp=4, tp=2, sp=True, ep=2, moe=True, router=True),
+    Layout(dp=4, pp=2, ep=2, moe=True, distopt=True),
+]
+
+
+def losses() -> dict[str, Any]:
+    from roll_batching.losses import PolicyLoss, SFTLoss
+
+    return {
+        "policy": PolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.05, kl_bound=None, entropy_coef=0.02),
+        "sft": SFTLoss(),
+        "sequences": PolicyLoss(ratio="sequence", aggregation="sequence_mean"),
+        "logits": LogitsLoss(gather_cp=False),
+        "gathered logits": LogitsLoss(gather_cp=True),
+    }
+
+
+def compare(payload: tuple[str, list[dict[str, Any]], list[str], int]) -> list[list[str]]:
+    """For each layout: the cases that differ, with how much."""
+    folder, layouts, names, seeds = payload
+    let_experts_run()
+    found = []
+    for index, layout in enumerate(layouts):
+        _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")
+        found.append(_compare_layout(Layout(**layout), names, seeds))
+        _part()
+    return found
+
+
+def _compare_layout(layout: Layout, names: list[str], seeds: int) -> list[str]:
+    from roll_batching.samples import collect, distribute, gather_lengths
+    from tests.losses.steps import gap, make_strategy, mine, refill
+    from tests.support.blocks import random_block_plan
+    from tests.support.models import whole_gradients
+
+    experts = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}} if layout.moe else {}
+    shape = {**ARCHITECTURE, "num_layers": max(2, layout.pp * layout.vpp), **experts}
+    training = {
+        "overlap_grad_reduce": layout.distopt,
+        "overlap_param_gather": layout.distopt,
+    }
+    strategy = make_strategy(cap=4 * LONGEST, architecture=shape, megatron=layout.megatron() | training)
+
+    def step(local: Any, plan: Any, loss: Any) -> tuple[Any, dict[str, Any]]:
+        refill(strategy)
+        result = strategy.train_step(distribute(local, plan), plan, loss)
+        return result, whole_gradients(strategy.chunks, 61, strategy.layout.tp_rank, layout.distopt)
+
+    differing = []
+    for seed in range(seeds):
+        whole = random_batch(70 + seed, 17, LONGEST)
+        local = mine(strategy, whole)
+        table = gather_lengths(local)
+        fixed = strategy.plan(table)
+        sizes = {name: getattr(strategy.layout, name) for name in ("tp_size", "pp_size", "vpp_size", "ep_size")}
+        plan = random_block_plan(
+            table.lengths.tolist(),
+            layout.dp,
+            CAP,
+            seed,
+            in_columns=layout.moe or layout.vpp > 1,
+            ids=table.ids,
+            location=table.location,
+            sequence_parallel=strategy.layout.sequence_parallel,
+            **sizes,
+        )
+        assert len({mb.cp_size for rank in plan.micro_batches for mb in rank}) > 1
+        for name in names:
+            loss = losses()[name]
+            found, right = step(local, plan, loss), step(local, fixed, loss)
+            loss_gap, *gaps = gap(found, right)
+            if name == names[0]:
+                gaps += _log_prob_gaps(strategy, local, plan, fixed)
+                distributed, metric = distribute(local, plan), found[0].metrics
+                assert metric.keys() == right[0].metrics.keys()
+                gaps += [abs(metric[key] - right[0].metrics[key]) / max(abs(metric[key]), 1.0) for key in metric]
+                evaluated = strategy.evaluate(distributed, plan, loss)["loss"]
+                gaps.append(abs(evaluated - strategy.evaluate(distribute(local, fixed), fixed, loss)["loss"]))
+            if max(gaps) > LIMIT or loss_gap > LOSS_LIMIT:
+                worst = f"loss {loss_gap:.1e}, gradients {gaps[0]:.1e}, others {max(gaps[1:], default=0):.1e}"
+                differing.append(f"{layout} seed {seed} {name}: {worst}")
+        assert collect(distribute(local, plan), plan, like=local).describe() == local.describe()
+    return differing
+
+
+def _log_prob_gaps(strategy: Any, local: Any, plan: Any, fixed: Any) -> list[float]:
+    from roll_batching.samples import collect, distribute
+
+    first, second = (
+        collect(strategy.compute_log_probs(distribute(local, one), one), one, like=local)["log_probs"]
+        for one in (plan, fixed)
+    )
+    return ((first - second).abs() / second.abs().clamp(min=1)).tolist()
+
+
+def _run(layouts: list[Layout], names: list[str], seeds: int) -> None:
+    differing = []
+    for ranks in sorted({layout.ranks for layout in layouts}):
+        same = [asdict(layout) for layout in layouts if layout.ranks == ranks]
+        with tempfile.TemporaryDirectory() as folder:
+            for found in run_ranks(ranks, HERE + "compare", (folder, same, names, seeds), timeout=900):
+                differing += [line for lines in found for line in lines]
+    assert not differing, "\n".join(differing)
+
+
+def test_core_layouts() -> None:
+    _run(CORE, ["policy", "logits"], 2)
+
+
+def test_every_loss() -> None:
+    _run([Layout(dp=4)], list(losses()), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.layouts
+def test_the_whole_matrix() -> None:
+    _run(MATRIX, ["policy", "sequences", "gathered logits"], 3)
