@@ -48,6 +48,7 @@ class Facts:
         self.in_replica: dict[str, str] = {}
         self.cures: dict[str, str] = {}
         self.counted = self.total = torch.zeros(0, dtype=torch.float64)
+        self.balance, self.imbalance_message = 0, ""
 
     def equal(self, label: str, value: Any, cure: str = "") -> None:
         """Requires `str(value)` to be equal on all ranks; the error ends with `cure`."""
@@ -60,6 +61,13 @@ class Facts:
     def count(self, numbers: torch.Tensor) -> None:
         """Adds up fp64 `numbers` [n] of this rank's replica over replicas, into `total`. For `Team.agree` only."""
         self.counted = numbers
+
+    def balanced(self, number: int, message: str) -> None:
+        """Requires the numbers of all replicas to add up to 0, else all raise `message`. For `Team.agree` only.
+
+        Replicas that share some samples compare them so: one adds a multiple of their digest, the others subtract it.
+        """
+        self.balance, self.imbalance_message = number, message
 
     def bounds(self) -> list[int]:
         """Digests of the facts on all ranks and in the replica, each followed by its negative.

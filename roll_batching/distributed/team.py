@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from roll_batching.distributed.consensus import Facts, Failure, failure_message, raise_on_all, rank_error
 from roll_batching.distributed.groups import divided_host_group
+from roll_batching.errors import RankError
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class Team:
 
     @contextlib.contextmanager
     def agree(self, what: str) -> Iterator[Facts]:
-        """`consensus` among all ranks, with facts per replica and counts. Collective: one exchange.
+        """`consensus` among all ranks, with facts per replica, balance and counts. Collective: one exchange.
 
         Numbers passed to `Facts.count` are summed over replicas into `Facts.total`, available after the block.
         """
@@ -78,7 +79,8 @@ class Team:
             if self.replica_group is None and self.peer_group is None:
                 raise
             error = caught
-        votes = torch.tensor([int(error is not None), *facts.bounds(), len(facts.counted)], dtype=torch.int64)
+        head = [int(error is not None), *facts.bounds(), len(facts.counted), facts.balance]
+        votes = torch.tensor(head, dtype=torch.int64)
         votes = torch.cat([votes, _to_bits(facts.counted[:_INLINE_COUNTS])])
         if self.replica_group is not None:
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.replica_group)
@@ -86,12 +88,14 @@ class Team:
         if self.peer_group is not None:
             by_replica = votes.new_empty(self.num_replicas, len(votes))
             dist.all_gather(list(by_replica), votes, group=self.peer_group)
-        failed, high, low, high_here, low_here, lengths = by_replica[:, :6].t()
+        failed, high, low, high_here, low_here, lengths, balance = by_replica[:, : len(head)].t()
         equal = bool((high == -low).all() and (high == high[0]).all() and (high_here == -low_here).all())
         if bool(failed.any()) or not equal:
             raise_on_all(self.everyone, what, error, facts, self.replica_index)
+        if int(balance.sum()):
+            raise RankError(f"{what}: {facts.imbalance_message}")
         # MAX over a replica leaves its counts as they are: its ranks hold the same samples, hence equal numbers.
-        facts.total = by_replica[:, 6:].contiguous().view(torch.float64).sum(0)[: len(facts.counted)]
+        facts.total = by_replica[:, len(head) :].contiguous().view(torch.float64).sum(0)[: len(facts.counted)]
         if int(lengths[0]) > _INLINE_COUNTS:
             self._sum_rest(facts)
 

@@ -78,6 +78,10 @@ class AttentionBackend(Protocol):
     windows: bool = False
     """Whether its cores apply `TransformerConfig.window_size`. If not, samples longer than the window are refused."""
 
+    context_size_per_pack: bool = False
+    """Whether its cores exchange keys over `PackedParams.context_group`. If not, plans with a context-parallel size per
+    pack are refused."""
+
     shares_prefixes: bool = False
     """Whether its metadata reads `spans_of`, whose keys of one sample may be several runs of tokens. If not, packs
     whose samples share prefixes are refused."""

@@ -17,9 +17,13 @@ from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.checks import content_digest
 from roll_batching.samples.length_table import require_batch
+from roll_batching.strategy.context_sizes import context_size_obstacle
 from roll_batching.strategy.model_state import ModelState
 from roll_batching.strategy.prefix_sharing import sharing_obstacle
 
+SAME_BLOCK_SAMPLES = (
+    "ranks that compute a pack together have different samples of it: pass the result of distribute(batch, plan)"
+)
 SAME_SAMPLES = "Give all tensor-, context- and pipeline-parallel ranks of a data-parallel rank the same samples"
 
 
@@ -48,6 +52,8 @@ def pack_inputs(
         )
     layout = state.layout
     _check_plan(plan, layout)
+    if plan.blocks is not None and (obstacle := context_size_obstacle(state)) is not None:
+        raise LayoutError(f"packs of the plan have different context-parallel sizes, but {obstacle}")
     if plan.shared.any() and (obstacle := sharing_obstacle(state)) is not None:
         raise LayoutError(f"samples of the plan share prefixes, but {obstacle}; or plan without prefixes")
     check_window(int(plan.used[plan.samples].max(initial=0)), state)
@@ -67,11 +73,24 @@ def pack_inputs(
     )
     check_tokens(local, state)
     check_positions(max((pack.longest_sequence for pack in packs.layouts), default=0), state)
+    if plan.blocks is not None and local.origin is None:
+        facts.balanced(_block_balance(local, plan, layout.dp_rank), SAME_BLOCK_SAMPLES)
     # Ranks of a replica with different samples of equal lengths would train on a mixture, without any error.
     if layout.tp_size * layout.cp_size * layout.pp_size > 1:
         content = local.origin or content_digest(local.ids, local.lengths, local.fields)
         facts.equal_in_replica("the batch of a replica", content, SAME_SAMPLES)
     return packs
+
+
+def _block_balance(local: SampleBatch, plan: Plan, dp_rank: int) -> int:
+    """For `Facts.balanced`: 0 over all ranks if those of each block hold the same samples."""
+    balance = 0
+    for mb in plan.micro_batches[dp_rank]:
+        if mb.cp_size > 1:
+            samples = local.select_ids(plan.ids[mb.samples])
+            content = content_digest(samples.ids, samples.lengths, samples.fields) >> 30  # sums stay below 2^63
+            balance += content * (mb.cp_size - 1) if mb.ranks.start == dp_rank else -content
+    return balance
 
 
 def check_tokens(batch: SampleBatch, state: ModelState) -> None:

@@ -152,6 +152,123 @@ def _run(layouts: list[Layout], names: list[str], seeds: int) -> None:
     assert not differing, "\n".join(differing)
 
 
+def compare_with_prefixes(seeds: int) -> list[str]:
+    """Cases whose samples share prefixes in packs of several sizes that differ from the same without either."""
+    from roll_batching.samples import collect, distribute, find_shared_prefixes, gather_lengths
+    from tests.losses.steps import gap, make_strategy, mine, step
+    from tests.strategy.test_shared_prefixes import batch, kinds
+    from tests.support.blocks import random_block_plan
+
+    strategy = make_strategy(cap=400)
+    differing = []
+    for seed in range(seeds):
+        for kind in kinds():
+            whole = batch(kind, torch.Generator().manual_seed(seed))
+            local = mine(strategy, whole)
+            table = find_shared_prefixes(local, gather_lengths(local))
+            plan = random_block_plan(
+                table.lengths.tolist(),
+                strategy.layout.dp_size,
+                100,
+                seed,
+                ids=table.ids,
+                location=table.location,
+                prefixes=table.prefixes,
+            )
+            fixed = strategy.plan(gather_lengths(local))
+            for name in ("policy", "logits"):
+                loss = losses()[name]
+                found, right = (step(strategy, whole, loss, one) for one in (plan, fixed))
+                gaps = gap(found, right)
+                if gaps[0] > LOSS_LIMIT or gaps[1] > LIMIT:
+                    differing.append(f"{kind}, seed {seed}, {name}: {gaps}")
+            log_probs = _log_prob_gaps(strategy, local, plan, fixed)
+            if max(log_probs) > LIMIT:
+                differing.append(f"{kind}, seed {seed}: log-probs {max(log_probs)}")
+            shared = collect(distribute(local, plan), plan, like=local)
+            assert torch.equal(shared["input_ids"], local["input_ids"])
+    return differing
+
+
+def test_packs_that_share_prefixes() -> None:
+    for found in run_ranks(4, HERE + "compare_with_prefixes", 2, timeout=600):
+        assert not found, "\n".join(found)
+
+
+def rubbish(_: None) -> list[str]:
+    """Messages of errors that one rank's bad input raises."""
+    from dataclasses import replace
+
+    from roll_batching.errors import RollBatchingError
+    from roll_batching.losses import SFTLoss
+    from roll_batching.planning import Plan, PlanConstraints
+    from roll_batching.samples import SampleBatch, distribute, gather_lengths
+    from tests.losses.steps import make_strategy, mine
+    from tests.support.blocks import random_block_plan
+
+    strategy = make_strategy(cap=4 * LONGEST)
+    local = mine(strategy, random_batch(3, 12, LONGEST))
+    table = gather_lengths(local)
+    plan = random_block_plan(table.lengths.tolist(), 4, CAP, 1, ids=table.ids, location=table.location)
+    placed = distribute(local, plan)
+    rank = strategy.layout.dp_rank
+    shared = [mb for mb in plan.micro_batches[rank] if mb.cp_size > 1]
+    other = placed
+    if rank == 1:  # a rank of a block has another token in a sample of the block
+        row = int(placed.rows_of(plan.ids[shared[0].samples[:1]])[0])
+        ids = placed["input_ids"].clone()
+        ids[placed.offsets[row]] = (ids[placed.offsets[row]] + 1) % 61
+        other = SampleBatch(placed.ids, placed.lengths, placed.fields | {"input_ids": ids}, placed.schema)
+    table_of_blocks = plan.to_dict() | {"blocks": None}
+
+    def of_another_rank_count() -> Any:
+        whole = PlanConstraints(dp_size=2, max_tokens=400, max_cp_size=2)
+        two = Plan.from_bins([[[0]], [[1]]], [5, 6], whole)
+        return strategy.train_step(placed, two, SFTLoss())
+
+    def in_rows_form() -> Any:
+        state = strategy.state
+        strategy.state = replace(state, settings=replace(state.settings, pipeline_shapes="shared"))
+        try:
+            return strategy.train_step(placed, plan, SFTLoss())
+        finally:
+            strategy.state = state
+
+    messages = []
+    for call in (
+        lambda: strategy.train_step(other, plan, SFTLoss()),
+        lambda: strategy.train_step(placed if rank != 2 else placed.select(torch.arange(1)), plan, SFTLoss()),
+        of_another_rank_count,
+        in_rows_form,
+        lambda: Plan.from_dict(table_of_blocks),
+        lambda: Plan.from_dict(plan.to_dict() | {"blocks": {**plan.to_dict()["blocks"], "cp_sizes": [1.5]}}),
+        lambda: Plan.from_dict(plan.to_dict() | {"blocks": {"first_ranks": []}}),
+    ):
+        try:
+            call()
+        except RollBatchingError as error:
+            messages.append(str(error))
+        else:
+            messages.append("no error")
+    strategy.train_step(placed, plan, SFTLoss())  # no rank is left in a collective
+    return messages
+
+
+def test_bad_input_of_one_rank_is_an_error_on_all() -> None:
+    wanted = [
+        "ranks that compute a pack together have different samples of it",
+        "samples",
+        "dp_size=2",
+        "pipeline_shapes",
+        "micro-batches",
+        "blocks.cp_sizes",
+        "the blocks of this plan must have",
+    ]
+    for messages in run_ranks(4, HERE + "rubbish", None, timeout=300):
+        for message, words in zip(messages, wanted, strict=True):
+            assert words in message, (words, message)
+
+
 def test_core_layouts() -> None:
     _run(CORE, ["policy", "logits"], 2)
 

@@ -66,6 +66,7 @@ class DenseBackend(AttentionBackend):
     rotates = True
     decodes = True
     shares_prefixes = True
+    context_size_per_pack = True
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
         """See `AttentionBackend.build_core`."""

@@ -63,6 +63,7 @@ class VarlenBackend(AttentionBackend):
     rotates = True
     decodes = True
     shares_prefixes = True
+    context_size_per_pack = True
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
         """See `AttentionBackend.build_core`."""

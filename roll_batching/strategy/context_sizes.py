@@ -1,0 +1,27 @@
+"""Whether a model can take packs with context-parallel sizes of their own."""
+
+from __future__ import annotations
+
+from roll_batching.modeling.head import gpt_of
+from roll_batching.strategy.model_state import ModelState
+
+
+def context_size_obstacle(state: ModelState) -> str | None:
+    """Why packs of this model cannot have their own context-parallel sizes; None if they can."""
+    if state.attention is None or not getattr(state.attention, "context_size_per_pack", False):
+        name = "the model's own" if state.attention is None else state.attention.name
+        return (
+            f"the attention ({name}) exchanges keys over the layout's context-parallel group: choose dense, varlen or "
+            "flash_attn, or one context_parallel_size"
+        )
+    embedding = gpt_of(state.chunks[0]).position_embedding_type
+    if embedding not in ("none", "learned_absolute"):
+        return (
+            f"the model rotates positions itself ({embedding}), by the layout's context-parallel size: build it with "
+            "packed_layer_spec(config, RotarySettings(...)) and position_embedding_type='none'"
+        )
+    if state.settings.rows_form:
+        return "rows_form passes rectangles without a context-parallel group: leave it out"
+    if state.settings.pipeline_shapes == "shared":
+        return "pipeline_shapes: shared gives all packs one length: set planned or exchanged"
+    return None
