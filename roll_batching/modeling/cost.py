@@ -15,6 +15,7 @@ import torch
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.modeling.spec import is_mixture
 from roll_batching.planning import CostModel, FlopsCost, ParallelDims, Plan
+from roll_batching.planning.pack_times import Cluster, PackTimes
 
 DENSE_BF16 = {
     "H100 PCIe": 756e12,
@@ -49,6 +50,20 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         moe_shared_expert_size=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
         tp_size=layout.tp_size,
         cp_size=layout.cp_size,
+    )
+
+
+def model_pack_times(config: Any, vocab_size: int, layout: ParallelLayout, cluster: Cluster) -> PackTimes:
+    """Predicted times of packs of a GPTModel with this TransformerConfig, on a cluster."""
+    return PackTimes.of_model(
+        model_cost(config, vocab_size, layout),
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_query_groups=config.num_query_groups or config.num_attention_heads,
+        kv_channels=config.kv_channels,
+        tp_size=layout.tp_size,
+        pp_size=layout.pp_size,
+        cluster=cluster,
     )
 
 

@@ -22,6 +22,7 @@ from roll_batching.planning.compiled import compiled_once
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import DEFAULT_COST
 from roll_batching.planning.forming import PositionPool, pools_of_units
+from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.pipeline.num_micro_batches import legal_count
 from roll_batching.planning.placement import (
     Placement,
@@ -55,6 +56,7 @@ def plan_step(
     home_rank: ArrayLike | None = None,
     location: ArrayLike | None = None,
     prefixes: SharedPrefixes | None = None,
+    times: PackTimes | None = None,
 ) -> Plan:
     """Plan one optimizer step (or one forward pass) over `lengths`.
 
@@ -67,6 +69,7 @@ def plan_step(
         home_rank: int[n], the DP rank where each sample stays; None: any rank.
         location: int[n], the DP rank that holds the data of each sample; not used for planning.
         prefixes: what the samples share; samples of one micro-batch compute it once. None: nothing is shared.
+        times: predicted times of packs, by which `max_cp_size` > 1 chooses their context-parallel sizes.
 
     Equal arguments give equal plans on every machine. Raises `PlanError` when no valid plan exists.
     """

@@ -9,6 +9,7 @@ from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import CostModel
+from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.partition import batch_balance
 from roll_batching.planning.plan import Plan
 from roll_batching.planning.planner import plan_step
@@ -53,6 +54,8 @@ class RolePlanner:
     cost: CostModel
     share_prefixes: bool | Literal["auto"] = False
     """Whether packs share the prefixes that the table names; "auto": where that saves at least 5% of the tokens."""
+    times: PackTimes | None = None
+    """Predicted times of packs, for constraints with a context-parallel size per pack."""
 
     def plan(self, table: Table, *, forward: bool = False, group_ids: Any = None, home_rank: Any = None) -> Plan:
         """Plan the samples of `table`; `forward`: for a pass without gradients. See `plan_step`.
@@ -69,6 +72,7 @@ class RolePlanner:
             home_rank=home_rank,
             location=table.location,
             prefixes=self._prefixes(table) if constraints.mode == "packed" else None,
+            times=self.times,
         )
 
     def _prefixes(self, table: Table) -> SharedPrefixes | None:

@@ -280,4 +280,4 @@ def _local(strategy: MegatronInferStrategy, plan: Plan) -> SampleBatch:
 def _constraints(strategy: MegatronInferStrategy, batching: BatchingSpec) -> PlanConstraints:
     state = strategy.state
     group = state.settings.group_size if state.layout.interleaved else None
-    return PlanConstraints.of(state.layout, batching, group_size=group)
+    return PlanConstraints.of(state.layout, batching, group_size=group, max_cp_size=state.settings.max_cp_size)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import AfterValidator, PrivateAttr, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
+from roll_batching.errors import LayoutError
 from roll_batching.planning import ParallelDims
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS
 from roll_batching.settings.fields import RegisteredName, Settings, setting
@@ -21,6 +22,12 @@ _DTYPES = frozenset(OPTIMIZER_DTYPES)
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
 
 
+def _at_least_one(value: int | str) -> int | str:
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"is {value}; it must be at least 1")
+    return value
+
+
 class MegatronConfig(Settings):
     """`strategy_config` of the Megatron strategies. Keys left out are taken from actor_train's."""
 
@@ -29,7 +36,16 @@ class MegatronConfig(Settings):
     virtual_pipeline_model_parallel_size: int | None = setting(
         None, help="Model chunks per pipeline stage (VPP); needs PP > 1.", ge=1
     )
-    context_parallel_size: int = setting(1, help="Context-parallel size (CP).", ge=1)
+    context_parallel_size: Annotated[int | Literal["auto"], AfterValidator(_at_least_one)] = setting(
+        1, help="Context-parallel size (CP). auto: each pack has its own; needs use_sequence_packing."
+    )
+    max_context_parallel_size: int | None = setting(
+        None,
+        help="Largest size of a pack under context_parallel_size: auto, a power of two. Default: the largest that "
+        "divides the ranks that share the data. The cap of a pack is then that of each of its ranks.",
+        ge=1,
+    )
+    dynamic_context_parallel: bool = setting(False, help="Megatron's name for context_parallel_size: auto.")
     expert_model_parallel_size: int = setting(
         1, help="Expert-parallel size (EP); above 1 it needs a mixture of experts.", ge=1
     )
@@ -108,15 +124,42 @@ class MegatronConfig(Settings):
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
+    def has_cp_per_pack(self) -> bool:
+        """Whether each pack has its own context-parallel size."""
+        return self.context_parallel_size == "auto"
+
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel size of the layout; 1 where each pack has its own."""
+        return 1 if self.context_parallel_size == "auto" else self.context_parallel_size
+
+    def max_cp_size(self, dp_size: int) -> int:
+        """Largest context-parallel size of a pack among `dp_size` data-parallel ranks; 1 where all have the layout's.
+
+        Raises `LayoutError` where the key does not divide the ranks.
+        """
+        if not self.has_cp_per_pack:
+            return 1
+        largest = self.max_context_parallel_size
+        if largest is None:
+            return dp_size & -dp_size
+        if largest & (largest - 1) or dp_size % largest:
+            raise LayoutError(
+                f"strategy_config.max_context_parallel_size is {largest}: it must be a power of two that divides the "
+                f"{dp_size} ranks that share the data"
+            )
+        return largest
+
+    @property
     def model_size(self) -> int:
         """Ranks that share one copy of the data: TP x PP x CP."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.cp_size
 
     def misfit(self, world_size: int) -> str:
         """The error text when `world_size` processes do not divide into copies of this layout."""
         return (
             f"{world_size} processes do not divide into copies of TP {self.tensor_model_parallel_size} x "
-            f"PP {self.pipeline_model_parallel_size} x CP {self.context_parallel_size} = {self.model_size} ranks; "
+            f"PP {self.pipeline_model_parallel_size} x CP {self.cp_size} = {self.model_size} ranks; "
             f"use a multiple of {self.model_size} processes, or smaller sizes"
         )
 
@@ -125,12 +168,26 @@ class MegatronConfig(Settings):
         return ParallelDims.of_world(
             world_size,
             tp_size=self.tensor_model_parallel_size,
-            cp_size=self.context_parallel_size,
+            cp_size=self.cp_size,
             pp_size=self.pipeline_model_parallel_size,
             vpp_size=self.vpp_size,
             ep_size=self.expert_model_parallel_size,
             sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
         )
+
+    @model_validator(mode="after")
+    def _one_context_parallel_size(self) -> MegatronConfig:
+        if self.dynamic_context_parallel and self.context_parallel_size not in (1, "auto"):
+            raise ValueError(
+                f"dynamic_context_parallel gives each pack its own size, and context_parallel_size is "
+                f"{self.context_parallel_size}: set context_parallel_size: auto, and max_context_parallel_size for the "
+                "largest"
+            )
+        if self.dynamic_context_parallel:
+            self.context_parallel_size = "auto"
+        if self.max_context_parallel_size is not None and not self.has_cp_per_pack:
+            raise ValueError("max_context_parallel_size is read with context_parallel_size: auto only")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -1,9 +1,19 @@
-"""Whether a model can take packs with context-parallel sizes of their own."""
+"""Packs with context-parallel sizes of their own: which models take them, and the times by which plans choose."""
 
 from __future__ import annotations
 
+from roll_batching.modeling.cost import model_pack_times
 from roll_batching.modeling.head import gpt_of
+from roll_batching.planning.pack_times import PackTimes
 from roll_batching.strategy.model_state import ModelState
+
+
+def pack_times_of(state: ModelState) -> PackTimes | None:
+    """Predicted times of packs of this model by size; None where all packs have the layout's size."""
+    if state.settings.max_cp_size == 1:
+        return None
+    gpt = gpt_of(state.chunks[0])
+    return model_pack_times(gpt.config, state.vocab_size or gpt.vocab_size, state.layout, state.settings.cluster)
 
 
 def context_size_obstacle(state: ModelState) -> str | None:

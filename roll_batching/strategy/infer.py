@@ -24,6 +24,7 @@ from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraints, RolePlanner
 from roll_batching.samples import FieldSpec, LengthTable, SampleBatch
 from roll_batching.settings import BatchingConfig, RoleSettings
+from roll_batching.strategy.context_sizes import pack_times_of
 from roll_batching.strategy.from_parts import list_of_chunks, require_process_group, state_from_parts
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, StepSettings
@@ -187,7 +188,7 @@ class MegatronInferStrategy(ModelIOMixin):
             dtype=dtype,
             cost=model_cost(chunks[0].config, architecture.vocab_size, layout),
             batching=batching,
-            settings=StepSettings.of(config),
+            settings=StepSettings.of(config, layout.dp_size),
             attention=kernels.attention,
             vocab_size=architecture.vocab_size,
             pg_collection=groups,
@@ -212,9 +213,8 @@ class MegatronInferStrategy(ModelIOMixin):
         """Constraints of this role's plans; `forward`: for passes without gradient."""
         state = self.state
         batching = state.batching.infer if forward else state.batching.train
-        return PlanConstraints.of(
-            state.layout, batching, group_size=state.settings.group_size if state.layout.interleaved else None
-        )
+        group_size = state.settings.group_size if state.layout.interleaved else None
+        return PlanConstraints.of(state.layout, batching, group_size=group_size, max_cp_size=state.settings.max_cp_size)
 
     @property
     def planner(self) -> RolePlanner:
@@ -224,6 +224,7 @@ class MegatronInferStrategy(ModelIOMixin):
             infer=self.constraints(forward=True),
             cost=self.state.cost,
             share_prefixes=sharing_of(self.state),
+            times=pack_times_of(self.state),
         )
 
     def gather_table(self, local: SampleBatch) -> LengthTable:

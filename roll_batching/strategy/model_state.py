@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,7 +12,8 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.packing.attention_backend import AttentionBackend
 from roll_batching.planning import CostModel
-from roll_batching.planning.plain_values import integer_of, switch_of
+from roll_batching.planning.pack_times import Cluster
+from roll_batching.planning.plain_values import integer_of, kind_of, switch_of
 from roll_batching.settings import ArchitectureConfig, BatchingConfig, RoleSettings
 
 SchedulerUnit = Literal["steps", "samples"]
@@ -36,23 +37,31 @@ class StepSettings:
     """False: keep Megatron's own scaling, which divides by micro-batches x data-parallel ranks."""
     rows_form: bool = False
     """Pass rectangles to the model as [rows, length], for models that cannot take packs."""
+    max_cp_size: int = 1
+    """Above 1, each pack has its own context-parallel size up to this one; see `PlanConstraints.max_cp_size`."""
+    cluster: Cluster = field(default_factory=Cluster)
+    """Rates by which plans choose context-parallel sizes."""
 
     def __post_init__(self) -> None:
         if self.pipeline_shapes not in (known := get_args(PipelineShapes)):
             raise LayoutError(f"pipeline_shapes={self.pipeline_shapes!r} is unknown: choose one of {', '.join(known)}")
         if self.group_size not in (None, "auto"):
             object.__setattr__(self, "group_size", integer_of("group_size", self.group_size, error=LayoutError))
+        object.__setattr__(self, "max_cp_size", integer_of("max_cp_size", self.max_cp_size, error=LayoutError))
+        if not isinstance(self.cluster, Cluster):
+            raise LayoutError(f"cluster is {kind_of(self.cluster)}: pass a Cluster")
         for name in ("apply_loss_scale", "rows_form"):
             object.__setattr__(self, name, switch_of(name, getattr(self, name), error=LayoutError))
 
     @classmethod
-    def of(cls, config: RoleSettings) -> StepSettings:
-        """The step settings of a role."""
+    def of(cls, config: RoleSettings, dp_size: int) -> StepSettings:
+        """The step settings of a role with `dp_size` data-parallel ranks."""
         megatron = config.strategy_args.strategy_config
         return cls(
             pipeline_shapes=megatron.pipeline_shapes,
             group_size=megatron.microbatch_group_size_per_vp_stage,
             apply_loss_scale=config.apply_loss_scale,
+            max_cp_size=megatron.max_cp_size(dp_size),
         )
 
 

@@ -119,7 +119,7 @@ def test_searches_stay_within_their_arrays_where_samples_are_few():
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert 50 < int(done.stdout) < 150
