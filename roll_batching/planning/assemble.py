@@ -21,15 +21,25 @@ from roll_batching.planning.problem import PlanProblem
 
 def assemble(problem: PlanProblem, placement: Placement) -> PlanArrays:
     """Checked arrays of the plan that `placement` describes."""
+    samples, offsets = _samples_of(problem, placement.units, placement.offsets)
+    return _assemble_samples(problem, samples, offsets, placement.count, row_length=placement.row_length)
+
+
+def assemble_blocks(problem: PlanProblem, units: Ints, offsets: Ints, blocks: PackBlocks) -> PlanArrays:
+    """Checked arrays of a plan with a context-parallel size per pack; `units[offsets[m]:offsets[m + 1]]` are pack m."""
+    samples, sample_offsets = _samples_of(problem, units, offsets)
+    return _assemble_samples(problem, samples, sample_offsets, max(map(len, blocks.lists)), blocks=blocks)
+
+
+def _samples_of(problem: PlanProblem, placed: Ints, offsets: Ints) -> tuple[Ints, Ints]:
+    """Samples of units in order, and offsets of micro-batches among them."""
     units = problem.units
-    sizes = units.rows[placement.units]
+    sizes = units.rows[placed]
     starts = offsets_of(sizes)
     # Index of each sample: its unit's first plus a running count in the unit.
     inside = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
-    samples = units.samples[np.repeat(units.offsets[placement.units], sizes) + inside]
-    return _assemble_samples(
-        problem, samples, starts[placement.offsets], placement.count, row_length=placement.row_length
-    )
+    samples = units.samples[np.repeat(units.offsets[placed], sizes) + inside]
+    return samples, starts[offsets]
 
 
 def _assemble_samples(

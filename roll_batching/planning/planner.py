@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from numpy.typing import ArrayLike
 
 from roll_batching.errors import PlanError
-from roll_batching.planning.assemble import assemble
+from roll_batching.planning.assemble import assemble, assemble_blocks
 from roll_batching.planning.batching_spec import load_algorithm
 from roll_batching.planning.compiled import compiled_once
 from roll_batching.planning.constraints import PlanConstraints
@@ -31,6 +31,7 @@ from roll_batching.planning.placement import (
     raise_count,
     spread_fillers,
 )
+from roll_batching.planning.plain_values import kind_of
 from roll_batching.planning.plan import Plan
 from roll_batching.planning.plan_arrays import PlanArrays
 from roll_batching.planning.prefixes import SharedPrefixes, part_sizes
@@ -79,8 +80,24 @@ def plan_step(
     def problem(largest_part: int | None = None) -> PlanProblem:
         return build_problem(lengths, constraints, cost=price, prefixes=prefixes, largest_part=largest_part, **given)
 
+    if constraints.has_cp_per_pack:
+        return Plan.of(_plan_blocks(problem(), times))
     has_trees = prefixes is not None and group_ids is None
     return Plan.of(_plan_trees(problem) if has_trees else _plan(problem()))
+
+
+def _plan_blocks(problem: PlanProblem, times: PackTimes | None) -> PlanArrays:
+    """Checked arrays of a plan with a context-parallel size per pack."""
+    if not isinstance(times, PackTimes):
+        raise PlanError(
+            f"max_cp_size={problem.constraints.max_cp_size} chooses sizes by predicted times of packs, and times is "
+            f"{kind_of(times)}: pass PackTimes.of_model(FlopsCost.from_model(...), ...)"
+        )
+    from roll_batching.planning.dynamic_cp.planner import place_blocks  # only such plans need the search
+
+    with compiled_once(_kind(problem)):
+        units, offsets, blocks = place_blocks(problem, times)
+    return assemble_blocks(problem, units, offsets, blocks)
 
 
 def _plan(problem: PlanProblem) -> PlanArrays:

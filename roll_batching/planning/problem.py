@@ -192,7 +192,8 @@ def _join_trees(
         first_costs=whole,
     )
     most = int(whole.sum()) if largest_part is None else largest_part
-    starts = cut_chain(chain, constraints.usable_tokens, most)
+    # With a context-parallel size per pack, trees stay small enough for packs of one rank.
+    starts = cut_chain(chain, min(constraints.usable_tokens, constraints.max_tokens or 0), most)
     return _Groups(samples, np.append(starts, len(samples)), home[starts]), alone[starts]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,10 @@ def _compare_layout(layout: Layout, names: list[str], seeds: int) -> list[str]:
             **sizes,
         )
         assert len({mb.cp_size for rank in plan.micro_batches for mb in rank}) > 1
-        for name in names:
+        for name in [*names, "planned"]:
+            if name == "planned":
+                plan, name = _with_sizes(strategy, layout.dp).plan(table), names[0]
+                assert plan.report.predicted_seconds is not None
             loss = losses()[name]
             found, right = step(local, plan, loss), step(local, fixed, loss)
             loss_gap, *gaps = gap(found, right)
@@ -130,6 +133,21 @@ def _compare_layout(layout: Layout, names: list[str], seeds: int) -> list[str]:
                 differing.append(f"{layout} seed {seed} {name}: {worst}")
         assert collect(distribute(local, plan), plan, like=local).describe() == local.describe()
     return differing
+
+
+def _with_sizes(strategy: Any, largest: int) -> Any:
+    """The planner of a strategy whose packs have sizes up to `largest`."""
+    state = strategy.state
+    try:
+        spec = replace(state.batching.train, max_tokens=CAP)
+        strategy.state = replace(
+            state,
+            batching=replace(state.batching, train=spec),
+            settings=replace(state.settings, max_cp_size=largest),
+        )
+        return strategy.planner
+    finally:
+        strategy.state = state
 
 
 def _log_prob_gaps(strategy: Any, local: Any, plan: Any, fixed: Any) -> list[float]:

@@ -1,0 +1,61 @@
+"""What each unit of samples costs and needs at each context-parallel size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll_batching.planning.arrays import Ints, round_up, sums_of
+from roll_batching.planning.constraints import PlanConstraints
+from roll_batching.planning.pack_times import PackTimes
+from roll_batching.planning.problem import PlanProblem
+
+
+@dataclass(frozen=True)
+class SizeChoices:
+    """Times and slots of units by context-parallel size; row i of an array is of size `sizes[i]` = 2^i."""
+
+    sizes: Ints
+    times: Ints
+    """int64[sizes, units]: nanoseconds that a unit adds to a pack."""
+    slots: Ints
+    """int64[sizes, units]: tokens of all slots of a unit."""
+    fixed: Ints
+    """int64[sizes]: nanoseconds of a pack beside its units."""
+    floor: int
+    """Least nanoseconds of a pack."""
+    caps: Ints
+    """int64[sizes]: most tokens of all slots of a pack."""
+    smallest: Ints
+    """int64[units]: index of the smallest size at which a unit fits into a pack."""
+
+    @classmethod
+    def of(cls, problem: PlanProblem, times: PackTimes) -> SizeChoices:
+        """Choices of the units of a problem, whose oversize units are dropped or cut."""
+        constraints, units = problem.constraints, problem.units
+        sizes = np.array([1 << i for i in range(constraints.max_cp_size.bit_length())], dtype=np.int64)
+        used, shared = problem.used[units.samples], np.zeros(len(units.samples), dtype=np.int64)
+        if problem.prefixes is not None:
+            shared = problem.prefixes.shared(units.samples, units.offsets)
+        unit_times, slots = [], []
+        for size in sizes.tolist():
+            own = times.sequences(used, size) - np.where(shared > 0, times.sequences(np.maximum(shared, 1), size), 0)
+            unit_times.append(sums_of(np.maximum(own, 0), units.offsets))
+            slots.append(sums_of(round_up(used - shared, constraints.sequence_alignment_of(size)), units.offsets))
+        caps = np.array([_cap(constraints, size) for size in sizes.tolist()], dtype=np.int64)
+        stacked = np.stack(slots)
+        return cls(
+            sizes=sizes,
+            times=np.stack(unit_times),
+            slots=stacked,
+            fixed=np.array([times.fixed(size) for size in sizes.tolist()], dtype=np.int64),
+            floor=times.floor,
+            caps=caps,
+            smallest=np.argmax(stacked <= caps[:, None], axis=0).astype(np.int64),
+        )
+
+
+def _cap(constraints: PlanConstraints, size: int) -> int:
+    alignment = constraints.pack_alignment_of(size)
+    return (constraints.max_tokens or 0) * size // alignment * alignment
