@@ -61,7 +61,7 @@ class StepSettings:
             pipeline_shapes=megatron.pipeline_shapes,
             group_size=megatron.microbatch_group_size_per_vp_stage,
             apply_loss_scale=config.apply_loss_scale,
-            max_cp_size=megatron.max_cp_size(dp_size),
+            max_cp_size=megatron.max_cp_size(dp_size) if config.use_sequence_packing else 1,
         )
 
 

@@ -90,7 +90,7 @@ def run_schedule(
         LayoutError: when plan and packs, or plan and schedule, do not match.
         DeviceMemoryError: on a rank whose device runs out of memory; names micro-batch and key.
     """
-    planned = len(plan.micro_batches[layout.dp_rank])
+    planned = plan.num_micro_batches if plan.blocks is None else len(plan.blocks.lists[layout.dp_rank])
     if len(packs) != planned:
         raise LayoutError(f"the plan has {planned} micro-batches of this rank and {len(packs)} were packed")
     if plan.blocks is not None:

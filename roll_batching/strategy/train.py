@@ -373,7 +373,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             config = self.chunks[0].config
             scaling = Scaling(
                 per_token=config.calculate_per_token_loss,
-                num_micro_batches=len(plan.micro_batches[self.layout.dp_rank]),
+                num_micro_batches=len(packs),
                 dp_size=self.layout.dp_size,
                 apply=self.settings.apply_loss_scale,
                 router_tokens=plan.report.real_tokens - plan.report.shared_tokens if has_router_losses(config) else 0,

@@ -78,6 +78,12 @@ _ONE_WHEN_SAMPLING = ("virtual_pipeline_model_parallel_size", "context_parallel_
 """Sizes that must be 1 in a model that samples."""
 
 
+def _fixed_size(layout: MegatronConfig, key: str) -> int:
+    """The size under one of `_ONE_WHEN_SAMPLING`; a size per pack does not concern sampling."""
+    size = getattr(layout, key)
+    return 1 if size in (None, "auto") else int(size)
+
+
 def policy_cannot_sample(job: JobKeys) -> Iterator[Problem]:
     """Sizes of actor_train that rule out sampling, where the training model has to sample."""
     if job.has_sampler and job.eval_samples:
@@ -90,7 +96,7 @@ def policy_cannot_sample(job: JobKeys) -> Iterator[Problem]:
         return
     layout = job.actor_train.strategy_args.strategy_config
     for key in _ONE_WHEN_SAMPLING:
-        if (size := getattr(layout, key) or 1) > 1:
+        if (size := _fixed_size(layout, key)) > 1:
             text = f"is {size}, and models sample only with 1; the training model {cure}"
             yield Problem(("actor_train", "strategy_args", "strategy_config", key), text)
 
@@ -99,10 +105,47 @@ def sampling_problems(name: str, role: WorkerConfig, train: WorkerConfig) -> Ite
     """Sizes of the role `name`, not the training model, that rule out sampling."""
     path = (name, "strategy_args", "strategy_config")
     for key in _ONE_WHEN_SAMPLING:
-        size, theirs = (getattr(one.strategy_args.strategy_config, key) or 1 for one in (role, train))
+        size, theirs = (_fixed_size(one.strategy_args.strategy_config, key) for one in (role, train))
         if size > 1:
             origin = ", as in actor_train" if size == theirs else ""
             yield Problem((*path, key), f"is {size}{origin}, and models sample only with 1; set it to 1 here")
+
+
+def cp_per_pack_problems(name: str, role: WorkerConfig, job: JobKeys) -> Iterator[Problem]:
+    """Keys of the role `name` that exclude a context-parallel size per pack.
+
+    Another role than actor_train may have taken the size from there; it has one per pack only where it packs.
+    """
+    layout, packing = role.strategy_args.strategy_config, role.sequence_packing_args
+    if name != "actor_train" and not role.use_sequence_packing:
+        return
+    path = (name, "strategy_args", "strategy_config", "context_parallel_size")
+    checks = (
+        ("use_sequence_packing", role.use_sequence_packing, True),
+        ("sequence_packing_args.algorithm", packing.algorithm, "load_balance"),
+        ("sequence_packing_args.min_num_micro_batches_train", packing.min_num_micro_batches_train, 1),
+        ("sequence_packing_args.min_num_micro_batches_forward", packing.min_num_micro_batches_forward, 1),
+    )
+    for key, value, needed in checks:
+        if value != needed:
+            text = (
+                f"auto gives each pack its own size, which needs {key}: {str(needed).lower()}; set it, or give a size"
+            )
+            yield Problem(path, text)
+    if job.batch_balance:
+        yield Problem(path, "auto places samples on several ranks, and batch_balance keeps each on one; leave it out")
+    if job.stream is not None:
+        yield Problem(path, "auto needs planned mini-batches, and the section train forms packs from a stream")
+    if role.planning_args.oversize == "alone":
+        text = (
+            "auto gives longer sequences more ranks, and planning_args.oversize is alone; set error, truncate or drop"
+        )
+        yield Problem(path, text)
+    if layout.pipeline_shapes == "shared":
+        yield Problem(path, "auto needs pipeline_shapes: planned or exchanged; shared gives all packs one length")
+    if layout.transformer_impl == "transformer_engine":
+        text = "auto needs transformer_impl: local; TransformerEngine's layers have one context-parallel group"
+        yield Problem(path, text)
 
 
 def _precision_of_the_optimizer(path: tuple[str, ...], layout: MegatronConfig) -> Iterator[Problem]:

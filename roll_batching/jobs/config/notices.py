@@ -258,6 +258,8 @@ def _lengths(job: JobKeys) -> Iterator[Notice]:
         text = f"is below the job's sequence_length {longest}; longer sequences are rotated all the same"
         yield Notice(("actor_train", "model_args", "architecture", "max_position_embeddings"), text)
     batching = job.actor_train.batching()
+    if job.actor_train.strategy_args.strategy_config.has_cp_per_pack:
+        return  # the cap is that of one rank of a pack, and how many there may be depends on the job's processes
     for kind, passes in (("train", batching.train), ("infer", batching.infer)):
         if passes.max_tokens is not None and longest > passes.max_tokens and passes.oversize == "error":
             text = f"sequences may reach {longest} tokens, over the cap of {passes.max_tokens} in {kind} passes"

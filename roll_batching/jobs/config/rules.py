@@ -11,6 +11,7 @@ from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.engine_rules import SERVED, engine_problems, uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.layout_rules import (
+    cp_per_pack_problems,
     differing_keys,
     layout_problems,
     policy_cannot_sample,
@@ -59,6 +60,9 @@ def broken_rules(job: JobKeys) -> list[Problem]:
     problems += async_problems(job)
     problems += engine_problems(job)
     problems += _lengths(job)
+    for name, role in job.roles.items():
+        if name != "actor_infer" and role.strategy_args.strategy_config.has_cp_per_pack:
+            problems += cp_per_pack_problems(name, role, job)
     return problems
 
 
@@ -124,11 +128,11 @@ def _dynamic(name: str, role: WorkerConfig, kind: Pass) -> Iterator[Problem]:
         yield Problem((name, cap_key), text)
     elif cap < step:
         yield Problem((name, cap_key), f"is {cap}, below {round_key} = {step}: not even one row would fit")
-    multiple = layout.tensor_model_parallel_size * layout.context_parallel_size
+    multiple = layout.tensor_model_parallel_size * layout.cp_size
     if step % multiple:
         text = (
             f"is {step}; it must be divisible by TP x CP = {layout.tensor_model_parallel_size} x "
-            f"{layout.context_parallel_size} = {multiple}; use {-(-step // multiple) * multiple}"
+            f"{layout.cp_size} = {multiple}; use {-(-step // multiple) * multiple}"
         )
         yield Problem((name, round_key), text)
 

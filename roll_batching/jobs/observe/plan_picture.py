@@ -63,7 +63,7 @@ def _draw_packs(plan: Plan, plt):  # type: ignore[no-untyped-def]
     from matplotlib.colors import LogNorm
 
     ranks, count = plan.constraints.dp_size, plan.num_micro_batches
-    width = int(plan.tokens.max())
+    width = int(plan.by_rank(plan.tokens).max())
     gap = max(width // 12, 1)
     placed = plan.used[plan.samples]
     norm = LogNorm(max(int(placed.min()), 1), max(int(placed.max()), int(placed.min()) + 1))
@@ -80,15 +80,15 @@ def _draw_packs(plan: Plan, plt):  # type: ignore[no-untyped-def]
     boxes = {"y": [], "left": [], "width": [], "colour": []}  # type: ignore[var-annotated]
     for rank in range(ranks):
         for k, mb in enumerate(plan.micro_batches[rank]):
-            left = k * (width + gap)
-            axis.barh(rank, mb.tokens, left=left, height=0.8, color="0.93", edgecolor="0.6", linewidth=0.5)
+            left, share = k * (width + gap), len(mb.ranks)
+            axis.barh(rank, mb.tokens / share, left=left, height=0.8, color="0.93", edgecolor="0.6", linewidth=0.5)
             if mb.is_filler:
                 axis.barh(rank, width, left=left, height=0.8, fill=False, hatch="////", edgecolor="0.7", linewidth=0)
-            starts = left + np.cumsum(mb.slots) - mb.slots
+            starts = left + (np.cumsum(mb.slots) - mb.slots) / share
             for start, length, shared in zip(starts, mb.lengths, mb.shared, strict=True):
                 boxes["y"].append(rank)
                 boxes["left"].append(start)
-                boxes["width"].append(int(length - shared))
+                boxes["width"].append(int(length - shared) / share)
                 boxes["colour"].append(colours(norm(int(length))))
     axis.barh(
         boxes["y"],
@@ -109,7 +109,7 @@ def _draw_packs(plan: Plan, plt):  # type: ignore[no-untyped-def]
     axis.set_ylabel("DP rank")
     axis.spines[["top", "right"]].set_visible(False)
     figure.colorbar(ScalarMappable(norm, colours), ax=axis, label="tokens of a sequence", pad=0.01)
-    totals = plan.costs.reshape(ranks, count).sum(axis=1)
+    totals = plan.by_rank(plan.costs).sum(axis=1)
     cost_axis.barh(range(ranks), totals / max(totals.mean(), 1), height=0.8, color="steelblue")
     cost_axis.axvline(1, color="crimson", lw=0.8)
     cost_axis.set_xlabel("cost / mean")
@@ -118,9 +118,9 @@ def _draw_packs(plan: Plan, plt):  # type: ignore[no-untyped-def]
 
 
 def _draw_maps(plan: Plan, plt):  # type: ignore[no-untyped-def]
-    ranks, count = plan.constraints.dp_size, plan.num_micro_batches
-    tokens = plan.tokens.reshape(ranks, count) / (plan.constraints.max_tokens or int(plan.tokens.max()))
-    costs = plan.costs.reshape(ranks, count) / max(plan.costs.mean(), 1)
+    tokens = plan.by_rank(plan.tokens) / (plan.constraints.max_tokens or int(plan.tokens.max()))
+    costs = plan.by_rank(plan.costs)
+    costs = costs / max(costs.mean(), 1)
     figure, axes = plt.subplots(1, 3, figsize=(15, 8), width_ratios=[4, 4, 1.4], layout="constrained")
     figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.93))
     for axis, table, label, colours in (

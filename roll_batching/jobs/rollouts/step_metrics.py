@@ -59,7 +59,7 @@ def _step_metrics(plan: Plan, result: StepResult) -> dict[str, HostMetric]:
 
 def _row_imbalance(plan: Plan) -> float:
     """(largest - smallest) / mean cost among the ranks at an index, on average over the micro-batches."""
-    costs = plan.costs.reshape(plan.constraints.dp_size, plan.num_micro_batches)
+    costs = plan.by_rank(plan.costs)
     return float(np.mean((costs.max(axis=0) - costs.min(axis=0)) / np.maximum(costs.mean(axis=0), 1)))
 
 
