@@ -21,6 +21,8 @@ def hide_known_warnings() -> None:
     # When one process loads a checkpoint of several; and Megatron passes torch's arguments in their old order.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
     warnings.filterwarnings("ignore", message="The argument order of load has been changed")
+    # Megatron's distributed optimizer reads `.grad` of views of parameters, and the CPU platform passes the read on.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     for name, beginning in _LOGGED.items():
         logger = logging.getLogger(name)
         if not any(isinstance(existing, _DropPrefix) for existing in logger.filters):

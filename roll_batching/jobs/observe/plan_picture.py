@@ -132,7 +132,7 @@ def _draw_maps(plan: Plan, plt):  # type: ignore[no-untyped-def]
         axis.set_xlabel("micro-batch")
         axis.set_ylabel("DP rank")
     totals = costs.sum(axis=1)
-    axes[2].plot(totals / totals.mean(), range(ranks), color="steelblue", lw=1)
+    axes[2].plot(totals / totals.mean(), range(len(totals)), color="steelblue", lw=1)
     axes[2].axvline(1, color="crimson", lw=0.8)
     axes[2].invert_yaxis()
     axes[2].set_xlabel("rank cost / mean")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from roll_batching.planning.arrays import Ints, round_up, sums_of
 from roll_batching.planning.constraints import PlanConstraints
+from roll_batching.planning.dynamic_cp.placed import PlacedPacks
 from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.problem import PlanProblem
 
@@ -54,6 +56,15 @@ class SizeChoices:
             caps=caps,
             smallest=np.argmax(stacked <= caps[:, None], axis=0).astype(np.int64),
         )
+
+    def pack_time(self, units: Sequence[int], level: int) -> int:
+        """Nanoseconds of a pack of `units` at `level`."""
+        return max(int(self.fixed[level] + self.times[level][list(units)].sum()), self.floor)
+
+    def pack_times(self, packs: PlacedPacks) -> Ints:
+        """int64[packs]: nanoseconds of each pack."""
+        pairs = zip(packs.units, packs.levels, strict=True)
+        return np.array([self.pack_time(units, level) for units, level in pairs], dtype=np.int64)
 
 
 def _cap(constraints: PlanConstraints, size: int) -> int:

@@ -3,60 +3,43 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 import numpy as np
 
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
+from roll_batching.planning.dynamic_cp.placed import PlacedPacks
 
 TARGETS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.12)
 """Longest times of a unit that are tried, in parts of the time of a rank: longer units get more ranks."""
 
 
-@dataclass(frozen=True)
-class PlacedPacks:
-    """Units of each pack, its first rank and its size index, in an order that every rank follows."""
-
-    units: list[list[int]]
-    first_ranks: list[int]
-    levels: list[int]
-    loads: Ints
-    """int64[ranks]: nanoseconds of each rank."""
-
-    @property
-    def step_time(self) -> int:
-        """Nanoseconds of the slowest rank."""
-        return int(self.loads.max())
-
-
 def place_nested(choices: SizeChoices, ranks: int) -> PlacedPacks:
     """The fastest of several placements, which differ in the longest time that a unit may take."""
-    work = int(
-        (choices.times[choices.smallest, np.arange(choices.times.shape[1])] * choices.sizes[choices.smallest]).sum()
-    )
-    mean = max(work // ranks, 1)
-    best = _place(choices, ranks, choices.smallest)
-    tried = {best_key(choices.smallest)}
+    best = place_levels(choices, ranks, choices.smallest)
+    tried = {choices.smallest.tobytes()}
     for target in TARGETS:
-        short = choices.times + choices.fixed[:, None] <= int(mean * target)
-        levels = np.where(short.any(axis=0), np.argmax(short, axis=0), len(choices.sizes) - 1)
-        levels = np.maximum(levels, choices.smallest)
-        if best_key(levels) in tried:
-            continue
-        tried.add(best_key(levels))
-        found = _place(choices, ranks, levels)
-        best = found if found.step_time < best.step_time else best
+        levels = levels_by_target(choices, ranks, target)
+        if levels.tobytes() not in tried:
+            tried.add(levels.tobytes())
+            best = min(best, place_levels(choices, ranks, levels), key=lambda packs: packs.step_time)
     return best
 
 
-def best_key(levels: Ints) -> bytes:
-    """Hashable value of an array."""
-    return levels.tobytes()
+def levels_by_target(choices: SizeChoices, ranks: int, target: float) -> Ints:
+    """Level of each unit, int64[units]: the smallest at which it takes at most `target` of the mean time of a rank."""
+    every = np.arange(choices.times.shape[1])
+    work = int((choices.times[choices.smallest, every] * choices.sizes[choices.smallest]).sum())
+    is_short = choices.times + choices.fixed[:, None] <= int(work // ranks * target)
+    levels = np.where(is_short.any(axis=0), np.argmax(is_short, axis=0), len(choices.sizes) - 1)
+    return np.maximum(levels, choices.smallest).astype(np.int64)
 
 
-def _place(choices: SizeChoices, ranks: int, levels: Ints) -> PlacedPacks:
-    """Placement of units on blocks of their sizes, the longest first on the block with the least time."""
+def place_levels(choices: SizeChoices, ranks: int, levels: Ints, *, cap_percent: int = 100) -> PlacedPacks:
+    """Units on blocks of the sizes of their `levels` (int64[units]), the longest first on the block with least time.
+
+    `cap_percent` lowers the cap of packs, as far as their longest units allow.
+    """
     loads = np.zeros(ranks, dtype=np.int64)
     units: list[list[int]] = []
     first_ranks: list[int] = []
@@ -67,24 +50,31 @@ def _place(choices: SizeChoices, ranks: int, levels: Ints) -> PlacedPacks:
         if not len(members):
             continue
         times, slots = choices.times[level], choices.slots[level]
-        heap = [(int(load), block) for block, load in enumerate(loads.reshape(-1, size).max(axis=1))]
-        heapq.heapify(heap)
-        of_block: dict[int, list[int]] = {}
-        for unit in members[np.argsort(-times[members], kind="stable")].tolist():
-            load, block = heapq.heappop(heap)
-            of_block.setdefault(block, []).append(unit)
-            heapq.heappush(heap, (load + int(times[unit]), block))
-        for block, inside in sorted(of_block.items()):
-            for pack in _first_fit(inside, slots, int(choices.caps[level])):
-                time = max(int(choices.fixed[level] + times[pack].sum()), choices.floor)
-                loads[block * size : (block + 1) * size] += time
+        cap = max(int(choices.caps[level]) * cap_percent // 100, int(slots[members].max()))
+        blocks = _level_blocks(members, times, loads.reshape(-1, size).max(axis=1))
+        for block, inside in sorted(blocks.items()):
+            for pack in _first_fit(inside, slots, cap):
+                loads[block * size : (block + 1) * size] += choices.pack_time(pack, level)
                 units.append(pack)
                 first_ranks.append(block * size)
                 level_of.append(level)
-    return PlacedPacks(units, first_ranks, level_of, loads)
+    return PlacedPacks(units, first_ranks, level_of, int(loads.max()))
+
+
+def _level_blocks(members: Ints, times: Ints, loads: Ints) -> dict[int, list[int]]:
+    """Units of each block, which has `loads` already: the longest unit first, on the block with the least time."""
+    heap = [(int(load), block) for block, load in enumerate(loads)]
+    heapq.heapify(heap)
+    blocks: dict[int, list[int]] = {}
+    for unit in members[np.argsort(-times[members], kind="stable")].tolist():
+        load, block = heap[0]
+        blocks.setdefault(block, []).append(unit)
+        heapq.heapreplace(heap, (load + int(times[unit]), block))
+    return blocks
 
 
 def _first_fit(units: list[int], slots: Ints, cap: int) -> list[list[int]]:
+    """First-fit-decreasing packs of at most `cap` tokens."""
     packs: list[list[int]] = []
     free: list[int] = []
     for unit in sorted(units, key=lambda unit: (-int(slots[unit]), unit)):

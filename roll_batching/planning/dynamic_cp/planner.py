@@ -1,8 +1,7 @@
 """Chooses blocks of ranks and context-parallel sizes for the packs of a step, by predicted times.
 
-The single sizes that the longest sequence admits are planned first, by the planner of plans with one size. Where ranks
-wait for each other only inside a block and at the end of the step, packs on nested blocks compete with the best of
-them; the shortest predicted step wins.
+The single sizes that the longest sequence admits are planned first, by the planner of plans with one size. Packs of
+several sizes compete with the best of them; the shortest predicted step wins.
 """
 
 from __future__ import annotations
@@ -14,7 +13,10 @@ import numpy as np
 from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
-from roll_batching.planning.dynamic_cp.nested import PlacedPacks, place_nested
+from roll_batching.planning.dynamic_cp.columns import place_columns
+from roll_batching.planning.dynamic_cp.nested import place_nested
+from roll_batching.planning.dynamic_cp.pipelines import place_in_pipeline
+from roll_batching.planning.dynamic_cp.placed import PlacedPacks
 from roll_batching.planning.load_balance.planner import balance
 from roll_batching.planning.pack_blocks import PackBlocks, sort_blocks
 from roll_batching.planning.pack_times import PackTimes
@@ -27,47 +29,61 @@ def place_blocks(problem: PlanProblem, times: PackTimes) -> tuple[Ints, Ints, Pa
     """(units by pack, offsets of packs, blocks of packs) with a short predicted step."""
     constraints = problem.constraints
     choices = SizeChoices.of(problem, times)
-    fixed_size, best, time = _best_fixed(problem, choices)
-    fixed_time = time
-    if constraints.lockstep_ranks == 1 and constraints.pp_size == 1:
-        nested = place_nested(choices, constraints.dp_size)
-        if nested.step_time < time:
-            best, time = nested, nested.step_time
-    best = _with_fillers(best, constraints.dp_size)
+    fixed_size, fixed = _best_fixed(problem, choices)
+    best = fixed
+    searched = _search(constraints, choices)
+    if searched is not None and searched.step_time < fixed.step_time:
+        best = searched
+    best = _with_fillers(best, choices, constraints.dp_size)
     first_ranks = np.array(best.first_ranks, dtype=np.int64)
     levels = np.array(best.levels, dtype=np.int64)
     order = sort_blocks(first_ranks, choices.sizes[levels])
     members = [best.units[pack] for pack in order.tolist()]
+    times_of_packs = choices.pack_times(best)
     units = np.array([unit for pack in members for unit in pack], dtype=np.int64)
-    pack_times = [_pack_time(choices, pack, int(level)) for pack, level in zip(members, levels[order], strict=True)]
     blocks = PackBlocks(
         first_ranks=first_ranks[order],
         cp_sizes=choices.sizes[levels[order]],
-        times=np.array(pack_times, dtype=np.int64),
-        step_time=time,
+        times=times_of_packs[order],
+        step_time=best.step_time,
         fixed_cp_size=fixed_size,
-        fixed_step_time=fixed_time,
+        fixed_step_time=fixed.step_time,
     )
     return units, offsets_of(np.array([len(pack) for pack in members], dtype=np.int64)), blocks
 
 
-def _pack_time(choices: SizeChoices, units: list[int], level: int) -> int:
-    return max(int(choices.fixed[level] + choices.times[level][units].sum()), choices.floor)
+def _search(constraints: PlanConstraints, choices: SizeChoices) -> PlacedPacks | None:
+    """Packs of several sizes; None for layouts without a search: pipelines with virtual stages or lockstep ranks."""
+    ranks, meets_at_every_index = constraints.dp_size, constraints.lockstep_ranks > 1
+    if constraints.pp_size > 1:
+        if constraints.interleaved or meets_at_every_index:
+            return None
+        return place_in_pipeline(choices, ranks, constraints.pp_size)
+    return place_columns(choices, ranks) if meets_at_every_index else place_nested(choices, ranks)
 
 
-def _best_fixed(problem: PlanProblem, choices: SizeChoices) -> tuple[int, PlacedPacks, int]:
-    """(size, packs, time of the step) of the best single size that all units fit; of equals the smallest."""
-    best: tuple[int, PlacedPacks, int] | None = None
+def _best_fixed(problem: PlanProblem, choices: SizeChoices) -> tuple[int, PlacedPacks]:
+    """The single size, among those that all units fit, whose step is predicted to be shortest; of equals the smallest.
+
+    With the packs of its plan.
+    """
+    best: tuple[int, PlacedPacks] | None = None
     for level in range(int(choices.smallest.max()), len(choices.sizes)):
-        packs, time = _plan_fixed(problem, choices, level)
-        if best is None or time < best[2]:
-            best = int(choices.sizes[level]), packs, time
+        size = int(choices.sizes[level])
+        if (
+            best is not None
+            and int(choices.times[level].sum()) * size // problem.constraints.dp_size > best[1].step_time
+        ):
+            continue  # the mean time of a rank alone is longer
+        packs = plan_fixed(problem, choices, level)
+        if best is None or packs.step_time < best[1].step_time:
+            best = size, packs
     assert best is not None  # every unit fits the largest size
     return best
 
 
-def _plan_fixed(problem: PlanProblem, choices: SizeChoices, level: int) -> tuple[PlacedPacks, int]:
-    """Packs of a plan with one context-parallel size, and the time of its step."""
+def plan_fixed(problem: PlanProblem, choices: SizeChoices, level: int) -> PlacedPacks:
+    """Packs of a plan with one context-parallel size."""
     constraints, size = problem.constraints, int(choices.sizes[level])
     one_size = replace(
         constraints,
@@ -84,14 +100,13 @@ def _plan_fixed(problem: PlanProblem, choices: SizeChoices, level: int) -> tuple
         placement.units[placement.offsets[m] : placement.offsets[m + 1]].tolist()
         for m in range(len(placement.offsets) - 1)
     ]
-    table = np.array([_pack_time(choices, pack, level) for pack in members], dtype=np.int64).reshape(-1, count)
-    packs = PlacedPacks(
+    table = np.array([choices.pack_time(pack, level) for pack in members], dtype=np.int64).reshape(-1, count)
+    return PlacedPacks(
         units=members,
         first_ranks=[m // count * size for m in range(len(members))],
         levels=[level] * len(members),
-        loads=np.repeat(table.sum(axis=1), size),
+        step_time=_step_time(table, one_size),
     )
-    return packs, _step_time(table, one_size)
 
 
 def _step_time(table: Ints, constraints: PlanConstraints) -> int:
@@ -108,10 +123,11 @@ def _step_time(table: Ints, constraints: PlanConstraints) -> int:
     return makespan // 3 // constraints.vpp_size  # of a pack's time a third is the forward pass
 
 
-def _with_fillers(packs: PlacedPacks, ranks: int) -> PlacedPacks:
+def _with_fillers(packs: PlacedPacks, choices: SizeChoices, ranks: int) -> PlacedPacks:
     """`packs` with a filler for every rank without a pack."""
     covered = np.zeros(ranks, dtype=bool)
-    covered[packs.loads > 0] = True
+    for first, level in zip(packs.first_ranks, packs.levels, strict=True):
+        covered[first : first + int(choices.sizes[level])] = True
     idle = np.flatnonzero(~covered).tolist()
     return replace(
         packs,
