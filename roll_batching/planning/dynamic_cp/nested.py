@@ -6,24 +6,38 @@ import heapq
 
 import numpy as np
 
-from roll_batching.planning.arrays import Ints
+from roll_batching.planning.arrays import Flags, Ints
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
+from roll_batching.planning.dynamic_cp.leveling import level_ranks
 from roll_batching.planning.dynamic_cp.placed import PlacedPacks
 
 TARGETS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.12)
 """Longest times of a unit that are tried, in parts of the time of a rank: longer units get more ranks."""
 
+FORMS = ((99, False), (1, True), (2, True), (0, True))
+"""(`full_from`, `fill`) of the placements that are tried; see `place_levels`."""
+
 
 def place_nested(choices: SizeChoices, ranks: int) -> PlacedPacks:
-    """The fastest of several placements, which differ in the longest time that a unit may take."""
-    best = place_levels(choices, ranks, choices.smallest)
-    tried = {choices.smallest.tobytes()}
-    for target in TARGETS:
-        levels = levels_by_target(choices, ranks, target)
+    """The fastest of several placements, which differ in the longest time that a unit may take, and in full packs."""
+    candidates: list[PlacedPacks] = []
+    tried: set[bytes] = set()
+    for target in (None, *TARGETS):
+        levels = choices.smallest if target is None else levels_by_target(choices, ranks, target)
         if levels.tobytes() not in tried:
             tried.add(levels.tobytes())
-            best = min(best, place_levels(choices, ranks, levels), key=lambda packs: packs.step_time)
+            candidates += [place_levels(choices, ranks, levels, full_from=a, fill=b) for a, b in FORMS]
+    best = min(candidates, key=lambda packs: packs.step_time)
+    for packs in sorted(candidates, key=lambda packs: (mean_load(packs, choices, ranks), packs.step_time)):
+        if mean_load(packs, choices, ranks) >= best.step_time:
+            break
+        best = min(best, level_ranks(packs, choices, ranks), key=lambda packs: packs.step_time)
     return best
+
+
+def mean_load(packs: PlacedPacks, choices: SizeChoices, ranks: int) -> int:
+    """Mean nanoseconds of a rank."""
+    return int((choices.pack_times(packs) << np.array(packs.levels, dtype=np.int64)).sum()) // ranks
 
 
 def levels_by_target(choices: SizeChoices, ranks: int, target: float) -> Ints:
@@ -35,30 +49,56 @@ def levels_by_target(choices: SizeChoices, ranks: int, target: float) -> Ints:
     return np.maximum(levels, choices.smallest).astype(np.int64)
 
 
-def place_levels(choices: SizeChoices, ranks: int, levels: Ints, *, cap_percent: int = 100) -> PlacedPacks:
+def place_levels(
+    choices: SizeChoices, ranks: int, levels: Ints, *, full_from: int, fill: bool, cap_percent: int = 100
+) -> PlacedPacks:
     """Units on blocks of the sizes of their `levels` (int64[units]), the longest first on the block with least time.
 
-    `cap_percent` lowers the cap of packs, as far as their longest units allow.
+    From the level `full_from` on, packs are formed first and placed as a whole: they are fewer. Below, units are placed
+    first and packed inside their block: ranks take more equal times. With `fill`, units of smaller sizes join full
+    packs that have room. `cap_percent` lowers the cap of packs, as far as their longest units allow.
     """
     loads = np.zeros(ranks, dtype=np.int64)
-    units: list[list[int]] = []
-    first_ranks: list[int] = []
-    level_of: list[int] = []
+    waiting = np.ones(len(levels), dtype=bool)
+    placed: list[tuple[list[int], int, int]] = []
     for level in range(len(choices.sizes) - 1, -1, -1):
         size = int(choices.sizes[level])
-        members = np.flatnonzero(levels == level)
+        members = np.flatnonzero(waiting & (levels == level))
         if not len(members):
             continue
-        times, slots = choices.times[level], choices.slots[level]
+        waiting[members] = False
+        slots = choices.slots[level]
         cap = max(int(choices.caps[level]) * cap_percent // 100, int(slots[members].max()))
-        blocks = _level_blocks(members, times, loads.reshape(-1, size).max(axis=1))
-        for block, inside in sorted(blocks.items()):
-            for pack in _first_fit(inside, slots, cap):
+        of_block = loads.reshape(-1, size).max(axis=1)
+        if level >= full_from:
+            packs = _first_fit(members.tolist(), slots, cap)
+            if fill:
+                _fill(packs, np.flatnonzero(waiting), slots, cap, waiting)
+            times = np.array([choices.pack_time(pack, level) for pack in packs], dtype=np.int64)
+            blocks = _level_blocks(np.arange(len(packs)), times, of_block)
+            packs_of = {block: [packs[pack] for pack in inside] for block, inside in blocks.items()}
+        else:
+            blocks = _level_blocks(members, choices.times[level], of_block)
+            packs_of = {block: _first_fit(inside, slots, cap) for block, inside in blocks.items()}
+        for block, inside_packs in sorted(packs_of.items()):
+            for pack in inside_packs:
                 loads[block * size : (block + 1) * size] += choices.pack_time(pack, level)
-                units.append(pack)
-                first_ranks.append(block * size)
-                level_of.append(level)
+                placed.append((pack, block * size, level))
+    units, first_ranks, level_of = (list(column) for column in zip(*placed, strict=True))
     return PlacedPacks(units, first_ranks, level_of, int(loads.max()))
+
+
+def _fill(packs: list[list[int]], units: Ints, slots: Ints, cap: int, waiting: Flags) -> None:
+    """Adds `units`, the largest first, to the fullest packs that have room, and clears their `waiting`."""
+    room = np.array([cap - int(slots[pack].sum()) for pack in packs], dtype=np.int64)
+    for unit in units[np.argsort(-slots[units], kind="stable")].tolist():
+        need = int(slots[unit])
+        if need > room.max():
+            continue
+        at = int(np.argmin(np.where(room >= need, room, cap + 1)))
+        packs[at].append(unit)
+        room[at] -= need
+        waiting[unit] = False
 
 
 def _level_blocks(members: Ints, times: Ints, loads: Ints) -> dict[int, list[int]]:

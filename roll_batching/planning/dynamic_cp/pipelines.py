@@ -6,12 +6,14 @@ before those of smaller blocks, so all its ranks compute them at the same index.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.compiled import compiled
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
-from roll_batching.planning.dynamic_cp.nested import levels_by_target, place_levels
+from roll_batching.planning.dynamic_cp.nested import FORMS, levels_by_target, place_levels
 from roll_batching.planning.dynamic_cp.placed import PlacedPacks
 
 CAPS = (100, 70, 50, 35, 25, 15, 10)
@@ -27,8 +29,8 @@ def place_in_pipeline(choices: SizeChoices, ranks: int, stages: int) -> PlacedPa
     best: PlacedPacks | None = None
     for target in TARGETS:
         levels = choices.smallest if target is None else levels_by_target(choices, ranks, target)
-        for percent in CAPS:
-            packs = place_levels(choices, ranks, levels, cap_percent=percent)
+        for percent, (full_from, fill) in itertools.product(CAPS, FORMS):
+            packs = place_levels(choices, ranks, levels, full_from=full_from, fill=fill, cap_percent=percent)
             for direction in ORDERS:
                 ordered = _in_order(packs, choices, direction, stages, ranks)
                 if best is None or ordered.step_time < best.step_time:
