@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from roll_batching.planning.arrays import Ints, round_up, sums_of
+from roll_batching.planning.arrays import Ints, offsets_of, round_up, sums_of
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.dynamic_cp.placed import PlacedPacks
 from roll_batching.planning.pack_times import PackTimes
@@ -57,14 +58,17 @@ class SizeChoices:
             smallest=np.argmax(stacked <= caps[:, None], axis=0).astype(np.int64),
         )
 
-    def pack_time(self, units: Sequence[int], level: int) -> int:
-        """Nanoseconds of a pack of `units` at `level`."""
-        return max(int(self.fixed[level] + self.times[level][list(units)].sum()), self.floor)
+    def times_of(self, packs: Sequence[Sequence[int]], levels: Ints) -> Ints:
+        """int64[packs]: nanoseconds of packs of units at `levels` (int64[packs])."""
+        counts = np.array([len(pack) for pack in packs], dtype=np.int64)
+        units = np.fromiter(itertools.chain.from_iterable(packs), dtype=np.int64, count=int(counts.sum()))
+        own = self.times[np.repeat(levels, counts), units]
+        times: Ints = np.maximum(self.fixed[levels] + sums_of(own, offsets_of(counts)), self.floor)
+        return times
 
     def pack_times(self, packs: PlacedPacks) -> Ints:
         """int64[packs]: nanoseconds of each pack."""
-        pairs = zip(packs.units, packs.levels, strict=True)
-        return np.array([self.pack_time(units, level) for units, level in pairs], dtype=np.int64)
+        return self.times_of(packs.units, np.array(packs.levels, dtype=np.int64))
 
 
 def _cap(constraints: PlanConstraints, size: int) -> int:

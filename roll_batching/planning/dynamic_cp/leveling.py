@@ -9,9 +9,9 @@ from roll_batching.planning.compiled import compiled
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
 from roll_batching.planning.dynamic_cp.placed import PlacedPacks
 
-MOST_MOVES = 4000
+MOST_MOVES = 1500
 """Moves and swaps of a search; it ends earlier where none shortens the slowest rank."""
-MOST_PARTNERS = 12
+MOST_PARTNERS = 6
 """Ranks, from the fastest on, with which the slowest tries to exchange units."""
 
 

@@ -7,13 +7,17 @@ import heapq
 import numpy as np
 
 from roll_batching.planning.arrays import Flags, Ints
+from roll_batching.planning.compiled import compiled
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
 from roll_batching.planning.dynamic_cp.leveling import level_ranks
 from roll_batching.planning.dynamic_cp.placed import PlacedPacks
+from roll_batching.planning.packers.first_fit import descending, first_fit
 
 TARGETS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.12)
 """Longest times of a unit that are tried, in parts of the time of a rank: longer units get more ranks."""
 
+MOST_LEVELLED = 3
+"""Placements with the least work whose ranks are levelled."""
 FORMS = ((99, False), (1, True), (2, True), (0, True))
 """(`full_from`, `fill`) of the placements that are tried; see `place_levels`."""
 
@@ -28,8 +32,10 @@ def place_nested(choices: SizeChoices, ranks: int) -> PlacedPacks:
             tried.add(levels.tobytes())
             candidates += [place_levels(choices, ranks, levels, full_from=a, fill=b) for a, b in FORMS]
     best = min(candidates, key=lambda packs: packs.step_time)
-    for packs in sorted(candidates, key=lambda packs: (mean_load(packs, choices, ranks), packs.step_time)):
-        if mean_load(packs, choices, ranks) >= best.step_time:
+    means = [mean_load(packs, choices, ranks) for packs in candidates]
+    for mean, place in sorted(zip(means, range(len(means)), strict=True))[:MOST_LEVELLED]:
+        packs = candidates[place]
+        if mean >= best.step_time:
             break
         best = min(best, level_ranks(packs, choices, ranks), key=lambda packs: packs.step_time)
     return best
@@ -71,19 +77,20 @@ def place_levels(
         cap = max(int(choices.caps[level]) * cap_percent // 100, int(slots[members].max()))
         of_block = loads.reshape(-1, size).max(axis=1)
         if level >= full_from:
-            packs = _first_fit(members.tolist(), slots, cap)
+            packs = _first_fit(members, slots, cap)
             if fill:
                 _fill(packs, np.flatnonzero(waiting), slots, cap, waiting)
-            times = np.array([choices.pack_time(pack, level) for pack in packs], dtype=np.int64)
+            times = choices.times_of(packs, np.full(len(packs), level))
             blocks = _level_blocks(np.arange(len(packs)), times, of_block)
             packs_of = {block: [packs[pack] for pack in inside] for block, inside in blocks.items()}
         else:
             blocks = _level_blocks(members, choices.times[level], of_block)
-            packs_of = {block: _first_fit(inside, slots, cap) for block, inside in blocks.items()}
-        for block, inside_packs in sorted(packs_of.items()):
-            for pack in inside_packs:
-                loads[block * size : (block + 1) * size] += choices.pack_time(pack, level)
-                placed.append((pack, block * size, level))
+            packs_of = {block: _first_fit(np.array(inside), slots, cap) for block, inside in blocks.items()}
+        of_level = [(pack, block * size, level) for block, packs in sorted(packs_of.items()) for pack in packs]
+        of_packs = choices.times_of([pack for pack, _, _ in of_level], np.full(len(of_level), level))
+        for (_, first, _), time in zip(of_level, of_packs.tolist(), strict=True):
+            loads[first : first + size] += time
+        placed += of_level
     units, first_ranks, level_of = (list(column) for column in zip(*placed, strict=True))
     return PlacedPacks(units, first_ranks, level_of, int(loads.max()))
 
@@ -91,14 +98,26 @@ def place_levels(
 def _fill(packs: list[list[int]], units: Ints, slots: Ints, cap: int, waiting: Flags) -> None:
     """Adds `units`, the largest first, to the fullest packs that have room, and clears their `waiting`."""
     room = np.array([cap - int(slots[pack].sum()) for pack in packs], dtype=np.int64)
-    for unit in units[np.argsort(-slots[units], kind="stable")].tolist():
-        need = int(slots[unit])
-        if need > room.max():
-            continue
-        at = int(np.argmin(np.where(room >= need, room, cap + 1)))
-        packs[at].append(unit)
-        room[at] -= need
+    largest_first = units[descending(slots[units])]
+    places = _best_fit(slots[largest_first], room)
+    for unit, place in zip(largest_first[places >= 0].tolist(), places[places >= 0].tolist(), strict=True):
+        packs[place].append(unit)
         waiting[unit] = False
+
+
+@compiled
+def _best_fit(sizes: Ints, room: Ints) -> Ints:
+    """Pack of each item (int64[n]) with the least `room` that holds it, -1 for none; changes `room`."""
+    places = np.full(len(sizes), -1, dtype=np.int64)
+    for item in range(len(sizes)):
+        best = -1
+        for pack in range(len(room)):
+            if room[pack] >= sizes[item] and (best < 0 or room[pack] < room[best]):
+                best = pack
+        if best >= 0:
+            places[item] = best
+            room[best] -= sizes[item]
+    return places
 
 
 def _level_blocks(members: Ints, times: Ints, loads: Ints) -> dict[int, list[int]]:
@@ -113,17 +132,10 @@ def _level_blocks(members: Ints, times: Ints, loads: Ints) -> dict[int, list[int
     return blocks
 
 
-def _first_fit(units: list[int], slots: Ints, cap: int) -> list[list[int]]:
+def _first_fit(units: Ints, slots: Ints, cap: int) -> list[list[int]]:
     """First-fit-decreasing packs of at most `cap` tokens."""
-    packs: list[list[int]] = []
-    free: list[int] = []
-    for unit in sorted(units, key=lambda unit: (-int(slots[unit]), unit)):
-        need = int(slots[unit])
-        at = next((i for i, room in enumerate(free) if room >= need), None)
-        if at is None:
-            packs.append([])
-            free.append(cap)
-            at = len(packs) - 1
-        packs[at].append(unit)
-        free[at] -= need
-    return packs
+    sizes = slots[units]
+    place_of = first_fit(sizes, descending(sizes), cap)
+    by_pack = np.argsort(place_of, kind="stable")
+    ends = np.cumsum(np.bincount(place_of))
+    return [part.tolist() for part in np.split(units[by_pack], ends[:-1])]

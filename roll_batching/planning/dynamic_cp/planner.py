@@ -100,7 +100,7 @@ def plan_fixed(problem: PlanProblem, choices: SizeChoices, level: int) -> Placed
         placement.units[placement.offsets[m] : placement.offsets[m + 1]].tolist()
         for m in range(len(placement.offsets) - 1)
     ]
-    table = np.array([choices.pack_time(pack, level) for pack in members], dtype=np.int64).reshape(-1, count)
+    table = choices.times_of(members, np.full(len(members), level)).reshape(-1, count)
     return PlacedPacks(
         units=members,
         first_ranks=[m // count * size for m in range(len(members))],
