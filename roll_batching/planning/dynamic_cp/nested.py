@@ -16,6 +16,8 @@ from roll_batching.planning.packers.first_fit import descending, first_fit
 TARGETS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.12)
 """Longest times of a unit that are tried, in parts of the time of a rank: longer units get more ranks."""
 
+MOST_FORMED = 2
+"""Longest times of a unit, of those with the shortest steps, that are tried with full packs."""
 MOST_LEVELLED = 3
 """Placements with the least work whose ranks are levelled."""
 FORMS = ((99, False), (1, True), (2, True), (0, True))
@@ -24,20 +26,21 @@ FORMS = ((99, False), (1, True), (2, True), (0, True))
 
 def place_nested(choices: SizeChoices, ranks: int) -> PlacedPacks:
     """The fastest of several placements, which differ in the longest time that a unit may take, and in full packs."""
-    candidates: list[PlacedPacks] = []
-    tried: set[bytes] = set()
+    levels_of: dict[bytes, Ints] = {}
     for target in (None, *TARGETS):
         levels = choices.smallest if target is None else levels_by_target(choices, ranks, target)
-        if levels.tobytes() not in tried:
-            tried.add(levels.tobytes())
-            candidates += [place_levels(choices, ranks, levels, full_from=a, fill=b) for a, b in FORMS]
+        levels_of.setdefault(levels.tobytes(), levels)
+    by_units = [(place_levels(choices, ranks, levels, *FORMS[0]), levels) for levels in levels_of.values()]
+    by_units.sort(key=lambda placed: placed[0].step_time)
+    candidates = [packs for packs, _ in by_units]
+    for _, levels in by_units[:MOST_FORMED]:
+        candidates += [place_levels(choices, ranks, levels, full_from, fill) for full_from, fill in FORMS[1:]]
     best = min(candidates, key=lambda packs: packs.step_time)
     means = [mean_load(packs, choices, ranks) for packs in candidates]
     for mean, place in sorted(zip(means, range(len(means)), strict=True))[:MOST_LEVELLED]:
-        packs = candidates[place]
         if mean >= best.step_time:
             break
-        best = min(best, level_ranks(packs, choices, ranks), key=lambda packs: packs.step_time)
+        best = min(best, level_ranks(candidates[place], choices, ranks), key=lambda packs: packs.step_time)
     return best
 
 
@@ -56,7 +59,7 @@ def levels_by_target(choices: SizeChoices, ranks: int, target: float) -> Ints:
 
 
 def place_levels(
-    choices: SizeChoices, ranks: int, levels: Ints, *, full_from: int, fill: bool, cap_percent: int = 100
+    choices: SizeChoices, ranks: int, levels: Ints, full_from: int, fill: bool, *, cap_percent: int = 100
 ) -> PlacedPacks:
     """Units on blocks of the sizes of their `levels` (int64[units]), the longest first on the block with least time.
 

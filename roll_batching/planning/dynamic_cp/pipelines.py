@@ -30,7 +30,7 @@ def place_in_pipeline(choices: SizeChoices, ranks: int, stages: int) -> PlacedPa
     for target in TARGETS:
         levels = choices.smallest if target is None else levels_by_target(choices, ranks, target)
         for percent, (full_from, fill) in itertools.product(CAPS, FORMS):
-            packs = place_levels(choices, ranks, levels, full_from=full_from, fill=fill, cap_percent=percent)
+            packs = place_levels(choices, ranks, levels, full_from, fill, cap_percent=percent)
             for direction in ORDERS:
                 ordered = _in_order(packs, choices, direction, stages, ranks)
                 if best is None or ordered.step_time < best.step_time:
