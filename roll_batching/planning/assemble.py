@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,7 +106,8 @@ def _block_shapes(constraints: PlanConstraints, computed: Ints, offsets: Ints, c
     for size in np.unique(cp_sizes).tolist():
         alignment = constraints.pack_alignment_of(size)
         tokens[cp_sizes == size] = round_up(sums[cp_sizes == size], alignment)
-    tokens[np.diff(offsets) == 0] = constraints.micro_batch_alignment  # fillers have size 1
+        fillers = (cp_sizes == size) & (np.diff(offsets) == 0)
+        tokens[fillers] = math.lcm(alignment, constraints.sequence_alignment_of(size))
     return slots, tokens
 
 

@@ -1,0 +1,215 @@
+"""Plans with a context-parallel size per pack: legal, repeatable, never slower than one size, times as simulated."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll_batching.errors import PlanError
+from roll_batching.planning import FlopsCost, Plan, PlanConstraints, SharedPrefixes, plan_step
+from roll_batching.planning.dynamic_cp.pipelines import joint_makespan
+from roll_batching.planning.pack_times import Cluster, PackTimes
+from roll_batching.planning.pipeline.ordering import pipeline_makespan
+
+SHAPE = {"hidden_size": 1024, "num_layers": 8, "num_query_groups": 4, "kv_channels": 64}
+CAP = 2048
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ranks meet at the end": {},
+    "experts": {"ep_size": 4},
+    "sharded parameters": {"fully_sharded": True},
+    "pipeline": {"pp_size": 2},
+    "virtual stages": {"pp_size": 2, "vpp_size": 2},
+    "pipeline with experts": {"pp_size": 2, "ep_size": 2},
+    "sequence parallel": {"tp_size": 2, "sequence_parallel": True},
+}
+
+
+def times_of(**sizes: int) -> PackTimes:
+    cost = FlopsCost.from_model(
+        **{name: SHAPE[name] for name in ("hidden_size", "num_layers", "num_query_groups", "kv_channels")},
+        ffn_hidden_size=4096,
+        num_attention_heads=16,
+        vocab_size=32000,
+        tp_size=sizes.get("tp_size", 1),
+    )
+    return PackTimes.of_model(cost, **SHAPE, **sizes, cluster=Cluster(layer_floor=1e-6))
+
+
+def draw(seed: int, count: int = 60) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    return random.lognormal(np.log(400), 1.4, count).clip(1, 8 * CAP - 64).astype(np.int64)
+
+
+def plan_of(lengths: np.ndarray, layout: dict[str, Any], **given: Any) -> Plan:
+    sizes = {name: layout[name] for name in ("tp_size", "pp_size") if name in layout}
+    constraints = PlanConstraints(dp_size=8, max_tokens=CAP, max_cp_size=8, **layout)
+    return plan_step(lengths, constraints, times=times_of(**sizes), **given)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_plans_are_legal_repeatable_and_not_slower_than_one_size(layout: dict[str, Any]) -> None:
+    some_faster = False
+    for seed in range(12):
+        lengths = draw(seed, count=(1, 7, 60)[seed % 3])
+        plan = plan_of(lengths, layout)  # construction checks the invariants
+        assert plan == plan_of(lengths, layout)
+        assert plan == Plan.from_dict(plan.to_dict())
+        report = plan.report
+        assert report.predicted_seconds is not None and report.fixed_seconds is not None
+        assert 0 < report.predicted_seconds <= report.fixed_seconds
+        some_faster |= report.predicted_seconds < 0.98 * report.fixed_seconds
+        assert max(mb.tokens / mb.cp_size for rank in plan.micro_batches for mb in rank) <= CAP
+        assert sorted(i for rank in range(8) for i in plan.counted_samples(rank)) == list(range(len(lengths)))
+        for rank, index in itertools.product(range(8), range(plan.num_micro_batches)):
+            for other in plan.micro_batches[rank][index].ranks if index < len(plan.micro_batches[rank]) else ():
+                assert plan.micro_batches[other][index].samples is not None
+                assert np.array_equal(plan.micro_batches[other][index].samples, plan.micro_batches[rank][index].samples)
+        if layout.get("ep_size", 1) > 1 or layout.get("fully_sharded") or layout.get("vpp_size", 1) > 1:
+            assert len({len(rank) for rank in plan.micro_batches}) == 1
+    assert some_faster or "pp_size" in layout, "no draw was faster than its best single size"
+
+
+def test_predicted_times_are_those_of_the_packs() -> None:
+    for seed in range(6):
+        times = times_of()
+        plan = plan_of(draw(seed), {})
+        clock = np.zeros(8, dtype=np.int64)
+        for m, (first, size) in enumerate(zip(plan.blocks.first_ranks, plan.blocks.cp_sizes, strict=True)):
+            inside = plan.samples[plan.offsets[m] : plan.offsets[m + 1]]
+            if len(inside):
+                assert plan.blocks.times[m] == times.pack(plan.used[inside], int(size))
+                block = slice(int(first), int(first + size))
+                clock[block] = clock[block].max() + plan.blocks.times[m]
+        assert clock.max() == plan.blocks.step_time
+
+
+def slow_joint(packs: list[tuple[int, int, int]], ranks: int, stages: int) -> int:
+    """The makespan by repeated relaxation of "a pass begins after the ones before it"."""
+    lists = [[p for p, (first, size, _) in enumerate(packs) if first <= r < first + size] for r in range(ranks)]
+    orders = {}
+    for rank, stage in itertools.product(range(ranks), range(stages)):
+        own = lists[rank]
+        warm_up = min(stages - stage - 1, len(own))
+        order = [("F", pack) for pack in own[:warm_up]]
+        for i, pack in enumerate(own[warm_up:]):
+            order += [("F", pack), ("B", own[i])]
+        orders[rank, stage] = order + [("B", pack) for pack in own[len(own) - warm_up :]]
+    length = {("F", p): t // 3 for p, (_, _, t) in enumerate(packs)}
+    length |= {("B", p): t - t // 3 for p, (_, _, t) in enumerate(packs)}
+    end = {(kind, pack, stage): 0 for kind, pack in length for stage in range(stages)}
+    while True:
+        before = dict(end)
+        for kind, pack, stage in end:
+            awaited = 0
+            if kind == "F" and stage:
+                awaited = end["F", pack, stage - 1]
+            elif kind == "B":
+                awaited = end["B", pack, stage + 1] if stage < stages - 1 else end["F", pack, stage]
+            first, size, _ = packs[pack]
+            for rank in range(first, first + size):
+                order = orders[rank, stage]
+                at = order.index((kind, pack))
+                if at:
+                    awaited = max(awaited, end[(*order[at - 1], stage)])
+            end[kind, pack, stage] = awaited + length[kind, pack]
+        if end == before:
+            return max(end.values())
+
+
+def test_joint_makespan_equals_a_slow_simulation() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(25):
+        packs = []
+        for size in (4, 2, 1):
+            for _ in range(int(random.integers(0, 5))):
+                packs.append((int(random.integers(4 // size)) * size, size, int(random.integers(1, 1000))))
+        if not packs:
+            continue
+        stages = int(random.integers(1, 5))
+        arrays = [np.array(column, dtype=np.int64) for column in zip(*packs, strict=True)]
+        assert joint_makespan(*arrays, 4, stages) == slow_joint(packs, 4, stages)
+
+
+def test_joint_makespan_of_one_rank_is_the_planner_s() -> None:
+    costs = np.array([5, 3, 9, 1, 4], dtype=np.int64)
+    zeros, ones = np.zeros(5, dtype=np.int64), np.ones(5, dtype=np.int64)
+    assert joint_makespan(zeros, ones, 3 * costs, 1, 3) == pipeline_makespan(costs, stages=3)
+
+
+def brute_force(lengths: np.ndarray, times: PackTimes, ranks: int) -> int:
+    """Shortest step of two ranks, over all sizes and placements of single sequences."""
+    best = 1 << 62
+    for places in itertools.product(("0", "1", "both"), repeat=len(lengths)):
+        clock = [0, 0]
+        for name, members in (("both", (0, 1)), ("0", (0,)), ("1", (1,))):
+            inside = lengths[[place == name for place in places]]
+            if len(inside):
+                time = times.pack(inside, len(members))
+                for rank in members:
+                    clock[rank] += time
+        best = min(best, max(clock))
+    return best
+
+
+def test_small_problems_are_close_to_the_optimum() -> None:
+    times = times_of()
+    for seed in range(8):
+        lengths = draw(seed, 6).clip(1, 3000)
+        constraints = PlanConstraints(dp_size=2, max_tokens=1 << 20, max_cp_size=2)
+        plan = plan_step(lengths, constraints, times=times)
+        assert plan.blocks.step_time <= 1.05 * brute_force(lengths, times, 2)
+
+
+def test_groups_and_prefixes_stay_together() -> None:
+    lengths = draw(3, 40).clip(1, 2000)
+    groups = np.arange(40) // 2
+    plan = plan_of(lengths, {}, group_ids=groups)
+    pack_of = {}
+    for m in range(len(plan.blocks)):
+        for sample in plan.samples[plan.offsets[m] : plan.offsets[m + 1]]:
+            pack_of[int(sample)] = m
+    assert all(pack_of[2 * g] == pack_of[2 * g + 1] for g in range(20))
+    lengths = lengths.clip(200)
+    prefixes = SharedPrefixes.of_groups(groups, np.full(40, 150), lengths)
+    shared = plan_of(lengths, {}, prefixes=prefixes)
+    assert shared.report.shared_tokens > 0
+    assert shared.report.computed_tokens < plan_of(lengths, {}).report.computed_tokens
+
+
+def test_errors_say_what_to_change() -> None:
+    rules = PlanConstraints(dp_size=8, max_tokens=CAP, max_cp_size=8)
+    with pytest.raises(PlanError, match="max_cp_size=8.*raise the cap"):
+        plan_step([8 * CAP + 1], rules, times=times_of())
+    with pytest.raises(PlanError, match="times is"):
+        plan_step([5], rules)
+    with pytest.raises(PlanError, match="home_rank"):
+        plan_step([5], rules, times=times_of(), home_rank=[0])
+    for bad in ({"max_cp_size": 3}, {"max_cp_size": 16}, {"max_cp_size": True}, {"max_cp_size": 2.5}):
+        with pytest.raises(PlanError, match="max_cp_size"):
+            PlanConstraints(**{"dp_size": 8, "max_tokens": CAP} | bad)
+    for name, value in {"oversize": "alone", "cp_size": 2, "algorithm": "none", "min_num_micro_batches": 2}.items():
+        with pytest.raises(PlanError, match=name):
+            PlanConstraints(dp_size=8, max_tokens=CAP, max_cp_size=8, **{name: value})
+    for name, value in {
+        "node_bandwidth": 0,
+        "matmul_rate": float("nan"),
+        "layer_floor": -1,
+        "attention_tile": "a",
+    }.items():
+        with pytest.raises(PlanError, match=name):
+            Cluster(**{name: value})
+
+
+def test_dropped_and_truncated_sequences() -> None:
+    lengths = [100, 9 * CAP, 500]
+    dropped = plan_step(
+        lengths, PlanConstraints(dp_size=4, max_tokens=CAP, max_cp_size=4, oversize="drop"), times=times_of()
+    )
+    assert [record.index for record in dropped.dropped] == [1]
+    cut = plan_step(
+        lengths, PlanConstraints(dp_size=4, max_tokens=CAP, max_cp_size=4, oversize="truncate"), times=times_of()
+    )
+    assert cut.used.tolist() == [100, 4 * CAP, 500]
