@@ -183,8 +183,6 @@ class MegatronConfig(Settings):
                 f"{self.context_parallel_size}: set context_parallel_size: auto, and max_context_parallel_size for the "
                 "largest"
             )
-        if self.dynamic_context_parallel:
-            self.context_parallel_size = "auto"
         if self.max_context_parallel_size is not None and not self.has_cp_per_pack:
             raise ValueError("max_context_parallel_size is read with context_parallel_size: auto only")
         return self
@@ -198,6 +196,8 @@ class MegatronConfig(Settings):
         words: dict[str, Any] = {
             key: _PRECISIONS.get(str(data[key]).removeprefix("torch."), data[key]) for key in _DTYPES & data.keys()
         }
+        if data.get("dynamic_context_parallel") is True and data.get("context_parallel_size", 1) == 1:
+            words["context_parallel_size"] = "auto"
         # Megatron's command line and ROLL write recompute_modules as one comma-separated text.
         if isinstance(data.get("recompute_modules"), str):
             words["recompute_modules"] = [name.strip() for name in data["recompute_modules"].split(",") if name.strip()]

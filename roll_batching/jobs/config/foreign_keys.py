@@ -116,7 +116,7 @@ _LORA = "LoRA is not supported: all parameters are trained"
 _FP8 = "FP8 training is not supported"
 _MTP = "multi-token prediction (MTP) is not supported"
 _ROUTER_REPLAY = "router replay is not supported"
-_DYNAMIC_CP = "context-parallel groups that change per micro-batch are not supported"
+_HYBRID_CP = "Megatron's scheduler of context-parallel sizes runs each sequence alone"
 _CHAT_TEMPLATE = "messages go through the tokenizer's own chat template, prompts are used as the file has them"
 _EQUAL_STAGES = "pipeline stages have equal numbers of layers"
 _NCCL = "roles share one process and its NCCL buffers"
@@ -236,8 +236,7 @@ _MEGATRON: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _refused("fp8_recipe", _FP8, instead="model_args.dtype: bf16"),
         _refused("fp8_param", _FP8, False, instead="model_args.dtype: bf16"),
         _refused("moe_enable_routing_replay", _ROUTER_REPLAY, False),
-        _refused("dynamic_context_parallel", _DYNAMIC_CP, False),
-        _refused("hybrid_context_parallel", _DYNAMIC_CP, False),
+        _refused("hybrid_context_parallel", _HYBRID_CP, False, instead="context_parallel_size: auto"),
     ),
     ArchitectureConfig: (
         _refused("attention_dropout", "attention kernels for packs have no dropout; use 0", 0.0),

@@ -245,6 +245,25 @@ BROKEN = {
         },
         {f"{LAYOUT}.grad_reduce_in_fp32": "gradients are summed in one precision"},
     ),
+    "a context-parallel size per pack without packs": (
+        {f"{LAYOUT}.context_parallel_size": "auto", "actor_train.use_sequence_packing": False},
+        {f"{LAYOUT}.context_parallel_size": "needs use_sequence_packing: true"},
+    ),
+    "a context-parallel size per pack, and pipelines of one shape": (
+        {
+            f"{LAYOUT}.dynamic_context_parallel": True,
+            f"{LAYOUT}.pipeline_shapes": "shared",
+            "actor_train.use_sequence_packing": True,
+            "actor_train.sequence_packing_args": {"max_packed_sequence_length_train": 4096},
+            "actor_train.use_dynamic_batching_in_train": False,
+            "actor_train.use_dynamic_batching_in_infer": False,
+        },
+        {f"{LAYOUT}.context_parallel_size": "needs pipeline_shapes: planned or exchanged"},
+    ),
+    "a largest context-parallel size of one size": (
+        {f"{LAYOUT}.max_context_parallel_size": 4},
+        {LAYOUT: "is read with context_parallel_size: auto only"},
+    ),
     "a variable that torchrun owns": (
         {"system_envs": {"WORLD_SIZE": "2"}},
         {"system_envs.WORLD_SIZE": "torchrun"},
@@ -262,7 +281,7 @@ REFUSED = {
     "MTP": {f"{LAYOUT}.mtp_num_layers": 1},
     "YaRN": {f"{ARCHITECTURE}.rope_scaling": {"type": "yarn", "factor": 4}},
     "distillation": {"teacher": {"model_args": {}}},
-    "context-parallel groups": {f"{LAYOUT}.dynamic_context_parallel": True},
+    "context-parallel sizes": {f"{LAYOUT}.hybrid_context_parallel": True},
     "beam search": {"actor_infer.generating_args.num_beams": 4},
     "dropout": {f"{ARCHITECTURE}.attention_dropout": 0.1},
 }
