@@ -151,6 +151,7 @@ def test_one_driver_calls_the_algorithms():
     planning = "roll_batching.planning"
     assert outside == {
         planning,  # pack_bins, for callers
+        f"{planning}.dynamic_cp.nested",  # first fit, as a tool
         f"{planning}.forming",
         f"{planning}.load_balance.pools",  # first fit, as a tool
         f"{planning}.partition",
@@ -178,7 +179,7 @@ def test_the_drawing_of_the_house_is_todays(monkeypatch):
     assert drawing.PAGE.read_text() == drawing.page(), "run python scripts/draw_house.py"
 
 
-MOST_FILES, MOST_LINES = 110, 15_600
+MOST_FILES, MOST_LINES = 110, 16_500
 LOADED = """
 import importlib, json, sys
 importlib.import_module("{module}")
@@ -205,4 +206,4 @@ def test_planning_is_light(report):
     lines = loaded("roll_batching.planning")
     report(f"import roll_batching.planning reads {len(lines)} files and {sum(lines.values()):,} lines")
     assert {room_of(name) for name in lines} <= {"", "errors", "moved", "registry", "planning"}
-    assert len(lines) <= 36 and sum(lines.values()) <= 4_800
+    assert len(lines) <= 36 and sum(lines.values()) <= 5_300

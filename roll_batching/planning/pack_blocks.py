@@ -17,6 +17,8 @@ import numpy as np
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints, as_ints
 
+NANOSECONDS = 1e9
+
 
 @dataclass(frozen=True, eq=False)
 class PackBlocks:

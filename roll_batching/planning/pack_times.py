@@ -17,8 +17,8 @@ import numpy as np
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.cost_model import LinearQuadraticCost
+from roll_batching.planning.pack_blocks import NANOSECONDS
 
-NANOSECONDS = 1e9
 BYTES = 2
 """Bytes of an activation in 16 bits."""
 

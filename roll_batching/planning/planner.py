@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from numpy.typing import ArrayLike
 
@@ -22,7 +22,6 @@ from roll_batching.planning.compiled import compiled_once
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import DEFAULT_COST
 from roll_batching.planning.forming import PositionPool, pools_of_units
-from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.pipeline.num_micro_batches import legal_count
 from roll_batching.planning.placement import (
     Placement,
@@ -38,6 +37,9 @@ from roll_batching.planning.prefixes import SharedPrefixes, part_sizes
 from roll_batching.planning.problem import PlanProblem, build_problem
 from roll_batching.planning.registry import Algorithm, algorithm_of
 from roll_batching.planning.report import step_time
+
+if TYPE_CHECKING:
+    from roll_batching.planning.pack_times import PackTimes
 
 B = TypeVar("B", bound=Sized)
 
@@ -88,13 +90,14 @@ def plan_step(
 
 def _plan_blocks(problem: PlanProblem, times: PackTimes | None) -> PlanArrays:
     """Checked arrays of a plan with a context-parallel size per pack."""
+    from roll_batching.planning.dynamic_cp.planner import place_blocks  # only such plans need the search
+    from roll_batching.planning.pack_times import PackTimes
+
     if not isinstance(times, PackTimes):
         raise PlanError(
             f"max_cp_size={problem.constraints.max_cp_size} chooses sizes by predicted times of packs, and times is "
             f"{kind_of(times)}: pass PackTimes.of_model(FlopsCost.from_model(...), ...)"
         )
-    from roll_batching.planning.dynamic_cp.planner import place_blocks  # only such plans need the search
-
     with compiled_once(_kind(problem)):
         units, offsets, blocks = place_blocks(problem, times)
     return assemble_blocks(problem, units, offsets, blocks)

@@ -7,7 +7,7 @@ from typing import Any
 
 from roll_batching.planning.bounds import lockstep_bound, rank_total_bound
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.pack_times import NANOSECONDS
+from roll_batching.planning.pack_blocks import NANOSECONDS
 from roll_batching.planning.pipeline.ordering import slowest_makespan
 from roll_batching.planning.plan_arrays import PlanArrays
 

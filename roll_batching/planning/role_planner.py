@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import CostModel
-from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.partition import batch_balance
 from roll_batching.planning.plan import Plan
 from roll_batching.planning.planner import plan_step
 from roll_batching.planning.prefixes import SharedPrefixes
+
+if TYPE_CHECKING:
+    from roll_batching.planning.pack_times import PackTimes
 
 SMALLEST_SAVING = 0.05
 """Share of the tokens below which "auto" shares nothing: more runs of keys and uneven parts cost about as much."""

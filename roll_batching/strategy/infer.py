@@ -24,7 +24,6 @@ from roll_batching.packing.batch import PackedBatch, unpack_results
 from roll_batching.planning import CostModel, ParallelDims, Plan, PlanConstraints, RolePlanner
 from roll_batching.samples import FieldSpec, LengthTable, SampleBatch
 from roll_batching.settings import BatchingConfig, RoleSettings
-from roll_batching.strategy.context_sizes import pack_times_of
 from roll_batching.strategy.from_parts import list_of_chunks, require_process_group, state_from_parts
 from roll_batching.strategy.model_io import ModelIOMixin
 from roll_batching.strategy.model_state import ModelState, StepSettings
@@ -219,6 +218,8 @@ class MegatronInferStrategy(ModelIOMixin):
     @property
     def planner(self) -> RolePlanner:
         """Planner with this role's settings, to plan in another process, for example."""
+        from roll_batching.strategy.context_sizes import pack_times_of
+
         return RolePlanner(
             train=self.constraints(),
             infer=self.constraints(forward=True),

@@ -13,7 +13,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from roll_batching.distributed.context_groups import context_groups
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
 from roll_batching.megatron_patches.planned_p2p import PlannedP2P
@@ -94,6 +93,8 @@ def run_schedule(
     if len(packs) != planned:
         raise LayoutError(f"the plan has {planned} micro-batches of this rank and {len(packs)} were packed")
     if plan.blocks is not None:
+        from roll_batching.distributed.context_groups import context_groups  # only such plans need them
+
         _set_context_groups(packs, context_groups(layout, plan.blocks.sizes))
     pack_layouts = layouts_of(packs)
     config = gpt_of(chunks[0]).config

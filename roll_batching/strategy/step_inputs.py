@@ -17,7 +17,6 @@ from roll_batching.planning import Plan
 from roll_batching.samples import SampleBatch
 from roll_batching.samples.checks import content_digest
 from roll_batching.samples.length_table import require_batch
-from roll_batching.strategy.context_sizes import context_size_obstacle
 from roll_batching.strategy.model_state import ModelState
 from roll_batching.strategy.prefix_sharing import sharing_obstacle
 
@@ -52,8 +51,11 @@ def pack_inputs(
         )
     layout = state.layout
     _check_plan(plan, layout)
-    if plan.blocks is not None and (obstacle := context_size_obstacle(state)) is not None:
-        raise LayoutError(f"packs of the plan have different context-parallel sizes, but {obstacle}")
+    if plan.blocks is not None:
+        from roll_batching.strategy.context_sizes import context_size_obstacle  # only such plans need it
+
+        if (obstacle := context_size_obstacle(state)) is not None:
+            raise LayoutError(f"packs of the plan have different context-parallel sizes, but {obstacle}")
     if plan.shared.any() and (obstacle := sharing_obstacle(state)) is not None:
         raise LayoutError(f"samples of the plan share prefixes, but {obstacle}; or plan without prefixes")
     check_window(int(plan.used[plan.samples].max(initial=0)), state)

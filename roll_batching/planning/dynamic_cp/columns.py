@@ -71,70 +71,105 @@ def _packs_of(placed: Ints, order: Ints, choices: SizeChoices, ranks: int, time:
 @compiled
 def _fill_columns(times: Ints, slots: Ints, fixed: Ints, caps: Ints, smallest: Ints, ranks: int, target: int) -> Ints:
     """Column, block and level of each unit, int64[3, units]; units in the order of falling times."""
-    levels, count = times.shape
+    count = times.shape[1]
     placed = np.full((3, count), -1, dtype=np.int64)
     level = np.zeros(ranks, dtype=np.int64)
     time = np.zeros(ranks, dtype=np.int64)
     used = np.zeros(ranks, dtype=np.int64)
-    opened_by = np.zeros(ranks, dtype=np.int64)
-    left = count
-    column = 0
+    left, column = count, 0
     while left > 0:
-        blocks, free = 0, ranks
-        for unit in range(count):
-            if placed[0, unit] >= 0:
-                continue
-            if free == 0:
-                break
-            own = smallest[unit]
-            while own < levels - 1 and times[own, unit] + fixed[own] > target:
-                own += 1
-            while own > smallest[unit] and 1 << own > free:
-                own -= 1
-            if 1 << own > free:
-                continue
-            level[blocks], time[blocks] = own, fixed[own] + times[own, unit]
-            used[blocks], opened_by[blocks] = slots[own, unit], unit
-            placed[0, unit], placed[1, unit] = column, blocks
-            free -= 1 << own
-            blocks += 1
-            left -= 1
-        while free > 0:  # idle ranks join the slowest block that they can double
-            widest = -1
-            for block in range(blocks):
-                if 1 << level[block] <= free and level[block] < levels - 1:
-                    if widest < 0 or time[block] > time[widest]:
-                        widest = block
-            if widest < 0:
-                break
-            own, unit = level[widest] + 1, opened_by[widest]
-            if fixed[own] + times[own, unit] >= time[widest]:
-                break
-            free -= 1 << level[widest]
-            level[widest], time[widest] = own, fixed[own] + times[own, unit]
-            used[widest] = slots[own, unit]
+        blocks = _open_blocks(times, slots, fixed, smallest, ranks, target, placed, column, level, time, used)
         limit = target
         for block in range(blocks):
             limit = max(limit, time[block])
-        for unit in range(count):
-            if placed[0, unit] >= 0:
-                continue
-            at = -1
-            for block in range(blocks):
-                own = level[block]
-                if time[block] + times[own, unit] <= limit and used[block] + slots[own, unit] <= caps[own]:
-                    if at < 0 or time[block] < time[at]:
-                        at = block
-            if at >= 0:
-                placed[0, unit], placed[1, unit] = column, at
-                time[at] += times[level[at], unit]
-                used[at] += slots[level[at], unit]
-                left -= 1
+        _fill_blocks(times, slots, caps, blocks, limit, placed, column, level, time, used)
         for unit in range(count):
             if placed[0, unit] == column:
                 placed[2, unit] = level[placed[1, unit]]
+                left -= 1
         column += 1
     return placed
+
+
+@compiled
+def _open_blocks(
+    times: Ints,
+    slots: Ints,
+    fixed: Ints,
+    smallest: Ints,
+    ranks: int,
+    target: int,
+    placed: Ints,
+    column: int,
+    level: Ints,
+    time: Ints,
+    used: Ints,
+) -> int:
+    """Number of blocks of a column, each opened by the longest unit left, at a size at which it takes `target`."""
+    levels, count = times.shape
+    opened_by = np.zeros(ranks, dtype=np.int64)
+    blocks, free = 0, ranks
+    for unit in range(count):
+        if free == 0:
+            break
+        if placed[0, unit] >= 0:
+            continue
+        own = smallest[unit]
+        while own < levels - 1 and times[own, unit] + fixed[own] > target:
+            own += 1
+        while own > smallest[unit] and 1 << own > free:
+            own -= 1
+        if 1 << own > free:
+            continue
+        level[blocks], time[blocks] = own, fixed[own] + times[own, unit]
+        used[blocks], opened_by[blocks] = slots[own, unit], unit
+        placed[0, unit], placed[1, unit] = column, blocks
+        free -= 1 << own
+        blocks += 1
+    while free > 0:  # idle ranks join the slowest block that they can double
+        widest = -1
+        for block in range(blocks):
+            if 1 << level[block] <= free and level[block] < levels - 1:
+                if widest < 0 or time[block] > time[widest]:
+                    widest = block
+        if widest < 0:
+            break
+        own, unit = level[widest] + 1, opened_by[widest]
+        if fixed[own] + times[own, unit] >= time[widest]:
+            break
+        free -= 1 << level[widest]
+        level[widest], time[widest] = own, fixed[own] + times[own, unit]
+        used[widest] = slots[own, unit]
+    return blocks
+
+
+@compiled
+def _fill_blocks(
+    times: Ints,
+    slots: Ints,
+    caps: Ints,
+    blocks: int,
+    limit: int,
+    placed: Ints,
+    column: int,
+    level: Ints,
+    time: Ints,
+    used: Ints,
+) -> None:
+    """Adds further units to the fastest block that takes at most `limit` with them."""
+    for unit in range(times.shape[1]):
+        if placed[0, unit] >= 0:
+            continue
+        at = -1
+        for block in range(blocks):
+            own = level[block]
+            if time[block] + times[own, unit] <= limit and used[block] + slots[own, unit] <= caps[own]:
+                if at < 0 or time[block] < time[at]:
+                    at = block
+        if at >= 0:
+            placed[0, unit], placed[1, unit] = column, at
+            time[at] += times[level[at], unit]
+            used[at] += slots[level[at], unit]
 
 
 @compiled
