@@ -8,7 +8,8 @@ Pure functions of lengths, constraints and a cost model, without torch:
 Invariants of every plan:
 
 1. every sample is placed exactly once, or listed in `plan.dropped` with a reason;
-2. every DP rank has the same number of micro-batches (K); where samples run short, fillers are added;
+2. every DP rank has the same number of micro-batches (K); where samples run short, fillers are added. With a
+   context-parallel size per pack (`max_cp_size`), all ranks of a pack compute it at the same index;
 3. with interleaving, K obeys Megatron's rule;
 4. no micro-batch computes more than `max_tokens`, alignment included;
 5. samples of one group share a micro-batch;

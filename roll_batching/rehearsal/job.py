@@ -139,6 +139,9 @@ def rehearse_job(
         RehearsalError: a rank failed.
     """
     for name, role in config.roles.items():
+        if name != "actor_infer" and role.strategy_args.strategy_config.has_cp_per_pack:
+            text = "auto is not rehearsed for now: rehearse the job with the largest size that its packs may have"
+            raise config.error(Problem((name, "strategy_args", "strategy_config", "context_parallel_size"), text))
         text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
         if name == "actor_infer" and not has_local_rollouts(config):
             continue

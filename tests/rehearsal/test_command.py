@@ -67,6 +67,13 @@ def test_a_job_that_does_not_fit_exits_with_1(capsys):
     assert "does not fit 0.00 GiB" in capsys.readouterr().out
 
 
+def test_a_context_parallel_size_per_pack_is_refused_by_name(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*DEMO, "--no-advice", "actor_train.strategy_args.strategy_config.context_parallel_size=auto"])
+    assert end.value.code == 2
+    assert "auto is not rehearsed for now" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("role", ["actor_infer", "reference"])
 def test_a_role_with_its_own_layout_is_refused_by_name(role, capsys):
     sizes = f"{role}.strategy_args.strategy_config.tensor_model_parallel_size=2"
