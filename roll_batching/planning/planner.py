@@ -82,7 +82,7 @@ def plan_step(
     def problem(largest_part: int | None = None) -> PlanProblem:
         return build_problem(lengths, constraints, cost=price, prefixes=prefixes, largest_part=largest_part, **given)
 
-    if constraints.has_cp_per_pack:
+    if isinstance(constraints, PlanConstraints) and constraints.has_cp_per_pack:
         return Plan.of(_plan_blocks(problem(), times))
     has_trees = prefixes is not None and group_ids is None
     return Plan.of(_plan_trees(problem) if has_trees else _plan(problem()))

@@ -17,7 +17,7 @@ import pytest
 from roll_batching.errors import DataError
 from roll_batching.jobs.rewards import Completion
 from roll_batching.jobs.rewards.code import check_run, code_tests
-from roll_batching.jobs.rewards.judged_code import sandbox
+from roll_batching.jobs.rewards.judged_code import process, sandbox
 from roll_batching.jobs.rewards.judged_code.sandbox import Sandbox
 from roll_batching.jobs.rewards.pool import RewardDomain, RewardPool
 from roll_batching.jobs.rewards.process import RewardLimits
@@ -288,8 +288,9 @@ def f(): return 1"""
 LOCKED = "import os\nos.makedirs('a/b'); open('a/b/c', 'w'); os.chmod('a/b', 0); os.chmod('a', 0)\ndef f(): return 1"
 
 
-def folders() -> list[str]:
-    return [str(path) for path in Path(tempfile.gettempdir()).glob("roll-batching-code-*/*")]
+def folders() -> list[Path]:
+    """Folders of judged code of this process; tests beside this one have theirs."""
+    return list(process._process_folder().iterdir())
 
 
 @pytest.mark.bad_input
