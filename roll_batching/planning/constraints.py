@@ -59,7 +59,8 @@ class PlanConstraints(BatchingSpec, ParallelDims):
                 f"pack_multiple={self.pack_multiple} and the layout together align to {self.rectangle_alignment} "
                 "tokens, more than 2^40: set one of them lower"
             )
-        if self.max_tokens is not None and self.usable_tokens < 1:
+        no_filler = self.has_cp_per_pack and self.usable_tokens_of(1) < self.micro_batch_alignment
+        if self.max_tokens is not None and (self.usable_tokens < 1 or no_filler):
             raise PlanError(
                 f"max_tokens={self.max_tokens} is below the alignment of one micro-batch "
                 f"({self.micro_batch_alignment} tokens for this layout); raise the cap"
@@ -109,6 +110,7 @@ class PlanConstraints(BatchingSpec, ParallelDims):
             "shared_shapes": False,
             "min_num_micro_batches": 1,
             "num_micro_batches_multiple": 1,
+            "fillers": True,
         }
         for name, value in wanted.items():
             if getattr(self, name) != value:
@@ -123,9 +125,16 @@ class PlanConstraints(BatchingSpec, ParallelDims):
         return self.max_cp_size > 1
 
     @property
+    def legal_cp_sizes(self) -> tuple[int, ...]:
+        """Context-parallel sizes that a pack may have, ascending."""
+        if not self.has_cp_per_pack:
+            return (self.cp_size,)
+        return tuple(1 << exponent for exponent in range(self.max_cp_size.bit_length()))
+
+    @property
     def largest_cp_size(self) -> int:
         """Context-parallel size of the packs with the longest sequences."""
-        return max(self.cp_size, self.max_cp_size)
+        return self.legal_cp_sizes[-1]
 
     @property
     def sequence_alignment(self) -> int:
@@ -172,12 +181,16 @@ class PlanConstraints(BatchingSpec, ParallelDims):
 
         With a context-parallel size per pack, of the largest.
         """
+        usable = self.usable_tokens_of(self.largest_cp_size)
+        return usable if usable >= self.micro_batch_alignment else 0
+
+    def usable_tokens_of(self, cp_size: int) -> int:
+        """Most tokens of all slots of an aligned pack with this context-parallel size. Needs `max_tokens`."""
         if self.max_tokens is None:
             raise PlanError("usable_tokens needs max_tokens")
-        packed = self.mode == "packed"
-        alignment = self.pack_alignment_of(self.largest_cp_size) if packed else self.rectangle_alignment
-        usable = self.max_tokens * self.max_cp_size // alignment * alignment
-        return usable if usable >= self.micro_batch_alignment else 0
+        alignment = self.pack_alignment_of(cp_size) if self.mode == "packed" else self.rectangle_alignment
+        cap = self.max_tokens * cp_size if self.has_cp_per_pack else self.max_tokens
+        return cap // alignment * alignment
 
     @property
     def lockstep_ranks(self) -> int:
@@ -191,6 +204,14 @@ class PlanConstraints(BatchingSpec, ParallelDims):
         if self.objective == "lockstep" or self.shared_shapes:
             return self.dp_size
         return self.meeting_ranks
+
+    @property
+    def meets_at_every_index(self) -> bool:
+        """Whether ranks wait for each other at every micro-batch, by the layout (whatever the objective) or objective.
+
+        They then need equal numbers of micro-batches.
+        """
+        return max(self.lockstep_ranks, self.meeting_ranks) > 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by field name; `PlanConstraints(**values)` restores them."""

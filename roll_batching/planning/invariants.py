@@ -84,7 +84,7 @@ def _check_counts(plan: PlanArrays) -> None:
     """Invariants 2 and 3: a legal K, and no micro-batch without tokens."""
     constraints = plan.constraints
     check_count(plan.num_micro_batches, constraints)
-    if plan.blocks is not None and (constraints.lockstep_ranks > 1 or constraints.interleaved):
+    if plan.blocks is not None and (constraints.meets_at_every_index or constraints.interleaved):
         counts = [len(packs) for packs in plan.blocks.lists]
         if min(counts) != max(counts):
             raise PlanError(

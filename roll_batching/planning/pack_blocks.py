@@ -68,9 +68,9 @@ class PackBlocks:
         if not isinstance(values, dict) or sorted(values) != sorted(names):
             raise PlanError(f"the blocks of this plan must have {', '.join(names)}")
         restored: dict[str, Any] = {
-            name: as_ints(values[name], f"blocks.{name}", len(values[name]))
+            name: as_ints(values[name], f"blocks.{name}", np.size(values[name]))
             if name in BLOCK_ARRAYS
-            else int(values[name])
+            else int(as_ints([values[name]], f"blocks.{name}", 1)[0])
             for name in names
         }
         return cls(**restored)

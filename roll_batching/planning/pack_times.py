@@ -18,6 +18,7 @@ from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.cost_model import LinearQuadraticCost
 from roll_batching.planning.pack_blocks import NANOSECONDS
+from roll_batching.planning.plain_values import integer_of, kind_of, switch_of
 
 BYTES = 2
 """Bytes of an activation in 16 bits."""
@@ -78,6 +79,17 @@ class PackTimes:
     """Whether keys and values travel in a ring behind attention (TransformerEngine's "p2p") instead of an all-gather
     before it (the local attention core)."""
     cluster: Cluster = field(default_factory=Cluster)
+
+    def __post_init__(self) -> None:
+        for name in ("linear", "quadratic"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise PlanError(f"PackTimes.{name} is {value!r}: it must be a finite number of at least 0")
+        for name in ("num_layers", "hidden_size", "kv_size", "tp_size", "pp_size"):
+            object.__setattr__(self, name, integer_of(f"PackTimes.{name}", getattr(self, name)))
+        if not isinstance(self.cluster, Cluster):
+            raise PlanError(f"PackTimes.cluster is {kind_of(self.cluster)}: pass a Cluster")
+        object.__setattr__(self, "overlapped_exchange", switch_of("overlapped_exchange", self.overlapped_exchange))
 
     @classmethod
     def of_model(

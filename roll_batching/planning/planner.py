@@ -98,6 +98,12 @@ def _plan_blocks(problem: PlanProblem, times: PackTimes | None) -> PlanArrays:
             f"max_cp_size={problem.constraints.max_cp_size} chooses sizes by predicted times of packs, and times is "
             f"{kind_of(times)}: pass PackTimes.of_model(FlopsCost.from_model(...), ...)"
         )
+    for name in ("tp_size", "pp_size"):
+        if getattr(times, name) != getattr(problem.constraints, name):
+            raise PlanError(
+                f"times are predicted for {name}={getattr(times, name)}, and the plan is for "
+                f"{getattr(problem.constraints, name)}: make both from one layout"
+            )
     with compiled_once(_kind(problem)):
         units, offsets, blocks = place_blocks(problem, times)
     return assemble_blocks(problem, units, offsets, blocks)

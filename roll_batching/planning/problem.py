@@ -291,7 +291,8 @@ def _fit_under_cap(lengths: Ints, ids: Ints, groups: _Groups, constraints: PlanC
                 raise PlanError(f"{excess} and cannot be truncated: it has too many samples; raise the cap")
             used[inside] = np.minimum(lengths[inside], limit)
         else:
-            raise PlanError(f'{excess}; raise the cap, shorten it, or set oversize="truncate", "drop" or "alone"')
+            last = '"truncate" or "drop"' if constraints.has_cp_per_pack else '"truncate", "drop" or "alone"'
+            raise PlanError(f"{excess}; raise the cap, shorten it, or set oversize={last}")
     return _Fit(used, alone, dropped)
 
 
@@ -301,12 +302,13 @@ def _too_long(lengths: Ints, groups: _Groups, constraints: PlanConstraints, cap:
     too_long = np.zeros(len(sizes), dtype=bool)
     if cap is not None:
         if constraints.mode == "packed":
-            need = sums_of(
-                round_up(lengths[members], constraints.sequence_alignment_of(constraints.largest_cp_size)), offsets
-            )
+            too_long[:] = True
+            for size in constraints.legal_cp_sizes:  # a group is too long if it exceeds packs of every size
+                need = sums_of(round_up(lengths[members], constraints.sequence_alignment_of(size)), offsets)
+                too_long &= need > constraints.usable_tokens_of(size)
         else:
             need = largest_of(round_up(lengths[members], constraints.rectangle_alignment), offsets) * sizes
-        too_long |= need > cap
+            too_long |= need > cap
     row_limit = constraints.row_limit
     if row_limit is not None:
         aligned_limit = -(-row_limit // constraints.rectangle_alignment) * constraints.rectangle_alignment

@@ -56,7 +56,8 @@ class PlanReport:
     """Predicted time of the step without the optimizer, where each pack has its own context-parallel size (then
     `lower_bound` and `gap` are None); None otherwise, and for plans from bins."""
     fixed_cp_size: int | None
-    """The single context-parallel size whose step is predicted to be shortest; None as for `predicted_seconds`."""
+    """The single context-parallel size whose step is predicted to be shortest; None as for `predicted_seconds`, and
+    where no single size holds every group below the cap."""
     fixed_seconds: float | None
     """Predicted time of the step with `fixed_cp_size`."""
 
@@ -78,6 +79,7 @@ def make_report(plan: PlanArrays) -> PlanReport:
     mean = total / constraints.dp_size if total else 1.0
     objective, value, bound = _objective(plan) if total and plan.blocks is None else (_meeting(constraints), 1, 1)
     predicted = plan.blocks if plan.blocks is not None and plan.blocks.step_time else None
+    fixed = predicted if predicted is not None and predicted.fixed_step_time else None
     return PlanReport(
         samples=len(plan.samples),
         real_tokens=real,
@@ -97,8 +99,8 @@ def make_report(plan: PlanArrays) -> PlanReport:
         truncated=int((plan.used[plan.samples] < plan.lengths[plan.samples]).sum()),
         dropped=len(plan.dropped),
         predicted_seconds=None if predicted is None else predicted.step_time / NANOSECONDS,
-        fixed_cp_size=None if predicted is None else predicted.fixed_cp_size,
-        fixed_seconds=None if predicted is None else predicted.fixed_step_time / NANOSECONDS,
+        fixed_cp_size=None if fixed is None else fixed.fixed_cp_size,
+        fixed_seconds=None if fixed is None else fixed.fixed_step_time / NANOSECONDS,
     )
 
 

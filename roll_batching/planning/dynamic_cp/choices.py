@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from roll_batching.planning.arrays import Ints, offsets_of, round_up, sums_of
-from roll_batching.planning.constraints import PlanConstraints
+from roll_batching.planning.arrays import Flags, Ints, offsets_of, round_up, sums_of
 from roll_batching.planning.dynamic_cp.placed import PlacedPacks
 from roll_batching.planning.pack_times import PackTimes
 from roll_batching.planning.problem import PlanProblem
@@ -37,7 +37,7 @@ class SizeChoices:
     def of(cls, problem: PlanProblem, times: PackTimes) -> SizeChoices:
         """Choices of the units of a problem, whose oversize units are dropped or cut."""
         constraints, units = problem.constraints, problem.units
-        sizes = np.array([1 << i for i in range(constraints.max_cp_size.bit_length())], dtype=np.int64)
+        sizes = np.array(constraints.legal_cp_sizes, dtype=np.int64)
         used, shared = problem.used[units.samples], np.zeros(len(units.samples), dtype=np.int64)
         if problem.prefixes is not None:
             shared = problem.prefixes.shared(units.samples, units.offsets)
@@ -46,7 +46,7 @@ class SizeChoices:
             own = times.sequences(used, size) - np.where(shared > 0, times.sequences(np.maximum(shared, 1), size), 0)
             unit_times.append(sums_of(np.maximum(own, 0), units.offsets))
             slots.append(sums_of(round_up(used - shared, constraints.sequence_alignment_of(size)), units.offsets))
-        caps = np.array([_cap(constraints, size) for size in sizes.tolist()], dtype=np.int64)
+        caps = np.array([constraints.usable_tokens_of(size) for size in sizes.tolist()], dtype=np.int64)
         stacked = np.stack(slots)
         return cls(
             sizes=sizes,
@@ -57,6 +57,12 @@ class SizeChoices:
             caps=caps,
             smallest=np.argmax(stacked <= caps[:, None], axis=0).astype(np.int64),
         )
+
+    @cached_property
+    def fits(self) -> Flags:
+        """bool[sizes, units]: whether a unit fits into a pack. Rounding may let it fit a small size and no larger."""
+        below: Flags = self.slots <= self.caps[:, None]
+        return below
 
     def times_of(self, packs: Sequence[Sequence[int]], levels: Ints) -> Ints:
         """int64[packs]: nanoseconds of packs of units at `levels` (int64[packs])."""
@@ -69,8 +75,3 @@ class SizeChoices:
     def pack_times(self, packs: PlacedPacks) -> Ints:
         """int64[packs]: nanoseconds of each pack."""
         return self.times_of(packs.units, np.array(packs.levels, dtype=np.int64))
-
-
-def _cap(constraints: PlanConstraints, size: int) -> int:
-    alignment = constraints.pack_alignment_of(size)
-    return (constraints.max_tokens or 0) * size // alignment * alignment

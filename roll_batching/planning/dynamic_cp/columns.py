@@ -78,7 +78,7 @@ def _fill_columns(times: Ints, slots: Ints, fixed: Ints, caps: Ints, smallest: I
     used = np.zeros(ranks, dtype=np.int64)
     left, column = count, 0
     while left > 0:
-        blocks = _open_blocks(times, slots, fixed, smallest, ranks, target, placed, column, level, time, used)
+        blocks = _open_blocks(times, slots, fixed, caps, smallest, ranks, target, placed, column, level, time, used)
         limit = target
         for block in range(blocks):
             limit = max(limit, time[block])
@@ -96,6 +96,7 @@ def _open_blocks(
     times: Ints,
     slots: Ints,
     fixed: Ints,
+    caps: Ints,
     smallest: Ints,
     ranks: int,
     target: int,
@@ -115,12 +116,13 @@ def _open_blocks(
         if placed[0, unit] >= 0:
             continue
         own = smallest[unit]
-        while own < levels - 1 and times[own, unit] + fixed[own] > target:
-            own += 1
-        while own > smallest[unit] and 1 << own > free:
-            own -= 1
         if 1 << own > free:
             continue
+        for larger in range(own + 1, levels):
+            if times[own, unit] + fixed[own] <= target or 1 << larger > free:
+                break
+            if slots[larger, unit] <= caps[larger]:
+                own = larger
         level[blocks], time[blocks] = own, fixed[own] + times[own, unit]
         used[blocks], opened_by[blocks] = slots[own, unit], unit
         placed[0, unit], placed[1, unit] = column, blocks
@@ -135,7 +137,7 @@ def _open_blocks(
         if widest < 0:
             break
         own, unit = level[widest] + 1, opened_by[widest]
-        if fixed[own] + times[own, unit] >= time[widest]:
+        if fixed[own] + times[own, unit] >= time[widest] or slots[own, unit] > caps[own]:
             break
         free -= 1 << level[widest]
         level[widest], time[widest] = own, fixed[own] + times[own, unit]

@@ -53,9 +53,10 @@ def levels_by_target(choices: SizeChoices, ranks: int, target: float) -> Ints:
     """Level of each unit, int64[units]: the smallest at which it takes at most `target` of the mean time of a rank."""
     every = np.arange(choices.times.shape[1])
     work = int((choices.times[choices.smallest, every] * choices.sizes[choices.smallest]).sum())
-    is_short = choices.times + choices.fixed[:, None] <= int(work // ranks * target)
-    levels = np.where(is_short.any(axis=0), np.argmax(is_short, axis=0), len(choices.sizes) - 1)
-    return np.maximum(levels, choices.smallest).astype(np.int64)
+    is_short = choices.fits & (choices.times + choices.fixed[:, None] <= int(work // ranks * target))
+    largest = len(choices.sizes) - 1 - np.argmax(choices.fits[::-1], axis=0)
+    levels: Ints = np.where(is_short.any(axis=0), np.argmax(is_short, axis=0), largest).astype(np.int64)
+    return levels
 
 
 def place_levels(

@@ -6,10 +6,12 @@ several sizes compete with the best of them; the shortest predicted step wins.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 
+from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
@@ -30,11 +32,13 @@ def place_blocks(problem: PlanProblem, times: PackTimes) -> tuple[Ints, Ints, Pa
     constraints = problem.constraints
     choices = SizeChoices.of(problem, times)
     fixed_size, fixed = _best_fixed(problem, choices)
-    best = fixed
-    searched = _search(constraints, choices)
-    if searched is not None and searched.step_time < fixed.step_time:
-        best = searched
-    best = _with_fillers(best, choices, constraints.dp_size)
+    found = [packs for packs in (fixed, _search(constraints, choices)) if packs is not None]
+    if not found:
+        raise PlanError(
+            f"no single context-parallel size up to max_cp_size={constraints.max_cp_size} holds every sample and group "
+            "below the cap, and pipelines with virtual stages or experts have one size: raise max_tokens"
+        )
+    best = _with_fillers(min(found, key=lambda packs: packs.step_time), choices, constraints.dp_size)
     first_ranks = np.array(best.first_ranks, dtype=np.int64)
     levels = np.array(best.levels, dtype=np.int64)
     order = sort_blocks(first_ranks, choices.sizes[levels])
@@ -47,39 +51,38 @@ def place_blocks(problem: PlanProblem, times: PackTimes) -> tuple[Ints, Ints, Pa
         times=times_of_packs[order],
         step_time=best.step_time,
         fixed_cp_size=fixed_size,
-        fixed_step_time=fixed.step_time,
+        fixed_step_time=0 if fixed is None else fixed.step_time,
     )
     return units, offsets_of(np.array([len(pack) for pack in members], dtype=np.int64)), blocks
 
 
 def _search(constraints: PlanConstraints, choices: SizeChoices) -> PlacedPacks | None:
     """Packs of several sizes; None for layouts without a search: pipelines with virtual stages or lockstep ranks."""
-    ranks, meets_at_every_index = constraints.dp_size, constraints.lockstep_ranks > 1
+    ranks = constraints.dp_size
     if constraints.pp_size > 1:
-        if constraints.interleaved or meets_at_every_index:
+        if constraints.interleaved or constraints.meets_at_every_index:
             return None
         return place_in_pipeline(choices, ranks, constraints.pp_size)
-    return place_columns(choices, ranks) if meets_at_every_index else place_nested(choices, ranks)
+    return place_columns(choices, ranks) if constraints.meets_at_every_index else place_nested(choices, ranks)
 
 
-def _best_fixed(problem: PlanProblem, choices: SizeChoices) -> tuple[int, PlacedPacks]:
-    """The single size, among those that all units fit, whose step is predicted to be shortest; of equals the smallest.
+def _best_fixed(problem: PlanProblem, choices: SizeChoices) -> tuple[int, PlacedPacks | None]:
+    """The single size whose step is predicted to be shortest, of equals the smallest, with the packs of its plan.
 
-    With the packs of its plan.
+    (1, None) where no size holds every unit below the cap.
     """
-    best: tuple[int, PlacedPacks] | None = None
-    for level in range(int(choices.smallest.max()), len(choices.sizes)):
-        size = int(choices.sizes[level])
-        if (
-            best is not None
-            and int(choices.times[level].sum()) * size // problem.constraints.dp_size > best[1].step_time
-        ):
+    constraints = problem.constraints
+    best_size, best = 1, None
+    for level, size in enumerate(choices.sizes.tolist()):
+        alignment = math.lcm(constraints.pack_alignment_of(size), constraints.sequence_alignment_of(size))
+        if not choices.fits[level].all() or choices.caps[level] < alignment:
+            continue
+        if best is not None and int(choices.times[level].sum()) * size // constraints.dp_size > best.step_time:
             continue  # the mean time of a rank alone is longer
         packs = plan_fixed(problem, choices, level)
-        if best is None or packs.step_time < best[1].step_time:
-            best = size, packs
-    assert best is not None  # every unit fits the largest size
-    return best
+        if best is None or packs.step_time < best.step_time:
+            best_size, best = size, packs
+    return best_size, best
 
 
 def plan_fixed(problem: PlanProblem, choices: SizeChoices, level: int) -> PlacedPacks:

@@ -72,18 +72,32 @@ def test_plans_are_legal_repeatable_and_not_slower_than_one_size(layout: dict[st
     assert some_faster or "pp_size" in layout, "no draw was faster than its best single size"
 
 
-def test_predicted_times_are_those_of_the_packs() -> None:
-    for seed in range(6):
-        times = times_of()
-        plan = plan_of(draw(seed), {})
-        clock = np.zeros(8, dtype=np.int64)
-        for m, (first, size) in enumerate(zip(plan.blocks.first_ranks, plan.blocks.cp_sizes, strict=True)):
+@pytest.mark.parametrize("name", ["ranks meet at the end", "experts", "sharded parameters", "pipeline"])
+def test_predicted_times_are_those_of_a_separate_simulation(name: str) -> None:
+    """Of packs by their lengths; of steps by a clock of each rank, by columns, and by a slow simulation of 1F1B."""
+    layout = LAYOUTS[name]
+    pp_size = layout.get("pp_size", 1)
+    times = times_of(pp_size=pp_size)
+    mixed = 0
+    for seed in range(8):
+        plan = plan_of(draw(seed), layout)
+        blocks, packs, clock, columns = plan.blocks, [], np.zeros(8, dtype=np.int64), np.zeros(64, dtype=np.int64)
+        for m, (first, size) in enumerate(zip(blocks.first_ranks.tolist(), blocks.cp_sizes.tolist(), strict=True)):
             inside = plan.samples[plan.offsets[m] : plan.offsets[m + 1]]
-            if len(inside):
-                assert plan.blocks.times[m] == times.pack(plan.used[inside], int(size))
-                block = slice(int(first), int(first + size))
-                clock[block] = clock[block].max() + plan.blocks.times[m]
-        assert clock.max() == plan.blocks.step_time
+            assert blocks.times[m] == times.pack(plan.used[inside], size)  # of a filler the fixed time
+            block = slice(first, first + size)
+            clock[block] = clock[block].max() + (blocks.times[m] if len(inside) else 0)
+            index = blocks.lists[first].index(m)
+            columns[index] = max(columns[index], blocks.times[m])
+            packs.append((first, size, int(blocks.times[m])))
+        mixed += len(set(blocks.cp_sizes.tolist())) > 1
+        if pp_size > 1:
+            assert abs(slow_joint(packs, 8, pp_size) - blocks.step_time) <= 8 * len(packs)  # thirds are rounded
+        elif layout:
+            assert columns.sum() <= blocks.step_time <= 1.001 * columns.sum() + 1000
+        else:
+            assert clock.max() == blocks.step_time
+    assert mixed >= 4, "most plans have one size"
 
 
 def slow_joint(packs: list[tuple[int, int, int]], ranks: int, stages: int) -> int:
@@ -179,10 +193,62 @@ def test_groups_and_prefixes_stay_together() -> None:
     assert shared.report.computed_tokens < plan_of(lengths, {}).report.computed_tokens
 
 
+def test_random_constraints_give_a_legal_plan_or_an_error_of_ours() -> None:
+    """Odd alignments, small caps, groups, prefixes and objectives; ranks with experts have equal numbers of packs."""
+    made = 0
+    for seed in range(120):
+        random = np.random.default_rng(seed)
+        dp_size, pp_size, tp_size = (int(random.choice(sizes)) for sizes in ((2, 4, 6, 8, 16), (1, 1, 2, 3), (1, 2)))
+        layout: dict[str, Any] = {"tp_size": tp_size, "pp_size": pp_size, "ep_size": int(random.choice((1, 1, 2)))}
+        layout["vpp_size"] = int(random.choice((1, 2))) if pp_size > 1 else 1
+        layout["sequence_parallel"] = tp_size > 1
+        cap, count = int(random.choice((16, 33, 64, 500))), int(random.choice((1, 2, 5, 30, 90)))
+        largest = dp_size & -dp_size
+        lengths = random.lognormal(np.log(cap / 4), 1.0, count).clip(1, cap * largest).astype(np.int64)
+        given: dict[str, Any] = {}
+        if seed % 3 == 0:
+            given["group_ids"] = np.arange(count) // int(random.integers(1, 5))
+        if seed % 4 == 0:
+            given["prefixes"] = SharedPrefixes.of_groups(
+                np.arange(count) // 3, np.full(count, int(lengths.min())), lengths
+            )
+        try:
+            constraints = PlanConstraints(
+                dp_size=dp_size,
+                max_tokens=cap,
+                max_cp_size=largest,
+                objective=str(random.choice(("auto", "rank_total", "lockstep"))),
+                sequence_multiple=(None, None, 3, 8, "2*cp*tp")[seed % 5],
+                pack_multiple=int(random.choice((1, 1, 16))),
+                oversize=str(random.choice(("error", "drop", "truncate"))),
+                **layout,
+            )
+            plan = plan_step(lengths, constraints, times=times_of(tp_size=tp_size, pp_size=pp_size), **given)
+        except PlanError as error:
+            assert "raise the cap" in str(error), error  # and nothing that our own search has broken
+            continue
+        made += 1
+        assert layout["ep_size"] == 1 or len({len(packs) for packs in plan.blocks.lists}) == 1
+        assert not plan.blocks.fixed_step_time or plan.blocks.step_time <= plan.blocks.fixed_step_time
+    assert made > 80
+
+
+def test_ranks_with_experts_need_equal_numbers_of_packs() -> None:
+    """Whatever the objective: a rank with fewer would leave the others waiting in the exchange of tokens."""
+    rules = PlanConstraints(dp_size=2, ep_size=2, max_tokens=64, max_cp_size=2, objective="rank_total")
+    Plan.from_bins([[[0], [1]], [[2], []]], [5, 6, 7], rules)
+    with pytest.raises(PlanError, match="1 to 2 micro-batches.*fillers"):
+        Plan.from_bins([[[0], [1]], [[2]]], [5, 6, 7], rules)
+
+
 def test_errors_say_what_to_change() -> None:
     rules = PlanConstraints(dp_size=8, max_tokens=CAP, max_cp_size=8)
-    with pytest.raises(PlanError, match="max_cp_size=8.*raise the cap"):
+    with pytest.raises(
+        PlanError, match='max_cp_size=8; raise the cap, shorten it, or set oversize="truncate" or "drop"$'
+    ):
         plan_step([8 * CAP + 1], rules, times=times_of())
+    with pytest.raises(PlanError, match="times are predicted for tp_size=2, and the plan is for 1"):
+        plan_step([5], rules, times=times_of(tp_size=2))
     with pytest.raises(PlanError, match="times is"):
         plan_step([5], rules)
     with pytest.raises(PlanError, match="home_rank"):
@@ -190,7 +256,7 @@ def test_errors_say_what_to_change() -> None:
     for bad in ({"max_cp_size": 3}, {"max_cp_size": 16}, {"max_cp_size": True}, {"max_cp_size": 2.5}):
         with pytest.raises(PlanError, match="max_cp_size"):
             PlanConstraints(**{"dp_size": 8, "max_tokens": CAP} | bad)
-    for name, value in {"oversize": "alone", "cp_size": 2, "algorithm": "none", "min_num_micro_batches": 2}.items():
+    for name, value in {"oversize": "alone", "cp_size": 2, "algorithm": "none", "fillers": False}.items():
         with pytest.raises(PlanError, match=name):
             PlanConstraints(dp_size=8, max_tokens=CAP, max_cp_size=8, **{name: value})
     for name, value in {
@@ -201,6 +267,25 @@ def test_errors_say_what_to_change() -> None:
     }.items():
         with pytest.raises(PlanError, match=name):
             Cluster(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"linear": float("nan")}, {"quadratic": -1.0}, {"tp_size": 0}, {"kv_size": 1.5}, {"cluster": None}],
+    ids=str,
+)
+def test_times_of_odd_values_are_refused(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(PlanError, match=name):
+        PackTimes(**{"linear": 1e9, "quadratic": 1e3, "num_layers": 2, "hidden_size": 8, "kv_size": 8} | changes)
+
+
+@pytest.mark.parametrize("value", ["x", None, 1.5, float("nan"), [1]], ids=repr)
+def test_odd_values_in_a_saved_plan_are_refused(value: Any) -> None:
+    saved = plan_of(draw(0), {}).to_dict()
+    for name in saved["blocks"]:
+        with pytest.raises(PlanError):
+            Plan.from_dict(saved | {"blocks": saved["blocks"] | {name: value}})
 
 
 def test_dropped_and_truncated_sequences() -> None:
