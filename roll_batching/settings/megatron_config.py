@@ -145,8 +145,8 @@ class MegatronConfig(Settings):
             return dp_size & -dp_size
         if largest & (largest - 1) or dp_size % largest:
             raise LayoutError(
-                f"strategy_config.max_context_parallel_size is {largest}: it must be a power of two that divides the "
-                f"{dp_size} ranks that share the data"
+                f"max_context_parallel_size is {largest}: it must be a power of two that divides the {dp_size} ranks "
+                "that share the data"
             )
         return largest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from roll_batching.errors import LayoutError
 from roll_batching.modeling.cost import model_pack_times
 from roll_batching.modeling.head import gpt_of
 from roll_batching.planning.pack_times import PackTimes
@@ -14,6 +15,22 @@ def pack_times_of(state: ModelState) -> PackTimes | None:
         return None
     gpt = gpt_of(state.chunks[0])
     return model_pack_times(gpt.config, state.vocab_size or gpt.vocab_size, state.layout, state.settings.cluster)
+
+
+def require_context_sizes(state: ModelState) -> None:
+    """Raises `LayoutError` where settings ask for a context-parallel size per pack and the model or layout has none."""
+    largest, dp_size = state.settings.max_cp_size, state.layout.dp_size
+    if largest & (largest - 1) or dp_size % largest:
+        raise LayoutError(
+            f"max_cp_size={largest} must be a power of two that divides the {dp_size} data-parallel ranks"
+        )
+    if state.layout.cp_size > 1:
+        raise LayoutError(
+            f"max_cp_size={largest} needs process groups and a model of context_parallel_size 1, which is "
+            f"{state.layout.cp_size}: the ranks of a pack are data-parallel ranks"
+        )
+    if (obstacle := context_size_obstacle(state)) is not None:
+        raise LayoutError(f"max_cp_size={largest} gives each pack its own context-parallel size, but {obstacle}")
 
 
 def context_size_obstacle(state: ModelState) -> str | None:

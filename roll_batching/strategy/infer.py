@@ -97,6 +97,10 @@ class MegatronInferStrategy(ModelIOMixin):
     @state.setter
     def state(self, state: ModelState) -> None:
         sharing_of(state)  # raises where sharing is asked for and cannot be
+        if state.settings.max_cp_size > 1:
+            from roll_batching.strategy.context_sizes import require_context_sizes
+
+            require_context_sizes(state)
         self._state = state
 
     @property

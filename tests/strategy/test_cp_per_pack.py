@@ -244,10 +244,10 @@ def rubbish(_: None) -> list[str]:
         two = Plan.from_bins([[[0]], [[1]]], [5, 6], whole)
         return strategy.train_step(placed, two, SFTLoss())
 
-    def in_rows_form() -> Any:
+    def with_settings(**changes: Any) -> Any:
         state = strategy.state
-        strategy.state = replace(state, settings=replace(state.settings, pipeline_shapes="shared"))
         try:
+            strategy.state = replace(state, settings=replace(state.settings, **changes))
             return strategy.train_step(placed, plan, SFTLoss())
         finally:
             strategy.state = state
@@ -257,7 +257,10 @@ def rubbish(_: None) -> list[str]:
         lambda: strategy.train_step(other, plan, SFTLoss()),
         lambda: strategy.train_step(placed if rank != 2 else placed.select(torch.arange(1)), plan, SFTLoss()),
         of_another_rank_count,
-        in_rows_form,
+        lambda: with_settings(pipeline_shapes="shared"),
+        lambda: with_settings(max_cp_size=4, pipeline_shapes="shared"),
+        lambda: with_settings(max_cp_size=3),
+        lambda: with_settings(max_cp_size=8),
         lambda: Plan.from_dict(table_of_blocks),
         lambda: Plan.from_dict(plan.to_dict() | {"blocks": {**plan.to_dict()["blocks"], "cp_sizes": [1.5]}}),
         lambda: Plan.from_dict(plan.to_dict() | {"blocks": {"first_ranks": []}}),
@@ -278,6 +281,9 @@ def test_bad_input_of_one_rank_is_an_error_on_all() -> None:
         "samples",
         "dp_size=2",
         "pipeline_shapes",
+        "max_cp_size=4 gives each pack its own context-parallel size, but pipeline_shapes",
+        "max_cp_size=3 must be a power of two that divides the 4",
+        "max_cp_size=8 must be a power of two that divides the 4",
         "micro-batches",
         "blocks.cp_sizes",
         "the blocks of this plan must have",

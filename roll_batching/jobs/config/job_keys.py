@@ -295,7 +295,7 @@ class JobKeys(ObjectiveKeys, RewardKeys, AsyncKeys):
             if world_size % layout.model_size:
                 raise ConfigFileError([Problem(path, layout.misfit(world_size))])
             try:
-                layout.parallel_dims(world_size)
+                layout.max_cp_size(layout.parallel_dims(world_size).dp_size)
             except LayoutError as error:
                 raise ConfigFileError([Problem(path, str(error))]) from None
         dp_size = world_size // self.actor_train.strategy_args.strategy_config.model_size

@@ -331,6 +331,16 @@ def test_processes_must_fit_the_layout():
         config.dp_size(3)
 
 
+def test_the_largest_context_parallel_size_divides_the_ranks_that_share_the_data():
+    packed = {"use_sequence_packing": True, "sequence_packing_args": {"max_packed_sequence_length_train": 4096}}
+    single = {f"actor_train.{key}": value for key, value in packed.items()}
+    largest = {f"{LAYOUT}.context_parallel_size": "auto", f"{LAYOUT}.max_context_parallel_size": 4}
+    config = config_from_dict(changed(single | largest | {"actor_train.device_mapping": None}))
+    assert config.dp_size(8) == 8
+    with pytest.raises(ConfigFileError, match="max_context_parallel_size is 4: .* divides the 6 ranks"):
+        config.dp_size(6)
+
+
 def test_one_optimizer_step_per_rollout_depends_on_the_processes_that_are_started():
     changes = {"actor_train.logprob_plan": "none", "rollout_batch_size": 8, "max_steps": 1}
     changes |= {f"{role}.device_mapping": None for role in ("actor_train", "reference")}

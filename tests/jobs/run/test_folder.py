@@ -26,12 +26,12 @@ RUN = "tests.jobs.rl.jobs:run"
 
 
 def hold_for_ever(folder: str) -> None:
-    """On its own: takes the folder, forks a child that lives on, and says so."""
+    """In a process of its own: locks the folder and forks a child that lives on, which reports that it runs."""
     with lock_folder(Path(folder)):
         if os.fork() == 0:
+            (Path(folder) / "taken").touch()  # not the parent: its kill could come before the child's first instruction
             os.execvp("sleep", ["sleep", "30"]) if folder.endswith("exec") else time.sleep(30)
             os._exit(0)
-        (Path(folder) / "taken").touch()
         time.sleep(60)
 
 
