@@ -241,9 +241,10 @@ def own_place(environment: Environment) -> None:
 
 
 def check_floors(source: Path, environment: Environment) -> None:
-    """Planning, configurations and the command line with the oldest versions that the base install admits."""
+    """Planning, configurations and the command line with the oldest versions of what they need."""
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
-    needs = [*project["dependencies"], *project["optional-dependencies"]["parquet"]]
+    extras = project["optional-dependencies"]
+    needs = [*project["dependencies"], *extras["convert"], *extras["parquet"]]
     oldest = [need.replace(">=", "==") for need in needs]
     pinned = dict(re.findall(r"^([\w-]+)==([^\s;]+)", (source / "constraints.txt").read_text(), re.MULTILINE))
     environment.install(*oldest, *(f"{name}=={pinned[name]}" for name in ("hypothesis", "pytest")))
