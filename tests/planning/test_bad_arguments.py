@@ -22,8 +22,7 @@ def _constraints(**more: Any) -> PlanConstraints:
 
 
 def _with_gradient() -> Any:
-    import torch
-
+    torch = pytest.importorskip("torch")
     return torch.tensor([7.0, 3.0, 9.0, 4.0], requires_grad=True)
 
 

@@ -74,6 +74,7 @@ def test_what_is_wrong_is_told_by_its_key(made, given, path, words, report):
 
 def test_fields_of_a_base_are_resolved_where_it_stands():
     """Its annotations are text that means something in its own module alone."""
+    pytest.importorskip("torch")
     from roll_batching.losses import PolicyLoss
 
     @dataclass(frozen=True, kw_only=True)
