@@ -37,7 +37,7 @@ def context_groups(layout: ParallelLayout, sizes: Sequence[int]) -> dict[int, An
             for ranks in sorted(set(everyone)):
                 for first in range(0, len(ranks), size):
                     block = list(ranks[first : first + size])
-                    group = dist.new_group(block, timeout)  # every rank makes every group
+                    group = dist.new_group(block, timeout, group_desc=f"CONTEXT_PARALLEL_GROUP_{size}")
                     if dist.get_rank() in block:
                         _groups[world, members, size] = group
     return {size: _groups[world, members, size] for size in sizes}
