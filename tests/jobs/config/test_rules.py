@@ -311,6 +311,8 @@ REFUSED = {
     "YaRN": {f"{ARCHITECTURE}.rope_scaling": {"type": "yarn", "factor": 4}},
     "distillation": {"teacher": {"model_args": {}}},
     "context-parallel sizes": {f"{LAYOUT}.hybrid_context_parallel": True},
+    "the cap of a pack": {f"{LAYOUT}.max_seqlen_per_dp_cp_rank": 4096},
+    "every size from 1": {f"{LAYOUT}.min_dynamic_context_parallel_size": 2},
     "beam search": {"actor_infer.generating_args.num_beams": 4},
     "dropout": {f"{ARCHITECTURE}.attention_dropout": 0.1},
 }
