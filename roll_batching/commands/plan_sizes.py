@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from roll_batching.errors import ConfigError, PlanError
 from roll_batching.planning import Plan, PlanConstraints, SharedPrefixes, plan_step
 from roll_batching.planning.arrays import Ints
-from roll_batching.planning.dynamic_cp.one_size import plans_of_one_size
 from roll_batching.planning.lengths_io import LengthFile
 from roll_batching.planning.pack_times import Cluster, PackTimes
+from roll_batching.planning.planner import plan_single_sizes
 from roll_batching.settings.megatron_config import ClusterConfig
 from roll_batching.settings.model import ArchitectureConfig, describe_model
 from roll_batching.settings.model_cost import architecture_pack_times
@@ -91,7 +91,7 @@ def compare_sizes(
         is_assumed=model is None,
         times=times,
         per_pack=plan_step(lengths, rules, times=times, prefixes=prefixes),
-        one_size=plans_of_one_size(lengths, rules, times=times, prefixes=prefixes),
+        one_size=plan_single_sizes(lengths, rules, times=times, prefixes=prefixes),
     )
 
 

@@ -39,10 +39,22 @@ def place_blocks(problem: PlanProblem, times: PackTimes) -> tuple[Ints, Ints, Pa
             "below the cap, and pipelines with virtual stages or experts have one size: raise max_tokens"
         )
     best = min(found, key=lambda packs: packs.step_time)
-    return blocks_of(best, choices, constraints.dp_size, fixed_size, 0 if fixed is None else fixed.step_time)
+    return _blocks_of(best, choices, constraints.dp_size, fixed_size, 0 if fixed is None else fixed.step_time)
 
 
-def blocks_of(
+def place_single_sizes(problem: PlanProblem, times: PackTimes) -> dict[int, tuple[Ints, Ints, PackBlocks]]:
+    """`place_blocks` with one size for all packs, by each size that holds every unit."""
+    constraints = problem.constraints
+    choices = SizeChoices.of(problem, times)
+    placed = {}
+    for level, size in enumerate(choices.sizes.tolist()):
+        if _admits_all(constraints, choices, level):
+            packs = plan_fixed(problem, choices, level)
+            placed[size] = _blocks_of(packs, choices, constraints.dp_size, size, packs.step_time)
+    return placed
+
+
+def _blocks_of(
     packs: PlacedPacks, choices: SizeChoices, ranks: int, fixed_size: int, fixed_time: int
 ) -> tuple[Ints, Ints, PackBlocks]:
     """(units by pack, offsets of packs, blocks of packs) of `packs`, with fillers; `fixed_*`: the best single size."""
@@ -81,7 +93,7 @@ def _best_fixed(problem: PlanProblem, choices: SizeChoices) -> tuple[int, Placed
     constraints = problem.constraints
     best_size, best = 1, None
     for level, size in enumerate(choices.sizes.tolist()):
-        if not admits_all(constraints, choices, level):
+        if not _admits_all(constraints, choices, level):
             continue
         if best is not None and int(choices.times[level].sum()) * size // constraints.dp_size > best.step_time:
             continue  # the mean time of a rank alone is longer
@@ -91,7 +103,7 @@ def _best_fixed(problem: PlanProblem, choices: SizeChoices) -> tuple[int, Placed
     return best_size, best
 
 
-def admits_all(constraints: PlanConstraints, choices: SizeChoices, level: int) -> bool:
+def _admits_all(constraints: PlanConstraints, choices: SizeChoices, level: int) -> bool:
     """Whether every unit, and the smallest pack, fit packs of one size."""
     size = int(choices.sizes[level])
     alignment = math.lcm(constraints.pack_alignment_of(size), constraints.sequence_alignment_of(size))

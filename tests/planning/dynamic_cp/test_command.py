@@ -14,8 +14,8 @@ from roll_batching import cli
 from roll_batching.cli import main
 from roll_batching.commands.plan_sizes import ASSUMED
 from roll_batching.planning import FlopsCost, PlanConstraints, plan_step
-from roll_batching.planning.dynamic_cp.one_size import plans_of_one_size
 from roll_batching.planning.pack_times import Cluster, PackTimes
+from roll_batching.planning.planner import plan_single_sizes
 
 pytestmark = pytest.mark.planning
 
@@ -78,7 +78,7 @@ def test_the_comparison_is_that_of_plans(tail: tuple[Path, np.ndarray], layout: 
     best = min(singles, key=lambda size: singles[size]["predicted_seconds"])
     assert printed["best_size"] == best == plan.report.fixed_cp_size
     assert singles[best]["predicted_seconds"] == plan.report.fixed_seconds >= plan.report.predicted_seconds
-    for size, one in plans_of_one_size(lengths, constraints, times=times).items():
+    for size, one in plan_single_sizes(lengths, constraints, times=times).items():
         assert set(one.cp_sizes[~one.fillers].tolist()) == {size}
         assert singles[size] == one.report.to_dict() and one.report.real_tokens == lengths.sum()
     assert sum(printed["packs_by_size"].values()) == int((~plan.fillers).sum())
