@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from roll_batching.commands.plan_sizes import compare_sizes, show_sizes
 from roll_batching.errors import ConfigError, DataError, PlanError
 from roll_batching.planning import Plan, PlanConstraints, SharedPrefixes, plan_step
 from roll_batching.planning.arrays import Ints
@@ -113,6 +114,35 @@ def plan(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plan to this file.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Compare padded, dynamic and packed.")] = False,
+    dynamic_cp: Annotated[
+        bool,
+        typer.Option(
+            "--dynamic-cp",
+            help="A context-parallel size per pack, compared with every single size in predicted seconds. --dp counts "
+            "all ranks that share the data, and --max-tokens is the cap of one rank.",
+        ),
+    ] = False,
+    max_cp: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_RANKS,
+            help="--dynamic-cp: largest size, a power of two that divides --dp. Default: the largest there is.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="--dynamic-cp: Hugging Face model directory whose shape predicts the times. Default: Qwen3-8B's shape."
+        ),
+    ] = None,
+    cluster: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="--dynamic-cp: rate of the cluster as KEY=VALUE, such as matmul_rate=4e14; may be repeated. Defaults: "
+            "estimates for H100s, those of strategy_config.cluster in docs/configuration.md."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
     """Plan one step for the sequence lengths in LENGTHS, and print its padding and balance."""
@@ -121,6 +151,12 @@ def plan(
             from roll_batching.jobs.observe.plan_picture import check_picture
 
             check_picture(plot)
+        if not dynamic_cp and (max_cp is not None or model is not None or cluster):
+            raise ConfigError(
+                "--max-cp, --model and --cluster are read with --dynamic-cp only: add it, or leave them out"
+            )
+        if dynamic_cp and compare:
+            raise ConfigError("--dynamic-cp compares sizes and --compare modes: leave one of them out")
         if (group is None) != (prefix is None):
             raise ConfigError("--group and --prefix belong together: give both columns, or neither")
         table = read_length_file(lengths, column or (), [name for name in (group, prefix) if name is not None])
@@ -139,6 +175,17 @@ def plan(
             sequence_parallel=sequence_parallel,
             oversize=cast(Oversize, oversize),
         )
+        if dynamic_cp:
+            sizes_compared = compare_sizes(
+                sizes,
+                _with_mode(packed, mode, algorithm, max_tokens),
+                max_cp,
+                model=model,
+                rates=cluster or (),
+                prefixes=prefixes,
+            )
+            show_sizes(sizes_compared, lengths, table, plot=plot, as_json=as_json)
+            return
         chosen, reports = _make_plans(sizes, packed, mode, algorithm, compare, prefixes)
     except (DataError, PlanError) as error:
         raise ConfigError(str(error)) from error

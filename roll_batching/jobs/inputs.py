@@ -276,11 +276,23 @@ def _limit(config: JobConfig, length: int, key: str, answer: int = 0) -> dict[st
     the job in its first step.
     """
     role = config.actor_train
-    passes = role.batching().train
-    if passes.oversize != "error" or passes.max_tokens is None or passes.max_tokens - answer >= length:
+    passes, ranks = role.batching().train, _most_ranks_of_a_pack(config)
+    cap = None if passes.max_tokens is None or ranks is None else passes.max_tokens * ranks
+    if passes.oversize != "error" or cap is None or cap - answer >= length:
         return {"max_length": length, "setting": key}
-    beside = f" ({answer} of its {passes.max_tokens:,} for the response)" if answer else ""
-    return {"max_length": passes.max_tokens - answer, "setting": f"actor_train.{role.train_cap_key}{beside}"}
+    beside = "" if ranks == 1 else f" (on each of {ranks} ranks of a pack)"
+    beside += f" ({answer} of its {cap:,} for the response)" if answer else ""
+    return {"max_length": cap - answer, "setting": f"actor_train.{role.train_cap_key}{beside}"}
+
+
+def _most_ranks_of_a_pack(config: JobConfig) -> int | None:
+    """Ranks that have the cap of a pack each; None where they depend on a number of processes that is not known yet."""
+    layout = config.actor_train.strategy_args.strategy_config
+    if not layout.has_cp_per_pack:
+        return 1
+    if layout.max_context_parallel_size is not None or config.world_size is None:
+        return layout.max_context_parallel_size
+    return layout.max_cp_size(config.dp_size(config.world_size))
 
 
 def _missing_reward(config: JobConfig) -> Callable[[Prompt], str]:

@@ -274,7 +274,7 @@ def fit_cost(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> FittedCost:
         raise PlanError("fit_cost: seconds must be finite and above 0")
     design = np.array([[1.0, float(pack.sum()), float((pack.astype(np.float64) ** 2).sum())] for pack in packs])
     # Weighted by 1/time: the planner needs small relative errors, also for short micro-batches.
-    coefficients = _non_negative_fit(design / times[:, None], np.ones_like(times))
+    coefficients = non_negative_fit(design / times[:, None], np.ones_like(times))
     residual = float(np.sqrt(np.mean((design @ coefficients / times - 1.0) ** 2)))
     fixed, linear, quadratic = (int(round(value * 1e18)) for value in coefficients)
     if linear == 0 and quadratic == 0:
@@ -282,8 +282,8 @@ def fit_cost(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> FittedCost:
     return FittedCost(linear=linear, quadratic=quadratic, fixed=fixed, residual=residual)
 
 
-def _non_negative_fit(design: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Best non-negative least-squares solution by trying every support (three columns: seven)."""
+def non_negative_fit(design: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Best non-negative least-squares solution of design @ x = target, found by trying every support."""
     columns = design.shape[1]
     scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
     best = np.zeros(columns)

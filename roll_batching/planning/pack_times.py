@@ -22,6 +22,8 @@ from roll_batching.planning.plain_values import integer_of, kind_of, switch_of
 
 BYTES = 2
 """Bytes of an activation in 16 bits."""
+LONGEST_TIME = 1e4
+"""Most seconds of a part of a pack: sums over 2^18 sequences stay within int64 nanoseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,7 @@ class PackTimes:
         tiles = np.ceil(chunk / cluster.attention_tile) * cluster.attention_tile / np.maximum(chunk, 1)
         matmul = self.linear / ranks * tokens / cp_size / cluster.matmul_rate
         attention = self.quadratic / ranks * tokens * tokens / cp_size * tiles / cluster.attention_rate
-        seconds = matmul + attention + self._tensor_parallel(tokens / cp_size)
+        seconds = matmul + attention + self.tensor_parallel(tokens / cp_size)
         if cp_size > 1:
             # Keys and values forward, again in the backward, and their gradients.
             volume = 3 * self.stage_layers * tokens * (cp_size - 1) / cp_size * self.kv_size * BYTES / self.tp_size
@@ -140,6 +142,7 @@ class PackTimes:
             if self.overlapped_exchange:
                 exchange = np.maximum(0.0, exchange - attention * (cp_size - 1) / cp_size)
             seconds = seconds + exchange
+        _refuse_beyond(float(seconds.max(initial=0.0)), "a sequence")
         times: Ints = np.rint(seconds * NANOSECONDS).astype(np.int64)
         return times
 
@@ -151,12 +154,15 @@ class PackTimes:
         if cp_size > 1:
             latency = cluster.node_latency if self._within_node(cp_size) else cluster.network_latency
             seconds += 3 * self.stage_layers * latency
+        _refuse_beyond(seconds, "a pack without sequences")
         return int(np.rint(seconds * NANOSECONDS))
 
     @property
     def floor(self) -> int:
         """Shortest time of a pack."""
-        return int(np.rint(self.stage_layers * self.cluster.layer_floor * NANOSECONDS))
+        seconds = self.stage_layers * self.cluster.layer_floor
+        _refuse_beyond(seconds, "the shortest pack")
+        return int(np.rint(seconds * NANOSECONDS))
 
     def pack(self, lengths: Ints, cp_size: int) -> int:
         """Time of one pack of `lengths` on `cp_size` ranks."""
@@ -176,7 +182,7 @@ class PackTimes:
         links = min(max(1, cluster.devices_per_node // self.tp_size), cp_size)
         return min(cluster.node_bandwidth, cluster.network_bandwidth * links)
 
-    def _tensor_parallel(
+    def tensor_parallel(
         self, tokens: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         """Seconds of tensor parallelism's collectives, half of them hidden behind matrix products."""
@@ -184,3 +190,11 @@ class PackTimes:
             return np.zeros_like(tokens)
         volume = self.stage_layers * 8 * tokens * self.hidden_size * BYTES * (self.tp_size - 1) / self.tp_size
         return volume / self.cluster.node_bandwidth * 0.5
+
+
+def _refuse_beyond(seconds: float, what: str) -> None:
+    if not seconds <= LONGEST_TIME:
+        raise PlanError(
+            f"{what} is predicted to take {seconds:.3g} s on a stage, and at most {LONGEST_TIME:,.0f} s can be "
+            "planned: check the rates of the cluster (matmul_rate, attention_rate, bandwidths, latencies, layer_floor)"
+        )

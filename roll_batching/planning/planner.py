@@ -91,6 +91,32 @@ def plan_step(
 def _plan_blocks(problem: PlanProblem, times: PackTimes | None) -> PlanArrays:
     """Checked arrays of a plan with a context-parallel size per pack."""
     from roll_batching.planning.dynamic_cp.planner import place_blocks  # only such plans need the search
+
+    checked = _times_of(problem, times)
+    with compiled_once(_kind(problem)):
+        units, offsets, blocks = place_blocks(problem, checked)
+    return assemble_blocks(problem, units, offsets, blocks)
+
+
+def plan_single_sizes(
+    lengths: ArrayLike, constraints: PlanConstraints, *, times: PackTimes, prefixes: SharedPrefixes | None = None
+) -> dict[int, Plan]:
+    """Plans of a step whose packs all have one context-parallel size: by size, those that hold every sample.
+
+    `plan_step` compares a size per pack with them. They have its form, so `report.predicted_seconds` are comparable.
+    Raises `PlanError` as `plan_step` does.
+    """
+    from roll_batching.planning.dynamic_cp.planner import place_single_sizes
+
+    problem = build_problem(lengths, constraints, cost=DEFAULT_COST, prefixes=prefixes)
+    checked = _times_of(problem, times)
+    with compiled_once(_kind(problem)):
+        placed = place_single_sizes(problem, checked)
+    return {size: Plan.of(assemble_blocks(problem, *packs)) for size, packs in placed.items()}
+
+
+def _times_of(problem: PlanProblem, times: PackTimes | None) -> PackTimes:
+    """`times`; raises `PlanError` if they are none, or of another layout."""
     from roll_batching.planning.pack_times import PackTimes
 
     if not isinstance(times, PackTimes):
@@ -104,9 +130,7 @@ def _plan_blocks(problem: PlanProblem, times: PackTimes | None) -> PlanArrays:
                 f"times are predicted for {name}={getattr(times, name)}, and the plan is for "
                 f"{getattr(problem.constraints, name)}: make both from one layout"
             )
-    with compiled_once(_kind(problem)):
-        units, offsets, blocks = place_blocks(problem, times)
-    return assemble_blocks(problem, units, offsets, blocks)
+    return times
 
 
 def _plan(problem: PlanProblem) -> PlanArrays:

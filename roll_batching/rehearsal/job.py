@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.layout_rules import differing_keys
-from roll_batching.planning import ParallelDims
+from roll_batching.planning import ParallelDims, PlanConstraints
 from roll_batching.rehearsal.experts import EXPERT_COUNT_READS
 from roll_batching.rehearsal.extrapolation import extrapolate_layers
-from roll_batching.rehearsal.lengths import lengths_of_data
+from roll_batching.rehearsal.lengths import lengths_of_data, pack_sizes, plan_of_step
 from roll_batching.rehearsal.process import run_tasks
 from roll_batching.rehearsal.rollout import fault_of, has_local_rollouts
 from roll_batching.rehearsal.task import RankReport, RankTask
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
+from roll_batching.settings.model_cost import architecture_cost, architecture_pack_times
 
 GIB = 1 << 30
 FEW, MORE = 2, 3
@@ -33,28 +35,41 @@ class Margin:
     reason: str
 
 
-def margins_of(report: RankReport, peak: float) -> tuple[Margin, ...]:
+def communicators_of(report: RankReport) -> frozenset[str]:
+    """Groups of more than one rank in which a rank communicates."""
+    return frozenset(key.split(" / ")[1] for key in report.collectives if not key.split(" / ")[1].endswith("(1)"))
+
+
+def margins_of(report: RankReport, peak: float, communicators: int) -> tuple[Margin, ...]:
     """Margins of one rank whose counted peak is `peak` bytes."""
-    groups = {key.split(" / ")[1] for key in report.collectives if not key.split(" / ")[1].endswith("(1)")}
     transient = peak - sum(report.kept.values())
     return (
         Margin(bytes=1.0 * GIB, reason="CUDA's context, loaded kernels, cuBLAS's workspaces"),
-        Margin(bytes=0.3 * GIB * len(groups), reason=f"NCCL's buffers, {len(groups)} communicators of 0.3 GiB"),
+        Margin(bytes=0.3 * GIB * communicators, reason=f"NCCL's buffers, {communicators} communicators of 0.3 GiB"),
         Margin(bytes=0.06 * max(transient, 0), reason="fragmentation of the allocator, 6% of transient memory"),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
-    """A pipeline stage, represented by one of its ranks."""
+    """A pipeline stage, represented by one of its ranks, with packs of one context-parallel size."""
 
     name: str
     report: RankReport
+    cp_size: int | None = None
+    """Context-parallel size of the packs, where each pack has its own; None: the layout's."""
+    other_communicators: frozenset[str] = frozenset()
+    """Communicators of the rank in which it communicates for packs of other sizes."""
+
+    @property
+    def communicators(self) -> int:
+        """Number of communicators of the rank."""
+        return len(communicators_of(self.report) | self.other_communicators)
 
     @property
     def margins(self) -> tuple[Margin, ...]:
         """Margins at the peak."""
-        return margins_of(self.report, self.peak)
+        return margins_of(self.report, self.peak, self.communicators)
 
     @property
     def peak(self) -> float:
@@ -74,7 +89,10 @@ class StageReport:
     def need_in(self, phases: Collection[str]) -> float:
         """Bytes that `phases` need, with margins; 0 if the rank has none of them."""
         peaks = [peak.bytes for name, peak in self.report.peaks.items() if name in phases]
-        return max(peaks) + sum(margin.bytes for margin in margins_of(self.report, max(peaks))) if peaks else 0.0
+        if not peaks:
+            return 0.0
+        margins = margins_of(self.report, max(peaks), self.communicators)
+        return max(peaks) + sum(margin.bytes for margin in margins)
 
     @property
     def reads_inside(self) -> dict[str, int]:
@@ -91,6 +109,11 @@ class Rehearsal:
     config: JobConfig
     dims: ParallelDims
     stages: tuple[StageReport, ...]
+
+    @property
+    def cp_sizes(self) -> tuple[int, ...]:
+        """Context-parallel sizes of packs, ascending, where each pack has its own; else empty."""
+        return tuple(sorted({stage.cp_size for stage in self.stages if stage.cp_size is not None}))
 
     @property
     def worst(self) -> StageReport:
@@ -126,6 +149,9 @@ def rehearse_job(
 ) -> Rehearsal:
     """Rehearse one rank of each kind of pipeline stage of `config`.
 
+    Where each pack has its own context-parallel size, a rank is rehearsed with packs of each size: those of the plan of
+    `lengths`, or all sizes up to the largest, as full as the cap allows.
+
     Args:
         config: settings of the job.
         world_size: number of ranks; None: the devices of `device_mapping`, or one replica.
@@ -139,9 +165,6 @@ def rehearse_job(
         RehearsalError: a rank failed.
     """
     for name, role in config.roles.items():
-        if name != "actor_infer" and role.strategy_args.strategy_config.has_cp_per_pack:
-            text = "auto is not rehearsed for now: rehearse the job with the largest size that its packs may have"
-            raise config.error(Problem((name, "strategy_args", "strategy_config", "context_parallel_size"), text))
         text = "differs from actor_train's. A rehearsal does not support that; leave it out to rehearse the other roles"
         if name == "actor_infer" and not has_local_rollouts(config):
             continue
@@ -149,46 +172,87 @@ def rehearse_job(
             raise config.error(Problem((name, "device_mapping"), text))
         if different := differing_keys(role, config.actor_train):
             raise config.error(Problem((name, "strategy_args", "strategy_config", different[0]), text))
+        own, trained = (one.strategy_args.strategy_config for one in (role, config.actor_train))
+        if own.max_context_parallel_size != trained.max_context_parallel_size:
+            raise config.error(Problem((name, "strategy_args", "strategy_config", "max_context_parallel_size"), text))
     world, megatron, architecture = _shape(config, world_size)
     dims = megatron.parallel_dims(world)
     if lengths == "data":
         lengths = lengths_of_data(config, dims.dp_size)
-    tasks, kinds = [], stages_of(dims)
+    kinds = list(itertools.product(context_sizes(config, dims, lengths), stages_of(dims)))
     depth = architecture.num_layers // (dims.pp_size * dims.vpp_size)
     layers = layers_of(depth, megatron, architecture)
-    for _, stage in kinds:
-        for count in layers:
-            tasks.append(
-                RankTask(
-                    config=config,
-                    rank=stage * (world // dims.pp_size),
-                    world_size=world,
-                    layers=count * dims.pp_size * dims.vpp_size,
-                    device=device,  # type: ignore[arg-type]
-                    lengths=None if lengths is None else tuple(lengths),
-                    expert_imbalance=expert_imbalance,
-                )
-            )
+    tasks = [
+        RankTask(
+            config=config,
+            rank=stage * (world // dims.pp_size),
+            world_size=world,
+            cp_size=cp_size or 1,
+            layers=count * dims.pp_size * dims.vpp_size,
+            device=device,  # type: ignore[arg-type]
+            lengths=None if lengths is None else tuple(lengths),
+            expert_imbalance=expert_imbalance,
+        )
+        for cp_size, (_, stage) in kinds
+        for count in layers
+    ]
     reports = run_tasks(tasks)
     stages = []
-    for number, (name, _) in enumerate(kinds):
+    for number, (cp_size, (name, _)) in enumerate(kinds):
         shallow = reports[number * len(layers) : (number + 1) * len(layers)]
         if len(layers) == 1:
             report = shallow[0]
         else:
             report = extrapolate_layers(shallow[0], shallow[1], (layers[0], layers[1], depth))
-        stages.append(StageReport(name=name, report=report))
-    return Rehearsal(config=config, dims=dims, stages=tuple(stages))
+        stages.append(
+            StageReport(name=name if cp_size is None else f"{name}, CP {cp_size}", report=report, cp_size=cp_size)
+        )
+    return Rehearsal(config=config, dims=dims, stages=_with_all_communicators(stages))
+
+
+def _with_all_communicators(stages: Sequence[StageReport]) -> tuple[StageReport, ...]:
+    """`stages` that know the communicators of their rank for packs of all sizes."""
+    used: dict[int, frozenset[str]] = {}
+    for stage in stages:
+        used[stage.report.rank] = used.get(stage.report.rank, frozenset()) | communicators_of(stage.report)
+    return tuple(replace(stage, other_communicators=used[stage.report.rank]) for stage in stages)
+
+
+def context_sizes(config: JobConfig, dims: ParallelDims, lengths: Sequence[int] | None) -> list[int | None]:
+    """Context-parallel sizes of the packs of training, ascending; [None] where all packs have the layout's size.
+
+    With `lengths` those of the plan of the step, else every legal size. Raises `PlanError` for lengths without a plan.
+    """
+    train = config.actor_train
+    megatron, architecture = train.strategy_args.strategy_config, train.model_args.architecture
+    if not megatron.has_cp_per_pack or architecture is None:
+        return [None]
+    constraints = PlanConstraints.of(
+        dims,
+        train.batching().train,
+        group_size=megatron.microbatch_group_size_per_vp_stage if dims.vpp_size > 1 else None,
+        max_cp_size=megatron.max_cp_size(dims.dp_size),
+    )
+    if lengths is None or not constraints.has_cp_per_pack:
+        return list(constraints.legal_cp_sizes)
+    cluster = None if megatron.cluster is None else megatron.cluster.rates
+    times = architecture_pack_times(architecture, tp_size=dims.tp_size, pp_size=dims.pp_size, cluster=cluster)
+    cost = architecture_cost(architecture, tp_size=dims.tp_size)
+    unit = 2 if config.task == "dpo" else 1
+    return list(pack_sizes(plan_of_step(lengths, constraints, cost, times, unit)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Work of one replica in an optimizer step, if all its micro-batches are as full as the rehearsed one."""
+    """Work of one replica in an optimizer step, if all its micro-batches are as full as the rehearsed one.
+
+    Where each pack has its own context-parallel size, the work of packs of one size.
+    """
 
     micro_batches: int | None
-    """Per step; None if a stream decides."""
+    """Per step; None if a stream or the planner decides."""
     computed: float
-    """FLOPs of a micro-batch, forward and backward, on all ranks of the replica."""
+    """FLOPs of a micro-batch, forward and backward, on all ranks that compute it."""
     model: float
     """Model FLOPs of it: 6 per parameter and real token, and attention (`modeling.cost`)."""
     padding: float
@@ -200,21 +264,22 @@ class StepTotals:
         return self.model / self.computed
 
 
-def totals_of(rehearsal: Rehearsal) -> StepTotals:
-    """Totals of the training passes of a rehearsed job."""
+def totals_of(rehearsal: Rehearsal, cp_size: int | None = None) -> StepTotals:
+    """Totals of the training passes of a rehearsed job, with packs of `cp_size` where each pack has its own size."""
     dims, config = rehearsal.dims, rehearsal.config
+    stages = [stage for stage in rehearsal.stages if stage.cp_size == cp_size]
     computed, pipeline = 0.0, dims.pp_size
-    for number, stage in enumerate(rehearsal.stages):
-        represented = pipeline - 2 if number == 1 and len(rehearsal.stages) == 3 else 1
+    for number, stage in enumerate(stages):
+        represented = pipeline - 2 if number == 1 and len(stages) == 3 else 1
         passes = stage.report.flops.get("forward", 0.0) + stage.report.flops.get("backward", 0.0)
         computed += represented * passes / stage.report.micro_batches
-    training = rehearsal.stages[0].report.training
-    count = None
-    if config.stream is None:
-        count = training.in_step or -(-config.mini_batch_size(dims.dp_size) // dims.dp_size // training.samples)
+    training = stages[0].report.training
+    count = training.in_step
+    if count is None and cp_size is None and config.stream is None:
+        count = -(-config.mini_batch_size(dims.dp_size) // dims.dp_size // training.samples)
     return StepTotals(
         micro_batches=count,
-        computed=computed * dims.tp_size * dims.cp_size,
+        computed=computed * dims.tp_size * (cp_size or dims.cp_size),
         model=training.model_flops,
         padding=training.padding,
     )
@@ -222,8 +287,10 @@ def totals_of(rehearsal: Rehearsal) -> StepTotals:
 
 def rehearse_timeline(rehearsal: Rehearsal) -> RankReport:
     """Rehearse the fullest rank again, with all layers and a timeline. Raises `RehearsalError`."""
-    rank = rehearsal.worst.report.rank
-    task = RankTask(config=rehearsal.config, rank=rank, world_size=rehearsal.dims.world_size, timeline=True)
+    worst, world = rehearsal.worst, rehearsal.dims.world_size
+    task = RankTask(
+        config=rehearsal.config, rank=worst.report.rank, world_size=world, cp_size=worst.cp_size or 1, timeline=True
+    )
     return run_tasks([task])[0]
 
 
@@ -259,10 +326,14 @@ def _shape(config: JobConfig, world_size: int | None) -> tuple[int, MegatronConf
         )
         raise config.error(Problem(("actor_train", "model_args", "architecture"), text))
     world = world_size or config.world_size or megatron.model_size
+    if megatron.has_cp_per_pack and world_size is None and config.world_size is None:
+        path = ("actor_train", "strategy_args", "strategy_config", "context_parallel_size")
+        text = "auto gives packs sizes up to the number of ranks, which is unknown: give --world-size or device_mapping"
+        raise config.error(Problem(path, text))
     config.dp_size(world)
     chunks = megatron.pipeline_model_parallel_size * megatron.vpp_size
     if architecture.num_layers % chunks:
-        path: tuple[Any, ...] = ("actor_train", "model_args", "architecture", "num_layers")
+        path = ("actor_train", "model_args", "architecture", "num_layers")
         raise config.error(
             Problem(path, f"{architecture.num_layers} layers do not divide into {chunks} pipeline chunks")
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from roll_batching.jobs.config.supervised import supervised
 from roll_batching.jobs.inputs import load_inputs
 from roll_batching.jobs.texts.epochs import EpochStream
 from roll_batching.jobs.texts.fit import token_counts
-from roll_batching.planning import Plan, PlanConstraints, SharedPrefixes
+from roll_batching.planning import CostModel, Plan, PlanConstraints, SharedPrefixes, plan_step
+from roll_batching.planning.pack_times import PackTimes
 
 
 @dataclass(frozen=True)
@@ -99,19 +101,50 @@ def _rounded(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def fullest_bin(plan: Plan) -> list[int]:
-    """Sample lengths of the micro-batch with the most tokens in `plan`."""
-    micro_batches = [mb for rank in plan.micro_batches for mb in rank]
+def with_one_size(constraints: PlanConstraints, cp_size: int) -> PlanConstraints:
+    """Constraints of packs with `cp_size` alone; `constraints` themselves where all have the layout's size."""
+    if not constraints.has_cp_per_pack:
+        return constraints
+    return replace(
+        constraints,
+        dp_size=constraints.dp_size // cp_size,
+        cp_size=cp_size,
+        max_tokens=(constraints.max_tokens or 0) * cp_size,
+        max_cp_size=1,
+    )
+
+
+def plan_of_step(
+    lengths: Sequence[int], constraints: PlanConstraints, cost: CostModel, times: PackTimes | None, unit: int = 1
+) -> Plan:
+    """Plan of an optimizer step over samples of known lengths, of which `unit` consecutive ones stay together."""
+    group_ids = np.arange(len(lengths)) // unit if unit > 1 else None
+    return plan_step(list(lengths), constraints, cost=cost, group_ids=group_ids, times=times)
+
+
+def pack_sizes(plan: Plan) -> list[int]:
+    """Context-parallel sizes of the packs of `plan`, ascending, without fillers unless there are fillers only."""
+    sizes = plan.cp_sizes if plan.fillers.all() else plan.cp_sizes[~plan.fillers]
+    return [int(size) for size in np.unique(sizes)]
+
+
+def fullest_bin(plan: Plan, cp_size: int) -> list[int]:
+    """Sample lengths of the micro-batch with the most tokens among those of `cp_size` in `plan`."""
+    micro_batches = [mb for rank in plan.micro_batches for mb in rank if mb.cp_size == cp_size]
     return [int(length) for length in max(micro_batches, key=lambda mb: mb.tokens).lengths]
 
 
-def plan_of_equal_bins(constraints: PlanConstraints, content: Bin, micro_batches: int) -> Plan:
-    """Plan in which every micro-batch of every rank holds the samples of `content`."""
-    count = constraints.dp_size * micro_batches
+def plan_of_equal_bins(constraints: PlanConstraints, content: Bin, micro_batches: int, cp_size: int = 1) -> Plan:
+    """Plan in which every micro-batch holds the samples of `content`.
+
+    Where each pack has its own context-parallel size, `cp_size` consecutive ranks compute one together.
+    """
+    block = cp_size if constraints.has_cp_per_pack else 1
+    count = constraints.dp_size // block * micro_batches
     size = len(content.lengths)
     bins = [
         [
-            list(range((rank * micro_batches + k) * size, (rank * micro_batches + k + 1) * size))
+            list(range((rank // block * micro_batches + k) * size, (rank // block * micro_batches + k + 1) * size))
             for k in range(micro_batches)
         ]
         for rank in range(constraints.dp_size)

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
@@ -21,7 +20,7 @@ from roll_batching.losses import SFTLoss, loss_spec
 from roll_batching.losses.contract import LossSpec
 from roll_batching.modeling.cost import plan_flops
 from roll_batching.packing.batch import PackedBatch
-from roll_batching.planning import Plan, PlanConstraints, plan_step
+from roll_batching.planning import Plan, PlanConstraints
 from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.pipeline.num_micro_batches import legal_count
 from roll_batching.planning.prefixes import shared_positions
@@ -33,13 +32,17 @@ from roll_batching.rehearsal.lengths import (
     longest_bin,
     longest_groups,
     longest_sample,
+    pack_sizes,
     plan_of_equal_bins,
+    plan_of_step,
+    with_one_size,
 )
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.rollout import has_local_rollouts, rehearse_rollout
 from roll_batching.rehearsal.task import LOG_PROBS, REFERENCE, TrainingBatch
 from roll_batching.samples import SampleBatch
 from roll_batching.strategy import MegatronInferStrategy, MegatronTrainStrategy
+from roll_batching.strategy.context_sizes import pack_times_of
 from roll_batching.strategy.prefix_sharing import sharing_of
 from roll_batching.strategy.schedule import Packs
 from roll_batching.strategy.step_inputs import pack_inputs
@@ -112,6 +115,8 @@ class Passes:
     lengths: tuple[int, ...] | None
     """Tokens of the samples of an optimizer step; None: samples as long as the job allows."""
     micro_batches: int | None
+    cp_size: int = 1
+    """Context-parallel size of the packs, where each pack has its own."""
 
     @property
     def unit(self) -> int:
@@ -119,13 +124,21 @@ class Passes:
         return 2 if self.config.task == "dpo" else 1
 
     def plan(self, strategy: MegatronInferStrategy, batching: BatchingSpec, count: int) -> Plan:
-        """Plan of `count` equal micro-batches per rank, as full as `batching` allows."""
+        """Plan of `count` equal micro-batches per rank, as full as `batching` allows.
+
+        Where each pack has its own context-parallel size, packs have `cp_size`; those of a pass without gradient have
+        the largest of their step if none has that.
+        """
         constraints = _constraints(strategy, batching)
+        size = self.cp_size if constraints.has_cp_per_pack else constraints.cp_size
         if self.lengths is None:
-            content = self._longest_content(strategy, constraints)
+            content = self._longest_content(strategy, with_one_size(constraints, size))
         else:
-            content = Bin(fullest_bin(self._step_plan(strategy, constraints)))
-        return plan_of_equal_bins(constraints, content, count)
+            step = self._step_plan(strategy, constraints)
+            sizes = pack_sizes(step)
+            size = size if size in sizes else sizes[-1]
+            content = Bin(fullest_bin(step, size))
+        return plan_of_equal_bins(constraints, content, count, size)
 
     def _longest_content(self, strategy: MegatronInferStrategy, constraints: PlanConstraints) -> Bin:
         """Samples of the fullest micro-batch: groups of responses to longest prompts where packs share prefixes."""
@@ -141,8 +154,8 @@ class Passes:
     def _step_plan(self, strategy: MegatronInferStrategy, constraints: PlanConstraints) -> Plan:
         """Plan of the whole optimizer step, whose lengths are known."""
         assert self.lengths is not None
-        group_ids = np.arange(len(self.lengths)) // self.unit if self.unit > 1 else None
-        return plan_step(list(self.lengths), constraints, cost=strategy.cost, group_ids=group_ids)
+        times = pack_times_of(strategy.state) if constraints.has_cp_per_pack else None
+        return plan_of_step(self.lengths, constraints, strategy.cost, times, self.unit)
 
     def training(self) -> TrainingBatch:
         """The rehearsed training micro-batch and its optimizer step."""
@@ -150,12 +163,15 @@ class Passes:
         constraints = _constraints(policy, batching)
         rehearsed = self.plan(policy, batching, legal_count(1, constraints))
         step = rehearsed if self.lengths is None else self._step_plan(policy, constraints)
-        micro_batches = rehearsed.num_micro_batches * rehearsed.constraints.dp_size
+        micro_batches = len(rehearsed.fillers)
+        in_step = step.num_micro_batches
+        if step.blocks is not None:
+            in_step = int((step.cp_sizes[~step.fillers] == self.cp_size).sum())
         return TrainingBatch(
             samples=len(rehearsed.samples) // micro_batches,
             model_flops=(plan_flops(rehearsed, policy.cost, policy.layout) or 0.0) / micro_batches,
             padding=1 - float(step.used[step.samples].sum()) / float(step.tokens.sum()),
-            in_step=None if self.lengths is None else step.num_micro_batches,
+            in_step=None if self.lengths is None else in_step,
         )
 
     def small_plan(self) -> Plan:
@@ -163,7 +179,7 @@ class Passes:
         layout = self.policy.layout
         constraints = _constraints(self.policy, self.policy.batching.train)
         rows = constraints.rows if constraints.mode == "padded" and constraints.rows else self.unit
-        return plan_of_equal_bins(constraints, Bin([2] * rows), layout.pp_size)
+        return plan_of_equal_bins(constraints, Bin([2] * rows), layout.pp_size, self.cp_size)
 
     def count(self) -> int:
         """Micro-batches of a pass: enough to fill the pipeline and start one more, unless set."""
@@ -224,6 +240,7 @@ def passes_of(
     lengths: tuple[int, ...] | None = None,
     micro_batches: int | None = None,
     *,
+    cp_size: int = 1,
     with_values: bool = False,
 ) -> Passes:
     """Build the models of `config` and return its passes; `with_values`: on real tensors with initialized weights."""
@@ -243,6 +260,7 @@ def passes_of(
         loss=loss_of(config) if config.max_steps else SFTLoss(),
         lengths=lengths,
         micro_batches=micro_batches,
+        cp_size=cp_size,
     )
 
 

@@ -40,7 +40,9 @@ def observe(task: RankTask, *, with_values: bool = False) -> RankReport:
     recorder = Recorder(task.device)
     config = task.config if task.layers is None else with_layers(task.config, task.layers)
     with recorder, recorder.tracking_modules():
-        passes = passes_of(config, recorder, task.lengths, task.micro_batches, with_values=with_values)
+        passes = passes_of(
+            config, recorder, task.lengths, task.micro_batches, cp_size=task.cp_size, with_values=with_values
+        )
         _name_modules(recorder, passes)
         with recorder.all_as(_FIRST_STEP):
             passes.first_step()

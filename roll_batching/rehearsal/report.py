@@ -58,16 +58,25 @@ def lines_of(rehearsal: Rehearsal, gpu_memory: float) -> Iterator[str]:
     yield _verdict(rehearsal, gpu_memory)
     if rehearsal.fault is not None:
         yield f"the first rollout fails: {rehearsal.fault}"
-    tokens = rehearsal.stages[0].report.tokens
-    yield f"{rehearsal.dims} = {rehearsal.dims.world_size} ranks; micro-batches of " + ", ".join(
-        f"{count:,} tokens ({name})" for name, count in tokens.items()
-    )
+    ranks = f"{rehearsal.dims} = {rehearsal.dims.world_size} ranks"
+    if rehearsal.cp_sizes:
+        yield f"{ranks}; each pack has its own context-parallel size, CP:"
+    for size in rehearsal.cp_sizes or (None,):
+        yield (f"{ranks}; " if size is None else f"  CP {size}: ") + _micro_batches(rehearsal, size)
     yield from rehearsal.stages[0].report.notes
     for stage in rehearsal.stages:
         yield ""
         yield from _stage(stage)
     yield ""
-    yield _totals(totals_of(rehearsal))
+    for size in rehearsal.cp_sizes or (None,):
+        yield _totals(totals_of(rehearsal, size), size)
+
+
+def _micro_batches(rehearsal: Rehearsal, cp_size: int | None) -> str:
+    """Tokens of the rehearsed micro-batches by pass; of all ranks of a pack with `cp_size`."""
+    first = next(stage for stage in rehearsal.stages if stage.cp_size == cp_size)
+    tokens = ", ".join(f"{count:,} tokens ({name})" for name, count in first.report.tokens.items())
+    return f"micro-batches of {tokens}"
 
 
 def _stage(stage: StageReport) -> Iterator[str]:
@@ -95,9 +104,10 @@ def _stage(stage: StageReport) -> Iterator[str]:
         yield f"      {count:>8,} {place}"
 
 
-def _totals(totals: StepTotals) -> str:
+def _totals(totals: StepTotals, cp_size: int | None) -> str:
+    of_what = "micro-batch and replica" if cp_size is None else f"micro-batch of CP {cp_size}"
     text = (
-        f"training, per micro-batch and replica: {totals.computed / 1e12:,.1f} TFLOP computed, {totals.useful:.1%} "
+        f"training, per {of_what}: {totals.computed / 1e12:,.1f} TFLOP computed, {totals.useful:.1%} "
         f"of it model FLOPs of real tokens; {totals.padding:.1%} of the tokens are padding"
     )
     if (count := totals.micro_batches) is None:
@@ -126,10 +136,12 @@ def report_json(rehearsal: Rehearsal, gpu_memory: float) -> dict[str, Any]:
         "fits": rehearsal.fits(gpu_memory),
         "need": rehearsal.worst.need,
         "fault": rehearsal.fault,
-        "training": asdict(totals_of(rehearsal)),
+        "training": [{"cp_size": size, **asdict(totals_of(rehearsal, size))} for size in rehearsal.cp_sizes]
+        or asdict(totals_of(rehearsal)),
         "stages": [
             {
                 "name": stage.name,
+                "cp_size": stage.cp_size,
                 "rank": stage.report.rank,
                 "parameters": stage.report.parameters,
                 "kept": stage.report.kept,

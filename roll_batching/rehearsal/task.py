@@ -20,6 +20,8 @@ class RankTask:
     config: JobConfig
     rank: int
     world_size: int
+    cp_size: int = 1
+    """Context-parallel size of the rehearsed packs, where each pack has its own."""
     layers: int | None = None
     """Layers of the rehearsed model; None: all layers of the job's model."""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -51,11 +53,12 @@ class TrainingBatch:
 
     samples: int
     model_flops: float
-    """Model FLOPs of the real tokens, forward and backward, on all ranks of a replica."""
+    """Model FLOPs of the real tokens, forward and backward, on all ranks that compute the micro-batch."""
     padding: float
     """Share of padding among the tokens of the step, or of the micro-batch if lengths are unknown."""
     in_step: int | None
-    """Micro-batches of a replica in an optimizer step; None if lengths are unknown."""
+    """Micro-batches of a replica in an optimizer step, or packs of the rehearsed size where each pack has its own; None
+    if lengths are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

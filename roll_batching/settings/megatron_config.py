@@ -9,8 +9,9 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from roll_batching.errors import LayoutError
 from roll_batching.planning import ParallelDims
+from roll_batching.planning.pack_times import Cluster
 from roll_batching.settings.attention_backends import ATTENTION_BACKENDS
-from roll_batching.settings.fields import RegisteredName, Settings, setting
+from roll_batching.settings.fields import MOST_TOKENS, RegisteredName, Settings, setting
 
 MEGATRON_STRATEGIES = ("megatron_train", "megatron_infer")
 ENGINE_STRATEGIES = ("vllm", "sglang", "hf_infer")
@@ -26,6 +27,55 @@ def _at_least_one(value: int | str) -> int | str:
     if isinstance(value, int) and value < 1:
         raise ValueError(f"is {value}; it must be at least 1")
     return value
+
+
+class ClusterConfig(Settings):
+    """`cluster`: rates by which plans choose context-parallel sizes. Defaults are estimates for H100s, not measured."""
+
+    matmul_rate: float = setting(Cluster.matmul_rate, help="FLOP/s of large matrix products.", gt=0)
+    matmul_half_tokens: float = setting(
+        Cluster.matmul_half_tokens,
+        help="Tokens per device at which matrix products reach half of matmul_rate, without tensor parallelism.",
+        ge=0,
+    )
+    attention_rate: float = setting(
+        Cluster.attention_rate, help="FLOP/s of attention kernels, forward and backward together.", gt=0
+    )
+    attention_tile: int = setting(
+        Cluster.attention_tile, help="Tokens of a tile of the attention kernel.", ge=1, le=MOST_TOKENS
+    )
+    devices_per_node: int = setting(Cluster.devices_per_node, help="Devices of a machine.", ge=1, le=MOST_TOKENS)
+    node_bandwidth: float = setting(
+        Cluster.node_bandwidth, help="Bytes/s per device that a collective reaches within a machine.", gt=0
+    )
+    network_bandwidth: float = setting(
+        Cluster.network_bandwidth, help="Bytes/s per device that a collective reaches between machines.", gt=0
+    )
+    node_latency: float = setting(
+        Cluster.node_latency, help="Seconds of a collective without data, within a machine.", ge=0
+    )
+    network_latency: float = setting(
+        Cluster.network_latency, help="Seconds of a collective without data, between machines.", ge=0
+    )
+    layer_floor: float = setting(
+        Cluster.layer_floor, help="Shortest time of a layer, forward and backward, in seconds.", ge=0
+    )
+
+    @property
+    def rates(self) -> Cluster:
+        """The rates, for the planner."""
+        return Cluster(
+            matmul_rate=self.matmul_rate,
+            matmul_half_tokens=self.matmul_half_tokens,
+            attention_rate=self.attention_rate,
+            attention_tile=self.attention_tile,
+            devices_per_node=self.devices_per_node,
+            node_bandwidth=self.node_bandwidth,
+            network_bandwidth=self.network_bandwidth,
+            node_latency=self.node_latency,
+            network_latency=self.network_latency,
+            layer_floor=self.layer_floor,
+        )
 
 
 class MegatronConfig(Settings):
@@ -46,6 +96,9 @@ class MegatronConfig(Settings):
         ge=1,
     )
     dynamic_context_parallel: bool = setting(False, help="Megatron's name for context_parallel_size: auto.")
+    cluster: ClusterConfig | None = setting(
+        None, help="Rates of the devices and links, under context_parallel_size: auto. Default: the defaults below."
+    )
     expert_model_parallel_size: int = setting(
         1, help="Expert-parallel size (EP); above 1 it needs a mixture of experts.", ge=1
     )
@@ -185,6 +238,8 @@ class MegatronConfig(Settings):
             )
         if self.max_context_parallel_size is not None and not self.has_cp_per_pack:
             raise ValueError("max_context_parallel_size is read with context_parallel_size: auto only")
+        if self.cluster is not None and not self.has_cp_per_pack:
+            raise ValueError("cluster is read with context_parallel_size: auto only")
         return self
 
     @model_validator(mode="before")

@@ -270,8 +270,7 @@ class MegatronInferStrategy(ModelIOMixin):
             A batch with `local`'s ids and lengths and the needed next_token fields, fp32, on the host.
 
         Raises:
-            RankError: on all ranks, before the model runs, when any rank's input is wrong; or when any output is not
-                finite.
+            RankError: on all ranks, before the model runs for wrong input of any, or for outputs that are not finite.
         """
         with self._consensus("forward") as facts:
             names = [name for name in ("log_probs", "entropy") if name in needs]

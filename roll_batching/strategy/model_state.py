@@ -57,11 +57,13 @@ class StepSettings:
     def of(cls, config: RoleSettings, dp_size: int) -> StepSettings:
         """The step settings of a role with `dp_size` data-parallel ranks."""
         megatron = config.strategy_args.strategy_config
+        cluster = Cluster() if megatron.cluster is None else megatron.cluster.rates
         return cls(
             pipeline_shapes=megatron.pipeline_shapes,
             group_size=megatron.microbatch_group_size_per_vp_stage,
             apply_loss_scale=config.apply_loss_scale,
             max_cp_size=megatron.max_cp_size(dp_size) if config.use_sequence_packing else 1,
+            cluster=cluster,
         )
 
 

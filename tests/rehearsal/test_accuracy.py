@@ -17,7 +17,9 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 FULL = {"recompute_granularity": "full"}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2_VPP2 = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
+AUTO = {"context_parallel_size": "auto"}
 PAIRS = {"training_args": {"per_device_train_batch_size": 2}}
 GROUPS = {"prompt_length": 100, "response_length": 100, "num_return_sequences_in_group": 4, "rollout_batch_size": 4}
 SHARING = {"max_packed_sequence_length_train": 512}
@@ -36,9 +38,20 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "shared prompts, TP2": (job_of(megatron=TP2, **GROUPS), 2),
     "DPO": (job_of(task="dpo", sequence_length=200, train=PAIRS), 1),
     "distributed optimizer, full recompute": (job_of(megatron=SHARDED | FULL), 2),
+    "a size per pack, CP 2": (job_of(task="sft", sequence_length=200, megatron=AUTO), 2),
+    "a size per pack, CP 1 of 4 ranks": (job_of(megatron=AUTO | SHARDED), 4),
+    "a size per pack, CP 2 of 4 ranks, TP2": (job_of(megatron=AUTO | TP2, **GROUPS), 8),
+    "a size per pack, CP 2, PP2": (job_of(task="sft", sequence_length=600, megatron=AUTO | PP2), 4),
 }
 """Jobs with their number of processes."""
-SAMPLED = set(JOBS) - {"PP2 x VPP2", "CP2, padded", "DPO"}
+CP_SIZES = {
+    "a size per pack, CP 2": 2,
+    "a size per pack, CP 1 of 4 ranks": 1,
+    "a size per pack, CP 2 of 4 ranks, TP2": 2,
+    "a size per pack, CP 2, PP2": 2,
+}
+"""Context-parallel size of the rehearsed packs of jobs whose packs have their own."""
+SAMPLED = set(JOBS) - {"PP2 x VPP2", "CP2, padded", "DPO", "a size per pack, CP 2", "a size per pack, CP 2, PP2"}
 """Jobs with rollouts of the training model."""
 
 
@@ -62,15 +75,18 @@ SLOW = {
     "padded, full recompute",
     "dynamic, selective recompute",
     "CP2, padded",
+    "a size per pack, CP 1 of 4 ranks",
+    "a size per pack, CP 2 of 4 ranks, TP2",
+    "a size per pack, CP 2, PP2",
 }
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in JOBS])
 def test_memory_flops_and_collectives_equal_those_of_the_real_step(name, report):
-    job, world = JOBS[name]
-    real = run_ranks(world, "tests.rehearsal.jobs:measured", task_of(job, world))
+    (job, world), cp_size = JOBS[name], CP_SIZES.get(name, 1)
+    real = run_ranks(world, "tests.rehearsal.jobs:measured", task_of(job, world, cp_size=cp_size))
     for rank in {0, world - 1}:
-        found, truth = rehearsed(task_of(job, world, rank)), real[rank]
+        found, truth = rehearsed(task_of(job, world, rank, cp_size=cp_size)), real[rank]
         assert set(found.peaks) - {"inputs"} == set(truth.peaks) > {"forward", "backward", "optimizer"}
         assert (PREFILL in truth.peaks) == (name in SAMPLED) and (REFERENCE in truth.peaks) == (name == "DPO")
         # Real weights are initialized during build, and gloo holds copies while gradients are summed.

@@ -69,7 +69,7 @@ class FakeRehearse:
 def memory_for(found: Rehearsal, mib: float) -> float:
     """Bytes of a GPU that just holds peaks of `mib` MiB with their margins."""
     (stage,) = found.stages
-    return mib * MIB + sum(margin.bytes for margin in margins_of(stage.report, mib * MIB))
+    return mib * MIB + sum(margin.bytes for margin in margins_of(stage.report, mib * MIB, stage.communicators))
 
 
 def test_few_rehearsals_find_the_largest_fitting_cap_to_a_step():

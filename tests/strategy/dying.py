@@ -43,18 +43,23 @@ def job(_: JobConfig) -> None:
     from roll_batching.modeling.head import gpt_of
     from roll_batching.samples import distribute, gather_lengths
     from roll_batching.strategy import MegatronTrainStrategy
+    from tests.losses.steps import mine
     from tests.support.models import random_batch, worker_config
 
-    strategy = MegatronTrainStrategy(worker_config("packed", 64, megatron={"pipeline_model_parallel_size": 2}))
+    in_block = WHERE == "block of ranks"
+    layout = {"context_parallel_size": "auto"} if in_block else {"pipeline_model_parallel_size": 2}
+    strategy = MegatronTrainStrategy(worker_config("packed", 64, megatron=layout))
     strategy.initialize()
-    batch = random_batch(1, 8, 40)
+    batch = mine(strategy, random_batch(1, 24, 120 if in_block else 40))
     plan = strategy.plan(gather_lengths(batch))
+    # The first pack of rank 1, in whose backward pass it dies, is computed by more ranks.
+    assert not in_block or plan.micro_batches[1][0].cp_size > 1
     placed = distribute(batch, plan)
     strategy.train_step(placed, plan, SFTLoss())
     layer = gpt_of(strategy.chunks[0]).decoder.layers[0]
     if WHERE == "forward":
         layer.register_forward_hook(lambda *_: die())
-    elif WHERE == "backward":
+    elif WHERE in ("backward", "block of ranks"):
         layer.mlp.register_forward_hook(lambda _, __, output: (_Dies.apply(output[0]), *output[1:]))
     else:
         step = strategy.optimizer.step

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.bad_input
 LAUNCH = """
 import sys
 from roll_batching.jobs.launch.local import launch
-message = launch("tests.strategy.dying", sys.argv[1:], 2, {})
+message = launch("tests.strategy.dying", sys.argv[1:], 4 if sys.argv[1] == "block of ranks" else 2, {})
 if message:
     sys.exit(message)
 """
@@ -31,6 +31,8 @@ if message:
         pytest.param("backward", "raised", marks=pytest.mark.slow),
         ("backward", "killed"),
         ("optimizer step", "raised"),
+        ("block of ranks", "killed"),
+        pytest.param("block of ranks", "raised", marks=pytest.mark.slow),
     ],
 )
 def test_a_dying_rank_ends_the_job(where: str, how: str, tmp_path: Path, report: Any) -> None:
@@ -48,6 +50,9 @@ def test_a_dying_rank_ends_the_job(where: str, how: str, tmp_path: Path, report:
     assert done.returncode != 0
     cause = "signal 9 (SIGKILL)" if how == "killed" else f"died in the {where}"
     assert "rank 1" in last and cause in last
-    assert "rank 0" not in done.stderr and "onnection" not in done.stderr, "nothing of the rank that lost its peer"
+    others = [f"rank {rank}" for rank in (0, 2, 3)]
+    assert not any(rank in done.stderr for rank in others) and "onnection" not in done.stderr, (
+        "nothing of ranks that lost their peer"
+    )
     assert seconds < 15
     report(f"a rank dies in the {where} ({how}): all ended after {seconds:.1f} s: {last}")

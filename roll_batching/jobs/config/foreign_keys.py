@@ -237,6 +237,13 @@ _MEGATRON: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _refused("fp8_param", _FP8, False, instead="model_args.dtype: bf16"),
         _refused("moe_enable_routing_replay", _ROUTER_REPLAY, False),
         _refused("hybrid_context_parallel", _HYBRID_CP, False, instead="context_parallel_size: auto"),
+        _refused(
+            "max_seqlen_per_dp_cp_rank",
+            "under context_parallel_size: auto the cap of a pack is that of one rank",
+            instead="sequence_packing_args.max_packed_sequence_length_train",
+        ),
+        _refused("min_dynamic_context_parallel_size", "packs may have every size from 1 on; leave it out", 1),
+        _no_effect("sequence_packing_scheduler", "packs are planned here", "sequence_packing_args.algorithm"),
     ),
     ArchitectureConfig: (
         _refused("attention_dropout", "attention kernels for packs have no dropout; use 0", 0.0),

@@ -12,8 +12,14 @@ _TRAIN = ("actor_train", "training_args")
 
 def data_parallel_ranks(layout: Mapping[str, Any], devices: int) -> int:
     """Data-parallel ranks of `devices` devices in a layout with the sizes of Megatron; at least 1."""
-    tp, pp, cp = (layout.get(f"{name}_parallel_size") or 1 for name in ("tensor_model", "pipeline_model", "context"))
-    return max(1, devices // max(1, tp * pp * cp))
+    tp, pp = (layout.get(f"{name}_parallel_size") or 1 for name in ("tensor_model", "pipeline_model"))
+    return max(1, devices // max(1, tp * pp * context_ranks(layout)))
+
+
+def context_ranks(layout: Mapping[str, Any]) -> int:
+    """Context-parallel ranks of a replica; 1 where each pack has its own size."""
+    size = layout.get("context_parallel_size") or 1
+    return 1 if size == "auto" else int(size)
 
 
 def put_mini_batch(draft: Draft, size: tuple[Any, str], rows: tuple[Any, str], ranks: int, text: str = "") -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.key_paths import field_at
+from roll_batching.jobs.conversion.context_sizes import PACKING, ContextSizes, convert_context_sizes, put_rank_cap
 from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
 from roll_batching.jobs.conversion.nemo_rl_batching import convert_batching
@@ -35,9 +36,11 @@ def draft_of_nemo_rl(source: str, data: dict[str, Any]) -> Draft:
     task = task_of(file)
     check_forced_ratio(file)
     _model(file)
-    _layout(file)
+    sizes = _layout(file)
     convert_devices(file, task)
     convert_batching(file, source, task)
+    if sizes is not None:
+        _caps_of_ranks(file, sizes)
     _optimizer(file, task)
     _lengths(file, task)
     if task == "grpo":
@@ -67,11 +70,25 @@ def _model(file: NemoRlFile) -> None:
     file.move("policy.precision", ("actor_train", "model_args", "dtype"), lambda name: precisions.get(str(name), name))
 
 
-def _layout(file: NemoRlFile) -> None:
-    """Parallel sizes and recomputation, of Megatron or of DTensor, as Megatron's settings."""
+def _caps_of_ranks(file: NemoRlFile, sizes: ContextSizes) -> None:
+    """Caps of one rank from those of whole packs, where each pack has its own context-parallel size."""
+    packing, key = file.draft.values["actor_train"].get("sequence_packing_args"), "policy.sequence_packing"
+    if packing is None:
+        return
+    text = "packs with their own context-parallel sizes are planned by it"
+    file.draft.put((*PACKING, "algorithm"), "load_balance", f"{key}.algorithm", text)
+    put_rank_cap(file, sizes, packing["max_packed_sequence_length_train"] // sizes.size, f"{key}.train_mb_tokens")
+    forward = packing["max_packed_sequence_length_forward"] // sizes.size
+    text = "the tokens of a pack on one rank"
+    file.draft.put((*PACKING, "max_packed_sequence_length_forward"), forward, f"{key}.logprob_mb_tokens", text)
+
+
+def _layout(file: NemoRlFile) -> ContextSizes | None:
+    """Parallel sizes and recomputation, of Megatron or of DTensor, as Megatron's settings; sizes per pack, if any."""
     megatron = bool(file.peek("policy.megatron_cfg.enabled"))
     file.take("policy.megatron_cfg.enabled")
     file.take("policy.dtensor_cfg.enabled")
+    sizes = convert_context_sizes(file, lambda name: f"policy.megatron_cfg.{name}") if megatron else None
     for name, value in list((file.peek("policy.megatron_cfg") or {}).items()):
         if megatron and field_at((*_LAYOUT, name)) is not None and value is not None:
             file.move(f"policy.megatron_cfg.{name}", (*_LAYOUT, name))
@@ -99,6 +116,7 @@ def _layout(file: NemoRlFile) -> None:
             strategy = file.draft.values.get("actor_train", {}).get("strategy_args", {}).get("strategy_config", {})
             if strategy.pop(name, None) is not None:
                 file.draft.leave_out(f"{section}.{name}", "idle", "activation_checkpointing is off")
+    return sizes
 
 
 def _optimizer(file: NemoRlFile, task: str) -> None:

@@ -18,6 +18,7 @@ _COUNTS = (
     "cluster.gpus_per_node cluster.num_nodes policy.train_global_batch_size policy.train_micro_batch_size "
     "policy.max_total_sequence_length policy.megatron_cfg.tensor_model_parallel_size "
     "policy.megatron_cfg.pipeline_model_parallel_size policy.megatron_cfg.context_parallel_size "
+    "policy.megatron_cfg.max_seqlen_per_dp_cp_rank "
     "policy.dtensor_cfg.tensor_parallel_size policy.dtensor_cfg.context_parallel_size "
     "policy.generation.colocated.resources.gpus_per_node policy.generation.colocated.resources.num_nodes "
     "policy.generation.vllm_cfg.expert_parallel_size"

@@ -180,6 +180,10 @@ _REFUSED: Mapping[str, str] = {
     "vision-language models are not supported for now": "multimodal-keys",
     "layers of slime's plugins are not built; the model's family decides": "spec",
     "context parallelism splits sequences in zigzag order": "allgather-cp",
+    "slime's packs have one context-parallel size; strategy_config.context_parallel_size: auto gives each its own": (
+        "dynamic-context-parallel hybrid-context-parallel max-seqlen-per-dp-cp-rank min-dynamic-context-parallel-size "
+        "sequence-packing-scheduler"
+    ),
     "off-policy sequence masking is not supported for now": "use-opsm opsm-delta",
     "router replay is not supported for now": "use-routing-replay use-rollout-routing-replay",
     "the optimizer keeps its state": "reset-optimizer-states use-stateless-adam",

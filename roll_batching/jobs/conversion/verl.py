@@ -12,9 +12,10 @@ from typing import Any
 from roll_batching.errors import ConfigError
 from roll_batching.jobs.config.diagnostics import ConfigFileError, Place, Problem
 from roll_batching.jobs.config.key_paths import field_at
+from roll_batching.jobs.conversion.context_sizes import convert_context_sizes, put_rank_cap
 from roll_batching.jobs.conversion.draft import Draft
 from roll_batching.jobs.conversion.framework_defaults import fill_defaults
-from roll_batching.jobs.conversion.mini_batch import data_parallel_ranks, put_mini_batch
+from roll_batching.jobs.conversion.mini_batch import context_ranks, data_parallel_ranks, put_mini_batch
 from roll_batching.jobs.conversion.value_types import wrong_types
 from roll_batching.jobs.conversion.verl_command import GROUPS, PROGRAM
 from roll_batching.jobs.conversion.verl_objective import convert_advantages, convert_loss
@@ -34,7 +35,8 @@ _COUNTS = (
     f"{ACTOR}.ppo_mini_batch_size {ACTOR}.ppo_micro_batch_size_per_gpu {ACTOR}.ppo_max_token_len_per_gpu "
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu {ROLLOUT}.n {ROLLOUT}.tensor_model_parallel_size "
     f"{ACTOR}.megatron.tensor_model_parallel_size {ACTOR}.megatron.pipeline_model_parallel_size "
-    f"{ACTOR}.megatron.context_parallel_size {ACTOR}.ulysses_sequence_parallel_size "
+    f"{ACTOR}.megatron.context_parallel_size {ACTOR}.megatron.max_seqlen_per_dp_cp_rank "
+    f"{ACTOR}.ulysses_sequence_parallel_size "
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size {ACTOR}.ppo_epochs data.max_length "
     "data.micro_batch_size_per_gpu data.max_token_len_per_gpu"
 ).split()
@@ -152,6 +154,10 @@ def _layout(file: VerlFile, section: str, model: str, engine: str) -> None:
         file.put((*_LAYOUT, "sequence_parallel"), parallel, f"{section}.sequence_parallel")
     elif parallel:
         file.draft.leave_out(f"{section}.sequence_parallel", "idle", "the tensor-parallel size is 1")
+    sizes = convert_context_sizes(file, lambda name: f"{section}.{name}")
+    if sizes is not None:
+        cap_key = "data.max_token_len_per_gpu" if section == "engine" else f"{ACTOR}.ppo_max_token_len_per_gpu"
+        put_rank_cap(file, sizes, file.take(cap_key), cap_key)
     granularity = file.peek(f"{section}.override_transformer_config.recompute_granularity")
     for below in (section, f"{section}.override_transformer_config", f"{section}.override_ddp_config"):
         for name, value in list((file.peek(below) or {}).items()):
@@ -217,7 +223,7 @@ def _optimizer(file: VerlFile, section: str, megatron: bool) -> None:
 def _batching(file: VerlFile, devices: int) -> None:
     """Mini-batches, micro-batches and caps. verl counts a mini-batch in prompts, a cap in tokens per device."""
     layout = file.draft.values[_ROLE].get("strategy_args", {}).get("strategy_config", {})
-    context = layout.get("context_parallel_size", 1)
+    context = context_ranks(layout)
     rows_key = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     rows, older = file.take(rows_key), file.take(f"{ACTOR}.ppo_micro_batch_size")
     if older is not None:
@@ -301,7 +307,7 @@ def _supervised(file: VerlFile, devices: int) -> None:
     """verl.trainer.sft_trainer as `task: sft`."""
     file.draft.put(("task",), "sft", "verl.trainer.sft_trainer")
     layout = file.draft.values[_ROLE].get("strategy_args", {}).get("strategy_config", {})
-    context = layout.get("context_parallel_size", 1)
+    context = context_ranks(layout)
     packed, rows = file.take("data.use_dynamic_bsz"), file.take("data.micro_batch_size_per_gpu")
     cap = file.take("data.max_token_len_per_gpu")
     rows_key = "data.micro_batch_size_per_gpu"

@@ -234,7 +234,6 @@ _REFUSED: Mapping[str, str] = {
     "no such reward exists here: write a function, and name it in reward_function or rewards": (
         "reward custom_reward_function reward_model sandbox_fusion"
     ),
-    "pipeline micro-batches are not divided among dynamic groups": f"{ACTOR}.megatron.dynamic_context_parallel",
     "training and sampling end when the job does": "trainer.val_only",
 }
 

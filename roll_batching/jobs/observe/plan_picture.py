@@ -8,7 +8,7 @@ import numpy as np
 
 from roll_batching.errors import DataError
 from roll_batching.files import atomic_file
-from roll_batching.planning import Plan
+from roll_batching.planning import MicroBatch, Plan
 
 MOST_DRAWN_RANKS = 32
 """Most ranks whose sequences are drawn; more are drawn as maps of fill and cost."""
@@ -28,8 +28,9 @@ def check_picture(path: str | Path) -> None:
 def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:
     """Write a PNG (or what the suffix says) of `plan`; returns the path.
 
-    Few ranks: bars of computed tokens, divided into sequences, coloured by length, fillers hatched. Many
-    ranks: two maps, ranks by micro-batches, of fill and of cost.
+    Few ranks: bars of computed tokens, divided into sequences, coloured by length, fillers hatched; a frame around the
+    ranks that compute a pack together, with its context-parallel size. Many ranks: two maps, ranks by micro-batches, of
+    fill and of cost.
     """
     import matplotlib
 
@@ -37,13 +38,15 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:
     import matplotlib.pyplot as plt
 
     report = plan.report
-    head = title or (
-        f"{report.samples:,} sequences, {plan.constraints.dp_size} ranks x {plan.num_micro_batches} micro-batches"
-    )
+    head = title or f"{report.samples:,} sequences, {_counts(plan)}"
     foot = (
         f"fill {report.fill:.1%}   padding {report.padding_share:.1%}   rank imbalance {report.imbalance:.2%}   "
         f"lockstep imbalance {report.lockstep_imbalance:.2%}   fillers {report.fillers}"
     )
+    if report.predicted_seconds is not None:
+        foot += f"   predicted {report.predicted_seconds:.4g} s"
+        if report.fixed_seconds is not None:
+            foot += f", with the best single size ({report.fixed_cp_size}) {report.fixed_seconds:.4g} s"
     if plan.constraints.dp_size <= MOST_DRAWN_RANKS:
         figure = _draw_packs(plan, plt)
     else:
@@ -56,6 +59,26 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:
         figure.savefig(partial, dpi=130)
     plt.close(figure)
     return target
+
+
+def _counts(plan: Plan) -> str:
+    """Ranks, and micro-batches of a rank."""
+    counts = [len(rank) for rank in plan.micro_batches]
+    if min(counts) == max(counts):
+        return f"{len(counts)} ranks x {counts[0]} micro-batches"
+    return f"{len(counts)} ranks, {min(counts)} to {max(counts)} micro-batches of a rank"
+
+
+def _frame(axis, mb: MicroBatch, left: float):  # type: ignore[no-untyped-def]
+    """Draw a frame around the ranks of a block, with its size."""
+    from matplotlib.patches import Rectangle
+
+    corner = (left, mb.ranks.start - 0.47)
+    size = (mb.tokens / mb.cp_size, mb.cp_size - 0.06)
+    axis.add_patch(Rectangle(corner, *size, fill=False, edgecolor="black", linewidth=1.4, zorder=3))
+    label = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+    middle = (left + size[0] / 2, corner[1] + size[1] / 2)
+    axis.text(*middle, f"CP {mb.cp_size}", ha="center", va="center", fontsize=8, bbox=label)
 
 
 def _draw_packs(plan: Plan, plt):  # type: ignore[no-untyped-def]
@@ -82,6 +105,8 @@ def _draw_packs(plan: Plan, plt):  # type: ignore[no-untyped-def]
         for k, mb in enumerate(plan.micro_batches[rank]):
             left, share = k * (width + gap), len(mb.ranks)
             axis.barh(rank, mb.tokens / share, left=left, height=0.8, color="0.93", edgecolor="0.6", linewidth=0.5)
+            if share > 1 and rank == mb.ranks.start:
+                _frame(axis, mb, left)
             if mb.is_filler:
                 axis.barh(rank, width, left=left, height=0.8, fill=False, hatch="////", edgecolor="0.7", linewidth=0)
             starts = left + (np.cumsum(mb.slots) - mb.slots) / share
@@ -105,7 +130,8 @@ def _draw_packs(plan: Plan, plt):  # type: ignore[no-untyped-def]
     axis.set_xticks([k * (width + gap) + width / 2 for k in range(count)], [str(k) for k in range(count)])
     axis.set_yticks(range(ranks), [str(rank) for rank in range(ranks)])
     axis.invert_yaxis()
-    axis.set_xlabel("micro-batch (tokens; dotted: the cap)")
+    of_rank = " of a rank" if plan.blocks is not None else ""
+    axis.set_xlabel(f"micro-batch (tokens{of_rank}; dotted: the cap)")
     axis.set_ylabel("DP rank")
     axis.spines[["top", "right"]].set_visible(False)
     figure.colorbar(ScalarMappable(norm, colours), ax=axis, label="tokens of a sequence", pad=0.01)
@@ -121,20 +147,24 @@ def _draw_maps(plan: Plan, plt):  # type: ignore[no-untyped-def]
     tokens = plan.by_rank(plan.tokens) / (plan.constraints.max_tokens or int(plan.tokens.max()))
     costs = plan.by_rank(plan.costs)
     costs = costs / max(costs.mean(), 1)
-    figure, axes = plt.subplots(1, 3, figsize=(15, 8), width_ratios=[4, 4, 1.4], layout="constrained")
+    maps = [(tokens, "fill (tokens / cap)", "viridis"), (costs, "cost / mean micro-batch", "magma")]
+    if plan.blocks is not None:
+        sizes = plan.by_rank(plan.cp_sizes * plan.cp_sizes)  # a rank's share of a value is value / size
+        maps.append((np.log2(np.maximum(sizes, 1)), "log2 of the context-parallel size", "cividis"))
+    ratios = [4.0] * len(maps) + [1.4]
+    figure, axes = plt.subplots(
+        1, len(ratios), figsize=(7 + 4 * len(maps), 8), width_ratios=ratios, layout="constrained"
+    )
     figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.93))
-    for axis, table, label, colours in (
-        (axes[0], tokens, "fill (tokens / cap)", "viridis"),
-        (axes[1], costs, "cost / mean micro-batch", "magma"),
-    ):
+    for axis, (table, label, colours) in zip(axes, maps, strict=False):
         image = axis.imshow(table, aspect="auto", interpolation="nearest", cmap=colours)
         figure.colorbar(image, ax=axis, label=label, location="bottom", shrink=0.8)
         axis.set_xlabel("micro-batch")
         axis.set_ylabel("DP rank")
     totals = costs.sum(axis=1)
-    axes[2].plot(totals / totals.mean(), range(len(totals)), color="steelblue", lw=1)
-    axes[2].axvline(1, color="crimson", lw=0.8)
-    axes[2].invert_yaxis()
-    axes[2].set_xlabel("rank cost / mean")
-    axes[2].spines[["top", "right"]].set_visible(False)
+    axes[-1].plot(totals / totals.mean(), range(len(totals)), color="steelblue", lw=1)
+    axes[-1].axvline(1, color="crimson", lw=0.8)
+    axes[-1].invert_yaxis()
+    axes[-1].set_xlabel("rank cost / mean")
+    axes[-1].spines[["top", "right"]].set_visible(False)
     return figure

@@ -38,20 +38,39 @@ def place_blocks(problem: PlanProblem, times: PackTimes) -> tuple[Ints, Ints, Pa
             f"no single context-parallel size up to max_cp_size={constraints.max_cp_size} holds every sample and group "
             "below the cap, and pipelines with virtual stages or experts have one size: raise max_tokens"
         )
-    best = _with_fillers(min(found, key=lambda packs: packs.step_time), choices, constraints.dp_size)
-    first_ranks = np.array(best.first_ranks, dtype=np.int64)
-    levels = np.array(best.levels, dtype=np.int64)
+    best = min(found, key=lambda packs: packs.step_time)
+    return _blocks_of(best, choices, constraints.dp_size, fixed_size, 0 if fixed is None else fixed.step_time)
+
+
+def place_single_sizes(problem: PlanProblem, times: PackTimes) -> dict[int, tuple[Ints, Ints, PackBlocks]]:
+    """`place_blocks` with one size for all packs, by each size that holds every unit."""
+    constraints = problem.constraints
+    choices = SizeChoices.of(problem, times)
+    placed = {}
+    for level, size in enumerate(choices.sizes.tolist()):
+        if _admits_all(constraints, choices, level):
+            packs = plan_fixed(problem, choices, level)
+            placed[size] = _blocks_of(packs, choices, constraints.dp_size, size, packs.step_time)
+    return placed
+
+
+def _blocks_of(
+    packs: PlacedPacks, choices: SizeChoices, ranks: int, fixed_size: int, fixed_time: int
+) -> tuple[Ints, Ints, PackBlocks]:
+    """(units by pack, offsets of packs, blocks of packs) of `packs`, with fillers; `fixed_*`: the best single size."""
+    packs = _with_fillers(packs, choices, ranks)
+    first_ranks = np.array(packs.first_ranks, dtype=np.int64)
+    levels = np.array(packs.levels, dtype=np.int64)
     order = sort_blocks(first_ranks, choices.sizes[levels])
-    members = [best.units[pack] for pack in order.tolist()]
-    times_of_packs = choices.pack_times(best)
+    members = [packs.units[pack] for pack in order.tolist()]
     units = np.array([unit for pack in members for unit in pack], dtype=np.int64)
     blocks = PackBlocks(
         first_ranks=first_ranks[order],
         cp_sizes=choices.sizes[levels[order]],
-        times=times_of_packs[order],
-        step_time=best.step_time,
+        times=choices.pack_times(packs)[order],
+        step_time=packs.step_time,
         fixed_cp_size=fixed_size,
-        fixed_step_time=0 if fixed is None else fixed.step_time,
+        fixed_step_time=fixed_time,
     )
     return units, offsets_of(np.array([len(pack) for pack in members], dtype=np.int64)), blocks
 
@@ -74,8 +93,7 @@ def _best_fixed(problem: PlanProblem, choices: SizeChoices) -> tuple[int, Placed
     constraints = problem.constraints
     best_size, best = 1, None
     for level, size in enumerate(choices.sizes.tolist()):
-        alignment = math.lcm(constraints.pack_alignment_of(size), constraints.sequence_alignment_of(size))
-        if not choices.fits[level].all() or choices.caps[level] < alignment:
+        if not _admits_all(constraints, choices, level):
             continue
         if best is not None and int(choices.times[level].sum()) * size // constraints.dp_size > best.step_time:
             continue  # the mean time of a rank alone is longer
@@ -83,6 +101,13 @@ def _best_fixed(problem: PlanProblem, choices: SizeChoices) -> tuple[int, Placed
         if best is None or packs.step_time < best.step_time:
             best_size, best = size, packs
     return best_size, best
+
+
+def _admits_all(constraints: PlanConstraints, choices: SizeChoices, level: int) -> bool:
+    """Whether every unit, and the smallest pack, fit packs of one size."""
+    size = int(choices.sizes[level])
+    alignment = math.lcm(constraints.pack_alignment_of(size), constraints.sequence_alignment_of(size))
+    return bool(choices.fits[level].all() and choices.caps[level] >= alignment)
 
 
 def plan_fixed(problem: PlanProblem, choices: SizeChoices, level: int) -> PlacedPacks:

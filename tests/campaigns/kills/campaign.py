@@ -54,6 +54,7 @@ class Scene:
 SCENES = {
     "rank": Scene("grpo", "launcher", "rank"),
     "rank of a stream": Scene("pairs", "torchrun", "rank"),
+    "rank of a block": Scene("blocks", "launcher", "rank"),
     "launcher": Scene("grpo", "launcher", "launcher"),
     "torchrun's agent": Scene("pairs", "torchrun", "launcher"),
     "rank on Ray": Scene("grpo", "ray", "rank"),

@@ -64,6 +64,15 @@ def pairs(folder: Path) -> dict[str, Any]:
     return job | {"train": {"max_num_steps": 9, "sequence_packing": True, "train_policy": policy}}
 
 
+def blocks(folder: Path) -> dict[str, Any]:
+    """Supervised training in packs with their own context-parallel sizes, some on one rank and some on both."""
+    write_stream_data(folder, 37)
+    sizes = {"context_parallel_size": "auto"}
+    job = stream_settings(folder, "sft", max_steps=9, save_steps=3, eval_steps=0)
+    job["actor_train"]["sequence_packing_args"] = {"max_packed_sequence_length_train": 40}
+    return job | {"actor_train": job["actor_train"] | {"strategy_args": {"strategy_config": sizes}}}
+
+
 def engine(folder: Path) -> dict[str, Any]:
     """Synchronous GRPO with rollouts by two servers, whose URLs are in the file `urls`."""
     write_rl_data(folder)
@@ -82,7 +91,7 @@ def engine(folder: Path) -> dict[str, Any]:
     return data
 
 
-JOBS = {"grpo": grpo, "pairs": pairs, "engine": engine}
+JOBS = {"grpo": grpo, "pairs": pairs, "blocks": blocks, "engine": engine}
 
 
 @contextlib.contextmanager

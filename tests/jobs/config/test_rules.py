@@ -264,6 +264,35 @@ BROKEN = {
         {f"{LAYOUT}.max_context_parallel_size": 4},
         {LAYOUT: "is read with context_parallel_size: auto only"},
     ),
+    "rates of a cluster without a size per pack": (
+        {f"{LAYOUT}.cluster": {"matmul_rate": 4e14}},
+        {LAYOUT: "cluster is read with context_parallel_size: auto only"},
+    ),
+    "rates of a cluster that are none": (
+        {
+            f"{LAYOUT}.context_parallel_size": "auto",
+            f"{LAYOUT}.cluster": {
+                "matmul_rate": 0,
+                "attention_rate": float("nan"),
+                "attention_tile": 1.5,
+                "node_bandwidth": "fast",
+                "layer_floor": -1,
+                "devices_per_node": 1 << 60,
+                "matmul_half_tokens": True,
+                "gpus": 8,
+            },
+        },
+        {
+            f"{LAYOUT}.cluster.matmul_rate": "is 0; it must be above 0",
+            f"{LAYOUT}.cluster.attention_rate": "expected a finite number",
+            f"{LAYOUT}.cluster.attention_tile": "expected a whole number",
+            f"{LAYOUT}.cluster.node_bandwidth": "expected a number",
+            f"{LAYOUT}.cluster.layer_floor": "it must be at least 0",
+            f"{LAYOUT}.cluster.devices_per_node": "it must be at most",
+            f"{LAYOUT}.cluster.matmul_half_tokens": "expected a number",
+            f"{LAYOUT}.cluster.gpus": "unknown key",
+        },
+    ),
     "a variable that torchrun owns": (
         {"system_envs": {"WORLD_SIZE": "2"}},
         {"system_envs.WORLD_SIZE": "torchrun"},
@@ -282,6 +311,8 @@ REFUSED = {
     "YaRN": {f"{ARCHITECTURE}.rope_scaling": {"type": "yarn", "factor": 4}},
     "distillation": {"teacher": {"model_args": {}}},
     "context-parallel sizes": {f"{LAYOUT}.hybrid_context_parallel": True},
+    "the cap of a pack": {f"{LAYOUT}.max_seqlen_per_dp_cp_rank": 4096},
+    "every size from 1": {f"{LAYOUT}.min_dynamic_context_parallel_size": 2},
     "beam search": {"actor_infer.generating_args.num_beams": 4},
     "dropout": {f"{ARCHITECTURE}.attention_dropout": 0.1},
 }

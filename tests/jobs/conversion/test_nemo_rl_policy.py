@@ -48,6 +48,26 @@ def test_micro_batches_run_largest_first_as_asked(tmp_path, algorithm):
 
 
 @pytest.mark.config
+@pytest.mark.parametrize(("cap", "tokens"), [(None, 512), (700, 700)])
+def test_sizes_per_pack_have_the_cap_of_one_rank(tmp_path, cap, tokens):
+    """NeMo-RL's budgets count whole packs, Megatron's cap a rank."""
+    file = with_policy(sequence_packing={**PACKED, "logprob_mb_tokens": 2048}, dtensor_cfg={"enabled": False})
+    dynamic = {"dynamic_context_parallel": True, "context_parallel_size": 2, "min_dynamic_context_parallel_size": 2}
+    file["policy"]["megatron_cfg"] = MEGATRON | dynamic | {"sequence_packing_scheduler": "default_dynamic_cp"}
+    if cap is not None:
+        file["policy"]["megatron_cfg"]["max_seqlen_per_dp_cp_rank"] = cap
+    worker = job_of(tmp_path, file).actor_train
+    packing = worker.sequence_packing_args
+    assert worker.strategy_args.strategy_config.has_cp_per_pack and packing.algorithm == "load_balance"
+    assert (packing.max_packed_sequence_length_train, packing.max_packed_sequence_length_forward) == (tokens, 1024)
+    section = "policy.megatron_cfg"
+    refused, idle = reasons(tmp_path, file, "refused"), reasons(tmp_path, file, "idle")
+    assert "every size from 1 on" in refused[f"{section}.min_dynamic_context_parallel_size"]
+    assert "max_context_parallel_size bounds" in idle[f"{section}.context_parallel_size"]
+    assert "packs are planned here" in idle[f"{section}.sequence_packing_scheduler"]
+
+
+@pytest.mark.config
 def test_the_order_of_micro_batches_in_a_pipeline_and_unknown_orders(tmp_path):
     packing = {**PACKED, "microbatch_order": "largest_first"}
     file = with_policy(sequence_packing=packing, dtensor_cfg={"enabled": False})

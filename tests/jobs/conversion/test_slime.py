@@ -259,3 +259,10 @@ def test_the_output_is_a_file_that_loads(tmp_path):
     done = converted(tmp_path, "--rm-type dapo")
     assert yaml.safe_load(done.to_yaml()) == done.settings
     assert done.settings["reward_args"] == {"after": "Answer:"}
+
+
+def test_sizes_per_pack_are_refused_by_name(tmp_path):
+    done = converted(tmp_path, "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 4096")
+    refused = left_out(done, "refused")
+    for option in ("--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank"):
+        assert "strategy_config.context_parallel_size: auto" in refused[option]

@@ -67,6 +67,25 @@ MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
         f"model_engine=megatron {A}.megatron.context_parallel_size=2 {A}.use_dynamic_bsz=True",
         {"actor_train.sequence_packing_args.max_packed_sequence_length_train": 32768},
     ),
+    "sizes per pack": (
+        f"model_engine=megatron {A}.megatron.context_parallel_size=2 {A}.use_dynamic_bsz=True "
+        f"{A}.megatron.dynamic_context_parallel=True {A}.megatron.max_seqlen_per_dp_cp_rank=4096 "
+        f"{R}.log_prob_max_token_len_per_gpu=8192 {A}.ppo_mini_batch_size=64",
+        {
+            "actor_train.strategy_args.strategy_config.context_parallel_size": "auto",
+            "actor_train.sequence_packing_args.max_packed_sequence_length_train": 4096,
+            "actor_train.sequence_packing_args.max_packed_sequence_length_forward": 8192,
+            STEPS: 32,  # 64 x 4 samples over 8 ranks, which all share the data
+        },
+    ),
+    "sizes per pack without a cap of their own": (
+        f"model_engine=megatron {A}.megatron.dynamic_context_parallel=True {A}.use_dynamic_bsz=True "
+        f"{A}.ppo_max_token_len_per_gpu=6000",
+        {
+            "actor_train.strategy_args.strategy_config.context_parallel_size": "auto",
+            "actor_train.sequence_packing_args.max_packed_sequence_length_train": 6000,
+        },
+    ),
     "ulysses": (
         f"{A}.ulysses_sequence_parallel_size=2 {A}.use_dynamic_bsz=true",
         {
@@ -319,3 +338,12 @@ def test_repeated_and_secret_overrides(tmp_path):
     assert done.settings["ppo_epochs"] == 3 and "given again" in left_out(done)[f"{A}.ppo_epochs (line 5)"]
     assert "secret" in left_out(done)["trainer.project_name"]
     assert "sk-7f3a9" not in done.to_yaml() + done.to_json()
+
+
+def test_sizes_per_pack_without_packs_are_refused_by_name(tmp_path):
+    dynamic = f"model_engine=megatron {A}.megatron.dynamic_context_parallel=True {A}.ppo_micro_batch_size_per_gpu=2"
+    refused = left_out(converted(tmp_path, dynamic), "refused")
+    assert "needs use_sequence_packing: true" in refused[f"{A}.megatron.dynamic_context_parallel"]
+    off = f"model_engine=megatron {A}.megatron.max_seqlen_per_dp_cp_rank=4096 {A}.ppo_micro_batch_size_per_gpu=2"
+    idle = left_out(converted(tmp_path, off), "idle")
+    assert "with dynamic context parallelism only" in idle[f"{A}.megatron.max_seqlen_per_dp_cp_rank"]
