@@ -1,0 +1,184 @@
+"""Columns of packs as arrays that searches change in place, and the greedy filling of one column.
+
+Units are numbered by falling time. Pack p stands in column `p // ranks`; packs of a column that are in use come first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from roll_batching.planning.arrays import Ints
+from roll_batching.planning.compiled import compiled
+from roll_batching.planning.dynamic_cp.choices import SizeChoices
+
+
+class UnitTables(NamedTuple):
+    """Times and slots of units by level; int64 arrays as those of `SizeChoices`, units by falling time."""
+
+    times: Ints
+    slots: Ints
+    fixed: Ints
+    caps: Ints
+    smallest: Ints
+    least: int
+    """Nanoseconds of a filler, the least of a column."""
+    ranks: int
+
+
+class ColumnState(NamedTuple):
+    """Packs of all units: int64 arrays."""
+
+    pack_of: Ints
+    """[units]"""
+    level: Ints
+    """[packs]"""
+    time: Ints
+    """[packs]: nanoseconds, without the floor."""
+    used: Ints
+    """[packs]: tokens of all slots."""
+    first: Ints
+    """[packs]: first unit of each pack, or -1."""
+    following: Ints
+    """[units]: next unit of the same pack, or -1."""
+    packs: Ints
+    """[columns]: number of packs in use."""
+    maxima: Ints
+    """[columns]: nanoseconds of the slowest pack."""
+
+
+def tables_of(choices: SizeChoices, ranks: int) -> tuple[UnitTables, Ints]:
+    """Tables of units by falling time, and the unit of each row (int64[units])."""
+    order = np.argsort(-choices.times[0], kind="stable").astype(np.int64)
+    times, slots = (np.ascontiguousarray(table[:, order]) for table in (choices.times, choices.slots))
+    least = max(int(choices.fixed[0]), choices.floor)
+    return UnitTables(times, slots, choices.fixed, choices.caps, choices.smallest[order], least, ranks), order
+
+
+@compiled
+def empty_state(tables: UnitTables, columns: int) -> ColumnState:
+    """State whose units are in no pack."""
+    units, packs = tables.times.shape[1], columns * tables.ranks
+    return ColumnState(
+        np.full(units, -1, dtype=np.int64),
+        np.zeros(packs, dtype=np.int64),
+        np.zeros(packs, dtype=np.int64),
+        np.zeros(packs, dtype=np.int64),
+        np.full(packs, -1, dtype=np.int64),
+        np.full(units, -1, dtype=np.int64),
+        np.zeros(columns, dtype=np.int64),
+        np.full(columns, tables.least, dtype=np.int64),
+    )
+
+
+@compiled
+def add_unit(tables: UnitTables, state: ColumnState, unit: int, pack: int) -> None:
+    """Adds a unit to a pack in use."""
+    own = state.level[pack]
+    state.pack_of[unit] = pack
+    state.following[unit] = state.first[pack]
+    state.first[pack] = unit
+    state.time[pack] += tables.times[own, unit]
+    state.used[pack] += tables.slots[own, unit]
+
+
+@compiled
+def remove_unit(tables: UnitTables, state: ColumnState, unit: int) -> None:
+    """Takes a unit out of its pack, which stays in use."""
+    pack = state.pack_of[unit]
+    own = state.level[pack]
+    at, before = state.first[pack], -1
+    while at != unit:
+        before, at = at, state.following[at]
+    if before < 0:
+        state.first[pack] = state.following[unit]
+    else:
+        state.following[before] = state.following[unit]
+    state.pack_of[unit] = -1
+    state.time[pack] -= tables.times[own, unit]
+    state.used[pack] -= tables.slots[own, unit]
+
+
+@compiled
+def largest_time(tables: UnitTables, state: ColumnState, column: int) -> int:
+    """Nanoseconds of the slowest pack of a column."""
+    largest = tables.least
+    start = column * tables.ranks
+    for pack in range(start, start + state.packs[column]):
+        if state.time[pack] > largest and state.first[pack] >= 0:
+            largest = state.time[pack]
+    return largest
+
+
+@compiled
+def fill_column(tables: UnitTables, state: ColumnState, column: int, units: Ints, target: int) -> int:
+    """Fills an empty column with units (int64[n], by falling time; those with -1 are taken); returns how many fit.
+
+    The longest units open packs, at sizes at which they take about `target` nanoseconds. Further units join the
+    fastest pack that takes at most as long with them as `target` or the slowest pack. Taken units become -1.
+    """
+    times, slots, fixed, caps, ranks = tables.times, tables.slots, tables.fixed, tables.caps, tables.ranks
+    levels, start = len(fixed), column * ranks
+    packs, free, filled, limit = 0, ranks, 0, target
+    for place in range(len(units)):
+        if free == 0:
+            break
+        unit = units[place]
+        if unit < 0:
+            continue
+        own = tables.smallest[unit]
+        if 1 << own > free:
+            continue
+        for larger in range(own + 1, levels):
+            if times[own, unit] + fixed[own] <= target or 1 << larger > free:
+                break
+            if slots[larger, unit] <= caps[larger]:
+                own = larger
+        pack = start + packs
+        state.level[pack], state.time[pack], state.used[pack], state.first[pack] = own, fixed[own], 0, -1
+        add_unit(tables, state, unit, pack)
+        units[place] = -1
+        free -= 1 << own
+        packs += 1
+        filled += 1
+    while free > 0:  # idle ranks join the slowest pack that they can double
+        widest = -1
+        for pack in range(start, start + packs):
+            if 1 << state.level[pack] <= free and state.level[pack] < levels - 1:
+                if widest < 0 or state.time[pack] > state.time[widest]:
+                    widest = pack
+        if widest < 0:
+            break
+        own, unit = state.level[widest] + 1, state.first[widest]
+        if fixed[own] + times[own, unit] >= state.time[widest] or slots[own, unit] > caps[own]:
+            break
+        free -= 1 << state.level[widest]
+        state.level[widest], state.time[widest], state.used[widest] = (
+            own,
+            fixed[own] + times[own, unit],
+            slots[own, unit],
+        )
+    state.packs[column] = packs
+    for pack in range(start, start + packs):
+        limit = max(limit, state.time[pack])
+    room, tokens = limit, caps[levels - 1]  # the most nanoseconds and tokens that a pack has left, and more
+    for place in range(len(units)):
+        unit = units[place]
+        if unit < 0 or times[levels - 1, unit] > room or slots[0, unit] > tokens:
+            continue
+        best = -1
+        room, tokens = 0, 0
+        for pack in range(start, start + packs):
+            own = state.level[pack]
+            left = caps[own] - state.used[pack]
+            if state.time[pack] + times[own, unit] <= limit and slots[own, unit] <= left:
+                if best < 0 or state.time[pack] < state.time[best]:
+                    best = pack
+            room, tokens = max(room, limit - state.time[pack]), max(tokens, left)
+        if best >= 0:
+            add_unit(tables, state, unit, best)
+            units[place] = -1
+            filled += 1
+    state.maxima[column] = largest_time(tables, state, column)
+    return filled
