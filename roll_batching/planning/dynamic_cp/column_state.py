@@ -118,9 +118,19 @@ def fill_column(tables: UnitTables, state: ColumnState, column: int, units: Ints
     The longest units open packs, at sizes at which they take about `target` nanoseconds. Further units join the
     fastest pack that takes at most as long with them as `target` or the slowest pack. Taken units become -1.
     """
-    times, slots, fixed, caps, ranks = tables.times, tables.slots, tables.fixed, tables.caps, tables.ranks
-    levels, start = len(fixed), column * ranks
-    packs, free, filled, limit = 0, ranks, 0, target
+    free = _open_packs(tables, state, column, units, target)
+    filled = state.packs[column]
+    _widen_packs(tables, state, column, free)
+    filled += _join_packs(tables, state, column, units, target)
+    state.maxima[column] = largest_time(tables, state, column)
+    return filled
+
+
+@compiled
+def _open_packs(tables: UnitTables, state: ColumnState, column: int, units: Ints, target: int) -> int:
+    """Opens a pack for each of the longest units; returns the number of idle ranks."""
+    times, slots, fixed, caps = tables.times, tables.slots, tables.fixed, tables.caps
+    packs, free = 0, tables.ranks
     for place in range(len(units)):
         if free == 0:
             break
@@ -130,46 +140,59 @@ def fill_column(tables: UnitTables, state: ColumnState, column: int, units: Ints
         own = tables.smallest[unit]
         if 1 << own > free:
             continue
-        for larger in range(own + 1, levels):
+        for larger in range(own + 1, len(fixed)):
             if times[own, unit] + fixed[own] <= target or 1 << larger > free:
                 break
             if slots[larger, unit] <= caps[larger]:
                 own = larger
-        pack = start + packs
+        pack = column * tables.ranks + packs
         state.level[pack], state.time[pack], state.used[pack], state.first[pack] = own, fixed[own], 0, -1
         add_unit(tables, state, unit, pack)
         units[place] = -1
         free -= 1 << own
         packs += 1
-        filled += 1
-    while free > 0:  # idle ranks join the slowest pack that they can double
+    state.packs[column] = packs
+    return free
+
+
+@compiled
+def _widen_packs(tables: UnitTables, state: ColumnState, column: int, free: int) -> None:
+    """Lets idle ranks join the slowest packs, of one unit each, that they can double."""
+    times, slots, fixed, levels = tables.times, tables.slots, tables.fixed, len(tables.fixed)
+    start = column * tables.ranks
+    while free > 0:
         widest = -1
-        for pack in range(start, start + packs):
+        for pack in range(start, start + state.packs[column]):
             if 1 << state.level[pack] <= free and state.level[pack] < levels - 1:
                 if widest < 0 or state.time[pack] > state.time[widest]:
                     widest = pack
         if widest < 0:
             break
         own, unit = state.level[widest] + 1, state.first[widest]
-        if fixed[own] + times[own, unit] >= state.time[widest] or slots[own, unit] > caps[own]:
+        if fixed[own] + times[own, unit] >= state.time[widest] or slots[own, unit] > tables.caps[own]:
             break
         free -= 1 << state.level[widest]
-        state.level[widest], state.time[widest], state.used[widest] = (
-            own,
-            fixed[own] + times[own, unit],
-            slots[own, unit],
-        )
-    state.packs[column] = packs
-    for pack in range(start, start + packs):
+        state.level[widest], state.used[widest] = own, slots[own, unit]
+        state.time[widest] = fixed[own] + times[own, unit]
+
+
+@compiled
+def _join_packs(tables: UnitTables, state: ColumnState, column: int, units: Ints, target: int) -> int:
+    """Number of units that join packs within their time and cap."""
+    times, slots, caps, last = tables.times, tables.slots, tables.caps, len(tables.fixed) - 1
+    start = column * tables.ranks
+    end = start + state.packs[column]
+    limit, filled = target, 0
+    for pack in range(start, end):
         limit = max(limit, state.time[pack])
-    room, tokens = limit, caps[levels - 1]  # the most nanoseconds and tokens that a pack has left, and more
+    room, tokens = limit, caps[last]  # the most nanoseconds and tokens that a pack has left, or more
     for place in range(len(units)):
         unit = units[place]
-        if unit < 0 or times[levels - 1, unit] > room or slots[0, unit] > tokens:
+        if unit < 0 or times[last, unit] > room or slots[0, unit] > tokens:
             continue
         best = -1
         room, tokens = 0, 0
-        for pack in range(start, start + packs):
+        for pack in range(start, end):
             own = state.level[pack]
             left = caps[own] - state.used[pack]
             if state.time[pack] + times[own, unit] <= limit and slots[own, unit] <= left:
@@ -180,5 +203,4 @@ def fill_column(tables: UnitTables, state: ColumnState, column: int, units: Ints
             add_unit(tables, state, unit, best)
             units[place] = -1
             filled += 1
-    state.maxima[column] = largest_time(tables, state, column)
     return filled

@@ -38,7 +38,9 @@ MOST_STEPS = 150_000_000
 STARTS = 4
 """Placements, with different numbers of columns, that a short search improves."""
 SHORT_STEPS, LONG_STEPS = 20_000, 100_000
-"""Steps of the search from each of them, and from the best."""
+"""Most steps of the search from each of them, and from the best."""
+SHORT_STEPS_PER_UNIT, LONG_STEPS_PER_UNIT = 80, 600
+"""The same per unit, where units are few."""
 
 
 @dataclass
@@ -56,11 +58,11 @@ def place_columns(choices: SizeChoices, constraints: PlanConstraints) -> PlacedP
     tables, order = tables_of(choices, constraints.dp_size)
     best: Columns | None = None
     for number, start in enumerate(starts(tables)[:STARTS]):
-        found = search(tables, start, SHORT_STEPS, seed=number)
+        found = search(tables, start, min(SHORT_STEPS, SHORT_STEPS_PER_UNIT * len(order)), seed=number)
         if best is None or found.time < best.time:
             best = found
     assert best is not None
-    best = search(tables, best, LONG_STEPS, seed=STARTS)
+    best = search(tables, best, min(LONG_STEPS, LONG_STEPS_PER_UNIT * len(order)), seed=STARTS)
     return packs_of(best, order, choices, constraints)
 
 

@@ -77,19 +77,8 @@ def _run_columns(
     awaited: Ints,
 ) -> int:
     count = columns[len(columns) - 1] + 1
-    parts = np.zeros(count + 1, dtype=np.int64)  # parts of column c: parts[c] to parts[c + 1]
-    part_end = np.zeros(len(columns), dtype=np.int64)
-    part_time = np.zeros(len(columns), dtype=np.int64)
-    made = 0
-    for pack in range(len(columns)):
-        rank_end = first_ranks[pack] + sizes[pack]
-        starts_column = pack == 0 or columns[pack] != columns[pack - 1]
-        # Neighbouring blocks that share a group of ranks wait for each other.
-        if starts_column or first_ranks[pack] % width == 0:
-            made += 1
-        part_end[made - 1] = rank_end
-        part_time[made - 1] = max(times[pack], part_time[made - 1])
-        parts[columns[pack] + 1] = made
+    part_end, part_time = np.zeros(len(columns), dtype=np.int64), np.zeros(len(columns), dtype=np.int64)
+    parts = _part_columns(columns, first_ranks, sizes, times, width, part_end, part_time)
     stage_of = np.zeros(len(previous), dtype=np.int64)
     stages = 0
     for operation in range(len(previous)):
@@ -121,3 +110,24 @@ def _run_columns(
             ends[operation, place] = end
             latest = max(latest, end)
     return latest
+
+
+@compiled
+def _part_columns(
+    columns: Ints, first_ranks: Ints, sizes: Ints, times: Ints, width: int, part_end: Ints, part_time: Ints
+) -> Ints:
+    """Parts of column c are [c] to [c + 1] of the result: ranks that wait for each other.
+
+    Writes the last rank + 1 and the time of each part.
+    """
+    parts = np.zeros(columns[len(columns) - 1] + 2, dtype=np.int64)
+    made = 0
+    for pack in range(len(columns)):
+        starts_column = pack == 0 or columns[pack] != columns[pack - 1]
+        # Neighbouring blocks that share a group of ranks wait for each other.
+        if starts_column or first_ranks[pack] % width == 0:
+            made += 1
+        part_end[made - 1] = first_ranks[pack] + sizes[pack]
+        part_time[made - 1] = max(times[pack], part_time[made - 1])
+        parts[columns[pack] + 1] = made
+    return parts

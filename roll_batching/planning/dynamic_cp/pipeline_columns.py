@@ -12,7 +12,15 @@ from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
 from roll_batching.planning.dynamic_cp.column_search import search_columns
 from roll_batching.planning.dynamic_cp.column_state import UnitTables, tables_of
-from roll_batching.planning.dynamic_cp.columns import Columns, packs_of, schedule_of, starts, state_of
+from roll_batching.planning.dynamic_cp.columns import (
+    LONG_STEPS_PER_UNIT,
+    SHORT_STEPS_PER_UNIT,
+    Columns,
+    packs_of,
+    schedule_of,
+    starts,
+    state_of,
+)
 from roll_batching.planning.dynamic_cp.placed import PlacedPacks
 from roll_batching.planning.pipeline.num_micro_batches import group_size_of, legal_count
 from roll_batching.planning.pipeline.ordering import order_for_pipeline, pipeline_makespan
@@ -20,7 +28,7 @@ from roll_batching.planning.pipeline.ordering import order_for_pipeline, pipelin
 STARTS = 6
 """Placements that a short search improves."""
 SHORT_STEPS, LONG_STEPS = 20_000, 150_000
-"""Steps of the search from each of them, and from the best."""
+"""Most steps of the search from each of them, and from the best; fewer where units are few."""
 START_ORDERS = 500
 """Orders of columns that are tried for each start."""
 
@@ -36,11 +44,11 @@ def place_pipeline_columns(choices: SizeChoices, constraints: PlanConstraints) -
         chosen.setdefault(start.count, start)
     best: Columns | None = None
     for number, start in enumerate(list(chosen.values())[:STARTS]):
-        found = search(tables, start, constraints, SHORT_STEPS, seed=number)
+        found = search(tables, start, constraints, min(SHORT_STEPS, SHORT_STEPS_PER_UNIT * len(order)), seed=number)
         if best is None or found.time < best.time:
             best = found
     assert best is not None
-    best = search(tables, best, constraints, LONG_STEPS, seed=STARTS)
+    best = search(tables, best, constraints, min(LONG_STEPS, LONG_STEPS_PER_UNIT * len(order)), seed=STARTS)
     return packs_of(best, order, choices, constraints)
 
 
