@@ -1,7 +1,7 @@
 """Threshold accepting on columns of packs, for the sum of their times or the makespan of a pipeline.
 
 Steps exchange or move units between packs, rebuild one or two columns from their units with other sizes, and, in a
-pipeline, exchange columns. The threshold falls to zero; all values are integers, so that equal inputs give equal plans.
+pipeline, change the order of columns. The threshold falls to zero; all values are integers, so that equal inputs give equal plans.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def _rebuild(tables: UnitTables, state: ColumnState, a: int, b: int, random: int
     units = _units_of(tables, state, a, b)
     random = next_random(random)
     left = len(units)
-    target = state.maxima[a] * (LEAST_PERCENT + draw(random, PERCENTS)) // 100
+    target = other_target = state.maxima[a] * (LEAST_PERCENT + draw(random, PERCENTS)) // 100
     if a != b:
         random = next_random(random)
         other_target = state.maxima[b] * (LEAST_PERCENT + draw(random, PERCENTS)) // 100

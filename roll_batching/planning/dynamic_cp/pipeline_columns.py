@@ -6,6 +6,8 @@ with other placements elsewhere. Short columns at the ends fill and drain the pi
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from roll_batching.planning.constraints import PlanConstraints
@@ -39,7 +41,7 @@ def place_pipeline_columns(choices: SizeChoices, constraints: PlanConstraints) -
     candidates = [_legal(tables, start, constraints) for start in starts(tables)]
     more = [_legal(tables, start, constraints, extra) for start in candidates[:4] for extra in (2, 4, 8)]
     candidates = sorted((_ordered(tables, start, constraints) for start in candidates + more), key=lambda c: c.time)
-    chosen = {}
+    chosen: dict[int, Columns] = {}
     for start in candidates:
         chosen.setdefault(start.count, start)
     best: Columns | None = None
@@ -70,7 +72,7 @@ def _ordered(tables: UnitTables, start: Columns, constraints: PlanConstraints) -
     """Columns in an order with a short makespan, and three times that."""
     maxima = state_of(tables, start.pack_of, start.level, start.count).maxima
     group_size = group_size_of(start.count, constraints)
-    sizes = {"stages": constraints.pp_size, "chunks": constraints.vpp_size, "group_size": group_size}
+    sizes: dict[str, Any] = {"stages": constraints.pp_size, "chunks": constraints.vpp_size, "group_size": group_size}
     order = order_for_pipeline(maxima, **sizes, tries=START_ORDERS)
     position = np.empty(start.count, dtype=np.int64)
     position[order] = np.arange(start.count)
