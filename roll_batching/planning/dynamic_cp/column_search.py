@@ -1,7 +1,8 @@
 """Threshold accepting on columns of packs, for the sum of their times or the makespan of a pipeline.
 
 Steps exchange or move units between packs, rebuild one or two columns from their units with other sizes, and, in a
-pipeline, change the order of columns. The threshold falls to zero; all values are integers, so that equal inputs give equal plans.
+pipeline, change the order of columns. The threshold falls to zero; all values are integers, so that equal inputs give
+equal plans.
 """
 
 from __future__ import annotations
