@@ -49,6 +49,7 @@ MATRIX = [
     Layout(dp=8, ep=4, moe=True),
     Layout(dp=4, tp=2, sp=True, ep=2, moe=True, router=True),
     Layout(dp=4, pp=2, ep=2, moe=True, distopt=True),
+    Layout(dp=4, pp=2, vpp=2, ep=2, moe=True),
 ]
 
 

@@ -64,6 +64,11 @@ class SizeChoices:
         below: Flags = self.slots <= self.caps[:, None]
         return below
 
+    def least_mean(self, ranks: int) -> int:
+        """A lower bound of the mean nanoseconds of a rank: all units at the sizes with the least work."""
+        work = np.where(self.fits, self.times * self.sizes[:, None], np.iinfo(np.int64).max)
+        return int(work.min(axis=0).sum()) // ranks
+
     def times_of(self, packs: Sequence[Sequence[int]], levels: Ints) -> Ints:
         """int64[packs]: nanoseconds of packs of units at `levels` (int64[packs])."""
         counts = np.array([len(pack) for pack in packs], dtype=np.int64)

@@ -6,185 +6,179 @@ slowest blocks, so the blocks of a column should take equally long.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.compiled import compiled
+from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
+from roll_batching.planning.dynamic_cp.column_search import search_columns
+from roll_batching.planning.dynamic_cp.column_state import (
+    ColumnState,
+    UnitTables,
+    add_unit,
+    empty_state,
+    fill_column,
+    largest_time,
+    tables_of,
+)
+from roll_batching.planning.dynamic_cp.joint import assign_ranks, columns_makespan
 from roll_batching.planning.dynamic_cp.placed import PlacedPacks
+from roll_batching.planning.pipeline.num_micro_batches import group_size_of
+from roll_batching.planning.pipeline.schedule import StaticSchedule, static_schedule
 
-MOST_COLUMNS = 24
-"""Numbers of columns that are tried, from 1 on."""
-SLACKS = (102, 106, 112, 120, 130)
-"""Times of a column that are tried, in percent of the mean time of a rank divided by the number of columns."""
+TARGET_RATIO = 106
+"""Times of a column that are tried grow by this many percent of each other."""
+FULL_PERCENTS = (105, 100, 90, 75, 60, 50)
+"""Times of a column that are tried, in percent of a full pack of the longest sequence left."""
 MOST_STEPS = 150_000_000
 """Comparisons of units with blocks in all tries; with more units and ranks fewer times are tried."""
+STARTS = 4
+"""Placements, with different numbers of columns, that a short search improves."""
+SHORT_STEPS, LONG_STEPS = 20_000, 100_000
+"""Most steps of the search from each of them, and from the best."""
+SHORT_STEPS_PER_UNIT, LONG_STEPS_PER_UNIT = 80, 600
+"""The same per unit, where units are few."""
 
 
-def place_columns(choices: SizeChoices, ranks: int) -> PlacedPacks:
+@dataclass
+class Columns:
+    """Pack of each unit and level of each pack, by column."""
+
+    time: int
+    count: int
+    pack_of: Ints
+    level: Ints
+
+
+def place_columns(choices: SizeChoices, constraints: PlanConstraints) -> PlacedPacks:
     """The fastest of several placements in columns, which differ in the time of a column."""
-    order = np.argsort(-choices.times[0], kind="stable").astype(np.int64)
-    times, slots = (np.ascontiguousarray(table[:, order]) for table in (choices.times, choices.slots))
-    smallest = choices.smallest[order]
-    work = times[smallest, np.arange(len(order))] * choices.sizes[smallest]
-    mean = int(work.sum()) // ranks
-    longest = int((times[-1] + choices.fixed[-1]).max())
-    best, best_time, steps = np.zeros((3, 0), dtype=np.int64), 0, 0
-    for count in range(1, MOST_COLUMNS + 1):
-        if mean // count < longest // 2 and best_time:
-            break  # blocks of the longest unit alone take longer
-        for slack in SLACKS:
-            target = mean // count * slack // 100 + int(choices.fixed[0])
-            placed = _fill_columns(times, slots, choices.fixed, choices.caps, smallest, ranks, target)
-            time = _columns_time(placed, times, choices.fixed, choices.floor)
-            if not best_time or time < best_time:
-                best, best_time = placed, time
-            steps += len(order) * min(ranks, len(order)) * (int(placed[0].max()) + 1)
-            if steps > MOST_STEPS:
-                return _packs_of(best, order, choices, ranks, best_time)
-    return _packs_of(best, order, choices, ranks, best_time)
+    tables, order = tables_of(choices, constraints.dp_size)
+    best: Columns | None = None
+    for number, start in enumerate(starts(tables)[:STARTS]):
+        found = search(tables, start, min(SHORT_STEPS, SHORT_STEPS_PER_UNIT * len(order)), seed=number)
+        if best is None or found.time < best.time:
+            best = found
+    assert best is not None
+    best = search(tables, best, min(LONG_STEPS, LONG_STEPS_PER_UNIT * len(order)), seed=STARTS)
+    return packs_of(best, order, choices, constraints)
 
 
-def _packs_of(placed: Ints, order: Ints, choices: SizeChoices, ranks: int, time: int) -> PlacedPacks:
-    """Packs of units (column, block and level of each), with fillers for ranks without a block."""
-    units: list[list[int]] = []
-    first_ranks: list[int] = []
-    levels: list[int] = []
-    column_of, block_of, level_of = placed
-    for column in range(int(column_of.max()) + 1):
-        inside = np.flatnonzero(column_of == column)
-        blocks = {int(block): inside[block_of[inside] == block] for block in np.unique(block_of[inside])}
-        rank = 0
-        # Large blocks first: each then begins at a multiple of its size.
-        for members in sorted(blocks.values(), key=lambda members: (-int(level_of[members[0]]), int(members[0]))):
-            units.append(order[members].tolist())
-            first_ranks.append(rank)
-            levels.append(int(level_of[members[0]]))
-            rank += int(choices.sizes[levels[-1]])
-        for filler in range(rank, ranks):
-            units.append([])
-            first_ranks.append(filler)
-            levels.append(0)
-    return PlacedPacks(units, first_ranks, levels, time)
+def search(tables: UnitTables, start: Columns, steps: int, seed: int) -> Columns:
+    """Columns after a search that lowers the sum of their times."""
+    state = state_of(tables, start.pack_of, start.level, start.count)
+    time, pack_of, level = search_columns(tables, state, None, steps, seed)
+    return Columns(time, start.count, pack_of, level)
 
 
-@compiled
-def _fill_columns(times: Ints, slots: Ints, fixed: Ints, caps: Ints, smallest: Ints, ranks: int, target: int) -> Ints:
-    """Column, block and level of each unit, int64[3, units]; units in the order of falling times."""
-    count = times.shape[1]
-    placed = np.full((3, count), -1, dtype=np.int64)
-    level = np.zeros(ranks, dtype=np.int64)
-    time = np.zeros(ranks, dtype=np.int64)
-    used = np.zeros(ranks, dtype=np.int64)
-    left, column = count, 0
-    while left > 0:
-        blocks = _open_blocks(times, slots, fixed, caps, smallest, ranks, target, placed, column, level, time, used)
-        limit = target
-        for block in range(blocks):
-            limit = max(limit, time[block])
-        _fill_blocks(times, slots, caps, blocks, limit, placed, column, level, time, used)
-        for unit in range(count):
-            if placed[0, unit] == column:
-                placed[2, unit] = level[placed[1, unit]]
-                left -= 1
-        column += 1
-    return placed
-
-
-@compiled
-def _open_blocks(
-    times: Ints,
-    slots: Ints,
-    fixed: Ints,
-    caps: Ints,
-    smallest: Ints,
-    ranks: int,
-    target: int,
-    placed: Ints,
-    column: int,
-    level: Ints,
-    time: Ints,
-    used: Ints,
-) -> int:
-    """Number of blocks of a column, each opened by the longest unit left, at a size at which it takes `target`."""
-    levels, count = times.shape
-    opened_by = np.zeros(ranks, dtype=np.int64)
-    blocks, free = 0, ranks
-    for unit in range(count):
-        if free == 0:
+def starts(tables: UnitTables) -> list[Columns]:
+    """Placements without a search, the fastest of each number of columns, by time."""
+    count, ranks = tables.times.shape[1], tables.ranks
+    every = np.arange(count)
+    own = tables.smallest
+    mean = int((tables.times[own, every] << own).sum()) // ranks + tables.least
+    tokens = int((tables.slots[own, every]).sum())
+    fewest = max(1, tokens // (int(tables.caps[0]) * ranks))
+    longest = int((tables.times[-1] + tables.fixed[-1]).max())
+    least = max(longest // 2, mean // (3 * fewest + 8), tables.least)
+    best: dict[int, Columns] = {}
+    steps = 0
+    targets, target = [], 2 * mean
+    while target >= least:
+        targets.append(target)
+        target = target * 100 // TARGET_RATIO
+    # The times that fill the fewest columns come first: with many units not all are tried.
+    targets.sort(key=lambda target: abs(target - mean * 108 // (100 * fewest)))
+    tries = [(target, 0) for target in targets] + [(0, percent) for percent in FULL_PERCENTS]
+    if len(tries) > 1 and count * min(ranks, count) * fewest * len(tries) > MOST_STEPS:
+        tries = [tries[0], *tries[-len(FULL_PERCENTS) :], *tries[1 : -len(FULL_PERCENTS)]]
+    capacity = min(count, 4 * fewest + 2 * count // ranks + 16)
+    for target, percent in tries:
+        state = empty_state(tables, capacity)
+        columns = int(fill_columns(tables, state, target, percent))
+        if columns > 0:
+            time = int(state.maxima[:columns].sum())
+            if columns not in best or time < best[columns].time:
+                best[columns] = Columns(time, columns, state.pack_of, state.level[: columns * ranks].copy())
+        steps += count * min(ranks, count) * max(columns, 1)
+        if steps > MOST_STEPS and best:
             break
-        if placed[0, unit] >= 0:
-            continue
-        own = smallest[unit]
-        if 1 << own > free:
-            continue
-        for larger in range(own + 1, levels):
-            if times[own, unit] + fixed[own] <= target or 1 << larger > free:
-                break
-            if slots[larger, unit] <= caps[larger]:
-                own = larger
-        level[blocks], time[blocks] = own, fixed[own] + times[own, unit]
-        used[blocks], opened_by[blocks] = slots[own, unit], unit
-        placed[0, unit], placed[1, unit] = column, blocks
-        free -= 1 << own
-        blocks += 1
-    while free > 0:  # idle ranks join the slowest block that they can double
-        widest = -1
-        for block in range(blocks):
-            if 1 << level[block] <= free and level[block] < levels - 1:
-                if widest < 0 or time[block] > time[widest]:
-                    widest = block
-        if widest < 0:
-            break
-        own, unit = level[widest] + 1, opened_by[widest]
-        if fixed[own] + times[own, unit] >= time[widest] or slots[own, unit] > caps[own]:
-            break
-        free -= 1 << level[widest]
-        level[widest], time[widest] = own, fixed[own] + times[own, unit]
-        used[widest] = slots[own, unit]
-    return blocks
+    if not best:  # one unit in each column always fits
+        state = empty_state(tables, count)
+        columns = int(fill_columns(tables, state, targets[0], 0))
+        best[columns] = Columns(int(state.maxima[:columns].sum()), columns, state.pack_of, state.level)
+    return sorted(best.values(), key=lambda columns: (columns.time, columns.count))
 
 
 @compiled
-def _fill_blocks(
-    times: Ints,
-    slots: Ints,
-    caps: Ints,
-    blocks: int,
-    limit: int,
-    placed: Ints,
-    column: int,
-    level: Ints,
-    time: Ints,
-    used: Ints,
-) -> None:
-    """Adds further units to the fastest block that takes at most `limit` with them."""
-    for unit in range(times.shape[1]):
-        if placed[0, unit] >= 0:
-            continue
-        at = -1
-        for block in range(blocks):
-            own = level[block]
-            if time[block] + times[own, unit] <= limit and used[block] + slots[own, unit] <= caps[own]:
-                if at < 0 or time[block] < time[at]:
-                    at = block
-        if at >= 0:
-            placed[0, unit], placed[1, unit] = column, at
-            time[at] += times[level[at], unit]
-            used[at] += slots[level[at], unit]
+def fill_columns(tables: UnitTables, state: ColumnState, target: int, percent: int) -> int:
+    """Number of columns that hold all units, filled one after the other; 0: the state has too few.
+
+    Columns take about `target`, or `percent` of the time of a full pack of the longest unit left.
+    """
+    count = tables.times.shape[1]
+    units = np.arange(count)
+    longest, left = 0, count
+    for column in range(len(state.packs)):
+        while units[longest] < 0:
+            longest += 1
+        unit = units[longest]
+        wanted = target
+        if percent > 0:
+            own = tables.smallest[unit]
+            full = tables.fixed[own] + tables.times[own, unit] * tables.caps[own] // tables.slots[own, unit]
+            wanted = full * percent // 100
+        left -= fill_column(tables, state, column, units, wanted)
+        if left == 0:
+            return column + 1
+    return 0
+
+
+def state_of(tables: UnitTables, pack_of: Ints, level: Ints, columns: int) -> ColumnState:
+    """State of units in packs of given levels."""
+    state: ColumnState = empty_state(tables, columns)
+    _set_packs(tables, state, pack_of, level)
+    return state
 
 
 @compiled
-def _columns_time(placed: Ints, times: Ints, fixed: Ints, floor: int) -> int:
-    """Sum over columns of the time of the slowest block."""
-    columns = placed[0].max() + 1
-    total = 0
-    loads = np.zeros((columns, placed[1].max() + 1), dtype=np.int64)
-    for unit in range(placed.shape[1]):
-        column, block, level = placed[0, unit], placed[1, unit], placed[2, unit]
-        if loads[column, block] == 0:
-            loads[column, block] = fixed[level]
-        loads[column, block] += times[level, unit]
-    for column in range(columns):
-        total += max(floor, loads[column].max())
-    return total
+def _set_packs(tables: UnitTables, state: ColumnState, pack_of: Ints, level: Ints) -> None:
+    for unit in range(len(pack_of)):
+        pack = pack_of[unit]
+        column = pack // tables.ranks
+        if state.first[pack] < 0:
+            state.level[pack], state.time[pack] = level[pack], tables.fixed[level[pack]]
+            state.packs[column] = max(state.packs[column], pack % tables.ranks + 1)
+        add_unit(tables, state, unit, pack)
+    for column in range(len(state.packs)):
+        state.maxima[column] = largest_time(tables, state, column)
+
+
+def packs_of(columns: Columns, order: Ints, choices: SizeChoices, constraints: PlanConstraints) -> PlacedPacks:
+    """Packs on ranks, with fillers for ranks without a pack, and the time of the step."""
+    ranks, count = constraints.dp_size, columns.count
+    by_pack = np.argsort(columns.pack_of, kind="stable")
+    packs, starts_of = np.unique(columns.pack_of[by_pack], return_index=True)
+    units = [part.tolist() for part in np.split(order[by_pack], starts_of[1:])]
+    levels, of_column = columns.level[packs], packs // ranks
+    idle = ranks - np.bincount(of_column, weights=1 << levels, minlength=count).astype(np.int64)
+    units += [[] for _ in range(int(idle.sum()))]
+    levels = np.concatenate([levels, np.zeros(int(idle.sum()), dtype=np.int64)])
+    of_column = np.concatenate([of_column, np.repeat(np.arange(count), idle)])
+    times = choices.times_of(units, levels)
+    sequence = np.lexsort((-times, -levels, of_column))
+    units = [units[pack] for pack in sequence.tolist()]
+    levels, of_column, times = levels[sequence], of_column[sequence], times[sequence]
+    first_ranks = assign_ranks(of_column, levels, times, ranks)
+    sizes = choices.sizes[levels]
+    schedule = schedule_of(count, constraints)
+    makespan = columns_makespan(of_column, first_ranks, sizes, times, ranks, constraints.lockstep_ranks, schedule)
+    step_time = makespan // 3 // constraints.vpp_size  # of a pack's time a third is the forward pass
+    return PlacedPacks(units, first_ranks.tolist(), levels.tolist(), step_time)
+
+
+def schedule_of(count: int, constraints: PlanConstraints) -> StaticSchedule:
+    """Megatron's schedule of `count` micro-batches."""
+    return static_schedule(constraints.pp_size, count, constraints.vpp_size, group_size_of(count, constraints))

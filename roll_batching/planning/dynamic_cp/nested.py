@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
 from roll_batching.planning.arrays import Flags, Ints
@@ -70,7 +68,9 @@ def place_levels(
     """
     loads = np.zeros(ranks, dtype=np.int64)
     waiting = np.ones(len(levels), dtype=bool)
-    placed: list[tuple[list[int], int, int]] = []
+    units: list[list[int]] = []
+    first_ranks: list[int] = []
+    level_of: list[int] = []
     for level in range(len(choices.sizes) - 1, -1, -1):
         size = int(choices.sizes[level])
         members = np.flatnonzero(waiting & (levels == level))
@@ -85,17 +85,17 @@ def place_levels(
             if fill:
                 _fill(packs, np.flatnonzero(waiting), slots, cap, waiting)
             times = choices.times_of(packs, np.full(len(packs), level))
-            blocks = _level_blocks(np.arange(len(packs)), times, of_block)
-            packs_of = {block: [packs[pack] for pack in inside] for block, inside in blocks.items()}
+            block_of = _level_blocks(times, of_block)
         else:
-            blocks = _level_blocks(members, choices.times[level], of_block)
-            packs_of = {block: _first_fit(np.array(inside), slots, cap) for block, inside in blocks.items()}
-        of_level = [(pack, block * size, level) for block, packs in sorted(packs_of.items()) for pack in packs]
-        of_packs = choices.times_of([pack for pack, _, _ in of_level], np.full(len(of_level), level))
-        for (_, first, _), time in zip(of_level, of_packs.tolist(), strict=True):
-            loads[first : first + size] += time
-        placed += of_level
-    units, first_ranks, level_of = (list(column) for column in zip(*placed, strict=True))
+            packs, block_of = _packs_inside(members, _level_blocks(choices.times[level, members], of_block), slots, cap)
+            times = choices.times_of(packs, np.full(len(packs), level))
+        sums = np.zeros(len(of_block), dtype=np.int64)
+        np.add.at(sums, block_of, times)
+        loads += np.repeat(sums, size)
+        by_block = np.argsort(block_of, kind="stable")
+        units += [packs[pack] for pack in by_block.tolist()]
+        first_ranks += (block_of[by_block] * size).tolist()
+        level_of += [level] * len(packs)
     return PlacedPacks(units, first_ranks, level_of, int(loads.max()))
 
 
@@ -124,22 +124,71 @@ def _best_fit(sizes: Ints, room: Ints) -> Ints:
     return places
 
 
-def _level_blocks(members: Ints, times: Ints, loads: Ints) -> dict[int, list[int]]:
-    """Units of each block, which has `loads` already: the longest unit first, on the block with the least time."""
-    heap = [(int(load), block) for block, load in enumerate(loads)]
-    heapq.heapify(heap)
-    blocks: dict[int, list[int]] = {}
-    for unit in members[np.argsort(-times[members], kind="stable")].tolist():
-        load, block = heap[0]
-        blocks.setdefault(block, []).append(unit)
-        heapq.heapreplace(heap, (load + int(times[unit]), block))
+def _level_blocks(times: Ints, loads: Ints) -> Ints:
+    """Block of each item (int64[n]), the longest item first, each on the block with the least time.
+
+    Blocks have `loads` already.
+    """
+    blocks = np.empty(len(times), dtype=np.int64)
+    _fill_least(np.argsort(-times, kind="stable").astype(np.int64), times, loads.copy(), blocks)
     return blocks
+
+
+@compiled
+def _fill_least(order: Ints, times: Ints, loads: Ints, blocks: Ints) -> None:
+    for item in order:
+        block = 0
+        for other in range(1, len(loads)):
+            if loads[other] < loads[block]:
+                block = other
+        blocks[item] = block
+        loads[block] += times[item]
+
+
+def _packs_inside(units: Ints, block_of: Ints, slots: Ints, cap: int) -> tuple[list[list[int]], Ints]:
+    """First-fit-decreasing packs of the units of each block, of at most `cap` tokens; packs, and block of each."""
+    order = descending(slots[units])
+    place_of = np.empty(len(units), dtype=np.int64)
+    blocks = _first_fit_inside(slots[units], order, block_of, int(block_of.max()) + 1, cap, place_of)
+    return _split(units, place_of), blocks
+
+
+@compiled
+def _first_fit_inside(sizes: Ints, order: Ints, block_of: Ints, blocks: int, cap: int, place_of: Ints) -> Ints:
+    """Writes the pack of each item; returns the block of each pack."""
+    first = np.full(blocks, -1, dtype=np.int64)
+    following = np.full(len(sizes), -1, dtype=np.int64)
+    room = np.empty(len(sizes), dtype=np.int64)
+    block_of_pack = np.empty(len(sizes), dtype=np.int64)
+    packs = 0
+    for item in order:
+        block = block_of[item]
+        pack, last = first[block], -1
+        while pack >= 0 and room[pack] < sizes[item]:
+            last, pack = pack, following[pack]
+        if pack < 0:
+            pack = packs
+            packs += 1
+            room[pack], block_of_pack[pack] = cap, block
+            if last < 0:
+                first[block] = pack
+            else:
+                following[last] = pack
+        room[pack] -= sizes[item]
+        place_of[item] = pack
+    return block_of_pack[:packs].copy()
 
 
 def _first_fit(units: Ints, slots: Ints, cap: int) -> list[list[int]]:
     """First-fit-decreasing packs of at most `cap` tokens."""
     sizes = slots[units]
     place_of = first_fit(sizes, descending(sizes), cap)
+    return _split(units, place_of)
+
+
+def _split(units: Ints, place_of: Ints) -> list[list[int]]:
+    """Units by place, 0 to the largest."""
     by_pack = np.argsort(place_of, kind="stable")
-    ends = np.cumsum(np.bincount(place_of))
-    return [part.tolist() for part in np.split(units[by_pack], ends[:-1])]
+    ends = np.cumsum(np.bincount(place_of))[:-1].tolist()
+    listed = units[by_pack].tolist()
+    return [listed[start:end] for start, end in zip([0, *ends], [*ends, len(listed)], strict=True)]

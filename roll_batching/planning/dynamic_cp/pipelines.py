@@ -16,9 +16,9 @@ from roll_batching.planning.dynamic_cp.choices import SizeChoices
 from roll_batching.planning.dynamic_cp.nested import FORMS, levels_by_target, place_levels
 from roll_batching.planning.dynamic_cp.placed import PlacedPacks
 
-CAPS = (100, 70, 50, 35, 25, 15, 10)
+CAPS = (100, 50, 25)
 """Caps of packs that are tried, in percent: smaller packs fill the pipeline better and pay more fixed costs."""
-TARGETS = (None, 0.5, 0.3, 0.2, 0.12, 0.08)
+TARGETS = (None, 0.3, 0.12)
 """Longest times of a unit that are tried, in parts of the time of a rank."""
 ORDERS = (1, -1)
 """Packs of a block by rising or falling time."""

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
 from roll_batching.planning.dynamic_cp.columns import place_columns
 from roll_batching.planning.dynamic_cp.nested import place_nested
+from roll_batching.planning.dynamic_cp.pipeline_columns import place_pipeline_columns
 from roll_batching.planning.dynamic_cp.pipelines import place_in_pipeline
 from roll_batching.planning.dynamic_cp.placed import PlacedPacks
 from roll_batching.planning.load_balance.planner import balance
@@ -26,6 +26,9 @@ from roll_batching.planning.pipeline.num_micro_batches import group_size_of
 from roll_batching.planning.pipeline.ordering import slowest_makespan
 from roll_batching.planning.problem import PlanProblem
 
+FAR_ABOVE = 25
+"""Where ranks meet at the end, columns are tried if nested blocks take over 1/n longer than the mean of ranks."""
+
 
 def place_blocks(problem: PlanProblem, times: PackTimes) -> tuple[Ints, Ints, PackBlocks]:
     """(units by pack, offsets of packs, blocks of packs) with a short predicted step."""
@@ -33,11 +36,6 @@ def place_blocks(problem: PlanProblem, times: PackTimes) -> tuple[Ints, Ints, Pa
     choices = SizeChoices.of(problem, times)
     fixed_size, fixed = _best_fixed(problem, choices)
     found = [packs for packs in (fixed, _search(constraints, choices)) if packs is not None]
-    if not found:
-        raise PlanError(
-            f"no single context-parallel size up to max_cp_size={constraints.max_cp_size} holds every sample and group "
-            "below the cap, and pipelines with virtual stages or experts have one size: raise max_tokens"
-        )
     best = min(found, key=lambda packs: packs.step_time)
     return _blocks_of(best, choices, constraints.dp_size, fixed_size, 0 if fixed is None else fixed.step_time)
 
@@ -75,14 +73,23 @@ def _blocks_of(
     return units, offsets_of(np.array([len(pack) for pack in members], dtype=np.int64)), blocks
 
 
-def _search(constraints: PlanConstraints, choices: SizeChoices) -> PlacedPacks | None:
-    """Packs of several sizes; None for layouts without a search: pipelines with virtual stages or lockstep ranks."""
+def _search(constraints: PlanConstraints, choices: SizeChoices) -> PlacedPacks:
+    """Packs of several sizes: in columns where all ranks need equal numbers of packs, else also on nested blocks."""
     ranks = constraints.dp_size
+    needs_columns = constraints.interleaved or constraints.meets_at_every_index
     if constraints.pp_size > 1:
-        if constraints.interleaved or constraints.meets_at_every_index:
-            return None
-        return place_in_pipeline(choices, ranks, constraints.pp_size)
-    return place_columns(choices, ranks) if constraints.meets_at_every_index else place_nested(choices, ranks)
+        columns = place_pipeline_columns(choices, constraints)
+        if needs_columns:
+            return columns
+        nested = place_in_pipeline(choices, ranks, constraints.pp_size)
+    elif needs_columns:
+        return place_columns(choices, constraints)
+    else:
+        nested = place_nested(choices, ranks)
+        if nested.step_time * FAR_ABOVE <= choices.least_mean(ranks) * (FAR_ABOVE + 1):
+            return nested
+        columns = place_columns(choices, constraints)
+    return min(nested, columns, key=lambda packs: packs.step_time)
 
 
 def _best_fixed(problem: PlanProblem, choices: SizeChoices) -> tuple[int, PlacedPacks | None]:
@@ -113,12 +120,15 @@ def _admits_all(constraints: PlanConstraints, choices: SizeChoices, level: int) 
 def plan_fixed(problem: PlanProblem, choices: SizeChoices, level: int) -> PlacedPacks:
     """Packs of a plan with one context-parallel size."""
     constraints, size = problem.constraints, int(choices.sizes[level])
+    meets_once = constraints.pp_size == 1 and constraints.lockstep_ranks == 1
     one_size = replace(
         constraints,
         dp_size=constraints.dp_size // size,
         cp_size=size,
         max_tokens=(constraints.max_tokens or 0) * size,
         max_cp_size=1,
+        # Where ranks meet once per step, the costliest rank is the time of the step.
+        objective="rank_total" if meets_once else constraints.objective,
     )
     fixed_cost = int(choices.fixed[level])
     units = replace(problem.units, slots=choices.slots[level], costs=choices.times[level])

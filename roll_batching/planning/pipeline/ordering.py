@@ -23,7 +23,7 @@ def pipeline_makespan(costs: ArrayLike, *, stages: int, chunks: int = 1, group_s
     values = _as_costs(costs)
     schedule = static_schedule(stages, len(values), chunks, group_size)
     return int(
-        _makespan(
+        makespan_in_order(
             values,
             np.arange(len(values)),
             schedule.micro_batch,
@@ -93,7 +93,7 @@ def _as_costs(costs: ArrayLike) -> Ints:
 
 
 @compiled
-def _makespan(
+def makespan_in_order(
     costs: Ints, order: Ints, micro_batch: Ints, backward: Ints, previous: Ints, awaited: Ints, end: Ints
 ) -> int:
     """Makespan of `costs` in `order`; the schedule is a `StaticSchedule`. `end` (int64[operations]) is scratch."""
@@ -115,7 +115,7 @@ def _slowest(table: Ints, micro_batch: Ints, backward: Ints, previous: Ints, awa
     end = np.empty(len(previous), dtype=np.int64)
     latest = 0
     for row in range(len(table)):
-        latest = max(latest, _makespan(table[row], order, micro_batch, backward, previous, awaited, end))
+        latest = max(latest, makespan_in_order(table[row], order, micro_batch, backward, previous, awaited, end))
     return latest
 
 
@@ -125,10 +125,10 @@ def _try_all(costs: Ints, start: Ints, micro_batch: Ints, backward: Ints, previo
     count = len(start)
     end = np.empty(len(previous), dtype=np.int64)
     best = start.copy()
-    best_time = _makespan(costs, best, micro_batch, backward, previous, awaited, end)
+    best_time = makespan_in_order(costs, best, micro_batch, backward, previous, awaited, end)
     order = np.arange(count)
     while True:
-        time = _makespan(costs, order, micro_batch, backward, previous, awaited, end)
+        time = makespan_in_order(costs, order, micro_batch, backward, previous, awaited, end)
         if time < best_time:
             best_time = time
             best[:] = order
@@ -162,7 +162,7 @@ def _search_order(
     end = np.empty(len(previous), dtype=np.int64)
     order = start.copy()
     best = start.copy()
-    current = _makespan(costs, order, micro_batch, backward, previous, awaited, end)
+    current = makespan_in_order(costs, order, micro_batch, backward, previous, awaited, end)
     best_time = current
     trial = order.copy()
     state = seed_state(seed)
@@ -183,7 +183,7 @@ def _search_order(
             for place in range(i, j, step):
                 trial[place] = trial[place + step]
             trial[j] = moved
-        time = _makespan(costs, trial, micro_batch, backward, previous, awaited, end)
+        time = makespan_in_order(costs, trial, micro_batch, backward, previous, awaited, end)
         if time - current <= threshold * (tries - attempt) // tries:
             current = time
             order[:] = trial

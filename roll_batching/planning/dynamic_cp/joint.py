@@ -1,0 +1,133 @@
+"""Time of a step whose ranks compute packs together and wait for each other inside blocks and groups of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from roll_batching.planning.arrays import Ints
+from roll_batching.planning.compiled import compiled
+from roll_batching.planning.pipeline.schedule import StaticSchedule
+
+
+def columns_makespan(
+    columns: Ints, first_ranks: Ints, sizes: Ints, times: Ints, ranks: int, width: int, schedule: StaticSchedule
+) -> int:
+    """Makespan of packs in `columns` (int64[packs], ascending), three times that of forward passes of `times`.
+
+    Every rank has a pack in each column. Ranks start and end each pass of a column together with the ranks of their
+    block, and with those of their group of `width` consecutive ranks. A backward pass takes twice as long as a forward
+    pass; transfers between stages are free.
+    """
+    order = np.lexsort((first_ranks, columns))
+    return int(
+        _run_columns(
+            columns[order],
+            first_ranks[order],
+            sizes[order],
+            times[order],
+            ranks,
+            width,
+            schedule.micro_batch,
+            schedule.backward,
+            schedule.previous,
+            schedule.awaited,
+        )
+    )
+
+
+@compiled
+def assign_ranks(columns: Ints, levels: Ints, times: Ints, ranks: int) -> Ints:
+    """First rank of each pack (int64[packs]), packs by column, then by falling level and falling time.
+
+    Blocks are aligned. A block goes to the ranks with the least time so far.
+    """
+    firsts = np.zeros(len(columns), dtype=np.int64)
+    loads = np.zeros(ranks, dtype=np.int64)
+    taken = np.full(ranks, -1, dtype=np.int64)
+    for pack in range(len(columns)):
+        size = 1 << levels[pack]
+        best, best_load = -1, 0
+        for first in range(0, ranks - size + 1, size):
+            load, is_free = 0, True
+            for rank in range(first, first + size):
+                if taken[rank] == columns[pack]:
+                    is_free = False
+                    break
+                load = max(load, loads[rank])
+            if is_free and (best < 0 or load < best_load):
+                best, best_load = first, load
+        firsts[pack] = best
+        for rank in range(best, best + size):
+            taken[rank] = columns[pack]
+            loads[rank] = best_load + times[pack]
+    return firsts
+
+
+@compiled
+def _run_columns(
+    columns: Ints,
+    first_ranks: Ints,
+    sizes: Ints,
+    times: Ints,
+    ranks: int,
+    width: int,
+    micro_batch: Ints,
+    backward: Ints,
+    previous: Ints,
+    awaited: Ints,
+) -> int:
+    count = columns[len(columns) - 1] + 1
+    part_end, part_time = np.zeros(len(columns), dtype=np.int64), np.zeros(len(columns), dtype=np.int64)
+    parts = _part_columns(columns, first_ranks, sizes, times, width, part_end, part_time)
+    stage_of = np.zeros(len(previous), dtype=np.int64)
+    stages = 0
+    for operation in range(len(previous)):
+        if previous[operation] < 0:
+            stage_of[operation] = stages
+            stages += 1
+        else:
+            stage_of[operation] = stage_of[previous[operation]]
+    most = 0
+    for column in range(count):
+        most = max(most, parts[column + 1] - parts[column])
+    free = np.zeros((stages, ranks), dtype=np.int64)
+    ends = np.zeros((len(previous), most), dtype=np.int64)
+    latest = 0
+    for operation in range(len(previous)):
+        column, stage = micro_batch[operation], stage_of[operation]
+        rank = 0
+        for part in range(parts[column], parts[column + 1]):
+            place = part - parts[column]
+            start = 0
+            if awaited[operation] >= 0:
+                start = ends[awaited[operation], place]
+            for member in range(rank, part_end[part]):
+                start = max(start, free[stage, member])
+            end = start + (part_time[part] << backward[operation])
+            for member in range(rank, part_end[part]):
+                free[stage, member] = end
+            rank = part_end[part]
+            ends[operation, place] = end
+            latest = max(latest, end)
+    return latest
+
+
+@compiled
+def _part_columns(
+    columns: Ints, first_ranks: Ints, sizes: Ints, times: Ints, width: int, part_end: Ints, part_time: Ints
+) -> Ints:
+    """Parts of column c are [c] to [c + 1] of the result: ranks that wait for each other.
+
+    Writes the last rank + 1 and the time of each part.
+    """
+    parts = np.zeros(columns[len(columns) - 1] + 2, dtype=np.int64)
+    made = 0
+    for pack in range(len(columns)):
+        starts_column = pack == 0 or columns[pack] != columns[pack - 1]
+        # Neighbouring blocks that share a group of ranks wait for each other.
+        if starts_column or first_ranks[pack] % width == 0:
+            made += 1
+        part_end[made - 1] = first_ranks[pack] + sizes[pack]
+        part_time[made - 1] = max(times[pack], part_time[made - 1])
+        parts[columns[pack] + 1] = made
+    return parts
