@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 ARCHITECTURE = {
@@ -13,33 +13,46 @@ ARCHITECTURE = {
     "ffn_hidden_size": 16,
     "max_position_embeddings": 64,
 }
-TOKENS = 8
-"""Tokens of a sample: computing takes little beside sleeping."""
+TOKENS = 16
+"""Tokens of a pack: computing takes little beside sleeping."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SleepingStep:
-    """An optimizer step in which passes sleep."""
+class SleepingPlan:
+    """Micro-batches of an optimizer step, and how long their passes sleep."""
 
-    stages: int
-    forward: tuple[tuple[float, ...], ...]
-    """Seconds of the forward pass of each micro-batch on a stage, `forward[dp_rank][k]`; backward takes twice as
-    long."""
+    packs: tuple[tuple[int, ...], ...]
+    """Numbers of the packs of each data-parallel rank, in order; ranks that share a pack compute it together."""
+    forward: tuple[float, ...]
+    """Seconds of the forward pass of each pack on a stage; backward takes twice as long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SleepingJob:
+    """A job of real processes that trains one step for each plan."""
+
+    plans: tuple[SleepingPlan, ...]
+    stages: int = 1
     chunks: int = 1
-    group_size: int | None = None
-    steps: int = 1
-    """Steps that are timed, after one without sleep."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further settings of the layout."""
+    max_cp_size: int = 1
+    repeats: int = 1
+    """Timed steps of each plan."""
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return len(self.plans[0].packs)
 
     @property
     def processes(self) -> int:
-        """Ranks of the job."""
-        return self.stages * len(self.forward)
+        """Processes of the job."""
+        return self.stages * self.ranks
 
 
-def train(step: SleepingStep) -> dict[str, Any]:
-    """Runs on each rank; returns its passes (backward, micro-batch, chunk, start, end) and its transfers in order."""
+def train(job: SleepingJob) -> dict[str, Any]:
+    """Runs on each rank. Returns, by plan and repeat, its passes (backward, micro-batch, chunk, start, end) and the
+    transfers of its calls.
+    """
     import torch
     import torch.distributed as dist
 
@@ -49,57 +62,58 @@ def train(step: SleepingStep) -> dict[str, Any]:
     from roll_batching.strategy import MegatronTrainStrategy
 
     torch.set_num_threads(1)
-    strategy = MegatronTrainStrategy(_role(step), seed=1)
+    strategy = MegatronTrainStrategy(_role(job), seed=1)
     strategy.initialize()
-    log = _Log(step.forward[strategy.layout.dp_rank], len(strategy.chunks))
+    home = strategy.layout.dp_rank
+    log = _Log(len(strategy.chunks))
     for number, chunk in enumerate(strategy.chunks):
         log.watch(number, chunk)
-    ranks, count = len(step.forward), len(step.forward[0])
-    lengths = torch.full((ranks * count,), TOKENS)
-    fields = {
-        "input_ids": torch.ones(int(lengths.sum()), dtype=torch.long),
-        "response_mask": torch.ones(int(lengths.sum()), dtype=torch.bool),
-    }
-    batch = SampleBatch(torch.arange(len(lengths)), lengths, fields, dict.fromkeys(fields, "token"))
-    bins = [[[rank * count + k] for k in range(count)] for rank in range(ranks)]
-    plan = Plan.from_bins(bins, lengths.numpy(), strategy.constraints())
-    home = strategy.layout.dp_rank
-    local = plan.shard(batch, home)
-    log.record_transfers()
-    timed = []
-    for number in range(step.steps + 1):
-        log.start(asleep=number > 0)
-        dist.barrier()
-        strategy.train_step(local, plan, SFTLoss())
-        if number:
-            timed.append(log.passes)
-    return {
-        "dp_rank": home,
-        "stage": strategy.layout.pp_rank,
-        "steps": timed,
-        "transfers": log.transfers,
-    }
+    timed, transfers = [], []
+    for place, sleeping in enumerate(job.plans):
+        lengths = torch.full((len(sleeping.forward),), TOKENS)
+        fields = {
+            "input_ids": torch.ones(int(lengths.sum()), dtype=torch.long),
+            "response_mask": torch.ones(int(lengths.sum()), dtype=torch.bool),
+        }
+        batch = SampleBatch(torch.arange(len(lengths)), lengths, fields, dict.fromkeys(fields, "token"))
+        bins = [[[pack] for pack in packs] for packs in sleeping.packs]
+        plan = Plan.from_bins(bins, lengths.numpy(), strategy.constraints())
+        local = plan.shard(batch, home)
+        forward = [sleeping.forward[pack] for pack in sleeping.packs[home]]
+        steps = []
+        for repeat in range(job.repeats + (place == 0)):  # the first step warms up, without sleep
+            log.start(None if place == 0 and repeat == 0 else forward)
+            dist.barrier()
+            strategy.train_step(local, plan, SFTLoss())
+            steps.append(log.passes)
+        timed.append(steps[-job.repeats :])
+        transfers.append(log.transfers)
+    return {"dp_rank": home, "stage": strategy.layout.pp_rank, "steps": timed, "transfers": transfers}
 
 
 def step_seconds(results: list[dict[str, Any]]) -> list[float]:
-    """Seconds of each timed step, from the first pass of any rank to the end of the last."""
+    """Shortest step of each plan, from the first pass of any rank to the end of the last: noise only adds."""
     seconds = []
-    for passes in zip(*(result["steps"] for result in results), strict=True):
-        every = [one for of_rank in passes for one in of_rank]
-        seconds.append(max(one[4] for one in every) - min(one[3] for one in every))
+    for of_plan in zip(*(result["steps"] for result in results), strict=True):
+        spans = []
+        for of_ranks in zip(*of_plan, strict=True):
+            every = [one for passes in of_ranks for one in passes]
+            spans.append(max(one[4] for one in every) - min(one[3] for one in every))
+        seconds.append(min(spans))
     return seconds
 
 
-def _role(step: SleepingStep) -> Any:
+def _role(job: SleepingJob) -> Any:
     from roll_batching.jobs.config import WorkerConfig
 
-    layout: dict[str, Any] = {"pipeline_model_parallel_size": step.stages, **step.options}
-    if step.chunks > 1:
-        layout["virtual_pipeline_model_parallel_size"] = step.chunks
-        layout["microbatch_group_size_per_vp_stage"] = step.group_size
+    layout: dict[str, Any] = {"pipeline_model_parallel_size": job.stages}
+    if job.chunks > 1:
+        layout["virtual_pipeline_model_parallel_size"] = job.chunks
+    if job.max_cp_size > 1:
+        layout |= {"context_parallel_size": "auto", "max_context_parallel_size": job.max_cp_size}
     return WorkerConfig.model_validate(
         {
-            "model_args": {"architecture": {**ARCHITECTURE, "num_layers": step.stages * step.chunks}},
+            "model_args": {"architecture": {**ARCHITECTURE, "num_layers": job.stages * job.chunks}},
             "strategy_args": {"strategy_name": "megatron_train", "strategy_config": layout},
             "use_sequence_packing": True,
             "sequence_packing_args": {"max_packed_sequence_length_train": TOKENS},
@@ -110,18 +124,17 @@ def _role(step: SleepingStep) -> Any:
 class _Log:
     """Passes and transfers of one rank, and the sleep inside its passes."""
 
-    def __init__(self, forward: tuple[float, ...], chunks: int) -> None:
-        self.forward, self.chunks = forward, chunks
-        self.transfers: list[tuple[bool, bool, bool, bool]] = []
-        self.start(asleep=False)
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+        self._record_transfers()
+        self.start(None)
 
-    def start(self, *, asleep: bool) -> None:
-        """Begin a step."""
-        self.asleep = asleep
+    def start(self, forward: list[float] | None) -> None:
+        """Begin a step with these seconds of the forward passes of its micro-batches; None: without sleep."""
+        self.forward = forward
         self.passes: list[tuple[bool, int, int, float, float]] = []
-        self.transfers.clear()
-        self.counts = [0] * self.chunks
-        """Forward passes of each chunk: a chunk computes the micro-batches in their order."""
+        self.transfers: list[tuple[bool, bool, bool, bool]] = []
+        self.counts = [0] * self.chunks  # forward passes so far: a chunk computes micro-batches in their order
 
     def watch(self, number: int, chunk: Any) -> None:
         """Let the passes of a chunk sleep."""
@@ -141,14 +154,14 @@ class _Log:
         chunk.register_forward_hook(after)
 
     def _sleep(self, is_backward: bool, index: int, chunk: int, began: float) -> None:
-        if self.asleep:
+        if self.forward is not None:
             seconds = self.forward[index] / self.chunks * (2 if is_backward else 1)
-            # Computing inside the pass counts as part of it.
+            # Computing before the sleep counts as part of the pass.
             time.sleep(max(0.0, seconds - (time.monotonic() - began)))
         self.passes.append((is_backward, index, chunk, began, time.monotonic()))
 
-    def record_transfers(self) -> None:
-        """Record which transfers each call of the communicator makes."""
+    def _record_transfers(self) -> None:
+        """Record what each call of Megatron's communicator sends and receives."""
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
         communicate = P2PCommunicator._communicate

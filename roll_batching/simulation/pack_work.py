@@ -29,14 +29,14 @@ class PackWork:
     """Time of the activations of one model chunk to the next stage, and of their gradients back."""
 
 
-def pack_work(plan: Plan, times: PackTimes, *, recomputed: float = 0.0) -> PackWork:
+def pack_work(plan: Plan, times: PackTimes, *, recomputed: float = 0.0, head: float = 0.0) -> PackWork:
     """Work of the micro-batches of `plan`.
 
     A third of a predicted time is the forward pass. `recomputed` is the share of the layers whose forward pass runs
-    again in the backward pass. Slots are computed whole, with their padding. Raises `PlanError` for times of another
-    layout.
+    again in the backward pass. Layers compute whole slots, with their padding; the output head, whose FLOPs per token
+    are `head` (0: not known), skips padding. Raises `PlanError` for times of another layout.
     """
-    _check(plan, times, recomputed)
+    _check(plan, times, recomputed, head)
     starts, tail = plan.offsets, plan.tokens - sums_of(plan.slots, plan.offsets)
     computed, taken = plan.slots + plan.shared, plan.shared
     total = np.zeros(len(plan.tokens), dtype=np.int64)
@@ -48,7 +48,9 @@ def pack_work(plan: Plan, times: PackTimes, *, recomputed: float = 0.0) -> PackW
         own = _sum_of_slots(times, computed[slots], taken[slots], pack_of[slots], len(total), size)
         total[packs] = times.fixed(size) + own[0][packs] + _of_lengths(times, tail[packs], size)[0]
         exchange[packs] = times.exchange_latency(size) + own[1][packs] + _of_lengths(times, tail[packs], size)[1]
-    seconds = np.maximum(total, times.floor) / NANOSECONDS
+    real = sums_of(plan.used[plan.samples] - plan.shared, plan.offsets)
+    skipped = np.maximum(plan.tokens - real, 0) / plan.cp_sizes * head / (times.tp_size * times.pp_size)
+    seconds = np.maximum(total / NANOSECONDS - skipped / times.cluster.matmul_rate, times.floor / NANOSECONDS)
     return PackWork(
         forward=seconds / 3,
         backward=seconds * (2 + recomputed) / 3,
@@ -92,7 +94,7 @@ def _transfers(plan: Plan, times: PackTimes) -> Seconds:
     return seconds
 
 
-def _check(plan: Plan, times: PackTimes, recomputed: float) -> None:
+def _check(plan: Plan, times: PackTimes, recomputed: float, head: float) -> None:
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is {kind_of(plan)}: pass what plan_step returns")
     if not isinstance(times, PackTimes):
@@ -105,3 +107,7 @@ def _check(plan: Plan, times: PackTimes, recomputed: float) -> None:
             )
     if not 0 <= recomputed <= 1:
         raise PlanError(f"recomputed={recomputed!r} is the share of the layers that are recomputed: 0 to 1")
+    if not 0 <= head <= times.linear:
+        raise PlanError(
+            f"head={head!r} FLOPs per token must be between 0 and those of the whole model, {times.linear!r}"
+        )

@@ -66,7 +66,8 @@ class Scenario:
     def simulate(self) -> SimulatedStep:
         """The step of its plan. Raises `PlanError` where the layout, the model or the lengths do not allow one."""
         check_layout(self.architecture, self.constraints)
-        return simulate_plan(self.plan(), self.times, recomputed=self.recomputed_share)
+        head = 6.0 * self.architecture.hidden_size * self.architecture.vocab_size
+        return simulate_plan(self.plan(), self.times, recomputed=self.recomputed_share, head=head)
 
     def vary(self, changes: Mapping[str, Any]) -> Scenario:
         """This step with other sizes (keys of `SIZES`) on the same number of devices.

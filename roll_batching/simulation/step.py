@@ -82,15 +82,15 @@ class SimulatedStep:
 
 
 def simulate_plan(
-    plan: Plan, times: PackTimes, *, recomputed: float = 0.0, free_transfers: bool = False
+    plan: Plan, times: PackTimes, *, recomputed: float = 0.0, head: float = 0.0, free_transfers: bool = False
 ) -> SimulatedStep:
     """The step of `plan`, predicted by `times`.
 
-    `recomputed`: share of the layers whose forward pass runs again in the backward pass. `free_transfers`: activations
-    take no time between pipeline stages, as the planner assumes. Raises `PlanError` for times of another layout, and
-    for more than `MOST_PASSES` passes.
+    `recomputed`: share of the layers whose forward pass runs again in the backward pass. `head`: FLOPs per token of the
+    output head, which skips padding. `free_transfers`: activations take no time between pipeline stages, as the planner
+    assumes. Raises `PlanError` for times of another layout, and for more than `MOST_PASSES` passes.
     """
-    work = pack_work(plan, times, recomputed=recomputed)
+    work = pack_work(plan, times, recomputed=recomputed, head=head)
     constraints = plan.constraints
     if plan.blocks is None:
         count = plan.num_micro_batches
