@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class SleepingJob:
     chunks: int = 1
     max_cp_size: int = 1
     repeats: int = 1
-    """Timed steps of each plan."""
+    """Timed steps of each plan, in turn."""
 
     @property
     def ranks(self) -> int:
@@ -57,8 +58,6 @@ def train(job: SleepingJob) -> dict[str, Any]:
     import torch.distributed as dist
 
     from roll_batching.losses import SFTLoss
-    from roll_batching.planning import Plan
-    from roll_batching.samples import SampleBatch
     from roll_batching.strategy import MegatronTrainStrategy
 
     torch.set_num_threads(1)
@@ -68,8 +67,36 @@ def train(job: SleepingJob) -> dict[str, Any]:
     log = _Log(len(strategy.chunks))
     for number, chunk in enumerate(strategy.chunks):
         log.watch(number, chunk)
-    timed, transfers = [], []
-    for place, sleeping in enumerate(job.plans):
+    steps = [_Step.of(strategy, sleeping) for sleeping in job.plans]
+    transfers = []
+    for step in steps:  # without sleep: what runs once is not timed
+        log.start(None)
+        strategy.train_step(step.batch, step.plan, SFTLoss())
+        transfers.append(log.transfers)
+    timed: list[list[Any]] = [[] for _ in steps]
+    for _, (step, passes) in itertools.product(range(job.repeats), zip(steps, timed, strict=True)):
+        log.start(step.forward)
+        dist.barrier()
+        strategy.train_step(step.batch, step.plan, SFTLoss())
+        passes.append(log.passes)
+    return {"dp_rank": home, "stage": strategy.layout.pp_rank, "steps": timed, "transfers": transfers}
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A plan on one rank: its samples, and the seconds of its forward passes."""
+
+    plan: Any
+    batch: Any
+    forward: list[float]
+
+    @classmethod
+    def of(cls, strategy: Any, sleeping: SleepingPlan) -> _Step:
+        import torch
+
+        from roll_batching.planning import Plan
+        from roll_batching.samples import SampleBatch
+
         lengths = torch.full((len(sleeping.forward),), TOKENS)
         fields = {
             "input_ids": torch.ones(int(lengths.sum()), dtype=torch.long),
@@ -78,17 +105,8 @@ def train(job: SleepingJob) -> dict[str, Any]:
         batch = SampleBatch(torch.arange(len(lengths)), lengths, fields, dict.fromkeys(fields, "token"))
         bins = [[[pack] for pack in packs] for packs in sleeping.packs]
         plan = Plan.from_bins(bins, lengths.numpy(), strategy.constraints())
-        local = plan.shard(batch, home)
-        forward = [sleeping.forward[pack] for pack in sleeping.packs[home]]
-        steps = []
-        for repeat in range(job.repeats + (place == 0)):  # the first step warms up, without sleep
-            log.start(None if place == 0 and repeat == 0 else forward)
-            dist.barrier()
-            strategy.train_step(local, plan, SFTLoss())
-            steps.append(log.passes)
-        timed.append(steps[-job.repeats :])
-        transfers.append(log.transfers)
-    return {"dp_rank": home, "stage": strategy.layout.pp_rank, "steps": timed, "transfers": transfers}
+        home = strategy.layout.dp_rank
+        return cls(plan, plan.shard(batch, home), [sleeping.forward[pack] for pack in sleeping.packs[home]])
 
 
 def step_seconds(results: list[dict[str, Any]]) -> list[float]:

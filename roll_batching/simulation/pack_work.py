@@ -109,5 +109,5 @@ def _check(plan: Plan, times: PackTimes, recomputed: float, head: float) -> None
         raise PlanError(f"recomputed={recomputed!r} is the share of the layers that are recomputed: 0 to 1")
     if not 0 <= head <= times.linear:
         raise PlanError(
-            f"head={head!r} FLOPs per token must be between 0 and those of the whole model, {times.linear!r}"
+            f"head={head!r} FLOPs per token must lie between 0 and those of the whole model, {times.linear!r}"
         )

@@ -1,4 +1,4 @@
-"""A simulated step as a picture: one lane per data-parallel rank and pipeline stage, its passes and waiting over time."""
+"""A simulated step as a picture: passes and waiting over time, one lane per data-parallel rank and pipeline stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LABEL_WIDTH = 0.011
 
 
 def draw_timeline(step: SimulatedStep, path: str | Path, *, title: str = "") -> Path:
-    """Write a PNG (or what the suffix says) of `step`; returns the path. Raises `ConfigError` if it cannot be written."""
+    """Write a PNG (or what the suffix says) of `step`; returns the path. Raises `ConfigError` if that fails."""
     import matplotlib
 
     matplotlib.use("Agg")
