@@ -138,6 +138,18 @@ def test_single_sizes_keep_the_cap_of_a_rank() -> None:
     assert case.simulate().seconds <= min(step.seconds for step in steps.values()) * 1.001
 
 
+@pytest.mark.parametrize(("devices", "is_within_node"), [(8, True), (16, False)])
+def test_activations_travel_between_stages(devices: int, is_within_node: bool) -> None:
+    case = scenario(dp_size=devices // 8, tp_size=2, cp_size=2, pp_size=2, sequence_parallel=True, max_tokens=65536)
+    plan, times = case.plan(), case.times
+    cluster = times.cluster
+    rate = cluster.node_bandwidth if is_within_node else cluster.network_bandwidth
+    latency = cluster.node_latency if is_within_node else cluster.network_latency
+    expected = latency + plan.tokens / (2 * 2) * MODEL.hidden_size * 2 / rate
+    assert pack_work(plan, times).transfer == pytest.approx(expected)
+    assert simulate_plan(plan, times).seconds > simulate_plan(plan, times, free_transfers=True).seconds
+
+
 def test_slower_links_make_the_exchange_longer() -> None:
     case = scenario(dp_size=2, cp_size=8, max_tokens=65536)
     slow = replace(case, cluster=Cluster(node_bandwidth=30e9))
