@@ -47,7 +47,7 @@ JOBS: tuple[tuple[str, ...], ...] = (
 )
 """The rooms of the jobs, above the plugin, likewise."""
 
-FLOORS = (*PLUGIN, *JOBS, ("rehearsal",), ("commands",), ("cli",))
+FLOORS = (*PLUGIN, *JOBS, ("rehearsal", "simulation"), ("commands",), ("cli",))
 
 LONGEST_FILE = 400
 LONGEST_FUNCTION_IN_PLANNING = 60

@@ -13,12 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.cost_model import LinearQuadraticCost
 from roll_batching.planning.pack_blocks import NANOSECONDS
 from roll_batching.planning.plain_values import integer_of, kind_of, switch_of
+
+Floats = NDArray[np.float64]
 
 BYTES = 2
 """Bytes of an activation in 16 bits."""
@@ -127,35 +130,34 @@ class PackTimes:
 
     def sequences(self, lengths: Ints, cp_size: int) -> Ints:
         """int64[n]: time that each sequence adds to a pack on `cp_size` ranks."""
-        cluster, ranks = self.cluster, self.tp_size * self.pp_size
-        unit = 2 * cp_size if cp_size > 1 else 1
-        tokens = np.ceil(np.asarray(lengths, np.float64) / unit) * unit
-        chunk = tokens / unit if cp_size > 1 else tokens
-        tiles = np.ceil(chunk / cluster.attention_tile) * cluster.attention_tile / np.maximum(chunk, 1)
-        matmul = self.linear / ranks * tokens / cp_size / cluster.matmul_rate
-        attention = self.quadratic / ranks * tokens * tokens / cp_size * tiles / cluster.attention_rate
-        seconds = matmul + attention + self.tensor_parallel(tokens / cp_size)
+        tokens = self._computed(lengths, cp_size)
+        matmul = self.linear / (self.tp_size * self.pp_size) * tokens / cp_size / self.cluster.matmul_rate
+        seconds = matmul + self._attention(tokens, cp_size) + self.tensor_parallel(tokens / cp_size)
         if cp_size > 1:
-            # Keys and values forward, again in the backward, and their gradients.
-            volume = 3 * self.stage_layers * tokens * (cp_size - 1) / cp_size * self.kv_size * BYTES / self.tp_size
-            exchange = volume / self._bandwidth(cp_size)
-            if self.overlapped_exchange:
-                exchange = np.maximum(0.0, exchange - attention * (cp_size - 1) / cp_size)
-            seconds = seconds + exchange
+            seconds = seconds + self._exchange(tokens, cp_size)
         _refuse_beyond(float(seconds.max(initial=0.0)), "a sequence")
+        times: Ints = np.rint(seconds * NANOSECONDS).astype(np.int64)
+        return times
+
+    def exchanges(self, lengths: Ints, cp_size: int) -> Ints:
+        """int64[n]: the part of `sequences` in which ranks wait for keys and values."""
+        if cp_size == 1:
+            return np.zeros(len(lengths), dtype=np.int64)
+        seconds = self._exchange(self._computed(lengths, cp_size), cp_size)
         times: Ints = np.rint(seconds * NANOSECONDS).astype(np.int64)
         return times
 
     def fixed(self, cp_size: int) -> int:
         """Time of a pack on `cp_size` ranks beside its sequences."""
-        cluster = self.cluster
-        half = cluster.matmul_half_tokens * self.tp_size**0.5
-        seconds = self.linear / self.tp_size / self.pp_size * half / cluster.matmul_rate
-        if cp_size > 1:
-            latency = cluster.node_latency if self._within_node(cp_size) else cluster.network_latency
-            seconds += 3 * self.stage_layers * latency
+        half = self.cluster.matmul_half_tokens * self.tp_size**0.5
+        seconds = self.linear / self.tp_size / self.pp_size * half / self.cluster.matmul_rate
+        seconds += self._exchange_latency(cp_size)
         _refuse_beyond(seconds, "a pack without sequences")
         return int(np.rint(seconds * NANOSECONDS))
+
+    def exchange_latency(self, cp_size: int) -> int:
+        """The part of `fixed` that is latency of the exchange of keys and values."""
+        return int(np.rint(self._exchange_latency(cp_size) * NANOSECONDS))
 
     @property
     def floor(self) -> int:
@@ -182,14 +184,42 @@ class PackTimes:
         links = min(max(1, cluster.devices_per_node // self.tp_size), cp_size)
         return min(cluster.node_bandwidth, cluster.network_bandwidth * links)
 
-    def tensor_parallel(
-        self, tokens: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    def _computed(self, lengths: Ints, cp_size: int) -> Floats:
+        """Tokens of each sequence, rounded up to whole chunks of its ranks."""
+        unit = 2 * cp_size if cp_size > 1 else 1
+        tokens: Floats = np.ceil(np.asarray(lengths, np.float64) / unit) * unit
+        return tokens
+
+    def _attention(self, tokens: Floats, cp_size: int) -> Floats:
+        """Seconds of the attention of each sequence."""
+        tile = self.cluster.attention_tile
+        chunk = tokens / (2 * cp_size) if cp_size > 1 else tokens
+        tiles = np.ceil(chunk / tile) * tile / np.maximum(chunk, 1)
+        work = self.quadratic / (self.tp_size * self.pp_size) * tokens * tokens / cp_size * tiles
+        seconds: Floats = work / self.cluster.attention_rate
+        return seconds
+
+    def _exchange(self, tokens: Floats, cp_size: int) -> Floats:
+        """Seconds in which ranks wait for keys and values: forward, again in the backward, and for their gradients."""
+        volume = 3 * self.stage_layers * tokens * (cp_size - 1) / cp_size * self.kv_size * BYTES / self.tp_size
+        seconds: Floats = volume / self._bandwidth(cp_size)
+        if self.overlapped_exchange:
+            seconds = np.maximum(0.0, seconds - self._attention(tokens, cp_size) * (cp_size - 1) / cp_size)
+        return seconds
+
+    def _exchange_latency(self, cp_size: int) -> float:
+        cluster = self.cluster
+        if cp_size == 1:
+            return 0.0
+        return 3 * self.stage_layers * (cluster.node_latency if self._within_node(cp_size) else cluster.network_latency)
+
+    def tensor_parallel(self, tokens: Floats) -> Floats:
         """Seconds of tensor parallelism's collectives, half of them hidden behind matrix products."""
         if self.tp_size == 1:
             return np.zeros_like(tokens)
         volume = self.stage_layers * 8 * tokens * self.hidden_size * BYTES * (self.tp_size - 1) / self.tp_size
-        return volume / self.cluster.node_bandwidth * 0.5
+        seconds: Floats = volume / self.cluster.node_bandwidth * 0.5
+        return seconds
 
 
 def _refuse_beyond(seconds: float, what: str) -> None:
