@@ -93,6 +93,9 @@ assert list(read_lengths(Path("lengths.parquet"))) == [3, 5]
     "ray": """
 import ray, roll_batching.jobs.launch.on_ray.cluster
 """,
+    "report": """
+import plotly
+""",
     "swanlab": """
 from roll_batching.jobs.observe.trackers import tracker_of
 assert tracker_of("swanlab").init
