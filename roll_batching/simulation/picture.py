@@ -28,7 +28,8 @@ def draw_timeline(step: SimulatedStep, path: str | Path, *, title: str = "") -> 
     lanes = [(rank, stage) for rank in ranks for stage in range(constraints.pp_size)]
     height = 0.34 if len(lanes) <= 24 else 0.24
     figure, axis = pyplot.subplots(figsize=(15, 1.9 + height * len(lanes)), layout="constrained")
-    figure.get_layout_engine().set(rect=(0, 0.35 / figure.get_figheight(), 1, 1 - 0.7 / figure.get_figheight()))
+    engine: Any = figure.get_layout_engine()
+    engine.set(rect=(0, 0.35 / figure.get_figheight(), 1, 1 - 0.7 / figure.get_figheight()))
     gap = 0.5 if constraints.pp_size > 1 else 0.0  # between ranks
     places = [lane + gap * ranks.index(rank) for lane, (rank, _) in enumerate(lanes)]
     for place, (rank, stage) in zip(places, lanes, strict=True):
