@@ -14,6 +14,7 @@ from roll_batching.commands.export import export
 from roll_batching.commands.generate import generate
 from roll_batching.commands.plan import ALGORITHMS_OF_MODES, plan
 from roll_batching.commands.rehearse import rehearse
+from roll_batching.commands.report import report
 from roll_batching.commands.simulate import simulate
 from roll_batching.commands.train import dpo, sft, train
 from roll_batching.errors import ConfigError, RollBatchingError
@@ -34,6 +35,7 @@ app.command()(sft)
 app.command()(dpo)
 app.command()(export)
 app.command()(generate)
+app.command()(report)
 app.command("eval")(evaluate)
 
 

@@ -40,6 +40,7 @@ JOBS: tuple[tuple[str, ...], ...] = (
     ("jobs.rollouts",),
     ("jobs.roles",),
     ("jobs.run",),
+    ("jobs.report",),
     ("jobs.supervised", "jobs.rl"),
     ("jobs.job",),
     ("jobs.launch",),

@@ -161,7 +161,7 @@ class Grpo:
             "length": metrics["response_length_mean"],
             "held-out": metrics.get("eval_reward"),
         }
-        self.context.record(step, metrics, shown=shown, sample_log=self._sample_log)
+        self.context.record(step, metrics, shown=shown, plan=updates[-1][0], sample_log=self._sample_log)
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from roll_batching.jobs.rollouts.rollout import start_reward
 from roll_batching.jobs.run.checkpoint import JobCheckpoints
 from roll_batching.jobs.run.folder import PreviousRun, lock_folder
 from roll_batching.jobs.run.recorder import RunRecorder
+from roll_batching.planning import Plan
 from roll_batching.strategy import MegatronTrainStrategy
 
 
@@ -101,11 +102,12 @@ class JobContext:
         metrics: Metrics,
         *,
         shown: Mapping[str, float | None],
+        plan: Plan,
         sample_log: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Record a finished step, as `RunRecorder.step`. Collective.
+        """Record a finished step, as `RunRecorder.step`; `plan` is that of its last optimizer step. Collective.
 
         Raises RankError, the same on all ranks, when the recording rank cannot write.
         """
         with consensus(self.strategy.layout.host_group, "recording the step"):
-            self.recorder.step(step, metrics, shown=shown, sample_log=sample_log)
+            self.recorder.step(step, metrics, shown=shown, plan=plan, sample_log=sample_log)

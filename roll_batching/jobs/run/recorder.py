@@ -13,18 +13,24 @@ from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.withheld import without_secrets
 from roll_batching.jobs.observe.curves import plot_learning_curve
 from roll_batching.jobs.observe.metrics_file import EVENTS, METRICS, Metrics, MetricsWriter, read_metrics, rows_until
+from roll_batching.jobs.observe.plan_file import PLAN, write_plan
 from roll_batching.jobs.observe.progress import ProgressReporter
 from roll_batching.jobs.observe.rollouts_file import RolloutsFile, cut_after, end_of_step
+from roll_batching.jobs.observe.run_info import RUN_INFO, write_run_info
 from roll_batching.jobs.observe.summary import show_summary, summarize
 from roll_batching.jobs.observe.trackers import TrackedRun, tracker_of
 from roll_batching.jobs.run.folder import CONFIG, MODEL, PreviousRun
+from roll_batching.planning import Plan
 
 CURVE = "learning_curve.png"
 _TITLES = {"grpo": "GRPO", "sft": "supervised fine-tuning", "dpo": "learning from pairs"}
 
 
 class RunRecorder:
-    """Writes into the run's folder: config.yaml, metrics.jsonl, rollouts.jsonl, tensorboard/, learning_curve.png.
+    """Writes the files of a run's folder.
+
+    They are config.yaml, run_info.json, metrics.jsonl, rollouts.jsonl, last_plan.json, tensorboard/ and
+    learning_curve.png.
 
     Nothing is written before `open`. With `enabled` False every method is a no-op: one rank records.
     """
@@ -50,8 +56,8 @@ class RunRecorder:
         text = yaml.safe_dump(without_secrets(self._config.to_dict()), sort_keys=False, allow_unicode=True)
         if resume_after is None:
             if previous.target is not None or (metrics.exists() and metrics.stat().st_size):
-                for path in (metrics, self.folder / EVENTS, self.folder / CURVE, self.folder / MODEL, config):
-                    previous.move(path)
+                for name in (METRICS, EVENTS, CURVE, MODEL, CONFIG, RUN_INFO, PLAN):
+                    previous.move(self.folder / name)
                 previous.move(self._sample_log.path)
         else:
             rows = read_metrics(metrics) if metrics.exists() else []
@@ -62,6 +68,7 @@ class RunRecorder:
                 previous.copy(config)
         with atomic_file(config) as partial:
             partial.write_text(text, encoding="utf-8")
+        write_run_info(self.folder, [str(notice) for notice in self._config.notices])
         self.metrics = MetricsWriter(self.folder, resume_after=resume_after, tracker=self._tracker())
         if notice := previous.notice():
             self.progress.note(notice)
@@ -92,11 +99,13 @@ class RunRecorder:
         metrics: Metrics,
         *,
         shown: Mapping[str, float | None],
+        plan: Plan,
         sample_log: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Record a finished step: its metrics, values for the progress display, and lines of rollouts.jsonl."""
+        """Record a finished step: metrics, values for the progress display, its last plan, lines of rollouts.jsonl."""
         if self._enabled:
             self._sample_log.add({"step": step, **line} for line in sample_log)
+            write_plan(self.folder, plan, phase=self._phase, step=step)
         self.metrics.write({"step": step, "phase": self._phase, **metrics})
         if step % self._config.logging_steps == 0:
             self.progress.advance(step, shown)

@@ -92,7 +92,7 @@ def _train(context: JobContext, phase: _Phase) -> None:
         skipped = {"reward": None, "skipped_steps": strategy.skipped_steps}
         metrics = merge_metrics(update_metrics([update]), skipped, evaluated)
         metrics["seconds"] = time.perf_counter() - started
-        context.record(step, metrics, shown=_shown(metrics))
+        context.record(step, metrics, shown=_shown(metrics), plan=update[0])
         context.checkpoints.save_if_due(phase.name, step, step if is_last else last, phase.steps, reference)
 
 
