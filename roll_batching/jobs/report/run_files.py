@@ -125,7 +125,7 @@ def _read_rows(folder: Path, problems: list[str]) -> tuple[list[Row], dict[str, 
         raise RollBatchingError(f"{path} holds no row of metrics: has the run finished a step?")
     _say_lines(path.name, lines, problems)
     if unnamed:
-        problems.append(f"{path.name}: {unnamed:,} lines without a step and a phase are left out")
+        problems.append(f"{path.name}: lines without a step and a phase, which are left out: {unnamed:,}")
     return rows, nulls
 
 
@@ -144,7 +144,7 @@ def _read_rollouts(path: Path, problems: list[str]) -> JsonLines | None:
 def _say_lines(name: str, lines: JsonLines, problems: list[str]) -> None:
     if lines.broken:
         problems.append(
-            f"{name}: {lines.broken:,} lines cannot be read and are left out, the first of them line "
+            f"{name}: lines that cannot be read and are left out: {lines.broken:,}; the first is line "
             f"{lines.first_broken:,}"
         )
     if lines.is_cut:

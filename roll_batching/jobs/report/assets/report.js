@@ -34,14 +34,23 @@
       if (!performance.getEntriesByName("first-chart").length) performance.mark("first-chart");
     });
   };
+  // One chart per task, so that the page reacts in between.
+  const waiting = [];
+  const drawNext = () => {
+    const element = waiting.shift();
+    if (!element) return;
+    if (!element.classList.contains("js-plotly-plot")) draw(element);
+    setTimeout(drawNext);
+  };
   const observer = new IntersectionObserver(
     (entries) => {
       for (const entry of entries) {
         if (entry.isIntersecting) {
           observer.unobserve(entry.target);
-          draw(entry.target);
+          waiting.push(entry.target);
         }
       }
+      setTimeout(drawNext);
     },
     { rootMargin: "200px" },
   );
@@ -57,7 +66,7 @@
   window.addEventListener("beforeprint", () =>
     elements.forEach((element) => {
       observer.unobserve(element);
-      if (!element.classList.contains("js-plotly-plot")) draw(element);
+      if (window.Plotly && !element.classList.contains("js-plotly-plot")) draw(element);
     }),
   );
 
