@@ -75,7 +75,8 @@ def test_packs_on_blocks_of_ranks_begin_together_and_overlap_nothing():
 
 def test_the_chart_shows_each_sample_with_its_length_and_says_what_it_leaves_out():
     plan = plan_of(dp_size=3)
-    samples, bubbles = _timeline_chart(plan, "rl, step 1").traces
+    samples, frames, bubbles = _timeline_chart(plan, "rl, step 1").traces
+    assert len(frames["x"]) == len(plan.tokens)
     assert sorted(samples["marker"]["color"]) == sorted(plan.lengths.tolist())
     assert {text.split(":")[0] for text in samples["hovertext"]} == {f"sample {i}" for i in range(60)}
     assert all("lengths: " in text and "of the cap" in text for text in samples["hovertext"])

@@ -35,6 +35,7 @@ NOT_HERE = {
     "ray job submit": "needs a Ray with a dashboard",
     "roll-batching train --config job.yaml --launcher ray --address": "needs a Ray that runs",
     "python -m sglang.launch_server": "needs SGLang and a GPU",
+    "roll-batching report RUN OTHER": "needs a second run",
     "./scripts/gpu_checks.sh": "needs a GPU; the default tests rehearse its checks",
     "python -m pytest --noconftest test_algorithms.py": "needs a checkout of NeMo-RL",
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_batching.jobs.observe.plan_file import MOST_SAMPLES
-from roll_batching.jobs.report.charts import Chart, Trace
+from roll_batching.jobs.report.charts import INK, Chart, Trace
 from roll_batching.jobs.report.run_files import RunFiles
 from roll_batching.jobs.report.sections import Section
 from roll_batching.jobs.report.timeline import Box, Timeline, make_timeline
@@ -62,7 +62,7 @@ def _timeline_chart(plan: Plan, name: str) -> Chart:
     if stages > 1:
         traces = [_passes(plan, timeline, kind, label) for kind, label in (("F", "forward"), ("B", "backward"))]
     else:
-        traces = [_samples(plan, timeline)] if by_sample else [_packs(plan, timeline)]
+        traces = [_samples(plan, timeline), _outlines(timeline)] if by_sample else [_packs(plan, timeline)]
     traces.append(_bubbles(timeline))
     ticks = list(range(0, timeline.rows, -(-timeline.rows // 16)))
     layout: dict[str, Any] = {
@@ -125,7 +125,16 @@ def _packs(plan: Plan, timeline: Timeline) -> Trace:
     trace = _bars("micro-batches", *_places(boxes))
     tokens = [int(plan.tokens[box.pack]) for box in boxes]
     texts = [_pack_text(plan, box) for box in boxes]
-    return trace | {"hovertext": texts, "marker": _colored(tokens, "tokens", 0.3), "showlegend": False}
+    marker = _colored(tokens, "tokens", 0.3) | {"cmin": 0}  # near the cap, differences are small
+    return trace | {"hovertext": texts, "marker": marker, "showlegend": False}
+
+
+def _outlines(timeline: Timeline) -> Trace:
+    """Frames around the samples of a micro-batch."""
+    return _bars("micro-batch", *_places(timeline.boxes)) | {
+        "hoverinfo": "skip",
+        "marker": {"color": "rgba(0,0,0,0)", "line": {"color": INK, "width": 1.2}},
+    }
 
 
 def _passes(plan: Plan, timeline: Timeline, kind: str, label: str) -> Trace:
