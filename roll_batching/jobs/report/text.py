@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import re
 from typing import Any
 
@@ -35,7 +34,7 @@ def number(value: Any) -> float | None:
     if isinstance(value, int) and value.bit_length() > 900:
         return None
     result = float(value)
-    return result if math.isfinite(result) and abs(result) < _LARGEST else None
+    return result if abs(result) < _LARGEST else None  # NaN is below nothing
 
 
 def _written(value: Any) -> str:
