@@ -77,6 +77,13 @@ def test_stacked_tokens_are_the_rows_of_the_run(real_run, tmp_path):
     assert stacked == pytest.approx([row["tokens_padded"] for row in rows], rel=1e-5)
 
 
+def test_tokens_are_real_padding_shared_or_saved(tmp_path):
+    row = {"phase": "rl", "tokens": 100, "shared_tokens": 30, "computed_tokens": 80, "tokens_padded": 200}
+    page = page_of(write_run(tmp_path / "run", [row | {"step": step} for step in (1, 2)]), tmp_path)
+    names = ("computed: real tokens", "computed: padding and fillers", "saved: common prefixes", "saved: padding")
+    assert [page.trace(name)["y"] for name in names] == [[70, 70], [10, 10], [30, 30], [90, 90]]
+
+
 def test_every_chart_is_valid_for_plotly(real_run, tmp_path):
     from plotly.graph_objects import Figure
 
