@@ -119,7 +119,7 @@ def fill_column(tables: UnitTables, state: ColumnState, column: int, units: Ints
     fastest pack that takes at most as long with them as `target` or the slowest pack. Taken units become -1.
     """
     free = _open_packs(tables, state, column, units, target)
-    filled = state.packs[column]
+    filled: int = state.packs[column]
     _widen_packs(tables, state, column, free)
     filled += _join_packs(tables, state, column, units, target)
     state.maxima[column] = largest_time(tables, state, column)
