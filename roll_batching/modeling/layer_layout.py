@@ -39,23 +39,17 @@ class RankLayerLayout(PipelineParallelLayerLayout):
         return int(whole + sum(stage[chunk].count(layer_type) for stage in self.layout[:rank]))
 
 
-def layers_of_all_chunks(config: Any) -> list[list[range]]:
-    """Indices of the layers of each stage's chunks, by stage, of a model with this TransformerConfig."""
+def layers_of_all_chunks(config: Any) -> list[range]:
+    """Indices of the layers of all model chunks, in the order of the layers, of a model with this TransformerConfig."""
     from roll_batching.modeling.spec import layers_of_chunk
 
-    chunks = config.virtual_pipeline_model_parallel_size
-    stages = [chunk for chunk in range(chunks)] if chunks else [None]
-    table = config.pipeline_model_parallel_layout
-    if table is None:
-        return [
-            [layers_of_chunk(config, rank, stage) for stage in stages]
-            for rank in range(config.pipeline_model_parallel_size)
-        ]
-    counts = [[chunk.count(LayerType.decoder) for chunk in stage] for stage in table.layout]
-    ends = {}
-    last = 0
-    for chunk in range(len(counts[0])):
-        for rank, stage in enumerate(counts):
-            ends[rank, chunk] = (last, last + stage[chunk])
-            last += stage[chunk]
-    return [[range(*ends[rank, chunk]) for chunk in range(len(stage))] for rank, stage in enumerate(counts)]
+    virtual = config.virtual_pipeline_model_parallel_size
+    table, found = config.pipeline_model_parallel_layout, list[range]()
+    for chunk in range(virtual or 1):
+        for rank in range(config.pipeline_model_parallel_size):
+            if table is None:
+                found.append(layers_of_chunk(config, rank, chunk if virtual else None))
+            else:  # its own functions know one rank only
+                first = found[-1].stop if found else 0
+                found.append(range(first, first + table.layout[rank][chunk].count(LayerType.decoder)))
+    return found

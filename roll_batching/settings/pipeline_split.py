@@ -110,9 +110,11 @@ def split_problems(config: MegatronConfig, num_layers: int | None = None) -> Ite
         return
     pp, vpp = config.pipeline_model_parallel_size, config.vpp_size
     if pp == 1:
-        yield SplitProblem(
-            keys[0], "divides layers among pipeline stages, and pipeline_model_parallel_size is 1; leave it out"
-        )
+        for key in keys:
+            if key not in (EMBEDDING, LOSS):  # which change nothing then
+                text = "divides layers among pipeline stages, and pipeline_model_parallel_size is 1; leave it out"
+                yield SplitProblem(key, text)
+                return
     elif LAYOUT in keys:
         yield from _layout_problems(config, keys, num_layers)
     elif {FIRST, LAST} & set(keys) and {EMBEDDING, LOSS} & set(keys):
@@ -151,12 +153,10 @@ def _layout_problems(config: MegatronConfig, keys: list[str], num_layers: int | 
         )
     elif num_layers is not None and decoders != num_layers:
         yield SplitProblem(LAYOUT, f"has {decoders} decoder layers, and the model {num_layers}; write {num_layers}")
-    else:
-        empty = [stage for stage in range(pp) if not any(layout[stage::pp])]
-        if empty:
-            yield SplitProblem(
-                LAYOUT, f"leaves stage {empty[0]} of {pp} without any layer; give it one, or use fewer stages"
-            )
+    elif not all(layout):
+        number = layout.index(())
+        text = f"leaves chunk {number} (stage {number % pp}) without any layer; give it one, or write fewer chunks"
+        yield SplitProblem(LAYOUT, text)
 
 
 def _end_problems(config: MegatronConfig, keys: list[str], num_layers: int | None) -> Iterator[SplitProblem]:
@@ -165,8 +165,8 @@ def _end_problems(config: MegatronConfig, keys: list[str], num_layers: int | Non
         if getattr(config, key) % vpp:
             yield SplitProblem(
                 key,
-                f"is {getattr(config, key)}, which does not divide into VPP = {vpp} chunks; use a multiple of {vpp}, or "
-                f"write a {LAYOUT}",
+                f"is {getattr(config, key)}, which does not divide into VPP = {vpp} chunks; use a multiple of {vpp}, "
+                f"or write a {LAYOUT}",
             )
             return
     if num_layers is None:

@@ -181,7 +181,7 @@ MORE_UNEVEN = [
     Layout(pp=4, layers=2, embedding=True, loss=True),  # a stage with the embedding alone, one with the head alone
     Layout(pp=4, layers=2, embedding=True, loss=True, tied=True, recompute=True),
     Layout(pp=2, vpp=2, layers=4, pattern="E|tt|tt|L"),
-    Layout(pp=2, vpp=2, layers=4, pattern="Ett||t|tL", recompute=True),  # a chunk without any layer
+    Layout(pp=2, vpp=2, layers=4, pattern="Ett|t|t|L", recompute=True),
     Layout(pp=2, vpp=2, layers=6, first=2, cp=2),
     Layout(pp=2, vpp=2, layers=6, embedding=True, loss=True, dp=2),
     Layout(pp=4, vpp=2, layers=8, pattern="Et|t|tt|t|t|t|t|L"),

@@ -181,8 +181,8 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
     tp, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size * layout.vpp_size
     if model.num_layers % stages and not layout.has_uneven_stages:
         text = (
-            f"{model.num_layers} layers do not divide into PP x VPP = {stages} equal parts; use a multiple of {stages}, "
-            "or give stages other numbers of layers (num_layers_in_first_pipeline_stage, pipeline_model_parallel_layout)"
+            f"{model.num_layers} layers do not divide into PP x VPP = {stages} equal parts; use a multiple of {stages}"
+            ", or give stages other numbers of layers (num_layers_in_first_pipeline_stage and the like)"
         )
         yield Problem((*path, "num_layers"), text)
     if model.num_attention_heads % tp:

@@ -32,7 +32,7 @@ def place_blocks(problem: PlanProblem, times: PackTimes) -> tuple[Ints, Ints, Pa
     constraints = problem.constraints
     choices = SizeChoices.of(problem, times)
     fixed_size, fixed = _best_fixed(problem, choices)
-    found = [packs for packs in (fixed, _search(constraints, choices)) if packs is not None]
+    found = [packs for packs in (fixed, _search(problem, choices)) if packs is not None]
     if not found:
         raise PlanError(
             f"no single context-parallel size up to max_cp_size={constraints.max_cp_size} holds every sample and group "
@@ -56,13 +56,14 @@ def place_blocks(problem: PlanProblem, times: PackTimes) -> tuple[Ints, Ints, Pa
     return units, offsets_of(np.array([len(pack) for pack in members], dtype=np.int64)), blocks
 
 
-def _search(constraints: PlanConstraints, choices: SizeChoices) -> PlacedPacks | None:
+def _search(problem: PlanProblem, choices: SizeChoices) -> PlacedPacks | None:
     """Packs of several sizes; None for layouts without a search: pipelines with virtual stages or lockstep ranks."""
+    constraints = problem.constraints
     ranks = constraints.dp_size
     if constraints.pp_size > 1:
         if constraints.interleaved or constraints.meets_at_every_index:
             return None
-        return place_in_pipeline(choices, ranks, constraints.pp_size)
+        return place_in_pipeline(choices, ranks, constraints.pp_size, problem.chunk_shares)
     return place_columns(choices, ranks) if constraints.meets_at_every_index else place_nested(choices, ranks)
 
 
@@ -108,11 +109,11 @@ def plan_fixed(problem: PlanProblem, choices: SizeChoices, level: int) -> Placed
         units=members,
         first_ranks=[m // count * size for m in range(len(members))],
         levels=[level] * len(members),
-        step_time=_step_time(table, one_size),
+        step_time=_step_time(table, one_size, problem.chunk_shares),
     )
 
 
-def _step_time(table: Ints, constraints: PlanConstraints) -> int:
+def _step_time(table: Ints, constraints: PlanConstraints, shares: tuple[float, ...] | None) -> int:
     """Nanoseconds of a step from those of micro-batches by DP rank and index."""
     maxima = table.reshape(-1, constraints.lockstep_ranks, table.shape[1]).max(axis=1)
     if constraints.pp_size == 1:
@@ -122,6 +123,7 @@ def _step_time(table: Ints, constraints: PlanConstraints) -> int:
         stages=constraints.pp_size,
         chunks=constraints.vpp_size,
         group_size=group_size_of(table.shape[1], constraints),
+        shares=shares,
     )
     return makespan // 3 // constraints.vpp_size  # of a pack's time a third is the forward pass
 
