@@ -18,6 +18,7 @@ FULL = {"recompute_granularity": "full"}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2_VPP2 = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
+UNEVEN = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|t|tt|tL"}
 PAIRS = {"training_args": {"per_device_train_batch_size": 2}}
 GROUPS = {"prompt_length": 100, "response_length": 100, "num_return_sequences_in_group": 4, "rollout_batch_size": 4}
 SHARING = {"max_packed_sequence_length_train": 512}
@@ -29,6 +30,7 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "padded, full recompute": (job_of(batching=PADDED, megatron=FULL), 1),
     "TP2": (job_of(megatron=TP2), 2),
     "PP2 x VPP2": (job_of(megatron=PP2_VPP2), 2),
+    "PP2 x VPP2, uneven": (job_of(megatron=UNEVEN), 2),
     "CP2, padded": (job_of(batching=PADDED, megatron=CP2), 2),
     "experts": (job_of(architecture=EXPERTS), 1),
     "experts, EP2": (job_of(architecture=EXPERTS, megatron={"expert_model_parallel_size": 2}), 2),
@@ -38,7 +40,7 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "distributed optimizer, full recompute": (job_of(megatron=SHARDED | FULL), 2),
 }
 """Jobs with their number of processes."""
-SAMPLED = set(JOBS) - {"PP2 x VPP2", "CP2, padded", "DPO"}
+SAMPLED = set(JOBS) - {"PP2 x VPP2", "PP2 x VPP2, uneven", "CP2, padded", "DPO"}
 """Jobs with rollouts of the training model."""
 
 
