@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
-from roll_batching.modeling.spec import is_mixture
+from roll_batching.modeling.spec import has_uneven_stages, is_mixture
 from roll_batching.planning import CostModel, FlopsCost, ParallelDims, Plan
 from roll_batching.planning.pack_times import Cluster, PackTimes
-from roll_batching.settings.megatron_config import SPLIT_KEYS
 
 DENSE_BF16 = {
     "H100 PCIe": 756e12,
@@ -39,7 +38,7 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
     experts = config.num_moe_experts
     layers = range(config.num_layers)
     chunk_layers = None
-    if layout.pp_size > 1 and _has_uneven_stages(config):
+    if layout.pp_size > 1 and has_uneven_stages(config):
         from roll_batching.modeling.layer_layout import layers_of_all_chunks  # few models need it
 
         chunk_layers = [
@@ -64,10 +63,6 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         cp_size=layout.cp_size,
         chunk_layers=chunk_layers,
     )
-
-
-def _has_uneven_stages(config: Any) -> bool:
-    return any(getattr(config, key, None) not in (None, False) for key in SPLIT_KEYS)
 
 
 def model_pack_times(config: Any, vocab_size: int, layout: ParallelLayout, cluster: Cluster) -> PackTimes:

@@ -22,6 +22,7 @@ from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import Layers
 from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation, attention_backend
+from roll_batching.settings.megatron_config import SPLIT_KEYS
 
 
 class PackedRMSNorm(torch.nn.RMSNorm):
@@ -173,6 +174,11 @@ def packed_block_spec(
 
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=kinds[0].submodules.input_layernorm)
+
+
+def has_uneven_stages(config: Any) -> bool:
+    """Whether a model with this TransformerConfig has a key for pipeline stages of unequal size."""
+    return any(getattr(config, key, None) not in (None, False) for key in SPLIT_KEYS)
 
 
 def layers_of_chunk(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> range:

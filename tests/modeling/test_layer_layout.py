@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from pydantic import ValidationError
 
 from roll_batching.errors import LayoutError
+from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.layer_layout import RankLayerLayout, layers_of_all_chunks
 from roll_batching.settings import MegatronConfig
 from roll_batching.settings.pipeline_split import parse_layout
@@ -131,6 +132,29 @@ def test_our_view_of_a_layout_equals_megatrons_without_virtual_stages() -> None:
             pp_rank=rank
         )
         assert own.get_layer_offset(pp_rank=rank) == super(RankLayerLayout, own).get_layer_offset(pp_rank=rank)
+
+
+@pytest.mark.parametrize("keys", [{FIRST: 1}, {LAYOUT: "Et|tt|t|tL"}, {EMBEDDING: True, "moe": [0, 1, 0, 1, 1]}])
+def test_the_planners_cost_by_chunk_is_that_of_its_layers_and_the_head(keys: dict[str, Any]) -> None:
+    def cost(**options: Any) -> Any:
+        return model_cost(megatron(2, None, 5, **options), 61, SimpleNamespace(pp_size=2, tp_size=1, cp_size=1))
+
+    freq = keys.pop("moe", None)
+    experts = {} if freq is None else {"num_moe_experts": 4, "moe_layer_freq": freq, "moe_ffn_hidden_size": 24}
+    if LAYOUT in keys:
+        own = RankLayerLayout(keys[LAYOUT], SimpleNamespace(pp_size=2, pp_rank=1))  # type: ignore[arg-type]
+        keys = {LAYOUT: own}
+    found, even = cost(**keys, **experts), cost(**experts)
+    assert even.chunks is None and (found.linear, found.quadratic) == (even.linear, even.quadratic)
+    assert sum(found.chunks.linear) * 3 == found.linear and sum(found.chunks.quadratic) * 3 == found.quadratic
+    per_layer = {FIRST: (1, 4), LAYOUT: (1, 2, 1, 1), EMBEDDING: (2, 3)}[next(iter(keys))]
+    assert found.chunks.quadratic == tuple(found.quadratic // 3 // 5 * layers for layers in per_layer)
+    head = 2 * 8 * 61
+    if freq is None:
+        assert (found.chunks.linear[-1] - head) * per_layer[0] == found.chunks.linear[0] * per_layer[-1]
+    else:  # one mixture of two layers, and two of three
+        dense, mixture = sorted((found.chunks.linear[-1] - head - found.chunks.linear[0], found.chunks.linear[0]))
+        assert mixture > dense > 0
 
 
 @pytest.mark.parametrize(
