@@ -217,10 +217,12 @@ def build_chunks(
         for chunk in range(layout.vpp_size):
             vp_stage = chunk if layout.vpp_size > 1 else None
             held = layers_of_chunk(config, layout.pp_rank, vp_stage)
-            spec = {"first": held.start, "attention": attention, "layers_of": kernels.layers}
+            spec = packed_block_spec(
+                config, len(held), in_core, first=held.start, attention=attention, layers_of=kernels.layers
+            )
             gpt = GPTModel(
                 config,
-                packed_block_spec(config, len(held), in_core, **spec),
+                spec,
                 vocab_size=padded_vocabulary(architecture.vocab_size, layout.tp_size),
                 max_sequence_length=architecture.max_position_embeddings,
                 **rotation,

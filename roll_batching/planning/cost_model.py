@@ -251,9 +251,8 @@ class FlopsCost(LinearQuadraticCost):
 
         With `num_experts`, `num_moe_layers` of the layers (None: all) have experts, of which a token passes
         `moe_router_topk`, and the shared expert where it has a size. `fixed_tokens` is the fixed cost of a micro-batch
-        in tokens of the linear part. `chunk_layers` are the layers of each model chunk of a pipeline of unequal stages,
-        and the MoE layers among them; the head is in the last one. Raises `PlanError` for sizes below 1, for more MoE
-        layers than layers, and for chunks with other layers than the model.
+        in tokens of the linear part. `chunk_layers` are the layers of each model chunk, the last one with the head, and
+        the MoE layers among them. Raises `PlanError` for sizes below 1, and for other numbers of layers.
         """
         _refuse_below_one(
             hidden_size=hidden_size,
@@ -267,11 +266,10 @@ class FlopsCost(LinearQuadraticCost):
         groups = num_query_groups or num_attention_heads
         head_dim = kv_channels or hidden_size // num_attention_heads
         query = num_attention_heads * head_dim
-        projections = hidden_size * (2 * query + 2 * groups * head_dim)
+        moe_layer = projections = hidden_size * (2 * query + 2 * groups * head_dim)
         matrices = 3 if gated_linear_unit else 2
         moe_layers = _count_moe_layers(num_layers, num_moe_layers) if num_experts else 0
         dense_layer = projections + matrices * hidden_size * ffn_hidden_size
-        moe_layer = projections
         if num_experts:
             width = moe_router_topk * (moe_ffn_hidden_size or ffn_hidden_size) + moe_shared_expert_size
             moe_layer += matrices * hidden_size * width + hidden_size * num_experts
@@ -279,24 +277,35 @@ class FlopsCost(LinearQuadraticCost):
         per_token = (num_layers - moe_layers) * dense_layer + moe_layers * moe_layer + head
         # Scores and weighted values: two products of `query` multiply-adds for each pair of tokens.
         per_pair = num_layers * 2 * query
-        halves = 2 if causal else 1
-        chunks = None
-        if chunk_layers is not None:
-            if tuple(map(sum, zip(*chunk_layers, strict=True))) != (num_layers, moe_layers):
-                raise PlanError(
-                    f"FlopsCost.from_model: chunk_layers={list(chunk_layers)!r} must add up to {num_layers} layers, "
-                    f"{moe_layers} of them with experts"
-                )
-            by_token = [(layers - moe) * dense_layer + moe * moe_layer for layers, moe in chunk_layers]
-            by_token[-1] += head
-            # In half multiply-adds, so that causal attention's half is whole.
-            by_pair = [layers * 2 * query * 2 // halves for layers, _ in chunk_layers]
-            chunks = ChunkCosts(linear=tuple(2 * value for value in by_token), quadratic=tuple(by_pair))
-        passes = 2 if forward_only else 6
-        ranks = tp_size * cp_size
+        halves, passes, ranks = 2 if causal else 1, 2 if forward_only else 6, tp_size * cp_size
+        _check_chunk_layers(chunk_layers, num_layers, moe_layers)
+        chunks = _chunk_costs(chunk_layers, (dense_layer, moe_layer), head, 4 * query // halves)
         linear = passes * per_token // ranks
         quadratic = passes * per_pair // halves // ranks
         return cls(linear=linear, quadratic=quadratic, fixed=linear * fixed_tokens, chunks=chunks)
+
+
+def _chunk_costs(
+    chunk_layers: Sequence[tuple[int, int]] | None, per_layer: tuple[int, int], head: int, half_pairs: int
+) -> ChunkCosts | None:
+    """Costs in half multiply-adds, so that causal attention's half is whole: `half_pairs` per layer and pair of tokens.
+
+    `per_layer` has the multiply-adds per token of a dense layer and of a mixture.
+    """
+    if chunk_layers is None:
+        return None
+    dense, mixture = per_layer
+    by_token = [2 * ((layers - moe) * dense + moe * mixture) for layers, moe in chunk_layers]
+    by_token[-1] += 2 * head
+    return ChunkCosts(linear=tuple(by_token), quadratic=tuple(layers * half_pairs for layers, _ in chunk_layers))
+
+
+def _check_chunk_layers(chunk_layers: Sequence[tuple[int, int]] | None, num_layers: int, moe_layers: int) -> None:
+    if chunk_layers is not None and tuple(map(sum, zip(*chunk_layers, strict=True))) != (num_layers, moe_layers):
+        raise PlanError(
+            f"FlopsCost.from_model: chunk_layers={list(chunk_layers)!r} must add up to {num_layers} layers, "
+            f"{moe_layers} of them with experts"
+        )
 
 
 def _refuse_below_one(**sizes: int) -> None:

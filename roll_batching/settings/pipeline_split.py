@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from roll_batching.errors import LayoutError
-
-if TYPE_CHECKING:
-    from roll_batching.settings.megatron_config import MegatronConfig
 
 Layout = tuple[tuple[str, ...], ...]
 """Names of the layers of each model chunk, in the order of the model."""
@@ -29,6 +26,30 @@ _GROUP = re.compile(r"\(([^()]+)\)\*(\d{1,6})(?!\*)|(.)\*(\d{1,6})(?!\*)|(.)", r
 _INSIDE = re.compile(r"(.)\*(\d{1,6})(?!\*)|(.)", re.DOTALL)
 _MOST_SYMBOLS = 2**17
 """Most layers and bars of a layout."""
+
+
+class PipelineSettings(Protocol):
+    """The settings that are read here, of a `MegatronConfig`, beside the keys of the split."""
+
+    @property
+    def pipeline_model_parallel_size(self) -> int:
+        """Pipeline-parallel size."""
+        ...
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int | None:
+        """Model chunks per stage, where they are given."""
+        ...
+
+    @property
+    def vpp_size(self) -> int:
+        """Model chunks per stage."""
+        ...
+
+    @property
+    def layer_layout(self) -> Layout | None:
+        """The parsed `pipeline_model_parallel_layout`."""
+        ...
 
 
 class SplitProblem(NamedTuple):
@@ -98,12 +119,12 @@ def _require_known(symbol: str, text: str) -> None:
         )
 
 
-def split_keys(config: MegatronConfig) -> list[str]:
+def split_keys(config: PipelineSettings) -> list[str]:
     """The keys of the split that `config` sets."""
     return [key for key in (LAYOUT, FIRST, LAST, EMBEDDING, LOSS) if getattr(config, key) not in (None, False)]
 
 
-def split_problems(config: MegatronConfig, num_layers: int | None = None) -> Iterator[SplitProblem]:
+def split_problems(config: PipelineSettings, num_layers: int | None = None) -> Iterator[SplitProblem]:
     """What cannot be in the split of `config`, of `num_layers` layers where they are known; at most one problem."""
     keys = split_keys(config)
     if not keys:
@@ -134,7 +155,7 @@ def split_problems(config: MegatronConfig, num_layers: int | None = None) -> Ite
             )
 
 
-def _layout_problems(config: MegatronConfig, keys: list[str], num_layers: int | None) -> Iterator[SplitProblem]:
+def _layout_problems(config: PipelineSettings, keys: list[str], num_layers: int | None) -> Iterator[SplitProblem]:
     pp, layout = config.pipeline_model_parallel_size, config.layer_layout
     assert layout is not None
     decoders = sum(chunk.count("decoder") for chunk in layout)
@@ -159,7 +180,7 @@ def _layout_problems(config: MegatronConfig, keys: list[str], num_layers: int | 
         yield SplitProblem(LAYOUT, text)
 
 
-def _end_problems(config: MegatronConfig, keys: list[str], num_layers: int | None) -> Iterator[SplitProblem]:
+def _end_problems(config: PipelineSettings, keys: list[str], num_layers: int | None) -> Iterator[SplitProblem]:
     pp, vpp = config.pipeline_model_parallel_size, config.vpp_size
     for key in keys:
         if getattr(config, key) % vpp:
@@ -186,7 +207,7 @@ def _end_problems(config: MegatronConfig, keys: list[str], num_layers: int | Non
         )
 
 
-def chunk_layers(config: MegatronConfig, num_layers: int) -> ChunkLayers:
+def chunk_layers(config: PipelineSettings, num_layers: int) -> ChunkLayers:
     """Decoder layers of each stage's chunks. Raises `LayoutError` where the layers do not divide like that."""
     pp, vpp = config.pipeline_model_parallel_size, config.vpp_size
     for key, message in split_problems(config, num_layers):
