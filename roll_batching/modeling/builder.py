@@ -18,9 +18,10 @@ from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.kernels import Kernels, engine_attention
 from roll_batching.modeling.requirements import ENGINE_LAYERS, recomputed_modules, refusals_here
 from roll_batching.modeling.rotary import RotarySettings
-from roll_batching.modeling.spec import packed_block_spec
+from roll_batching.modeling.spec import layers_of_chunk, packed_block_spec
 from roll_batching.packing.attention_backend import installed_versions
 from roll_batching.settings import ArchitectureConfig, MegatronConfig, TrainingArgs
+from roll_batching.settings.megatron_config import SPLIT_KEYS
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -138,6 +139,8 @@ def transformer_config(
         "recompute_method": strategy.recompute_method or ("uniform" if full_recompute else None),
         "recompute_num_layers": strategy.recompute_num_layers or (1 if full_recompute else None),
     }
+    if strategy.has_uneven_stages:
+        options |= _uneven_stages(strategy, layout)
     if strategy.recompute_modules:
         options["recompute_modules"] = list(strategy.recompute_modules)
     if architecture.moe is not None:
@@ -156,6 +159,15 @@ def transformer_config(
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     # cuda_graph_scope and transformer_impl are missing in some supported versions; everything else is in all of them.
     return TransformerConfig(**{name: value for name, value in options.items() if name in known})
+
+
+def _uneven_stages(strategy: MegatronConfig, layout: ParallelLayout) -> dict[str, Any]:
+    options = {key: getattr(strategy, key) for key in SPLIT_KEYS}
+    if strategy.pipeline_model_parallel_layout is not None:
+        from roll_batching.modeling.layer_layout import RankLayerLayout  # few models have one
+
+        options["pipeline_model_parallel_layout"] = RankLayerLayout(strategy.pipeline_model_parallel_layout, layout)
+    return options
 
 
 def build_chunks(
@@ -190,19 +202,13 @@ def build_chunks(
     )
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))
-    stages = layout.pp_size * layout.vpp_size
-    if architecture.num_layers % stages:
-        raise LayoutError(
-            f"num_layers={architecture.num_layers} cannot be divided into {stages} pipeline chunks (pipeline "
-            f"{layout.pp_size} x virtual {layout.vpp_size}): change one of them"
-        )
+    strategy.chunk_layers(architecture.num_layers)  # raises where they do not divide
     all_groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     config = transformer_config(architecture, strategy, layout, dtype, kernels=kernels, initialize=initialize)
     if architecture.moe is not None:
         auxiliary, z_loss = router_loss_weights(config, all_groups.tp_cp)
         config.moe_aux_loss_coeff /= auxiliary
         config.moe_z_loss_coeff = config.moe_z_loss_coeff and config.moe_z_loss_coeff / z_loss
-    layers = architecture.num_layers // stages
     rotary, attention = rotary_settings(architecture), kernels.attention
     in_core = rotary if attention.rotates else None
     rotation = {"position_embedding_type": "none"} if attention.rotates else megatron_rotation(rotary)
@@ -210,11 +216,13 @@ def build_chunks(
     with _seeded(seed + 100 * layout.pp_rank, all_groups, restore=groups is not None):
         for chunk in range(layout.vpp_size):
             vp_stage = chunk if layout.vpp_size > 1 else None
-            # Interleaved: consecutive groups of layers go to consecutive stages, and then to the first stage again.
-            first = (chunk * layout.pp_size + layout.pp_rank) * layers
+            held = layers_of_chunk(config, layout.pp_rank, vp_stage)
+            spec = packed_block_spec(
+                config, len(held), in_core, first=held.start, attention=attention, layers_of=kernels.layers
+            )
             gpt = GPTModel(
                 config,
-                packed_block_spec(config, layers, in_core, first=first, attention=attention, layers_of=kernels.layers),
+                spec,
                 vocab_size=padded_vocabulary(architecture.vocab_size, layout.tp_size),
                 max_sequence_length=architecture.max_position_embeddings,
                 **rotation,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
-from roll_batching.modeling.spec import is_mixture
+from roll_batching.modeling.spec import has_uneven_stages, is_mixture
 from roll_batching.planning import CostModel, FlopsCost, ParallelDims, Plan
 from roll_batching.planning.pack_times import Cluster, PackTimes
 
@@ -31,9 +31,20 @@ DENSE_BF16 = {
 
 
 def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCost:
-    """Training FLOPs by length, per tensor- and context-parallel rank, of a GPTModel with this TransformerConfig."""
+    """Training FLOPs by length, per tensor- and context-parallel rank, of a GPTModel with this TransformerConfig.
+
+    With a key for pipeline stages of unequal size they are known by model chunk, too, with the head in the last one.
+    """
     experts = config.num_moe_experts
     layers = range(config.num_layers)
+    chunk_layers = None
+    if layout.pp_size > 1 and has_uneven_stages(config):
+        from roll_batching.modeling.layer_layout import layers_of_all_chunks  # few models need it
+
+        chunk_layers = [
+            (len(held), sum(is_mixture(config.moe_layer_freq, layer) for layer in held) if experts else 0)
+            for held in layers_of_all_chunks(config)
+        ]
     return FlopsCost.from_model(
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
@@ -50,6 +61,7 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         moe_shared_expert_size=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
         tp_size=layout.tp_size,
         cp_size=layout.cp_size,
+        chunk_layers=chunk_layers,
     )
 
 

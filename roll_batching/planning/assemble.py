@@ -86,6 +86,7 @@ def _assemble_samples(
         sample_costs=costs,
         dropped=problem.dropped,
         blocks=blocks,
+        chunk_shares=problem.chunk_shares,
     )
     units, home = problem.units, None
     if problem.has_home_ranks:

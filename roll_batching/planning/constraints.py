@@ -6,7 +6,10 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from roll_batching.errors import LayoutError, PlanError
+from roll_batching.planning.arrays import Ints, round_up
 from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.parallel_dims import ParallelDims
 from roll_batching.planning.plain_values import LARGEST, switch_of
@@ -191,6 +194,27 @@ class PlanConstraints(BatchingSpec, ParallelDims):
         alignment = self.pack_alignment_of(cp_size) if self.mode == "packed" else self.rectangle_alignment
         cap = self.max_tokens * cp_size if self.has_cp_per_pack else self.max_tokens
         return cap // alignment * alignment
+
+    def longest_cut(self, sizes: Ints) -> int:
+        """Largest length to truncate samples of `sizes` to, so that a micro-batch holds them together; 0: none."""
+        cap, row_limit = None if self.max_tokens is None else self.usable_tokens, self.row_limit
+        if self.mode != "packed":
+            limits = [] if row_limit is None else [row_limit]
+            if cap is not None:
+                alignment = self.rectangle_alignment
+                limits.append(cap // len(sizes) // alignment * alignment)
+                if row_limit is not None and len(sizes) * -(-row_limit // alignment) * alignment > cap:
+                    return 0
+            return min(limits, default=int(sizes.max()))
+        alignment = self.sequence_alignment_of(self.largest_cp_size)
+        low, high = 0, self.usable_tokens // alignment
+        while low < high:
+            middle = (low + high + 1) // 2
+            if int(round_up(np.minimum(sizes, middle * alignment), alignment).sum()) <= self.usable_tokens:
+                low = middle
+            else:
+                high = middle - 1
+        return low * alignment
 
     @property
     def lockstep_ranks(self) -> int:

@@ -46,18 +46,50 @@ class CostModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChunkCosts:
+    """Costs `linear*L + quadratic*L^2` of a sequence on each model chunk of a pipeline, in the order of the layers.
+
+    Integers of one unit, not necessarily that of the cost model: only their ratios are read.
+    """
+
+    linear: tuple[int, ...]
+    quadratic: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("linear", "quadratic"):
+            values = tuple(getattr(self, name))
+            if any(isinstance(v, bool) or not isinstance(v, int | np.integer) or v < 0 for v in values):
+                raise PlanError(f"ChunkCosts.{name}={values!r} must be integers of at least 0")
+            object.__setattr__(self, name, tuple(int(v) for v in values))
+        if len(self.linear) != len(self.quadratic) or not any(self.linear + self.quadratic):
+            raise PlanError("ChunkCosts needs as many linear as quadratic costs, and one above 0")
+
+    def shares(self, lengths: NDArray[np.int64]) -> tuple[float, ...]:
+        """Cost of each chunk over the mean of all, for sequences of these lengths together."""
+        distinct, _, counts = _distinct(lengths)
+        pairs = list(zip(distinct.tolist(), counts.tolist(), strict=True))
+        tokens, squares = sum(n * count for n, count in pairs), sum(n * n * count for n, count in pairs)
+        costs = [a * tokens + b * squares for a, b in zip(self.linear, self.quadratic, strict=True)]
+        return tuple(cost * len(costs) / sum(costs) for cost in costs)
+
+
 @dataclass(frozen=True)
 class LinearQuadraticCost:
     """Cost `linear*L + quadratic*L^2` per sequence, `fixed` per micro-batch; integers of any unit.
 
-    The defaults 24576 and 1 are those of verl and ROLL (6 x hidden size 4096, a dense 7B).
+    `chunks` has the costs of a pipeline's model chunks where they differ; None: all cost the same. The defaults 24576
+    and 1 are those of verl and ROLL (6 x hidden size 4096, a dense 7B).
     """
 
     linear: int = 24576
     quadratic: int = 1
     fixed: int = 0
+    chunks: ChunkCosts | None = None
 
     def __post_init__(self) -> None:
+        if self.chunks is not None and not isinstance(self.chunks, ChunkCosts):
+            raise PlanError(f"{type(self).__name__}.chunks is {kind_of(self.chunks)}: pass ChunkCosts, or None")
         for name in ("linear", "quadratic", "fixed"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
@@ -103,6 +135,23 @@ def require_cost(cost: Any) -> None:
         )
     if isinstance(cost.fixed, bool) or not isinstance(cost.fixed, int | np.integer) or cost.fixed < 0:
         raise PlanError(f"{type(cost).__name__}.fixed={cost.fixed!r} must be an integer of at least 0")
+
+
+def chunk_shares(cost: Any, lengths: NDArray[np.int64], stages: int, chunks: int) -> tuple[float, ...] | None:
+    """Cost of each model chunk over the mean of all; None without `chunks` of the cost model, or without a pipeline.
+
+    Raises `PlanError` if the cost model has another number of chunks.
+    """
+    costs = getattr(cost, "chunks", None)
+    if costs is None or stages == 1:
+        return None
+    if len(costs.linear) != stages * chunks:
+        raise PlanError(
+            f"{type(cost).__name__}.chunks has costs of {len(costs.linear)} model chunks, and the layout has pp_size x "
+            f"vpp_size = {stages * chunks}: make both from one layout"
+        )
+    shares: tuple[float, ...] = costs.shares(lengths)
+    return shares
 
 
 def sequence_costs(lengths: NDArray[np.int64], cost: Any) -> ScaledCosts:
@@ -196,12 +245,14 @@ class FlopsCost(LinearQuadraticCost):
         cp_size: int = 1,
         forward_only: bool = False,
         fixed_tokens: int = FIXED_TOKENS,
+        chunk_layers: Sequence[tuple[int, int]] | None = None,
     ) -> FlopsCost:
         """Cost model from the multiply-adds of one token and of one pair of tokens.
 
         With `num_experts`, `num_moe_layers` of the layers (None: all) have experts, of which a token passes
         `moe_router_topk`, and the shared expert where it has a size. `fixed_tokens` is the fixed cost of a micro-batch
-        in tokens of the linear part. Raises `PlanError` for sizes below 1 and for more MoE layers than layers.
+        in tokens of the linear part. `chunk_layers` are the layers of each model chunk, the last one with the head, and
+        the MoE layers among them. Raises `PlanError` for sizes below 1, and for other numbers of layers.
         """
         _refuse_below_one(
             hidden_size=hidden_size,
@@ -215,23 +266,46 @@ class FlopsCost(LinearQuadraticCost):
         groups = num_query_groups or num_attention_heads
         head_dim = kv_channels or hidden_size // num_attention_heads
         query = num_attention_heads * head_dim
-        projections = hidden_size * (2 * query + 2 * groups * head_dim)
+        moe_layer = projections = hidden_size * (2 * query + 2 * groups * head_dim)
         matrices = 3 if gated_linear_unit else 2
         moe_layers = _count_moe_layers(num_layers, num_moe_layers) if num_experts else 0
-        feed_forward = (num_layers - moe_layers) * matrices * hidden_size * ffn_hidden_size
+        dense_layer = projections + matrices * hidden_size * ffn_hidden_size
         if num_experts:
             width = moe_router_topk * (moe_ffn_hidden_size or ffn_hidden_size) + moe_shared_expert_size
-            feed_forward += moe_layers * (matrices * hidden_size * width + hidden_size * num_experts)
-        per_token = num_layers * projections + feed_forward
-        if include_head:
-            per_token += hidden_size * vocab_size
+            moe_layer += matrices * hidden_size * width + hidden_size * num_experts
+        head = hidden_size * vocab_size if include_head else 0
+        per_token = (num_layers - moe_layers) * dense_layer + moe_layers * moe_layer + head
         # Scores and weighted values: two products of `query` multiply-adds for each pair of tokens.
         per_pair = num_layers * 2 * query
-        passes = 2 if forward_only else 6
-        ranks = tp_size * cp_size
+        halves, passes, ranks = 2 if causal else 1, 2 if forward_only else 6, tp_size * cp_size
+        _check_chunk_layers(chunk_layers, num_layers, moe_layers)
+        chunks = _chunk_costs(chunk_layers, (dense_layer, moe_layer), head, 4 * query // halves)
         linear = passes * per_token // ranks
-        quadratic = passes * per_pair // (2 if causal else 1) // ranks
-        return cls(linear=linear, quadratic=quadratic, fixed=linear * fixed_tokens)
+        quadratic = passes * per_pair // halves // ranks
+        return cls(linear=linear, quadratic=quadratic, fixed=linear * fixed_tokens, chunks=chunks)
+
+
+def _chunk_costs(
+    chunk_layers: Sequence[tuple[int, int]] | None, per_layer: tuple[int, int], head: int, half_pairs: int
+) -> ChunkCosts | None:
+    """Costs in half multiply-adds, so that causal attention's half is whole: `half_pairs` per layer and pair of tokens.
+
+    `per_layer` has the multiply-adds per token of a dense layer and of a mixture.
+    """
+    if chunk_layers is None:
+        return None
+    dense, mixture = per_layer
+    by_token = [2 * ((layers - moe) * dense + moe * mixture) for layers, moe in chunk_layers]
+    by_token[-1] += 2 * head
+    return ChunkCosts(linear=tuple(by_token), quadratic=tuple(layers * half_pairs for layers, _ in chunk_layers))
+
+
+def _check_chunk_layers(chunk_layers: Sequence[tuple[int, int]] | None, num_layers: int, moe_layers: int) -> None:
+    if chunk_layers is not None and tuple(map(sum, zip(*chunk_layers, strict=True))) != (num_layers, moe_layers):
+        raise PlanError(
+            f"FlopsCost.from_model: chunk_layers={list(chunk_layers)!r} must add up to {num_layers} layers, "
+            f"{moe_layers} of them with experts"
+        )
 
 
 def _refuse_below_one(**sizes: int) -> None:

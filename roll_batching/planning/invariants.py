@@ -58,6 +58,12 @@ def _check_shapes(plan: PlanArrays) -> None:
             f"the plan's arrays do not describe {plan.constraints.dp_size} ranks x {plan.num_micro_batches} "
             "micro-batches"
         )
+    shares, chunks = plan.chunk_shares, plan.constraints.pp_size * plan.constraints.vpp_size
+    if shares is not None and (
+        len(shares) != chunks
+        or any(isinstance(s, bool) or not isinstance(s, int | float) or not 0 <= s < float("inf") for s in shares)
+    ):
+        raise PlanError(f"chunk_shares is {list(shares)!r}: it needs a finite number of at least 0 for {chunks} chunks")
 
 
 def _check_placement(plan: PlanArrays) -> None:

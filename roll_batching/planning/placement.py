@@ -16,7 +16,7 @@ from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.pipeline.num_micro_batches import group_size_of
 from roll_batching.planning.pipeline.ordering import order_for_pipeline
-from roll_batching.planning.problem import Units
+from roll_batching.planning.problem import PlanProblem, Units
 
 Bin = list[int]
 B = TypeVar("B", bound=Sized)
@@ -119,16 +119,18 @@ def align_costs(bins: list[Bin], units: Units, constraints: PlanConstraints, *, 
     return [bins[i] for i in table.reshape(-1)]
 
 
-def order_in_pipeline(bins: list[Bin], units: Units, constraints: PlanConstraints, fixed_cost: int) -> list[Bin]:
+def order_in_pipeline(bins: list[Bin], problem: PlanProblem) -> list[Bin]:
     """Rank-major `bins` with their indices in an order of small makespan, the same on all ranks."""
+    units, constraints = problem.units, problem.constraints
     table = np.arange(len(bins)).reshape(constraints.dp_size, -1)
     costs = np.array([bin_cost(units, members) for members in bins], dtype=np.int64)
     order = order_for_pipeline(
-        costs[table].max(axis=0) + fixed_cost,
+        costs[table].max(axis=0) + problem.fixed_cost,
         stages=constraints.pp_size,
         chunks=constraints.vpp_size,
         group_size=group_size_of(table.shape[1], constraints),
         seed=constraints.seed,
+        shares=problem.chunk_shares,
     )
     return [bins[i] for i in table[:, order].reshape(-1)]
 

@@ -217,6 +217,7 @@ class Plan(PlanArrays):
             "dropped": [[d.index, d.id, d.length, d.reason] for d in self.dropped],
             "fingerprint": self.fingerprint,
             "blocks": None if self.blocks is None else self.blocks.to_dict(),
+            "chunk_shares": None if self.chunk_shares is None else list(self.chunk_shares),
             **{name: getattr(self, name).tolist() for name in ARRAYS},
         }
 
@@ -236,7 +237,7 @@ class Plan(PlanArrays):
             raise PlanError(
                 f"the constraints of this plan are {values['constraints']!r}: pass keywords of PlanConstraints"
             )
-        location, blocks = values["location"], values.get("blocks")
+        location, blocks, shares = values["location"], values.get("blocks"), values.get("chunk_shares")
         try:
             plan = cls(
                 constraints=PlanConstraints(**values["constraints"]),
@@ -245,6 +246,7 @@ class Plan(PlanArrays):
                 location=None if location is None else as_ints(location, "location", len(location)),
                 dropped=tuple(DroppedSample(*entry) for entry in values["dropped"]),
                 blocks=None if blocks is None else PackBlocks.from_dict(blocks),
+                chunk_shares=None if shares is None else tuple(shares),
                 **{name: as_ints(values[name], name, len(values[name])) for name in ARRAYS},
             )
         except (TypeError, OverflowError) as error:

@@ -62,6 +62,9 @@ class PlanArrays:
     dropped: tuple[DroppedSample, ...] = ()
     blocks: PackBlocks | None = None
     """Ranks of each pack, where each has its own context-parallel size; None: all have the layout's."""
+    chunk_shares: tuple[float, ...] | None = None
+    """Cost of each model chunk of the pipeline over the mean of all, in the order of the layers; None: all cost the
+    same."""
 
     def __post_init__(self) -> None:
         for name in (*ARRAYS, "location"):

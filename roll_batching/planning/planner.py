@@ -205,7 +205,7 @@ def _place(problem: PlanProblem, algorithm: Algorithm, form: Any) -> Placement:
     if not algorithm.keeps_order:
         bins = align_costs(bins, problem.units, constraints, has_home_ranks=problem.has_home_ranks)
         if constraints.pp_size > 1:
-            bins = order_in_pipeline(bins, problem.units, constraints, problem.fixed_cost)
+            bins = order_in_pipeline(bins, problem)
     elif not problem.has_home_ranks:
         bins = spread_fillers(bins, constraints.dp_size)
     return Placement.of_bins(bins, count)

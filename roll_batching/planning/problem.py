@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Flags, Ints, as_ints, as_lengths, largest_of, offsets_of, round_up, sums_of
 from roll_batching.planning.constraints import PlanConstraints
-from roll_batching.planning.cost_model import sequence_costs
+from roll_batching.planning.cost_model import chunk_shares, sequence_costs
 from roll_batching.planning.plain_values import kind_of
 from roll_batching.planning.plan_arrays import DroppedSample
 from roll_batching.planning.prefixes import Chain, PricedPrefixes, SharedPrefixes, cut_chain
@@ -63,6 +63,8 @@ class PlanProblem:
     dropped: tuple[DroppedSample, ...]
     prefixes: PricedPrefixes | None
     """Prefixes that samples share; None: each sample computes all its tokens."""
+    chunk_shares: tuple[float, ...] | None
+    """Cost of each model chunk of the pipeline over the mean of all; None: all cost the same."""
 
     @cached_property
     def has_home_ranks(self) -> bool:
@@ -124,6 +126,7 @@ def build_problem(
         units=units,
         dropped=dropped,
         prefixes=priced,
+        chunk_shares=chunk_shares(cost, fit.used, constraints.pp_size, constraints.vpp_size),
     )
 
 
@@ -286,7 +289,7 @@ def _fit_under_cap(lengths: Ints, ids: Ints, groups: _Groups, constraints: PlanC
         elif constraints.oversize == "truncate":
             if used is lengths:
                 used = lengths.copy()
-            limit = _truncation_level(lengths[inside], constraints, cap)
+            limit = constraints.longest_cut(lengths[inside])
             if limit < 1 or (constraints.rows is not None and len(inside) > constraints.rows):
                 raise PlanError(f"{excess} and cannot be truncated: it has too many samples; raise the cap")
             used[inside] = np.minimum(lengths[inside], limit)
@@ -373,26 +376,3 @@ def _describe_excess(inside: Ints, lengths: Ints, ids: Ints, constraints: PlanCo
         f"the group of {len(inside)} samples with {int(lengths[inside].sum())} tokens{aligned} around "
         f"{_name(longest, ids)} of length {lengths[longest]} exceeds {', '.join(limits)}"
     )
-
-
-def _truncation_level(sizes: Ints, constraints: PlanConstraints, cap: int | None) -> int:
-    """Largest length to truncate all samples of a unit to, so that it fits; 0: none."""
-    row_limit = constraints.row_limit
-    if constraints.mode != "packed":
-        limits = [] if row_limit is None else [row_limit]
-        if cap is not None:
-            alignment = constraints.rectangle_alignment
-            limits.append(cap // len(sizes) // alignment * alignment)
-            if row_limit is not None and len(sizes) * -(-row_limit // alignment) * alignment > cap:
-                return 0
-        return min(limits, default=int(sizes.max()))
-    alignment = constraints.sequence_alignment_of(constraints.largest_cp_size)
-    assert cap is not None
-    low, high = 0, cap // alignment
-    while low < high:
-        middle = (low + high + 1) // 2
-        if int(round_up(np.minimum(sizes, middle * alignment), alignment).sum()) <= cap:
-            low = middle
-        else:
-            high = middle - 1
-    return low * alignment

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from roll_batching.planning.arrays import Ints
 from roll_batching.planning.bounds import lockstep_bound, rank_total_bound
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.pack_blocks import NANOSECONDS
@@ -111,7 +112,27 @@ def step_time(plan: PlanArrays, fixed_cost: int) -> int:
     maxima = costs.max(axis=1)
     if constraints.pp_size == 1:
         return int(maxima.sum(axis=1).max())
-    return slowest_makespan(maxima, stages=constraints.pp_size, chunks=constraints.vpp_size, group_size=plan.group_size)
+    return _makespan(plan, maxima)
+
+
+def _makespan(plan: PlanArrays, maxima: Ints) -> int:
+    """Makespan of the slowest block of ranks; `maxima` (int64[blocks, K]) has the largest cost at each index."""
+    constraints = plan.constraints
+    return slowest_makespan(
+        maxima,
+        stages=constraints.pp_size,
+        chunks=constraints.vpp_size,
+        group_size=plan.group_size,
+        shares=plan.chunk_shares,
+    )
+
+
+def _largest_stage_share(plan: PlanArrays) -> float:
+    """Cost of the costliest pipeline stage over the mean of all."""
+    shares, constraints = plan.chunk_shares, plan.constraints
+    if shares is None:
+        return 1.0
+    return max(sum(shares[stage :: constraints.pp_size]) for stage in range(constraints.pp_size)) / constraints.vpp_size
 
 
 def _meeting(constraints: PlanConstraints) -> str:
@@ -133,8 +154,5 @@ def _objective(plan: PlanArrays) -> tuple[str, int, int]:
         bound = max(bound, lockstep_bound(units, slots, ranks, cap))
     maxima = plan.costs.reshape(ranks // width, width, count).max(axis=1)
     if constraints.pp_size > 1:
-        makespan = slowest_makespan(
-            maxima, stages=constraints.pp_size, chunks=constraints.vpp_size, group_size=plan.group_size
-        )
-        return _meeting(constraints), makespan // 3, bound
+        return _meeting(constraints), _makespan(plan, maxima) // 3, int(bound * _largest_stage_share(plan))
     return _meeting(constraints), int(maxima.sum(axis=1).max()), bound

@@ -8,7 +8,7 @@ from dataclasses import replace
 from roll_batching.rehearsal.task import PhasePeak, RankReport
 
 
-def extrapolate_layers(few: RankReport, more: RankReport, layers: tuple[int, int, int]) -> RankReport:
+def extrapolate_layers(few: RankReport, more: RankReport, layers: tuple[int, int, float]) -> RankReport:
     """Report of a rank with `layers[2]` layers, from its reports with `layers[0]` and `layers[1]` layers."""
     shallow, deeper, target = layers
     share = (target - shallow) / (deeper - shallow)

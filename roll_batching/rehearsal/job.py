@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from roll_batching.errors import LayoutError
 from roll_batching.jobs.config import JobConfig
 from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.layout_rules import differing_keys
@@ -19,6 +19,7 @@ from roll_batching.rehearsal.rollout import fault_of, has_local_rollouts
 from roll_batching.rehearsal.task import RankReport, RankTask
 from roll_batching.settings import ArchitectureConfig, MegatronConfig
 from roll_batching.settings.model_cost import architecture_cost, architecture_pack_times
+from roll_batching.settings.pipeline_split import ChunkLayers
 
 GIB = 1 << 30
 FEW, MORE = 2, 3
@@ -56,6 +57,8 @@ class StageReport:
 
     name: str
     report: RankReport
+    stages: int = 1
+    """Number of stages that it represents."""
     cp_size: int | None = None
     """Context-parallel size of the packs, where each pack has its own; None: the layout's."""
     other_communicators: frozenset[str] = frozenset()
@@ -179,34 +182,38 @@ def rehearse_job(
     dims = megatron.parallel_dims(world)
     if lengths == "data":
         lengths = lengths_of_data(config, dims.dp_size)
-    kinds = list(itertools.product(context_sizes(config, dims, lengths), stages_of(dims)))
-    depth = architecture.num_layers // (dims.pp_size * dims.vpp_size)
-    layers = layers_of(depth, megatron, architecture)
+    split = megatron.chunk_layers(architecture.num_layers)
+    chunks = dims.pp_size * dims.vpp_size
+    kinds = [
+        (cp_size, kind, depths_of(kind.chunk_layers, split, megatron, architecture))
+        for cp_size in context_sizes(config, dims, lengths)
+        for kind in stages_of(split)
+    ]
     tasks = [
         RankTask(
             config=config,
-            rank=stage * (world // dims.pp_size),
+            rank=kind.stage * (world // dims.pp_size),
             world_size=world,
             cp_size=cp_size or 1,
-            layers=count * dims.pp_size * dims.vpp_size,
+            layers=None if depth is None else depth * chunks,
             device=device,  # type: ignore[arg-type]
             lengths=None if lengths is None else tuple(lengths),
             expert_imbalance=expert_imbalance,
         )
-        for cp_size, (_, stage) in kinds
-        for count in layers
+        for cp_size, kind, depths in kinds
+        for depth in depths
     ]
-    reports = run_tasks(tasks)
-    stages = []
-    for number, (cp_size, (name, _)) in enumerate(kinds):
-        shallow = reports[number * len(layers) : (number + 1) * len(layers)]
-        if len(layers) == 1:
-            report = shallow[0]
-        else:
-            report = extrapolate_layers(shallow[0], shallow[1], (layers[0], layers[1], depth))
-        stages.append(
-            StageReport(name=name if cp_size is None else f"{name}, CP {cp_size}", report=report, cp_size=cp_size)
-        )
+    reports, stages = iter(run_tasks(tasks)), []
+    for cp_size, kind, depths in kinds:
+        report = next(reports)
+        if len(depths) == 2:
+            pair, ends = (report, next(reports)), (FEW, MORE)
+            report = extrapolate_layers(*pair, (*ends, kind.chunk_layers[0]))
+            # The model's FLOPs are those of all stages.
+            whole = extrapolate_layers(*pair, (*ends, architecture.num_layers / chunks))
+            report = replace(report, training=whole.training)
+        name = kind.name if cp_size is None else f"{kind.name}, CP {cp_size}"
+        stages.append(StageReport(name=name, report=report, stages=kind.stages, cp_size=cp_size))
     return Rehearsal(config=config, dims=dims, stages=_with_all_communicators(stages))
 
 
@@ -268,11 +275,10 @@ def totals_of(rehearsal: Rehearsal, cp_size: int | None = None) -> StepTotals:
     """Totals of the training passes of a rehearsed job, with packs of `cp_size` where each pack has its own size."""
     dims, config = rehearsal.dims, rehearsal.config
     stages = [stage for stage in rehearsal.stages if stage.cp_size == cp_size]
-    computed, pipeline = 0.0, dims.pp_size
-    for number, stage in enumerate(stages):
-        represented = pipeline - 2 if number == 1 and len(stages) == 3 else 1
+    computed = 0.0
+    for stage in stages:
         passes = stage.report.flops.get("forward", 0.0) + stage.report.flops.get("backward", 0.0)
-        computed += represented * passes / stage.report.micro_batches
+        computed += stage.stages * passes / stage.report.micro_batches
     training = stages[0].report.training
     count = training.in_step
     if count is None and cp_size is None and config.stream is None:
@@ -294,24 +300,57 @@ def rehearse_timeline(rehearsal: Rehearsal) -> RankReport:
     return run_tasks([task])[0]
 
 
-def stages_of(dims: ParallelDims) -> list[tuple[str, int]]:
-    """Kinds of pipeline stages, each with the number of the stage that represents it.
+@dataclass(frozen=True, kw_only=True)
+class StageKind:
+    """Pipeline stages that need the same memory, or less than one of them, which is rehearsed."""
 
-    Stage 1 represents all middle stages: under 1F1B it holds the activations of the most micro-batches among them.
+    name: str
+    stage: int
+    """Number of the rehearsed one."""
+    stages: int
+    chunk_layers: tuple[int, ...]
+    """Layers of each of its model chunks."""
+
+
+def stages_of(split: ChunkLayers) -> list[StageKind]:
+    """Kinds of pipeline stages: the first, the last, and the middle ones by their layers.
+
+    The first middle stage of a kind represents it: under 1F1B it holds the activations of the most micro-batches.
     """
-    size = dims.pp_size
-    if size == 1:
-        return [("the only stage", 0)]
-    middle = [] if size == 2 else [("stage 1" if size == 3 else f"stages 1 to {size - 2} (1)", 1)]
-    return [("stage 0", 0), *middle, (f"stage {size - 1}", size - 1)]
+    last = len(split) - 1
+    if last == 0:
+        return [StageKind(name="the only stage", stage=0, stages=1, chunk_layers=split[0])]
+    middle: dict[tuple[int, ...], list[int]] = {}
+    for stage in range(1, last):
+        middle.setdefault(split[stage], []).append(stage)
+    numbers = [[0], *middle.values(), [last]]
+    return [StageKind(name=_name_of(one), stage=one[0], stages=len(one), chunk_layers=split[one[0]]) for one in numbers]
 
 
-def layers_of(depth: int, megatron: MegatronConfig, architecture: ArchitectureConfig) -> tuple[int, ...]:
-    """Layers per chunk to rehearse: two small numbers if all layers are equal, otherwise the full depth."""
+def _name_of(stages: list[int]) -> str:
+    """Name of some stages, of which the first is rehearsed."""
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    follow = stages[-1] - stages[0] == len(stages) - 1
+    listed = f"{stages[0]} to {stages[-1]}" if follow else ", ".join(map(str, stages))
+    return f"stages {listed} ({stages[0]})"
+
+
+def depths_of(
+    chunk_layers: tuple[int, ...], split: ChunkLayers, megatron: MegatronConfig, architecture: ArchitectureConfig
+) -> tuple[int | None, ...]:
+    """Layers per chunk to rehearse for a stage with `chunk_layers`; None: the job's own model.
+
+    Two small numbers where all layers and all chunks of a deep stage are equal. All stages of those shallow models have
+    the same number of layers, also where the job's have not.
+    """
     are_equal = megatron.recompute_method != "block" and (megatron.recompute_num_layers or 1) == 1
     if architecture.moe is not None and architecture.moe.layer_freq != 1:
         are_equal = False
-    return (FEW, MORE) if are_equal and depth > WHOLE else (depth,)
+    if are_equal and len(set(chunk_layers)) == 1 and chunk_layers[0] > WHOLE:
+        return FEW, MORE
+    is_even = len({count for stage in split for count in stage}) == 1
+    return (chunk_layers[0] if is_even else None,)
 
 
 def _shape(config: JobConfig, world_size: int | None) -> tuple[int, MegatronConfig, ArchitectureConfig]:
@@ -327,14 +366,13 @@ def _shape(config: JobConfig, world_size: int | None) -> tuple[int, MegatronConf
         raise config.error(Problem(("actor_train", "model_args", "architecture"), text))
     world = world_size or config.world_size or megatron.model_size
     if megatron.has_cp_per_pack and world_size is None and config.world_size is None:
-        path = ("actor_train", "strategy_args", "strategy_config", "context_parallel_size")
+        path: tuple[Any, ...] = ("actor_train", "strategy_args", "strategy_config", "context_parallel_size")
         text = "auto gives packs sizes up to the number of ranks, which is unknown: give --world-size or device_mapping"
         raise config.error(Problem(path, text))
     config.dp_size(world)
-    chunks = megatron.pipeline_model_parallel_size * megatron.vpp_size
-    if architecture.num_layers % chunks:
+    try:
+        megatron.chunk_layers(architecture.num_layers)
+    except LayoutError as error:
         path = ("actor_train", "model_args", "architecture", "num_layers")
-        raise config.error(
-            Problem(path, f"{architecture.num_layers} layers do not divide into {chunks} pipeline chunks")
-        )
+        raise config.error(Problem(path, str(error))) from None
     return world, megatron, architecture

@@ -16,6 +16,7 @@ from roll_batching.rehearsal.passes import Passes, passes_of
 from roll_batching.rehearsal.recorder import Recorder
 from roll_batching.rehearsal.task import REFERENCE, ROLLOUT, PhasePeak, RankReport, RankTask
 from roll_batching.rehearsal.variants import with_value
+from roll_batching.settings.megatron_config import SPLIT_KEYS
 
 _FIRST_STEP = "first step"
 """Phase of the step that creates the optimizer state; it is not reported."""
@@ -117,8 +118,17 @@ def _without_offloaded(peak: PhasePeak) -> PhasePeak:
 
 
 def with_layers(config: JobConfig, layers: int) -> JobConfig:
-    """Copy of `config` whose models have `layers` layers."""
-    for role in ("actor_train", "reference"):
-        if getattr(config, role) is not None:
+    """Copy of `config` whose models have `layers` layers, equally many in all pipeline stages."""
+    chunks = config.actor_train.strategy_args.strategy_config.vpp_size
+    for role in ("actor_train", "reference", "actor_infer"):
+        if getattr(config, role) is None:
+            continue
+        if role != "actor_infer":
             config = with_value(config, f"{role}.model_args.architecture.num_layers", layers)
+        strategy = getattr(config, role).strategy_args.strategy_config
+        if strategy.has_uneven_stages:
+            equal = {key: type(strategy).model_fields[key].default for key in SPLIT_KEYS}
+            equal["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
+            equal_stages = strategy.model_copy(update=equal)
+            config = with_value(config, f"{role}.strategy_args.strategy_config", equal_stages)
     return config

@@ -134,6 +134,8 @@ def candidate_changes(config: JobConfig, world_size: int) -> Iterator[list[Chang
     ]
     if has_local_rollouts(config) and pipeline == 1:
         return  # without a KV cache, rollouts under a pipeline recompute the whole sequence for every token
+    if megatron.has_uneven_stages:
+        return  # another number of stages needs another split
     yield [
         _layout({"pipeline_model_parallel_size": factor * pipeline, **full}, factor * accumulated)
         for factor in factors

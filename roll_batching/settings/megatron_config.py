@@ -78,6 +78,24 @@ class ClusterConfig(Settings):
         )
 
 
+def _readable_layout(value: str | list[list[str]] | None) -> str | list[list[str]] | None:
+    if value is not None:
+        from roll_batching.settings.pipeline_split import parse_layout  # most pipelines have equal stages
+
+        parse_layout(value)
+    return value
+
+
+SPLIT_KEYS = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""Keys of pipeline stages of unequal size."""
+
+
 class MegatronConfig(Settings):
     """`strategy_config` of the Megatron strategies. Keys left out are taken from actor_train's."""
 
@@ -85,6 +103,23 @@ class MegatronConfig(Settings):
     pipeline_model_parallel_size: int = setting(1, help="Pipeline-parallel size (PP).", ge=1)
     virtual_pipeline_model_parallel_size: int | None = setting(
         None, help="Model chunks per pipeline stage (VPP); needs PP > 1.", ge=1
+    )
+    num_layers_in_first_pipeline_stage: int | None = setting(
+        None, help="Decoder layers of the first pipeline stage; the other stages share the rest equally.", ge=1
+    )
+    num_layers_in_last_pipeline_stage: int | None = setting(
+        None, help="Decoder layers of the last pipeline stage; the other stages share the rest equally.", ge=1
+    )
+    account_for_embedding_in_pipeline_split: bool = setting(
+        False, help="Count the embedding as a layer of the first stage, which so has one decoder layer fewer."
+    )
+    account_for_loss_in_pipeline_split: bool = setting(
+        False, help="Count head and loss as a layer of the last stage, which so has one decoder layer fewer."
+    )
+    pipeline_model_parallel_layout: Annotated[str | list[list[str]] | None, AfterValidator(_readable_layout)] = setting(
+        None,
+        help="Layers of each model chunk, in Megatron's notation: E embedding, t decoder layer, L loss, | between "
+        "chunks, such as Ettt|tttt|tttL; or a list of lists. Chunks above PP are virtual stages.",
     )
     context_parallel_size: Annotated[int | Literal["auto"], AfterValidator(_at_least_one)] = setting(
         1, help="Context-parallel size (CP). auto: each pack has its own; needs use_sequence_packing."
@@ -172,9 +207,32 @@ class MegatronConfig(Settings):
     )
 
     @property
+    def layer_layout(self) -> tuple[tuple[str, ...], ...] | None:
+        """Names of the layers of each model chunk under `pipeline_model_parallel_layout`."""
+        if self.pipeline_model_parallel_layout is None:
+            return None
+        from roll_batching.settings.pipeline_split import parse_layout
+
+        return parse_layout(self.pipeline_model_parallel_layout)
+
+    @property
     def vpp_size(self) -> int:
         """Model chunks per stage; 1 without virtual pipelining."""
-        return self.virtual_pipeline_model_parallel_size or 1
+        given, layout = self.virtual_pipeline_model_parallel_size, self.layer_layout
+        if given is None and layout is not None and len(layout) % self.pipeline_model_parallel_size == 0:
+            return len(layout) // self.pipeline_model_parallel_size
+        return given or 1
+
+    @property
+    def has_uneven_stages(self) -> bool:
+        """Whether a key gives pipeline stages different numbers of layers."""
+        return any(getattr(self, key) not in (None, False) for key in SPLIT_KEYS)
+
+    def chunk_layers(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
+        """Decoder layers by pipeline stage and virtual stage. Raises `LayoutError` where they do not divide so."""
+        from roll_batching.settings.pipeline_split import chunk_layers
+
+        return chunk_layers(self, num_layers)
 
     @property
     def has_cp_per_pack(self) -> bool:

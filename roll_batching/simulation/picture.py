@@ -22,7 +22,6 @@ def draw_timeline(step: SimulatedStep, path: str | Path, *, title: str = "") -> 
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     constraints = step.plan.constraints
     ranks = chosen_ranks(step)

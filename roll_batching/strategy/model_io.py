@@ -12,7 +12,13 @@ from roll_batching.distributed import Facts
 from roll_batching.errors import CheckpointError, LayoutError
 from roll_batching.settings import RoleSettings
 from roll_batching.strategy.offload import KINDS, OffloadMixin
-from roll_batching.strategy.weights import Transfer, check_same_parameters, copy_parameters, gather_parameters
+from roll_batching.strategy.weights import (
+    Transfer,
+    check_same_parameters,
+    copy_parameters,
+    gather_parameters,
+    has_same_stages,
+)
 
 if TYPE_CHECKING:
     from roll_batching.strategy.resharding import Resharding
@@ -122,8 +128,8 @@ class ModelIOMixin(OffloadMixin):
             source, target = other.state, self.state
             other._offload.require(["parameters"], "the strategy that copy_weights_from reads")
             facts.equal("the layout that weights come from", source.layout.dims)
-            same_layout = source.layout.dims == target.layout.dims
-            # With equal dims a rank has the same shards of both, and copies them without communication.
+            # Then a rank has the same shards of both, and copies them without communication.
+            same_layout = source.layout.dims == target.layout.dims and has_same_stages(source, target)
             if same_layout:
                 check_same_parameters(source, target)
         if same_layout:

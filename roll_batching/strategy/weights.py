@@ -10,6 +10,7 @@ import torch
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
+from roll_batching.modeling.spec import has_uneven_stages
 from roll_batching.strategy.model_state import ModelState
 
 
@@ -44,6 +45,17 @@ def gather_parameters(chunks: Sequence[Any]) -> None:
     for chunk in chunks:
         if getattr(chunk, "use_forward_hook", False):  # set by DDP under overlap_param_gather
             chunk.start_param_sync(force_sync=True)
+
+
+def has_same_stages(source: ModelState, target: ModelState) -> bool:
+    """Whether two models in one layout have the same layers in each pipeline stage; equal on all ranks."""
+    configs = [gpt_of(model.chunks[0]).config for model in (source, target)]
+    if not any(has_uneven_stages(config) for config in configs):
+        return True
+    from roll_batching.modeling.layer_layout import layers_of_all_chunks  # few models need it
+
+    one, other = map(layers_of_all_chunks, configs)
+    return one == other
 
 
 def check_same_parameters(source: ModelState, target: ModelState) -> None:

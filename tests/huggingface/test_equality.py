@@ -79,6 +79,13 @@ def test_layouts(models: Any, report: Callable[[str], None]) -> None:
     _check(models, [("qwen3", layout, TRAINED) for layout in LAYOUTS] + [("qwen2", Layout(pp=2), TRAINED)], report)
 
 
+def test_uneven_pipelines(models: Any, report: Callable[[str], None]) -> None:
+    """The second one samples, too, each token through both stages."""
+    virtual = Layout(pp=2, vpp=2, layers=4, pattern="Ett|t|t|L")
+    ends = Layout(pp=2, layers=4, first=1)
+    _check(models, [("qwen3", virtual, TRAINED), ("qwen2", ends, {**TRAINED, "greedy": NEW})], report)
+
+
 @pytest.mark.slow
 def test_all_families_in_all_layouts(models: Any, report: Callable[[str], None]) -> None:
     _check(models, [(name, layout, TRAINED) for name in tiny.DENSE for layout in LAYOUTS], report)

@@ -15,6 +15,11 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.models
 
 LAYOUTS = [Layout(tp=2, sp=True, pp=2), Layout(pp=2, vpp=2, cp=2), Layout(tp=2, dp=2, distopt=True)]
+UNEVEN = [
+    Layout(tp=2, sp=True, pp=2, layers=4, first=1),
+    Layout(pp=2, vpp=2, dp=2, distopt=True, layers=4, pattern="Ett|t|t|L"),
+    Layout(pp=4, layers=4, pattern="E|tt|tt|L"),
+]
 EXPERT_LAYOUTS = [Layout(tp=2, sp=True, dp=2, ep=2, moe=True)]
 
 
@@ -41,7 +46,9 @@ def check_equal(written, read):
 
 
 @pytest.mark.parametrize(
-    ("names", "layouts"), [(["qwen3", "qwen2"], LAYOUTS), (["qwen3_moe"], EXPERT_LAYOUTS)], ids=["dense", "experts"]
+    ("names", "layouts"),
+    [(["qwen3", "qwen2"], LAYOUTS), (["qwen3_moe"], EXPERT_LAYOUTS), (["qwen3", "qwen2"], UNEVEN)],
+    ids=["dense", "experts", "uneven stages"],
 )
 def test_what_was_read_is_written_to_the_bit(tmp_path, names, layouts, report):
     for name in names:
@@ -78,6 +85,30 @@ def test_what_was_trained_is_loaded_by_transformers(tmp_path, report):
         float((a - b).abs().max()) for a, b in zip(answers[0]["again"], answers[0]["log_probs"], strict=True) if len(a)
     )
     report(f"llama3 trained, written, loaded by transformers: log-probs {gap:.1e} (training moved them by {moved:.1e})")
+    assert gap < 1e-5 and moved > 1e-2
+
+
+def test_what_an_uneven_pipeline_trained_is_written_to_the_bit(tmp_path, report):
+    """Loaded, trained and written by stages of one and three layers; read by transformers, and by equal stages."""
+    from transformers import AutoModelForCausalLM
+
+    tiny.write_model(tmp_path / "model", "qwen3")
+    tiny.write_tokenizer(tmp_path / "model")
+    uneven, first, second = Layout(pp=2, layers=4, first=1), str(tmp_path / "first"), str(tmp_path / "second")
+    cases = [
+        (str(tmp_path / "model"), uneven, {"steps": 2, "rate": 1e-3, "export": first, "again": True}),
+        (first, Layout(pp=2), {"export": second}),
+        (first, Layout(tp=2), {}),
+    ]
+    (answers, _) = run_ranks(2, "tests.huggingface.ranks:answers", cases)
+    check_equal(tmp_path / "second", tmp_path / "first")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.float32)
+    with torch.no_grad():
+        expected = tiny.log_probs(model.eval())
+    rows = zip(answers[0]["again"], answers[1]["log_probs"], answers[2]["log_probs"], expected, strict=True)
+    gap = max(float((one - row[-1]).abs().max()) for row in rows for one in row[:-1] if len(one))
+    moved = max(float((a - b).abs().max()) for a, b in zip(answers[0]["log_probs"], expected, strict=True) if len(a))
+    report(f"qwen3 trained by 1 + 3 layers, written, loaded again: log-probs {gap:.1e} (training moved {moved:.1e})")
     assert gap < 1e-5 and moved > 1e-2
 
 

@@ -52,11 +52,13 @@ def simulate_pipeline(
     group_size: int | None = None,
     backward_factor: float = 2,
     transfer: float = 0,
+    shares: Sequence[float] | None = None,
 ) -> PipelineRun:
     """Simulate 1F1B, or the interleaved schedule when chunks > 1, with `forward` times per micro-batch.
 
     A chunk takes 1/chunks of its stage's time, backward `backward_factor` times as long. `transfer` is the time from
-    the end of an operation to its arrival on another stage.
+    the end of an operation to its arrival on another stage. With `shares` a chunk takes its share of that instead, by
+    its number in the order of the layers.
     """
     if stages < 1 or chunks < 1 or len(forward) == 0:
         raise PlanError("simulate_pipeline needs at least one stage, one chunk and one micro-batch")
@@ -76,7 +78,8 @@ def simulate_pipeline(
         if source is not None and arrived.get((stage, source), float("inf")) > now:
             continue
         kind, micro_batch, chunk = operation
-        duration = forward[micro_batch] / chunks * (backward_factor if kind == "B" else 1)
+        share = 1 if shares is None else shares[chunk * stages + stage]
+        duration = forward[micro_batch] * share / chunks * (backward_factor if kind == "B" else 1)
         end = now + duration
         done.append(Interval(stage, kind, micro_batch, chunk, now, end))
         busy[stage] += duration

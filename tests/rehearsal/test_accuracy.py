@@ -20,6 +20,7 @@ PP2_VPP2 = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_
 PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 AUTO = {"context_parallel_size": "auto"}
+UNEVEN = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|t|tt|tL"}
 PAIRS = {"training_args": {"per_device_train_batch_size": 2}}
 GROUPS = {"prompt_length": 100, "response_length": 100, "num_return_sequences_in_group": 4, "rollout_batch_size": 4}
 SHARING = {"max_packed_sequence_length_train": 512}
@@ -31,6 +32,7 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "padded, full recompute": (job_of(batching=PADDED, megatron=FULL), 1),
     "TP2": (job_of(megatron=TP2), 2),
     "PP2 x VPP2": (job_of(megatron=PP2_VPP2), 2),
+    "PP2 x VPP2, uneven": (job_of(megatron=UNEVEN), 2),
     "CP2, padded": (job_of(batching=PADDED, megatron=CP2), 2),
     "experts": (job_of(architecture=EXPERTS), 1),
     "experts, EP2": (job_of(architecture=EXPERTS, megatron={"expert_model_parallel_size": 2}), 2),
@@ -51,7 +53,10 @@ CP_SIZES = {
     "a size per pack, CP 2, PP2": 2,
 }
 """Context-parallel size of the rehearsed packs of jobs whose packs have their own."""
-SAMPLED = set(JOBS) - {"PP2 x VPP2", "CP2, padded", "DPO", "a size per pack, CP 2", "a size per pack, CP 2, PP2"}
+SAMPLED = set(JOBS) - {
+    *("PP2 x VPP2", "PP2 x VPP2, uneven", "CP2, padded", "DPO"),
+    *("a size per pack, CP 2", "a size per pack, CP 2, PP2"),
+}
 """Jobs with rollouts of the training model."""
 
 

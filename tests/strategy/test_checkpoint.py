@@ -113,9 +113,12 @@ CHAINS: dict[str, list[Layout]] = {
         Layout(tp=2, sp=True),
         Layout(cp=2),
         Layout(dp=2),
+        Layout(pp=2, layers=4, first=1),
         Layout(tp=2, pp=2, vpp=2),
+        Layout(pp=4, layers=4, pattern="E|tt|tt|L"),
+        Layout(pp=2, dp=2, distopt=True, layers=4, first=3),
     ],
-    "tied": [Layout(tp=2), Layout(pp=2, vpp=2)],
+    "tied": [Layout(tp=2), Layout(pp=2, vpp=2), Layout(pp=2, vpp=2, layers=4, pattern="Ett|t|t|L")],
     "experts": [Layout(tp=2, sp=True), Layout(dp=2), Layout(pp=2)],
     "bf16": [Layout(tp=2), Layout(pp=2, vpp=2)],
 }

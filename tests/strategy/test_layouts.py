@@ -19,7 +19,16 @@ import torch
 import torch.distributed as dist
 
 from tests.support.experts import let_experts_run
-from tests.support.layouts import EXPERTS, MORE_EXPERTS, MOST_RANKS, Layout, pairwise, wanted_pairs
+from tests.support.layouts import (
+    EXPERTS,
+    MORE_EXPERTS,
+    MORE_UNEVEN,
+    MOST_RANKS,
+    UNEVEN,
+    Layout,
+    pairwise,
+    wanted_pairs,
+)
 from tests.support.layouts import _pairs as pairs_of
 from tests.support.models import ARCHITECTURE, MODES
 from tests.support.ranks import run_ranks
@@ -64,7 +73,7 @@ Variant = tuple[int, bool, bool, bool]
 
 def variant_of(layout: Layout) -> Variant:
     """Two layers per chunk, where that is not deeper than `DEEPEST`: on a CPU their collectives are the time."""
-    layers = 4 if layout.moe else min(2 * layout.pp * layout.vpp, DEEPEST)
+    layers = layout.layers or (4 if layout.moe else min(2 * layout.pp * layout.vpp, DEEPEST))
     return layers, layout.tied, layout.moe, layout.router
 
 
@@ -275,3 +284,12 @@ def test_experts(references: Path, report: Callable[[str], None]) -> None:
 @pytest.mark.slow
 def test_experts_in_more_layouts(references: Path, report: Callable[[str], None]) -> None:
     _run(MORE_EXPERTS, references, report)
+
+
+def test_uneven_pipelines(references: Path, report: Callable[[str], None]) -> None:
+    _run(UNEVEN, references, report)
+
+
+@pytest.mark.slow
+def test_more_uneven_pipelines(references: Path, report: Callable[[str], None]) -> None:
+    _run(MORE_UNEVEN, references, report)

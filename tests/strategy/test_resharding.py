@@ -20,6 +20,8 @@ KEYS = {
     "cp": "context_parallel_size",
     "ep": "expert_model_parallel_size",
     "sp": "sequence_parallel",
+    "first": "num_layers_in_first_pipeline_stage",
+    "pattern": "pipeline_model_parallel_layout",
 }
 CAP = 96
 DEEP = {**ARCHITECTURE, "num_layers": 4}
@@ -71,9 +73,13 @@ def _crossed(policy: Any, other: Any, whole: Any) -> tuple[Any, Any]:
 
     home = whole.select(torch.arange(policy.layout.dp_rank, len(whole), policy.layout.dp_size))
     table = gather_lengths(home)
-    ours = with_log_probs(policy, home, [policy.plan(table, forward=True)], "ours", None)
+    plans = [policy.plan(table, forward=True)]
+    ours = with_log_probs(policy, home, plans, "ours", None)
     crossing = layout_exchange_between(policy, other)
-    theirs = with_log_probs_over(crossing, other, home, table, "theirs", None)
+    if crossing is None:  # the same ranks, with other layers in their stages
+        theirs = with_log_probs(other, home, plans, "theirs", None)
+    else:
+        theirs = with_log_probs_over(crossing, other, home, table, "theirs", None)
     return ours["ours"], theirs["theirs"]
 
 
@@ -125,6 +131,10 @@ PAIRS: list[dict[str, Any]] = [
     {"train": {"pp": 4}, "other": {"cp": 2, "tp": 2}},
     {"train": {"pp": 2, "vpp": 2, "tp": 2}, "other": {"pp": 2}},
     {"train": {"pp": 2}, "other": {"pp": 2, "vpp": 2}, "architecture": TIED},
+    {"train": {"pp": 2, "first": 1}, "other": {"pp": 2}},
+    {"train": {"pp": 2, "pattern": "Ettt|tL"}, "other": {"pp": 4}, "architecture": TIED},
+    {"train": {"pp": 2, "pattern": "Et|t|t|tL"}, "other": {"pp": 2, "first": 3, "tp": 2}},
+    {"train": {"tp": 2}, "other": {"pp": 2, "pattern": "E|tt|t|tL"}},
     {"train": {"ep": 2, "tp": 2, "sp": True}, "other": {"ep": 4}, "architecture": EXPERTS},
     {"train": {"ep": 4}, "other": {"pp": 2, "tp": 2, "sp": True}, "architecture": EXPERTS},
 ]

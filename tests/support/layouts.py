@@ -44,6 +44,17 @@ class Layout:
     moe: bool = False
     router: bool = False
     """With the routers' z-loss, which with `per_token` depends on nothing but the tokens."""
+    layers: int = 0
+    """Decoder layers of the model; 0: two per chunk."""
+    first: int | None = None
+    """Of them in the first stage."""
+    last: int | None = None
+    embedding: bool = False
+    """Counted as a layer."""
+    loss: bool = False
+    """Counted as a layer."""
+    pattern: str | None = None
+    """`pipeline_model_parallel_layout`, with `vpp` chunks per stage."""
 
     @property
     def ranks(self) -> int:
@@ -59,7 +70,12 @@ class Layout:
         sizes = " ".join(
             f"{k}{getattr(self, k)}" for k in ("tp", "pp", "vpp", "cp", "dp", "ep") if getattr(self, k) > 1
         )
-        flags = [k for k in ("sp", "distopt", "recompute", "tied", "moe", "router") if getattr(self, k)]
+        names = ("sp", "distopt", "recompute", "tied", "moe", "router", "first", "last", "embedding", "loss", "pattern")
+        flags = [
+            k if getattr(self, k) is True else f"{k} {getattr(self, k)}"
+            for k in names
+            if getattr(self, k) not in (None, False)
+        ]
         scaling = [] if self.per_token else ["micro-batch-mean"]
         return " ".join([sizes or "one rank", *flags, *scaling, self.dtype])
 
@@ -75,6 +91,11 @@ class Layout:
             "use_distributed_optimizer": self.distopt,
             "recompute_granularity": "full" if self.recompute else None,
             "calculate_per_token_loss": self.per_token,
+            "num_layers_in_first_pipeline_stage": self.first,
+            "num_layers_in_last_pipeline_stage": self.last,
+            "account_for_embedding_in_pipeline_split": self.embedding,
+            "account_for_loss_in_pipeline_split": self.loss,
+            "pipeline_model_parallel_layout": self.pattern,
         }
 
 
@@ -145,3 +166,28 @@ MORE_EXPERTS = [
     Layout(moe=True, router=True, dp=4, ep=2, distopt=True),
 ]
 """What users run: tensor with sequence parallelism (tensor-parallel experts among them), stages, experts over ranks."""
+
+UNEVEN = [
+    Layout(pp=2, layers=4, first=1),
+    Layout(pp=2, vpp=2, layers=5, pattern="Et|tt|t|tL"),
+    Layout(tp=2, sp=True, pp=2, layers=4, last=1, tied=True),
+    Layout(pp=4, layers=6, embedding=True, loss=True),
+]
+"""One of each kind of key, for every run of the tests."""
+MORE_UNEVEN = [
+    Layout(pp=2, dp=2, layers=4, first=3, distopt=True, recompute=True),
+    Layout(pp=2, dp=2, layers=5, pattern="Et|ttttL", tied=True, distopt=True, per_token=False),
+    Layout(pp=4, layers=5, first=1, last=2),
+    Layout(pp=4, layers=2, embedding=True, loss=True),  # a stage with the embedding alone, one with the head alone
+    Layout(pp=4, layers=2, embedding=True, loss=True, tied=True, recompute=True),
+    Layout(pp=2, vpp=2, layers=4, pattern="E|tt|tt|L"),
+    Layout(pp=2, vpp=2, layers=4, pattern="Ett|t|t|L", recompute=True),
+    Layout(pp=2, vpp=2, layers=6, first=2, cp=2),
+    Layout(pp=2, vpp=2, layers=6, embedding=True, loss=True, dp=2),
+    Layout(pp=4, vpp=2, layers=8, pattern="Et|t|tt|t|t|t|t|L"),
+    Layout(tp=2, sp=True, pp=4, layers=6, embedding=True, loss=True),
+    Layout(tp=2, sp=True, pp=2, vpp=2, layers=5, pattern="Et|tt|t|tL", recompute=True),
+    Layout(moe=True, router=True, pp=2, dp=2, ep=2, layers=4, first=1),
+    Layout(pp=2, layers=4, last=1, dtype="bf16"),
+]
+"""With data, context, tensor and expert parallelism, and stages and chunks without decoder layers."""

@@ -118,7 +118,6 @@ _MTP = "multi-token prediction (MTP) is not supported"
 _ROUTER_REPLAY = "router replay is not supported"
 _HYBRID_CP = "Megatron's scheduler of context-parallel sizes runs each sequence alone"
 _CHAT_TEMPLATE = "messages go through the tokenizer's own chat template, prompts are used as the file has them"
-_EQUAL_STAGES = "pipeline stages have equal numbers of layers"
 _NCCL = "roles share one process and its NCCL buffers"
 
 _ROLL: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
@@ -229,8 +228,6 @@ _MEGATRON: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
         _refused("batch_p2p_comm", "batched transfers pair wrongly with two stages under VPP; leave it out", False),
         _refused("deallocate_pipeline_outputs", "it races with transfers before Megatron-Core 0.18", False),
         _refused("moe_token_dispatcher_type", "allgather needs micro-batches of equal length on all ranks", "alltoall"),
-        _refused("account_for_embedding_in_pipeline_split", _EQUAL_STAGES, False),
-        _refused("account_for_loss_in_pipeline_split", _EQUAL_STAGES, False),
         _refused("mtp_num_layers", _MTP, 0),
         _refused("fp8", _FP8, instead="model_args.dtype: bf16"),
         _refused("fp8_recipe", _FP8, instead="model_args.dtype: bf16"),

@@ -8,8 +8,9 @@ from roll_batching.jobs.config.diagnostics import Problem
 from roll_batching.jobs.config.engine_rules import uses_engine
 from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.jobs.config.worker import WorkerConfig
-from roll_batching.settings.megatron_config import OPTIMIZER_DTYPES, MegatronConfig
+from roll_batching.settings.megatron_config import OPTIMIZER_DTYPES, SPLIT_KEYS, MegatronConfig
 from roll_batching.settings.model import ArchitectureConfig
+from roll_batching.settings.pipeline_split import split_problems
 
 PARALLEL_KEYS = (
     "tensor_model_parallel_size",
@@ -18,6 +19,7 @@ PARALLEL_KEYS = (
     "context_parallel_size",
     "expert_model_parallel_size",
     "sequence_parallel",
+    *SPLIT_KEYS,
 )
 
 
@@ -70,8 +72,11 @@ def size_problems(name: str, role: WorkerConfig) -> Iterator[Problem]:
         yield Problem((*path, "microbatch_group_size_per_vp_stage"), f"is {group}; it must be at least PP = {pp}")
     if role.device_mapping is not None and len(role.device_mapping) % layout.model_size:
         yield Problem((name, "device_mapping"), layout.misfit(len(role.device_mapping)))
-    if role.model_args.architecture is not None:
-        yield from model_fits(name, role.model_args.architecture, layout)
+    model = role.model_args.architecture
+    for key, text in split_problems(layout, None if model is None else model.num_layers):
+        yield Problem((*path, key), text)
+    if model is not None:
+        yield from model_fits(name, model, layout)
 
 
 _ONE_WHEN_SAMPLING = ("virtual_pipeline_model_parallel_size", "context_parallel_size")
@@ -80,7 +85,7 @@ _ONE_WHEN_SAMPLING = ("virtual_pipeline_model_parallel_size", "context_parallel_
 
 def _fixed_size(layout: MegatronConfig, key: str) -> int:
     """The size under one of `_ONE_WHEN_SAMPLING`; a size per pack does not concern sampling."""
-    size = getattr(layout, key)
+    size = layout.vpp_size if key == "virtual_pipeline_model_parallel_size" else getattr(layout, key)
     return 1 if size in (None, "auto") else int(size)
 
 
@@ -174,9 +179,10 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
     """Dimensions of `model` that the sizes of `layout` do not divide."""
     path = (name, "model_args", "architecture")
     tp, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size * layout.vpp_size
-    if model.num_layers % stages:
+    if model.num_layers % stages and not layout.has_uneven_stages:
         text = (
             f"{model.num_layers} layers do not divide into PP x VPP = {stages} equal parts; use a multiple of {stages}"
+            ", or give stages other numbers of layers (num_layers_in_first_pipeline_stage and the like)"
         )
         yield Problem((*path, "num_layers"), text)
     if model.num_attention_heads % tp:

@@ -9,6 +9,7 @@ from roll_batching.jobs.config.job_keys import JobKeys, TokenizerConfig
 from roll_batching.jobs.config.objective_rules import reward_norm_of
 from roll_batching.jobs.config.stream import TrainSection
 from roll_batching.jobs.config.worker import ValidationConfig, WorkerConfig
+from roll_batching.settings.megatron_config import SPLIT_KEYS
 
 
 def resolve(job: JobKeys) -> dict[str, Any]:
@@ -111,16 +112,21 @@ def _inherit(role: WorkerConfig, train: WorkerConfig) -> WorkerConfig:
             role = _update(role, "model_args", **{key: getattr(train.model_args, key)})
     layout = role.strategy_args.strategy_config
     shared = train.strategy_args.strategy_config
-    missing = {name: getattr(shared, name) for name in type(layout).model_fields if name not in layout.model_fields_set}
+    given = layout.model_fields_set
+    missing = {name: getattr(shared, name) for name in type(layout).model_fields if name not in given}
+    # A split has one kind of keys, and belongs to one number of stages: those of actor_train go together.
+    chunks = {"virtual_pipeline_model_parallel_size"} if layout.vpp_size != shared.vpp_size else set()
+    if given & {*SPLIT_KEYS, *chunks}:
+        missing = {name: value for name, value in missing.items() if name not in SPLIT_KEYS}
     if layout.pipeline_model_parallel_size != shared.pipeline_model_parallel_size:
-        if "pipeline_model_parallel_size" in layout.model_fields_set:  # VPP belongs to actor_train's pipeline
+        if "pipeline_model_parallel_size" in given:  # VPP belongs to actor_train's pipeline
             missing = {name: value for name, value in missing.items() if name not in _PIPELINE_KEYS}
     strategy = role.strategy_args.model_copy(update={"strategy_config": layout.model_copy(update=missing)})
     devices = train.device_mapping if role.device_mapping is None else role.device_mapping
     return role.model_copy(update={"strategy_args": strategy, "device_mapping": devices})
 
 
-_PIPELINE_KEYS = ("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage")
+_PIPELINE_KEYS = ("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage", *SPLIT_KEYS)
 
 
 def _update(role: WorkerConfig, section: str, **values: Any) -> WorkerConfig:

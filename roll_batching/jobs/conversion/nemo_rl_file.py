@@ -28,8 +28,6 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("policy.megatron_cfg.moe_router_load_balancing_type", "refused", f"{ROUTERS} have model_args.architecture's loss"),
     ("policy.megatron_cfg.moe_router_enable_expert_bias", "refused", f"{ROUTERS} are as the model's config.json says"),
     ("policy.megatron_cfg.moe_router_bias_update_rate", "refused", f"{ROUTERS} are as the model's config.json says"),
-    ("policy.megatron_cfg.num_layers_in_first_pipeline_stage", "refused", "stages have equal numbers of layers"),
-    ("policy.megatron_cfg.num_layers_in_last_pipeline_stage", "refused", "stages have equal numbers of layers"),
     ("policy.megatron_cfg.mtp_", "refused", "multi-token prediction (MTP) is not supported for now"),
     ("policy.megatron_cfg.train_iters", "idle", "max_steps is the job's length"),
     (

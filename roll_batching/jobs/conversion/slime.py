@@ -128,8 +128,13 @@ def _layout(file: SlimeFile) -> None:
         "recompute_method",
         "recompute_num_layers",
         "recompute_modules",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "pipeline_model_parallel_layout",
     ):
         file.move(f"--{name.replace('_', '-')}", (*_LAYOUT, name))
+    for end in ("first", "last"):
+        file.move(f"--decoder-{end}-pipeline-num-layers", (*_LAYOUT, f"num_layers_in_{end}_pipeline_stage"))
     file.move("--accumulate-allreduce-grads-in-fp32", (*_LAYOUT, "grad_reduce_in_fp32"))
 
 

@@ -28,7 +28,8 @@ INTEGERS = (
     *COUNTS,
     *_names(
         "rollout-num-gpus rollout-top-k eval-top-k seed rollout-seed lr-warmup-iters lr-decay-iters "
-        "recompute-num-layers virtual-pipeline-model-parallel-size expert-tensor-parallel-size num-critic-only-steps"
+        "recompute-num-layers virtual-pipeline-model-parallel-size expert-tensor-parallel-size num-critic-only-steps "
+        "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers"
     ),
 )
 FLOATS = _names(
@@ -40,7 +41,8 @@ FLOATS = _names(
 TEXTS = _names(
     "hf-checkpoint load save ref-load prompt-data input-key label-key rm-type advantage-estimator loss-type "
     "kl-loss-type lr-decay-style optimizer recompute-granularity recompute-method wandb-project wandb-group "
-    "rollout-function-path custom-generate-function-path custom-rm-path eval-config moe-token-dispatcher-type"
+    "rollout-function-path custom-generate-function-path custom-rm-path eval-config moe-token-dispatcher-type "
+    "pipeline-model-parallel-layout"
 )
 LISTS = _names("eval-prompt-data recompute-modules rollout-stop rollout-stop-token-ids")
 FLAGS = _names(
@@ -49,7 +51,8 @@ FLAGS = _names(
     "disable-rewards-normalization use-tis use-rollout-logprobs sequence-parallel apply-chat-template rollout-shuffle "
     "partial-rollout use-opsm use-opd use-routing-replay use-rollout-routing-replay use-wandb fp16 bf16 async-save "
     "use-distributed-optimizer overlap-grad-reduce overlap-param-gather accumulate-allreduce-grads-in-fp32 "
-    "debug-train-only debug-rollout-only skip-eval-before-train reset-optimizer-states"
+    "debug-train-only debug-rollout-only skip-eval-before-train reset-optimizer-states "
+    "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split"
 )
 
 DEFAULTS: Mapping[str, Any] = {
@@ -170,9 +173,6 @@ _REFUSED: Mapping[str, str] = {
     f"{ROUTERS} are as the model's config.json says": "moe-router-enable-expert-bias moe-router-bias-update-rate",
     f"{ROUTERS} have no loss unless model_args.architecture.moe gives it a weight": (
         "moe-aux-loss-coeff moe-z-loss-coeff moe-router-load-balancing-type"
-    ),
-    "pipeline stages have equal numbers of layers": (
-        "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers"
     ),
     "set strategy_config.virtual_pipeline_model_parallel_size": "num-layers-per-virtual-pipeline-stage",
     "attention kernels for packs have no dropout": "attention-dropout",

@@ -199,11 +199,6 @@ _REFUSED: Mapping[str, str] = {
     "prompts are not resampled; drop_zero_advantage_groups is similar": "algorithm.filter_groups",
     "samples are not weighted by their rewards like this": "algorithm.use_pf_ppo",
     "the optimizer is AdamW with the settings above": f"{ACTOR}.optim. optim.",
-    "stages have equal numbers of layers": (
-        f"{ACTOR}.megatron.override_transformer_config.num_layers_in_ "
-        f"{ACTOR}.megatron.override_transformer_config.account_for_ "
-        "engine.override_transformer_config.num_layers_in_ engine.override_transformer_config.account_for_"
-    ),
     f"{ROUTERS} are as the model's config.json says": (
         f"{ACTOR}.megatron.override_transformer_config.moe_ engine.override_transformer_config.moe_"
     ),

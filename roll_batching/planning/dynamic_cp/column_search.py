@@ -70,8 +70,12 @@ def _step_time(maxima: Ints, passes: Passes) -> int:
     """Sum of the times of columns, or three times their makespan."""
     if len(passes.previous) > 0:
         micro_batch, backward = passes.micro_batch, passes.backward
+        times = maxima.reshape(1, -1)  # one row: all chunks take equally long
+        row = np.zeros_like(micro_batch)
         return int(
-            makespan_in_order(maxima, passes.order, micro_batch, backward, passes.previous, passes.awaited, passes.end)
+            makespan_in_order(
+                times, passes.order, micro_batch, row, backward, passes.previous, passes.awaited, passes.end
+            )
         )
     total = 0
     for time in maxima:

@@ -15,6 +15,7 @@ from roll_batching.planning.compiled import compiled
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
 from roll_batching.planning.dynamic_cp.nested import FORMS, levels_by_target, place_levels
 from roll_batching.planning.dynamic_cp.placed import PlacedPacks
+from roll_batching.planning.pipeline.ordering import Shares, times_of_chunks
 
 CAPS = (100, 50, 25)
 """Caps of packs that are tried, in percent: smaller packs fill the pipeline better and pay more fixed costs."""
@@ -24,7 +25,7 @@ ORDERS = (1, -1)
 """Packs of a block by rising or falling time."""
 
 
-def place_in_pipeline(choices: SizeChoices, ranks: int, stages: int) -> PlacedPacks:
+def place_in_pipeline(choices: SizeChoices, ranks: int, stages: int, shares: Shares | None = None) -> PlacedPacks:
     """The placement with the shortest makespan among several caps, sizes and orders."""
     best: PlacedPacks | None = None
     for target in TARGETS:
@@ -32,19 +33,21 @@ def place_in_pipeline(choices: SizeChoices, ranks: int, stages: int) -> PlacedPa
         for percent, (full_from, fill) in itertools.product(CAPS, FORMS):
             packs = place_levels(choices, ranks, levels, full_from, fill, cap_percent=percent)
             for direction in ORDERS:
-                ordered = _in_order(packs, choices, direction, stages, ranks)
+                ordered = _in_order(packs, choices, direction, ranks, stages, shares)
                 if best is None or ordered.step_time < best.step_time:
                     best = ordered
     assert best is not None
     return best
 
 
-def _in_order(packs: PlacedPacks, choices: SizeChoices, direction: int, stages: int, ranks: int) -> PlacedPacks:
+def _in_order(
+    packs: PlacedPacks, choices: SizeChoices, direction: int, ranks: int, stages: int, shares: Shares | None
+) -> PlacedPacks:
     """Packs with those of each block by rising or falling time, and the makespan."""
     times = choices.pack_times(packs)
     firsts, levels = np.array(packs.first_ranks, dtype=np.int64), np.array(packs.levels, dtype=np.int64)
     order = np.lexsort((direction * times, firsts, -levels))
-    span = joint_makespan(firsts[order], choices.sizes[levels[order]], times[order], ranks, stages)
+    span = joint_makespan(firsts[order], choices.sizes[levels[order]], times[order], ranks, stages, shares)
     return PlacedPacks(
         units=[packs.units[pack] for pack in order.tolist()],
         first_ranks=firsts[order].tolist(),
@@ -53,11 +56,14 @@ def _in_order(packs: PlacedPacks, choices: SizeChoices, direction: int, stages: 
     )
 
 
-def joint_makespan(first_ranks: Ints, sizes: Ints, times: Ints, ranks: int, stages: int) -> int:
+def joint_makespan(
+    first_ranks: Ints, sizes: Ints, times: Ints, ranks: int, stages: int, shares: Shares | None = None
+) -> int:
     """Nanoseconds of 1F1B over all ranks, int64[packs] each, in an order that every rank follows.
 
-    A third of a pack's time is its forward pass. Ranks of a block start a pass together; transfers between stages are
-    free. Ranks without a pack are left out.
+    `times` are those of a stage of mean cost, of which each stage takes its share. A third of a pack's time is its
+    forward pass. Ranks of a block start a pass together; transfers between stages are free. Ranks without a pack are
+    left out.
     """
     counts = np.zeros(ranks, dtype=np.int64)
     for first, size in zip(first_ranks.tolist(), sizes.tolist(), strict=True):
@@ -68,16 +74,17 @@ def joint_makespan(first_ranks: Ints, sizes: Ints, times: Ints, ranks: int, stag
         for rank in range(first, first + size):
             lists[rank, filled[rank]] = pack
             filled[rank] += 1
-    return int(_run_joint(lists, counts, first_ranks, sizes, times, stages))
+    by_stage = times_of_chunks(times, shares if shares is not None else (1.0,) * stages)
+    return int(_run_joint(lists, counts, first_ranks, sizes, by_stage))
 
 
 @compiled
-def _run_joint(lists: Ints, counts: Ints, first_ranks: Ints, sizes: Ints, times: Ints, stages: int) -> int:
+def _run_joint(lists: Ints, counts: Ints, first_ranks: Ints, sizes: Ints, times: Ints) -> int:
     """Makespan of the passes of all ranks and stages; -1 if ranks wait for each other in a circle."""
-    ranks = len(counts)
+    ranks, stages = len(counts), len(times)
     position = np.zeros((ranks, stages), dtype=np.int64)
     free = np.zeros((ranks, stages), dtype=np.int64)
-    ends = np.full((2, len(times), stages), -1, dtype=np.int64)
+    ends = np.full((2, times.shape[1], stages), -1, dtype=np.int64)
     left = 2 * stages * counts.sum()
     while left > 0:
         before = left
@@ -106,8 +113,8 @@ def _run_joint(lists: Ints, counts: Ints, first_ranks: Ints, sizes: Ints, times:
                         awaited = ends[1, pack, stage + 1] if stage < stages - 1 else ends[0, pack, stage]
                     if awaited < 0:
                         break
-                    forward = times[pack] // 3
-                    end = max(start, awaited) + (times[pack] - forward if is_backward else forward)
+                    forward = times[stage, pack] // 3
+                    end = max(start, awaited) + (times[stage, pack] - forward if is_backward else forward)
                     ends[is_backward, pack, stage] = end
                     for member in range(first, last):
                         free[member, stage] = end

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints, offsets_of
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.dynamic_cp.choices import SizeChoices
@@ -35,7 +36,13 @@ def place_blocks(problem: PlanProblem, times: PackTimes) -> tuple[Ints, Ints, Pa
     constraints = problem.constraints
     choices = SizeChoices.of(problem, times)
     fixed_size, fixed = _best_fixed(problem, choices)
-    found = [packs for packs in (fixed, _search(constraints, choices)) if packs is not None]
+    found = [packs for packs in (fixed, _search(problem, choices)) if packs is not None]
+    if not found:
+        raise PlanError(
+            f"no single context-parallel size up to max_cp_size={constraints.max_cp_size} holds every sample and group "
+            "below the cap, and pipelines of unequal stages with virtual stages or experts have one size: raise "
+            "max_tokens"
+        )
     best = min(found, key=lambda packs: packs.step_time)
     return _blocks_of(best, choices, constraints.dp_size, fixed_size, 0 if fixed is None else fixed.step_time)
 
@@ -73,11 +80,17 @@ def _blocks_of(
     return units, offsets_of(np.array([len(pack) for pack in members], dtype=np.int64)), blocks
 
 
-def _search(constraints: PlanConstraints, choices: SizeChoices) -> PlacedPacks:
-    """Packs of several sizes: in columns where all ranks need equal numbers of packs, else also on nested blocks."""
+def _search(problem: PlanProblem, choices: SizeChoices) -> PlacedPacks | None:
+    """Packs of several sizes: in columns where all ranks need equal numbers of packs, else also on nested blocks.
+
+    None where stages of unequal cost need columns, whose search takes stages for equal.
+    """
+    constraints, shares = problem.constraints, problem.chunk_shares
     ranks = constraints.dp_size
     needs_columns = constraints.interleaved or constraints.meets_at_every_index
     if constraints.pp_size > 1:
+        if shares is not None:
+            return None if needs_columns else place_in_pipeline(choices, ranks, constraints.pp_size, shares)
         columns = place_pipeline_columns(choices, constraints)
         if needs_columns:
             return columns
@@ -143,11 +156,11 @@ def plan_fixed(problem: PlanProblem, choices: SizeChoices, level: int) -> Placed
         units=members,
         first_ranks=[m // count * size for m in range(len(members))],
         levels=[level] * len(members),
-        step_time=_step_time(table, one_size),
+        step_time=_step_time(table, one_size, problem.chunk_shares),
     )
 
 
-def _step_time(table: Ints, constraints: PlanConstraints) -> int:
+def _step_time(table: Ints, constraints: PlanConstraints, shares: tuple[float, ...] | None) -> int:
     """Nanoseconds of a step from those of micro-batches by DP rank and index."""
     maxima = table.reshape(-1, constraints.lockstep_ranks, table.shape[1]).max(axis=1)
     if constraints.pp_size == 1:
@@ -157,6 +170,7 @@ def _step_time(table: Ints, constraints: PlanConstraints) -> int:
         stages=constraints.pp_size,
         chunks=constraints.vpp_size,
         group_size=group_size_of(table.shape[1], constraints),
+        shares=shares,
     )
     return makespan // 3 // constraints.vpp_size  # of a pack's time a third is the forward pass
 

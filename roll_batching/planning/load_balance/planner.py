@@ -182,6 +182,7 @@ def _step_time(problem: PlanProblem, packing: Packing) -> int:
         stages=constraints.pp_size,
         chunks=constraints.vpp_size,
         group_size=group_size_of(len(order), constraints),
+        shares=problem.chunk_shares,
     )
 
 
@@ -212,6 +213,7 @@ def _pipeline_order(problem: PlanProblem, maxima: Ints, tries: int, start: Ints 
         seed=constraints.seed,
         tries=tries,
         start=start,
+        shares=problem.chunk_shares,
     )
 
 

@@ -10,35 +10,52 @@ from numpy.typing import ArrayLike
 from roll_batching.errors import PlanError
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.compiled import compiled, draw, next_random, seed_state
-from roll_batching.planning.pipeline.schedule import static_schedule
+from roll_batching.planning.pipeline.schedule import StaticSchedule, static_schedule
 from roll_batching.planning.search_budget import SEARCH_BUDGET
 
+Shares = tuple[float, ...]
+"""Cost of each model chunk, in the order of the layers, over the mean of all."""
 
-def pipeline_makespan(costs: ArrayLike, *, stages: int, chunks: int = 1, group_size: int | None = None) -> int:
+
+def pipeline_makespan(
+    costs: ArrayLike,
+    *,
+    stages: int,
+    chunks: int = 1,
+    group_size: int | None = None,
+    shares: Shares | None = None,
+) -> int:
     """Time from the first forward to the end of the last backward pass, in units of `costs` / chunks.
 
     `costs` (int[K]) is the forward time of each micro-batch on one stage, in the order of execution; backward
-    takes twice as long; communication is free. Interleaving splits a stage's work evenly over `chunks`.
+    takes twice as long; communication is free. Interleaving splits a stage's work evenly over `chunks`. With `shares`
+    a chunk takes its share of that instead.
     """
     values = _as_costs(costs)
-    schedule = static_schedule(stages, len(values), chunks, group_size)
-    return int(
-        makespan_in_order(
-            values,
-            np.arange(len(values)),
-            schedule.micro_batch,
-            schedule.backward,
-            schedule.previous,
-            schedule.awaited,
-            np.empty(len(schedule.previous), dtype=np.int64),
-        )
-    )
+    return slowest_makespan(values[None], stages=stages, chunks=chunks, group_size=group_size, shares=shares)
 
 
-def slowest_makespan(table: Ints, *, stages: int, chunks: int = 1, group_size: int | None = None) -> int:
+def slowest_makespan(
+    table: Ints, *, stages: int, chunks: int = 1, group_size: int | None = None, shares: Shares | None = None
+) -> int:
     """Largest `pipeline_makespan` of several pipelines; `table` (int64[n, K]) has the costs of one per row."""
     schedule = static_schedule(stages, table.shape[1], chunks, group_size)
-    return int(_slowest(table, schedule.micro_batch, schedule.backward, schedule.previous, schedule.awaited))
+    return int(_slowest(times_of_chunks(table, shares), *_operations(schedule, shares)))
+
+
+def times_of_chunks(costs: Ints, shares: Shares | None) -> Ints:
+    """Forward times by model chunk, int64[..., chunks, K], of costs int64[..., K]; one row without `shares`."""
+    rows = costs[..., None, :]
+    if shares is not None:
+        # An elementwise product of float64: equal on every machine.
+        rows = np.rint(rows * np.asarray(shares, dtype=np.float64)[:, None]).astype(np.int64)
+    return np.ascontiguousarray(rows)
+
+
+def _operations(schedule: StaticSchedule, shares: Shares | None) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Columns of a schedule for the compiled functions; the second is the row of `times_of_chunks`."""
+    row = np.zeros_like(schedule.chunk) if shares is None else schedule.chunk
+    return schedule.micro_batch, row, schedule.backward, schedule.previous, schedule.awaited
 
 
 def order_for_pipeline(
@@ -50,12 +67,13 @@ def order_for_pipeline(
     seed: int = 0,
     tries: int = SEARCH_BUDGET.max_orders,
     start: Ints | None = None,
+    shares: Shares | None = None,
 ) -> Ints:
     """An order of the micro-batches (int64[K], positions into `costs`) with a small makespan.
 
     Starts from `start` (default: `small_at_ends`) and is never worse. Tries all orders if there are at most `tries`
     (up to 8 micro-batches by default). Otherwise threshold accepting: swaps and moves, with a threshold for longer
-    makespans that falls to zero.
+    makespans that falls to zero. `shares` as for `pipeline_makespan`.
     """
     values = _as_costs(costs)
     start = small_at_ends(values) if start is None else start
@@ -65,18 +83,9 @@ def order_for_pipeline(
     tries = min(tries, SEARCH_BUDGET.max_order_operations // len(schedule.previous))
     # For thousands of micro-batches the factorial itself would take long.
     if len(values) <= SEARCH_BUDGET.max_permuted and math.factorial(len(values)) <= tries:
-        return _try_all(values, start, schedule.micro_batch, schedule.backward, schedule.previous, schedule.awaited)
-    return _search_order(
-        values,
-        start,
-        schedule.micro_batch,
-        schedule.backward,
-        schedule.previous,
-        schedule.awaited,
-        tries,
-        int(values.sum()) // (SEARCH_BUDGET.order_threshold_divisor * len(values)),
-        seed,
-    )
+        return _try_all(times_of_chunks(values, shares), start, *_operations(schedule, shares))
+    threshold = int(values.sum()) // (SEARCH_BUDGET.order_threshold_divisor * len(values))
+    return _search_order(times_of_chunks(values, shares), start, *_operations(schedule, shares), tries, threshold, seed)
 
 
 def small_at_ends(costs: Ints) -> Ints:
@@ -94,9 +103,9 @@ def _as_costs(costs: ArrayLike) -> Ints:
 
 @compiled
 def makespan_in_order(
-    costs: Ints, order: Ints, micro_batch: Ints, backward: Ints, previous: Ints, awaited: Ints, end: Ints
+    times: Ints, order: Ints, micro_batch: Ints, row: Ints, backward: Ints, previous: Ints, awaited: Ints, end: Ints
 ) -> int:
-    """Makespan of `costs` in `order`; the schedule is a `StaticSchedule`. `end` (int64[operations]) is scratch."""
+    """Makespan of `times` in `order`; the schedule is that of `_operations`. `end` (int64[operations]) is scratch."""
     latest = 0
     for operation in range(len(previous)):
         begin = 0
@@ -104,31 +113,35 @@ def makespan_in_order(
             begin = end[previous[operation]]
         if awaited[operation] >= 0:
             begin = max(begin, end[awaited[operation]])
-        end[operation] = begin + (costs[order[micro_batch[operation]]] << backward[operation])
+        end[operation] = begin + (times[row[operation], order[micro_batch[operation]]] << backward[operation])
         latest = max(latest, end[operation])
     return latest
 
 
 @compiled
-def _slowest(table: Ints, micro_batch: Ints, backward: Ints, previous: Ints, awaited: Ints) -> int:
-    order = np.arange(table.shape[1])
+def _slowest(tables: Ints, micro_batch: Ints, row: Ints, backward: Ints, previous: Ints, awaited: Ints) -> int:
+    order = np.arange(tables.shape[2])
     end = np.empty(len(previous), dtype=np.int64)
     latest = 0
-    for row in range(len(table)):
-        latest = max(latest, makespan_in_order(table[row], order, micro_batch, backward, previous, awaited, end))
+    for number in range(len(tables)):
+        latest = max(
+            latest, makespan_in_order(tables[number], order, micro_batch, row, backward, previous, awaited, end)
+        )
     return latest
 
 
 @compiled
-def _try_all(costs: Ints, start: Ints, micro_batch: Ints, backward: Ints, previous: Ints, awaited: Ints) -> Ints:
+def _try_all(
+    times: Ints, start: Ints, micro_batch: Ints, row: Ints, backward: Ints, previous: Ints, awaited: Ints
+) -> Ints:
     """Best of all orders, in lexicographic sequence; `start` if none is better."""
     count = len(start)
     end = np.empty(len(previous), dtype=np.int64)
     best = start.copy()
-    best_time = makespan_in_order(costs, best, micro_batch, backward, previous, awaited, end)
+    best_time = makespan_in_order(times, best, micro_batch, row, backward, previous, awaited, end)
     order = np.arange(count)
     while True:
-        time = makespan_in_order(costs, order, micro_batch, backward, previous, awaited, end)
+        time = makespan_in_order(times, order, micro_batch, row, backward, previous, awaited, end)
         if time < best_time:
             best_time = time
             best[:] = order
@@ -147,9 +160,10 @@ def _try_all(costs: Ints, start: Ints, micro_batch: Ints, backward: Ints, previo
 
 @compiled
 def _search_order(
-    costs: Ints,
+    times: Ints,
     start: Ints,
     micro_batch: Ints,
+    row: Ints,
     backward: Ints,
     previous: Ints,
     awaited: Ints,
@@ -162,7 +176,7 @@ def _search_order(
     end = np.empty(len(previous), dtype=np.int64)
     order = start.copy()
     best = start.copy()
-    current = makespan_in_order(costs, order, micro_batch, backward, previous, awaited, end)
+    current = makespan_in_order(times, order, micro_batch, row, backward, previous, awaited, end)
     best_time = current
     trial = order.copy()
     state = seed_state(seed)
@@ -183,7 +197,7 @@ def _search_order(
             for place in range(i, j, step):
                 trial[place] = trial[place + step]
             trial[j] = moved
-        time = makespan_in_order(costs, trial, micro_batch, backward, previous, awaited, end)
+        time = makespan_in_order(times, trial, micro_batch, row, backward, previous, awaited, end)
         if time - current <= threshold * (tries - attempt) // tries:
             current = time
             order[:] = trial

@@ -75,6 +75,8 @@ class StaticSchedule:
     """All operations, each after those that it waits for; int64 arrays of equal length."""
 
     micro_batch: Ints
+    chunk: Ints
+    """Index of the model chunk, in the order of the layers."""
     backward: Ints
     """1 for a backward pass, 0 for a forward."""
     previous: Ints
@@ -88,7 +90,7 @@ def static_schedule(stages: int, count: int, chunks: int = 1, group_size: int | 
     """Schedule of `count` micro-batches over `stages` x `chunks`, as arrays."""
     lists = [stage_operations(stage, stages, count, chunks, group_size) for stage in range(stages)]
     index: dict[tuple[Operation, int], int] = {}
-    entries: list[tuple[int, int, int, int]] = []
+    entries: list[tuple[int, int, int, int, int]] = []
     position = [0] * stages
     last = [-1] * stages
     while len(entries) < sum(map(len, lists)):
@@ -101,7 +103,8 @@ def static_schedule(stages: int, count: int, chunks: int = 1, group_size: int | 
                     break
                 awaited = -1 if source is None else index[source]
                 index[operation, stage] = len(entries)
-                entries.append((operation[1], int(operation[0] == "B"), last[stage], awaited))
+                kind, micro_batch, chunk = operation
+                entries.append((micro_batch, chunk * stages + stage, int(kind == "B"), last[stage], awaited))
                 last[stage] = len(entries) - 1
                 position[stage] += 1
         if len(entries) == before:
