@@ -13,6 +13,7 @@ from roll_batching.huggingface.families import (
     OPTIONAL,
     RENAMED,
     ROPE,
+    SIGMOID_EXPERTS,
     SLIDING,
     WITHOUT_EFFECT,
     Family,
@@ -49,20 +50,28 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
         result.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
     values = {**family.defaults, **config}
     _translate_renamed(values, result)
-    _translate_rope(config, values["rope_theta"], result)
+    _translate_rope(config, values["rope_theta"], values["partial_rotary_factor"] if family.partial_rope else 1.0, result)
     if family.windows:
         _translate_window(values, family, result)
-    if family.mixture:
+    if family.sigmoid_routing:
+        _translate_sigmoid_experts(values, result)
+    elif family.mixture:
         _translate_experts(values, family, result)
-    always = {**ALWAYS, **family.always}
-    known_fields = {*RENAMED, *ROPE, *always, *WITHOUT_EFFECT}
-    known_fields |= set(SLIDING if family.windows else ()) | set(EXPERTS if family.mixture else ())
+    own = {*family.switches, *(("partial_rotary_factor",) if family.partial_rope else ())}
+    always = {name: value for name, value in {**ALWAYS, **family.always}.items() if name not in own}
+    known_fields = {*RENAMED, *ROPE, *always, *WITHOUT_EFFECT, *own}
+    known_fields |= set(SLIDING if family.windows else ())
+    known_fields |= set(SIGMOID_EXPERTS if family.sigmoid_routing else EXPERTS if family.mixture else ())
     for name, value in values.items():
         if name in always and value is not None and value != always[name]:
             result.problems.append(f"{name}: {value!r} is not supported, only {always[name]!r}")
         elif name not in known_fields and value is not None:
             result.problems.append(f"{name}: {value!r} is an unknown field of model_type {family.model_type}")
     result.architecture |= {"add_qkv_bias": family.add_qkv_bias, "qk_layernorm": family.qk_layernorm}
+    for name, ours in family.switches.items():
+        if not isinstance(values[name], bool):
+            result.problems.append(f"{name}: {values[name]!r} is not supported, it must be true or false")
+        result.architecture[ours] = values[name]
     return result
 
 
@@ -84,10 +93,10 @@ def _translate_renamed(values: Mapping[str, Any], result: Translation) -> None:
         result.architecture[ours] = value
 
 
-def _translate_rope(values: Mapping[str, Any], base: Any, result: Translation) -> None:
+def _translate_rope(values: Mapping[str, Any], base: Any, share: Any, result: Translation) -> None:
     """Translates RoPE as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes it.
 
-    `base` is `rope_theta`, or the family's default.
+    `base` is `rope_theta` and `share` is `partial_rotary_factor`, or the family's defaults.
     """
     name = "rope_parameters" if values.get("rope_parameters") is not None else "rope_scaling"
     section = values.get(name)
@@ -104,8 +113,12 @@ def _translate_rope(values: Mapping[str, Any], base: Any, result: Translation) -
     result.architecture["rotary_base"] = rope.pop("rope_theta", base)
     kinds = [rope.pop(key) for key in ("rope_type", "type") if key in rope]
     kind = kinds[0] if kinds else "default"
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        result.problems.append(f"{name}.partial_rotary_factor is not supported, only 1.0")
+    inner = rope.pop("partial_rotary_factor", share)
+    if inner != share and (share == 1.0 or values.get("partial_rotary_factor") is not None):
+        known = f"partial_rotary_factor: {share!r}"
+        result.problems.append(f"{name}.partial_rotary_factor: {inner!r} is not supported beside {known}")
+    if inner != 1.0:
+        result.architecture["rotary_percent"] = inner
     if kind == "default":
         needed: tuple[str, ...] = ()
     elif kind == "linear":
@@ -180,3 +193,60 @@ def _translate_experts(values: Mapping[str, Any], family: Family, result: Transl
         if not all(pattern):
             moe["layer_freq"] = pattern
     result.architecture["moe"] = moe
+
+
+def _translate_sigmoid_experts(values: Mapping[str, Any], result: Translation) -> None:
+    """Translates the experts of DeepSeek-V3, GLM-4.5 and others with its router."""
+    values = {"num_local_experts": values.get("n_routed_experts"), **values}
+    moe: dict[str, Any] = {
+        "router_score_function": "sigmoid",
+        "router_expert_bias": True,
+        "router_dtype": "fp32",
+        "router_scaling_factor": values["routed_scaling_factor"],
+    }
+    names = {"num_local_experts": "num_experts", "num_experts_per_tok": "router_topk"}
+    for name, ours in (names | {"moe_intermediate_size": "ffn_hidden_size"}).items():
+        if values.get(name) is None:
+            result.problems.append(f"{'n_routed_experts' if name == 'num_local_experts' else name} is missing")
+        else:
+            moe[ours] = values[name]
+    if values["norm_topk_prob"] is not True or values.get("num_experts_per_tok") == 1:
+        result.problems.append(
+            "norm_topk_prob: false, or num_experts_per_tok: 1, is not supported: Megatron-Core makes the weights of "
+            "several experts sum to one, and not the weight of one"
+        )
+    shared, width = values["n_shared_experts"], values.get("moe_intermediate_size")
+    if isinstance(shared, int) and isinstance(width, int):
+        if shared < 1:
+            result.problems.append(f"n_shared_experts: {shared!r} is not supported, it must be at least 1")
+        moe["shared_expert_ffn_hidden_size"] = shared * width
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if values.get(name):
+            result.problems.append(
+                f"{name}: {values[name]!r} is not supported: multi-token prediction is not trained; set it to 0, and "
+                "take the tensors of the layers after num_hidden_layers out of the files"
+            )
+    if values.get("output_router_logits"):
+        result.problems.append("output_router_logits: true is not supported: set it to false")
+    _translate_groups(values, moe, result)
+    dense, layers = values["first_k_dense_replace"], values.get("num_hidden_layers")
+    if isinstance(dense, int) and isinstance(layers, int):
+        if dense >= layers:
+            result.problems.append(f"first_k_dense_replace: {dense} leaves no mixture-of-experts layer")
+        elif dense > 0:
+            moe["layer_freq"] = [int(layer >= dense) for layer in range(layers)]
+    result.architecture["moe"] = moe
+
+
+def _translate_groups(values: Mapping[str, Any], moe: dict[str, Any], result: Translation) -> None:
+    """Translates the choice of groups of experts, which has no effect where all groups are chosen."""
+    groups, chosen, topk = values["n_group"], values["topk_group"], values.get("num_experts_per_tok")
+    if groups == chosen or not all(isinstance(one, int) for one in (groups, chosen, topk)):
+        return
+    # transformers ranks groups by their two best experts, Megatron by their best topk / chosen.
+    if chosen < 1 or topk != 2 * chosen:
+        result.problems.append(
+            f"topk_group: {chosen!r} is not supported with num_experts_per_tok: {topk!r}: Megatron-Core ranks groups "
+            "by their best num_experts_per_tok / topk_group experts, and the model by their best two"
+        )
+    moe |= {"router_num_groups": groups, "router_group_topk": chosen}

@@ -105,6 +105,22 @@ def _mixture(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...
     )
 
 
+SHARED_EXPERTS = (
+    _layer(
+        "mlp.shared_experts.linear_fc1.weight",
+        "gated",
+        ("mlp.shared_experts.gate_proj.weight", ("shared_ffn", "hidden")),
+        ("mlp.shared_experts.up_proj.weight", ("shared_ffn", "hidden")),
+    ),
+    _layer(
+        "mlp.shared_experts.linear_fc2.weight",
+        "columns",
+        ("mlp.shared_experts.down_proj.weight", ("hidden", "shared_ffn")),
+    ),
+)
+EXPERT_BIAS = (_layer("mlp.router.expert_bias", "copy", ("mlp.gate.e_score_correction_bias", ("experts",))),)
+"""A buffer on both sides: no gradient reaches it."""
+
 # ---- fields
 
 RENAMED: Mapping[str, str] = {
@@ -137,6 +153,23 @@ EXPERTS = (
     "router_aux_loss_coef",
     "output_router_logits",
 )
+SIGMOID_EXPERTS = (
+    "n_routed_experts",
+    "num_local_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "first_k_dense_replace",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "router_aux_loss_coef",
+    "output_router_logits",
+)
+"""Fields of families whose router is DeepSeek-V3's."""
 
 ALWAYS: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -199,17 +232,32 @@ class Family:
     """The family's own fields with one supported value; they precede those of `ALWAYS`."""
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """The family's own fields that are true or false, and their names in `model_args.architecture`."""
+    partial_rope: bool = False
+    """Whether the family reads `partial_rotary_factor`; others rotate whole heads."""
     windows: bool = False
     """Whether the family has the fields of sliding windows (`SLIDING`)."""
     mixture: tuple[TensorRule, ...] = ()
     """Rules of a mixture-of-experts layer; empty for dense families."""
     experts_share_ffn: bool = False
     """Whether `intermediate_size` is the width of an expert."""
+    sigmoid_routing: bool = False
+    """Whether the router is DeepSeek-V3's, with the fields `SIGMOID_EXPERTS` instead of `EXPERTS`."""
     normalised_experts: bool = False
     """Whether the routing weights of a token always sum to one; otherwise `norm_topk_prob` decides."""
 
 
 _USUAL = {"rope_theta": 10000.0, "tie_word_embeddings": False, "initializer_range": 0.02}
+_SIGMOID = {
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+_SIGMOID_MIXTURE = (*_mixture("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERTS, *EXPERT_BIAS)
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -263,6 +311,22 @@ FAMILIES: Mapping[str, Family] = {
             experts_share_ffn=True,
             normalised_experts=True,
         ),
+        Family(
+            model_type="glm4_moe",
+            architecture="Glm4MoeForCausalLM",
+            defaults={
+                **_USUAL,
+                **_SIGMOID,
+                "head_dim": None,
+                "attention_bias": False,
+                "use_qk_norm": False,
+                "partial_rotary_factor": 0.5,
+            },
+            switches={"attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
+            partial_rope=True,
+            mixture=_SIGMOID_MIXTURE,
+            sigmoid_routing=True,
+        ),
     )
 }
 
@@ -297,7 +361,8 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
     head = HEAD
     if architecture.tie_word_embeddings:
         head = TensorRule(HEAD.ours, HEAD.join, EMBEDDING.theirs)
-    bias, norm = QKV_BIAS if family.add_qkv_bias else (), QK_NORM if family.qk_layernorm else ()
+    bias = QKV_BIAS if architecture.add_qkv_bias else ()
+    norm = QK_NORM if architecture.qk_layernorm else ()
     rules = [EMBEDDING]
     for layer in range(architecture.num_layers):
         rules += [rule.at(layer) for rule in (*ATTENTION, *bias, *norm)]

@@ -54,6 +54,8 @@ class Sizes:
     ffn: int
     experts: int = 0
     expert_ffn: int = 0
+    shared_ffn: int = 0
+    """Width of the shared experts together."""
 
     @classmethod
     def of(cls, architecture: Any) -> Sizes:
@@ -69,6 +71,7 @@ class Sizes:
             ffn=architecture.ffn_width,
             experts=0 if moe is None else moe.num_experts,
             expert_ffn=0 if moe is None else moe.ffn_hidden_size or architecture.ffn_width,
+            shared_ffn=0 if moe is None else moe.shared_expert_ffn_hidden_size or 0,
         )
 
     def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
-from roll_batching.modeling.experts import draw_experts, router_loss_weights
+from roll_batching.modeling.experts import draw_experts, keep_expert_biases_in_fp32, router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.kernels import Kernels, engine_attention
 from roll_batching.modeling.requirements import ENGINE_LAYERS, recomputed_modules, refusals_here
@@ -149,6 +149,13 @@ def transformer_config(
             "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
             "moe_layer_freq": moe.layer_freq if isinstance(moe.layer_freq, int) else list(moe.layer_freq),
             "moe_router_pre_softmax": moe.router_pre_softmax,
+            "moe_router_score_function": moe.router_score_function,
+            "moe_router_enable_expert_bias": moe.router_expert_bias,
+            "moe_router_bias_update_rate": moe.router_bias_update_rate,
+            "moe_router_num_groups": moe.router_num_groups,
+            "moe_router_group_topk": moe.router_group_topk,
+            "moe_router_topk_scaling_factor": None if moe.router_scaling_factor == 1 else moe.router_scaling_factor,
+            "moe_router_dtype": moe.router_dtype,
             "moe_aux_loss_coeff": moe.aux_loss_coeff,
             "moe_z_loss_coeff": moe.z_loss_coeff or None,
             "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",
@@ -230,6 +237,7 @@ def build_chunks(
             gpt = gpt.to(device=layout.device, dtype=dtype)
             defer_head(gpt)
             chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
+            keep_expert_biases_in_fp32(gpt)
     return chunks
 
 

@@ -21,6 +21,7 @@ from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
 from roll_batching.huggingface.families import EMBEDDING, HEAD, Family, rules_of
 from roll_batching.huggingface.stored import StoredTensors, ranges
 from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensors, local_shape, pieces
+from roll_batching.modeling.experts import expert_biases
 from roll_batching.modeling.head import gpt_of
 from roll_batching.settings import ArchitectureConfig
 
@@ -38,7 +39,8 @@ class PlacedParameter:
 
     name: str
     """Name in the whole model: layers and experts are numbered over all ranks."""
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
+    """A parameter, or a router's expert bias, which is a buffer."""
     rule: TensorRule
     rank: int
     """Tensor-parallel rank (of experts: expert-tensor-parallel rank)."""
@@ -63,7 +65,7 @@ def placed_parameters(
     for chunk in chunks:
         gpt = gpt_of(chunk)
         groups = gpt.pg_collection
-        for local, parameter in gpt.named_parameters():
+        for local, parameter in (*gpt.named_parameters(), *expert_biases(gpt)):
             name, is_expert = _global_name(gpt, local), ".experts." in local
             if name not in by_name:
                 unknown.append(name)
@@ -152,9 +154,13 @@ def load_pretrained(
 def _warn_of_rounding(stored: StoredTensors, parameters: Sequence[PlacedParameter], name: str) -> None:
     """Warns on rank 0 if the model's dtype is less precise than the files'."""
     dtype = parameters[0].parameter.dtype
-    bits = -math.log2(torch.finfo(dtype).eps)
     finer = sorted(
-        {stored_dtype for stored_dtype in stored.dtypes.values() if _MANTISSA_BITS.get(stored_dtype, 0) > bits}
+        {
+            stored.dtypes[name]
+            for placed in parameters
+            for name, _ in placed.rule.theirs
+            if _MANTISSA_BITS.get(stored.dtypes[name], 0) > -math.log2(torch.finfo(placed.parameter.dtype).eps)
+        }
     )
     if finer and dist.get_rank() == 0:
         logger.warning(

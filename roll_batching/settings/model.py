@@ -50,6 +50,49 @@ class MoEConfig(Settings):
         help="true: an expert's weight is its probability among all. false: among those that the token visits, so "
         "that they sum to one.",
     )
+    router_score_function: Literal["softmax", "sigmoid"] = setting(
+        "softmax", help="Scores of experts. sigmoid: DeepSeek-V3's; the weights of a token's experts then sum to one."
+    )
+    router_expert_bias: bool = setting(
+        False, help="A bias per expert that is added to sigmoid scores for the choice of experts, not to their weights."
+    )
+    router_bias_update_rate: float = setting(
+        0.0,
+        help="How much each optimizer step moves the expert biases towards equal numbers of tokens "
+        "(moe_router_bias_update_rate, 0.001 in Megatron). 0: they stay as loaded, as in transformers.",
+        ge=0,
+        lt=1,
+    )
+    router_num_groups: int | None = setting(
+        None, help="Groups of experts; a token visits experts of router_group_topk groups only. Default: no groups.", ge=2
+    )
+    router_group_topk: int | None = setting(None, help="Groups that each token visits; with router_num_groups.", ge=1)
+    router_scaling_factor: float = setting(1.0, help="Factor of the weights of experts.", gt=0)
+    router_dtype: Literal["fp32"] | None = setting(
+        None, help="Precision of the router's product and scores; default: that of the activations."
+    )
+
+    @model_validator(mode="after")
+    def _check_router(self) -> MoEConfig:
+        if self.router_expert_bias and self.router_score_function != "sigmoid":
+            raise ValueError("router_expert_bias needs router_score_function: sigmoid")
+        if self.router_bias_update_rate and not self.router_expert_bias:
+            raise ValueError("router_bias_update_rate has no effect without router_expert_bias: leave it out")
+        groups, chosen = self.router_num_groups, self.router_group_topk
+        if (groups is None) != (chosen is None):
+            raise ValueError("router_num_groups and router_group_topk belong together: set both, or none")
+        if groups is not None and chosen is not None:
+            if self.num_experts % groups or chosen > groups:
+                raise ValueError(
+                    f"{self.num_experts} experts cannot be chosen from {chosen} of {groups} groups: router_num_groups "
+                    "must divide num_experts and be at least router_group_topk"
+                )
+            if self.router_topk % chosen or self.router_topk // chosen > self.num_experts // groups:
+                raise ValueError(
+                    f"router_topk={self.router_topk} must be a multiple of router_group_topk={chosen}, and at most "
+                    f"the experts of these groups ({chosen} x {self.num_experts // groups})"
+                )
+        return self
 
     def is_mixture(self, layer: int) -> bool:
         """Whether the layer with this index, from 0 on, is a mixture."""

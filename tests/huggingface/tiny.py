@@ -48,10 +48,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+        },
+    ),
 }
 """By name: the prefix of the family's classes in transformers, and fields of its configuration beside `_SHAPE`."""
 DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
-EXPERTS = ("qwen3_moe", "mixtral")
+EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe")
 
 
 def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, model: Any = None, **saving: Any) -> Any:
@@ -69,6 +87,9 @@ def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, mod
         for key, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator) * 0.15 + (1.0 if "norm" in key else 0.0)
             parameter.copy_(values)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):  # of the size of differences between scores
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.15)
     model.save_pretrained(folder, **saving)
     return model.float().eval()
 
