@@ -10,118 +10,28 @@ Megatron-Core's GPTModel for parameter names.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from roll_batching.errors import ConfigError
-from roll_batching.huggingface.tensors import Join, TensorRule
+from roll_batching.huggingface.layer_rules import (
+    DENSE,
+    EMBEDDING,
+    EXPERT_BIAS,
+    FINAL_NORM,
+    HEAD,
+    OUTPUT_PROJECTION,
+    QK_NORM,
+    QKV,
+    QKV_BIAS,
+    SHARED_EXPERTS,
+    latent_attention,
+    mixture,
+)
+from roll_batching.huggingface.tensors import TensorRule
 from roll_batching.registry import load_dotted
-
-# ---- tensors
-
-EMBEDDING = TensorRule(
-    "embedding.word_embeddings.weight", "vocabulary", (("model.embed_tokens.weight", ("vocabulary", "hidden")),)
-)
-FINAL_NORM = TensorRule("decoder.final_layernorm.weight", "copy", (("model.norm.weight", ("hidden",)),))
-HEAD = TensorRule("output_layer.weight", "vocabulary", (("lm_head.weight", ("vocabulary", "hidden")),))
-
-
-def _layer(ours: str, join: Join, *theirs: tuple[str, tuple[str, ...]], fused: str | None = None) -> TensorRule:
-    """A rule for a parameter of every layer; names are relative to the layer on both sides."""
-    return TensorRule(
-        f"decoder.layers.{{layer}}.{ours}",
-        join,
-        tuple((f"model.layers.{{layer}}.{name}", shape) for name, shape in theirs),
-        None if fused is None else f"decoder.layers.{{layer}}.{fused}",
-    )
-
-
-ATTENTION = (
-    _layer(
-        "input_layernorm.weight",
-        "copy",
-        ("input_layernorm.weight", ("hidden",)),
-        fused="self_attention.linear_qkv.layer_norm_weight",
-    ),
-    _layer(
-        "self_attention.linear_qkv.weight",
-        "qkv",
-        ("self_attn.q_proj.weight", ("queries", "hidden")),
-        ("self_attn.k_proj.weight", ("keys", "hidden")),
-        ("self_attn.v_proj.weight", ("keys", "hidden")),
-    ),
-    _layer("self_attention.linear_proj.weight", "columns", ("self_attn.o_proj.weight", ("hidden", "queries"))),
-)
-QKV_BIAS = (
-    _layer(
-        "self_attention.linear_qkv.bias",
-        "qkv",
-        ("self_attn.q_proj.bias", ("queries",)),
-        ("self_attn.k_proj.bias", ("keys",)),
-        ("self_attn.v_proj.bias", ("keys",)),
-    ),
-)
-QK_NORM = (
-    _layer("self_attention.q_layernorm.weight", "copy", ("self_attn.q_norm.weight", ("head",))),
-    _layer("self_attention.k_layernorm.weight", "copy", ("self_attn.k_norm.weight", ("head",))),
-)
-DENSE = (
-    _layer(
-        "pre_mlp_layernorm.weight",
-        "copy",
-        ("post_attention_layernorm.weight", ("hidden",)),
-        fused="mlp.linear_fc1.layer_norm_weight",
-    ),
-    _layer(
-        "mlp.linear_fc1.weight",
-        "gated",
-        ("mlp.gate_proj.weight", ("ffn", "hidden")),
-        ("mlp.up_proj.weight", ("ffn", "hidden")),
-    ),
-    _layer("mlp.linear_fc2.weight", "columns", ("mlp.down_proj.weight", ("hidden", "ffn"))),
-)
-
-
-def _mixture(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
-    """Rules of a mixture layer, from a family's names of the block and of an expert's three projections."""
-    expert = f"{block}.experts.{{expert}}"
-    return (
-        _layer("pre_mlp_layernorm.weight", "copy", ("post_attention_layernorm.weight", ("hidden",))),
-        _layer("mlp.router.weight", "copy", (f"{block}.gate.weight", ("experts", "hidden"))),
-        _layer(
-            "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-            "gated",
-            (f"{expert}.{gate}.weight", ("expert_ffn", "hidden")),
-            (f"{expert}.{up}.weight", ("expert_ffn", "hidden")),
-            fused="mlp.experts.linear_fc1.weight{expert}",
-        ),
-        _layer(
-            "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-            "columns",
-            (f"{expert}.{down}.weight", ("hidden", "expert_ffn")),
-            fused="mlp.experts.linear_fc2.weight{expert}",
-        ),
-    )
-
-
-SHARED_EXPERTS = (
-    _layer(
-        "mlp.shared_experts.linear_fc1.weight",
-        "gated",
-        ("mlp.shared_experts.gate_proj.weight", ("shared_ffn", "hidden")),
-        ("mlp.shared_experts.up_proj.weight", ("shared_ffn", "hidden")),
-    ),
-    _layer(
-        "mlp.shared_experts.linear_fc2.weight",
-        "columns",
-        ("mlp.shared_experts.down_proj.weight", ("hidden", "shared_ffn")),
-    ),
-)
-EXPERT_BIAS = (_layer("mlp.router.expert_bias", "copy", ("mlp.gate.e_score_correction_bias", ("experts",))),)
-"""A buffer on both sides: no gradient reaches it."""
-
-# ---- fields
 
 RENAMED: Mapping[str, str] = {
     "vocab_size": "vocab_size",
@@ -164,12 +74,26 @@ SIGMOID_EXPERTS = (
     "n_group",
     "topk_group",
     "first_k_dense_replace",
+    "mlp_layer_types",
     "num_nextn_predict_layers",
     "num_mtp_layers",
     "router_aux_loss_coef",
     "output_router_logits",
+    "seq_aux",  # with aux_loss_alpha: the publisher's own training
+    "aux_loss_alpha",
+    "ep_size",
 )
 """Fields of families whose router is DeepSeek-V3's."""
+LATENT_ATTENTION = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+    "rope_interleave",
+)
+"""Fields of families with multi-latent attention."""
 
 ALWAYS: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -198,6 +122,7 @@ WITHOUT_EFFECT = frozenset(
         "_attn_implementation",
         "_attn_implementation_autoset",
         "attn_implementation",
+        "auto_map",
         "architectures",  # checked against Family.architecture
         "model_type",
         "dtype",  # precision of the files, see `stored_dtype`
@@ -242,6 +167,8 @@ class Family:
     """Rules of a mixture-of-experts layer; empty for dense families."""
     experts_share_ffn: bool = False
     """Whether `intermediate_size` is the width of an expert."""
+    latent_attention: bool = False
+    """Whether attention is DeepSeek's multi-latent attention, with the fields `LATENT_ATTENTION`."""
     sigmoid_routing: bool = False
     """Whether the router is DeepSeek-V3's, with the fields `SIGMOID_EXPERTS` instead of `EXPERTS`."""
     normalised_experts: bool = False
@@ -257,7 +184,31 @@ _SIGMOID = {
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
 }
-_SIGMOID_MIXTURE = (*_mixture("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERTS, *EXPERT_BIAS)
+_SIGMOID_MIXTURE = (*mixture("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERTS, *EXPERT_BIAS)
+_DEEPSEEK = {
+    **_SIGMOID,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rope_interleave": True,
+}
+_DEEPSEEK_ALWAYS = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
+_DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    defaults={**_USUAL, **_DEEPSEEK},
+    always=_DEEPSEEK_ALWAYS,
+    mixture=_SIGMOID_MIXTURE,
+    latent_attention=True,
+    sigmoid_routing=True,
+)
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -300,14 +251,14 @@ FAMILIES: Mapping[str, Family] = {
             },
             qk_layernorm=True,
             windows=True,
-            mixture=_mixture("mlp", "gate_proj", "up_proj", "down_proj"),
+            mixture=mixture("mlp", "gate_proj", "up_proj", "down_proj"),
         ),
         Family(
             model_type="mixtral",
             architecture="MixtralForCausalLM",
             defaults={**_USUAL, "rope_theta": 1e6, "head_dim": None, "sliding_window": None},
             windows=True,
-            mixture=_mixture("block_sparse_moe", "w1", "w3", "w2"),
+            mixture=mixture("block_sparse_moe", "w1", "w3", "w2"),
             experts_share_ffn=True,
             normalised_experts=True,
         ),
@@ -326,6 +277,14 @@ FAMILIES: Mapping[str, Family] = {
             partial_rope=True,
             mixture=_SIGMOID_MIXTURE,
             sigmoid_routing=True,
+        ),
+        _DEEPSEEK_V3,
+        dataclasses.replace(_DEEPSEEK_V3, model_type="kimi_k2"),
+        dataclasses.replace(
+            _DEEPSEEK_V3,
+            model_type="glm4_moe_lite",
+            architecture="Glm4MoeLiteForCausalLM",
+            defaults={**_USUAL, **_DEEPSEEK, **_SIGMOID, "routed_scaling_factor": 1.8},
         ),
     )
 }
@@ -363,9 +322,12 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
         head = TensorRule(HEAD.ours, HEAD.join, EMBEDDING.theirs)
     bias = QKV_BIAS if architecture.add_qkv_bias else ()
     norm = QK_NORM if architecture.qk_layernorm else ()
+    attention = (*QKV, *bias, *norm)
+    if architecture.multi_latent_attention is not None:
+        attention = latent_attention(architecture.multi_latent_attention.q_lora_rank is not None)
     rules = [EMBEDDING]
     for layer in range(architecture.num_layers):
-        rules += [rule.at(layer) for rule in (*ATTENTION, *bias, *norm)]
+        rules += [rule.at(layer) for rule in (*attention, *OUTPUT_PROJECTION)]
         if architecture.moe is None or not architecture.moe.is_mixture(layer):
             rules += [rule.at(layer) for rule in DENSE]
             continue

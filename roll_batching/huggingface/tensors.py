@@ -48,6 +48,8 @@ class Sizes:
     """Query heads x head dimension."""
     keys: int
     """Query groups x head dimension."""
+    values: int
+    """Query heads x head dimension of values."""
     head: int
     groups: int
     """Query groups."""
@@ -56,22 +58,40 @@ class Sizes:
     expert_ffn: int = 0
     shared_ffn: int = 0
     """Width of the shared experts together."""
+    q_latent: int = 0
+    """Multi-latent attention: width of the queries' latent."""
+    kv_latent: int = 0
+    kv_latent_and_rope: int = 0
+    """Width of the latent of keys and values, and of the rotated channels that all heads share."""
+    keys_values: int = 0
+    """Heads x channels of keys that are not rotated, and of values."""
 
     @classmethod
     def of(cls, architecture: Any) -> Sizes:
         """The dimensions of an `ArchitectureConfig`."""
-        moe = architecture.moe
+        moe, latent = architecture.moe, architecture.multi_latent_attention
+        heads = architecture.num_attention_heads
+        of_latents = {}
+        if latent is not None:
+            of_latents = {
+                "q_latent": latent.q_lora_rank or 0,
+                "kv_latent": latent.kv_lora_rank,
+                "kv_latent_and_rope": latent.kv_lora_rank + latent.qk_pos_emb_head_dim,
+                "keys_values": heads * (latent.qk_head_dim + latent.v_head_dim),
+            }
         return cls(
             vocabulary=architecture.vocab_size,
             hidden=architecture.hidden_size,
-            queries=architecture.num_attention_heads * architecture.head_dim,
+            queries=heads * architecture.head_dim,
             keys=architecture.kv_heads * architecture.head_dim,
+            values=heads * architecture.value_dim,
             head=architecture.head_dim,
             groups=architecture.kv_heads,
             ffn=architecture.ffn_width,
             experts=0 if moe is None else moe.num_experts,
             expert_ffn=0 if moe is None else moe.ffn_hidden_size or architecture.ffn_width,
             shared_ffn=0 if moe is None else moe.shared_expert_ffn_hidden_size or 0,
+            **of_latents,
         )
 
     def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:

@@ -39,7 +39,12 @@ def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
 
 def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
     """The architecture's RoPE settings, scaling included."""
-    settings = RotarySettings(base=architecture.rotary_base, percent=architecture.rotary_percent)
+    latent = architecture.multi_latent_attention
+    settings = RotarySettings(
+        base=architecture.rotary_base,
+        percent=architecture.rotary_percent,
+        interleaved=latent is not None and latent.rotary_interleaved,
+    )
     scaling = architecture.rope_scaling
     if scaling is None:
         return settings
@@ -50,19 +55,28 @@ def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
         low_freq_factor=scaling.low_freq_factor,
         high_freq_factor=scaling.high_freq_factor,
         original_max_position_embeddings=scaling.original_max_position_embeddings,
+        beta_fast=scaling.beta_fast,
+        beta_slow=scaling.beta_slow,
+        truncate=scaling.truncate,
+        rotated_factor=scaling.rotated_factor,
     )
 
 
 def megatron_rotation(rotary: RotarySettings) -> dict[str, Any]:
     """GPTModel's arguments for RoPE in the model, for attention cores that do not rotate.
 
-    Raises `LayoutError` for llama3 scaling with other parameters than those that Megatron hard-codes.
+    Raises `LayoutError` for YaRN, and for llama3 scaling with other parameters than those that Megatron hard-codes.
     """
     options: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": rotary.base,
         "rotary_percent": rotary.percent,
     }
+    if rotary.scaling == "yarn":
+        raise LayoutError(
+            "before Megatron-Core 0.20 its fused rotation of packs ignores YaRN's factor: choose an attention_backend "
+            "that rotates (dense, varlen or flash_attn)"
+        )
     if rotary.scaling == "linear":
         options["seq_len_interpolation_factor"] = rotary.factor
     if rotary.scaling == "llama3":
@@ -91,7 +105,7 @@ def transformer_config(
     no deallocation of sent outputs (corrupts gradients before 0.18), no shape exchange, the all-to-all
     MoE dispatcher (the all-gather one needs equal lengths on all ranks), no dropout.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     on_cpu = layout.device.type == "cpu"
     full_recompute = strategy.recompute_granularity == "full"
@@ -160,9 +174,14 @@ def transformer_config(
             "moe_z_loss_coeff": moe.z_loss_coeff or None,
             "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",
         }
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    kind = TransformerConfig
+    if architecture.multi_latent_attention is not None:
+        from roll_batching.modeling.latent_attention import latent_options
+
+        kind, options = MLATransformerConfig, options | latent_options(architecture)
+    known = {field.name for field in dataclasses.fields(kind)}
     # cuda_graph_scope and transformer_impl are missing in some supported versions; everything else is in all of them.
-    return TransformerConfig(**{name: value for name, value in options.items() if name in known})
+    return kind(**{name: value for name, value in options.items() if name in known})
 
 
 def build_chunks(
@@ -194,6 +213,7 @@ def build_chunks(
         backend=kernels.attention,
         engine_layers=kernels.layers == "transformer_engine",
         recomputed=recomputed_modules(strategy),
+        latent_attention=architecture.multi_latent_attention is not None,
     )
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))

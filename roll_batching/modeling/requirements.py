@@ -62,6 +62,7 @@ def refusals_here(
     backend: AttentionBackend | None,
     engine_layers: bool,
     recomputed: Sequence[str] = (),
+    latent_attention: bool = False,
 ) -> list[str]:
     """`refusals` for the device and libraries of this process."""
     needs = [ENGINE_LAYERS, *([] if backend is None else [backend.requirements])]
@@ -74,6 +75,7 @@ def refusals_here(
         backend=backend,
         engine_layers=engine_layers,
         recomputed=recomputed,
+        latent_attention=latent_attention,
         installed=Installed.here(device, libraries),
     )
 
@@ -87,6 +89,7 @@ def refusals(
     backend: AttentionBackend | None,
     engine_layers: bool,
     recomputed: Sequence[str] = (),
+    latent_attention: bool = False,
     installed: Installed,
 ) -> list[str]:
     """Errors of the first forward pass that can be known before it, each with its remedy. Pure.
@@ -99,6 +102,7 @@ def refusals(
         backend: the attention backend; None for a model with its own attention core.
         engine_layers: whether the layers are TransformerEngine's.
         recomputed: selectively recomputed modules.
+        latent_attention: whether attention is multi-latent, with values of other dimensions than keys.
         installed: versions and device.
     """
     problems = []
@@ -114,8 +118,27 @@ def refusals(
             f"recompute_modules: {named} needs TransformerEngine, which is not installed: install {ENGINE}, or "
             "recompute core_attn, mlp, moe or shared_experts, or whole layers (recompute_granularity: full)"
         )
+    if latent_attention:
+        problems += _latent_attention_refusals(backend, engine_layers, recomputed)
     if backend is not None:
         problems += _attention_refusals(backend, device, dtype, head_dim, installed)
+    return problems
+
+
+def _latent_attention_refusals(
+    backend: AttentionBackend | None, engine_layers: bool, recomputed: Sequence[str]
+) -> list[str]:
+    problems = []
+    if backend is None or not (backend.rotates and getattr(backend, "narrow_values", False)):
+        name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
+        problems.append(
+            f"multi-latent attention needs a backend that rotates and takes values with fewer channels than keys, and "
+            f"{name} does not: choose dense, varlen or flash_attn"
+        )
+    if engine_layers:
+        problems.append("multi-latent attention is built of Megatron's local layers: set transformer_impl: local")
+    if "mla_up_proj" in recomputed:
+        problems.append("recompute_modules: mla_up_proj is not supported for packs: recompute core_attn or whole layers")
     return problems
 
 

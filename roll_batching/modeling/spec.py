@@ -61,7 +61,8 @@ def packed_layer_spec(
 
     Raises:
         LayoutError: for norms other than RMSNorm and LayerNorm, for `rotary` with a core that does not rotate, and if
-            TransformerEngine is asked for and cannot be imported.
+            TransformerEngine is asked for and cannot be imported; for multi-latent attention without `rotary`, or of
+            TransformerEngine's layers.
         ConfigError: for an unknown backend.
     """
     norms: dict[str, type[torch.nn.Module]] = {"RMSNorm": PackedRMSNorm, "LayerNorm": PackedLayerNorm}
@@ -69,6 +70,8 @@ def packed_layer_spec(
         raise LayoutError(f"normalization {config.normalization!r} is not supported: use one of {', '.join(norms)}")
     if layers_of == "transformer_engine":
         require_engine()
+        if config.multi_latent_attention:
+            raise LayoutError("multi-latent attention over packs is built of Megatron's local layers: take these")
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=None if experts is False else config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
@@ -77,6 +80,12 @@ def packed_layer_spec(
         layer.submodules.self_attention.submodules.core_attention = core_attention(config, rotary, attention=attention)
         return layer
     norm = norms[config.normalization]
+    if config.multi_latent_attention:
+        # Imported here: other models do not need it.
+        from roll_batching.modeling.latent_attention import latent_layer_spec
+
+        core = core_attention(config, None, attention=attention)
+        return latent_layer_spec(config, rotary, experts=experts, norm=norm, core=core)
     layer = get_gpt_layer_local_spec(
         num_experts=None if experts is False else config.num_moe_experts,
         moe_grouped_gemm=False,

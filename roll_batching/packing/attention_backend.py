@@ -78,6 +78,9 @@ class AttentionBackend(Protocol):
     windows: bool = False
     """Whether its cores apply `TransformerConfig.window_size`. If not, samples longer than the window are refused."""
 
+    narrow_values: bool = False
+    """Whether its cores take values with fewer channels than keys. If not, multi-latent attention is refused."""
+
     context_size_per_pack: bool = False
     """Whether its cores exchange keys over `PackedParams.context_group`. If not, plans with a context-parallel size per
     pack are refused."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,11 +23,52 @@ _WIDEST = 2**20
 class RopeScaling(Settings):
     """Scaling of rotary frequencies for long contexts, in Hugging Face's names."""
 
-    type: Literal["linear", "llama3"] = setting(help="Kind of scaling. YaRN is refused for now.")
+    type: Literal["linear", "llama3", "yarn"] = setting(help="Kind of scaling.")
     factor: float = setting(1.0, help="How many times longer than in pre-training.", ge=1)
     low_freq_factor: float = setting(1.0, help="llama3: wavelengths above the original length over this scale.", gt=0)
     high_freq_factor: float = setting(4.0, help="llama3: wavelengths below it over this stay as they are.", gt=0)
-    original_max_position_embeddings: int = setting(8192, help="llama3: context length of pre-training.", gt=0)
+    original_max_position_embeddings: int = setting(
+        8192, help="llama3 and yarn: context length of pre-training.", gt=0
+    )
+    beta_fast: float = setting(32.0, help="yarn: channels with more turns over that length stay as they are.", gt=0)
+    beta_slow: float = setting(1.0, help="yarn: channels with fewer turns are divided by factor.", gt=0)
+    truncate: bool = setting(True, help="yarn: whether the two limits are rounded to whole channels.")
+    attention_factor: float | None = setting(
+        None, help="yarn: factor of the rotated channels. Default: from factor, mscale and mscale_all_dim.", gt=0
+    )
+    mscale: float | None = setting(None, help="yarn: DeepSeek's parameter of that factor.", ge=0)
+    mscale_all_dim: float | None = setting(
+        None, help="yarn: with multi-latent attention the parameter of the attention's scale; also of that factor.", ge=0
+    )
+
+    @property
+    def rotated_factor(self) -> float:
+        """Factor of rotated queries and keys: `attention_factor`, or inferred as in transformers."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
+        return yarn_mscale(self.factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's growth of attention's temperature with the context (Peng et al. 2023, arXiv 2309.00071)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+class LatentAttentionConfig(Settings):
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434), in Megatron's names."""
+
+    q_lora_rank: int | None = setting(None, help="Width of the queries' latent; default: none.", gt=0, le=_WIDEST)
+    kv_lora_rank: int = setting(help="Width of the latent of keys and values.", gt=0, le=_WIDEST)
+    qk_head_dim: int = setting(help="Channels of a head's queries and keys that are not rotated.", gt=0, le=_MOST_PARTS)
+    qk_pos_emb_head_dim: int = setting(
+        help="Rotated channels; those of keys are the same for all heads.", gt=0, le=_MOST_PARTS, multiple_of=2
+    )
+    v_head_dim: int = setting(help="Channels of a head's values.", gt=0, le=_MOST_PARTS)
+    rotary_interleaved: bool = setting(True, help="Whether channels 2i and 2i + 1 turn together.")
 
 
 class MoEConfig(Settings):
@@ -132,7 +174,26 @@ class ArchitectureConfig(Settings):
         gt=0,
     )
     hidden_dropout: float = setting(0.0, help="Dropout after attention and feed-forward layers.", ge=0, lt=1)
+    multi_latent_attention: LatentAttentionConfig | None = setting(
+        None, help="Multi-latent attention, whose head dimensions replace kv_channels; default: none."
+    )
     moe: MoEConfig | None = setting(None, help="Mixture-of-experts layers; default: dense.")
+
+    @model_validator(mode="after")
+    def _check_latent_attention(self) -> ArchitectureConfig:
+        latent = self.multi_latent_attention
+        if latent is None:
+            return self
+        if self.kv_channels not in (None, latent.qk_head_dim + latent.qk_pos_emb_head_dim):
+            raise ValueError("kv_channels has no effect with multi_latent_attention: leave it out")
+        if self.kv_heads != self.num_attention_heads:
+            raise ValueError("num_query_groups has no effect with multi_latent_attention: leave it out")
+        for name in ("qk_layernorm", "add_qkv_bias"):
+            if getattr(self, name):
+                raise ValueError(f"{name} has no effect with multi_latent_attention: leave it out")
+        if self.rotary_percent != 1:
+            raise ValueError("rotary_percent has no effect with multi_latent_attention: leave it out")
+        return self
 
     @property
     def kv_heads(self) -> int:
@@ -141,8 +202,17 @@ class ArchitectureConfig(Settings):
 
     @property
     def head_dim(self) -> int:
-        """Width of one head, resolved."""
+        """Width of the queries and keys of one head, resolved."""
+        latent = self.multi_latent_attention
+        if latent is not None:
+            return latent.qk_head_dim + latent.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of the values of one head, resolved."""
+        latent = self.multi_latent_attention
+        return self.head_dim if latent is None else latent.v_head_dim
 
     @property
     def ffn_width(self) -> int:

@@ -20,7 +20,7 @@ from roll_batching.distributed import consensus, exchange
 from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
 from roll_batching.huggingface.directory import INDEX, SINGLE, files_beside_weights
-from roll_batching.huggingface.families import HEAD
+from roll_batching.huggingface.layer_rules import HEAD
 from roll_batching.huggingface.stored import DERIVED, StoredTensors
 from roll_batching.strategy.checkpoint_files import describe_cause
 from roll_batching.strategy.checkpoint_folder import atomic_folder, write_text

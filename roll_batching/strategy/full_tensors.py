@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from roll_batching.errors import CheckpointError
 from roll_batching.huggingface.directory import directory_of
-from roll_batching.huggingface.families import HEAD, rules_of
+from roll_batching.huggingface.families import rules_of
+from roll_batching.huggingface.layer_rules import HEAD
 from roll_batching.huggingface.stored import StoredTensors, torch_dtype
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, pieces
 from roll_batching.modeling.pretrained import PlacedParameter, family_of, placed_parameters

@@ -28,6 +28,35 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+_SIGMOID = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": (
         "Llama",
@@ -55,21 +84,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "use_qk_norm": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "n_shared_experts": 2,
-            "routed_scaling_factor": 1.5,
-            "moe_intermediate_size": 24,
-            "first_k_dense_replace": 1,
-            "num_mtp_layers": 0,
+            **_SIGMOID,
         },
     ),
+    "deepseek_v3": ("DeepseekV3", {**_LATENT, **_SIGMOID, "rope_parameters": _YARN}),
+    "deepseek_v3_small": (
+        "DeepseekV3",
+        {**_LATENT, **_SIGMOID, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    ),
+    "qwen2_yarn": ("Qwen2", {"rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "truncate": False}}),
 }
 """By name: the prefix of the family's classes in transformers, and fields of its configuration beside `_SHAPE`."""
-DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
-EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe")
+DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "qwen2_yarn")
+EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_small")
 
 
 def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, model: Any = None, **saving: Any) -> Any:

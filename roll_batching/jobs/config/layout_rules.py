@@ -188,9 +188,17 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
     if model.num_attention_heads % model.kv_heads:
         text = f"{model.num_attention_heads} heads do not divide among {model.kv_heads} query groups"
         yield Problem((*path, "num_query_groups"), text)
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+    own_heads = model.kv_channels is None and model.multi_latent_attention is None
+    if own_heads and model.hidden_size % model.num_attention_heads:
         text = f"{model.hidden_size} does not divide among {model.num_attention_heads} heads; set kv_channels"
         yield Problem((*path, "hidden_size"), text)
+    if (latent := model.multi_latent_attention) is not None:
+        widths = {"kv_lora_rank": latent.kv_lora_rank + latent.qk_pos_emb_head_dim}
+        for key, width in (widths | {"q_lora_rank": latent.q_lora_rank or 0}).items():
+            if width % tp:
+                rest = " + qk_pos_emb_head_dim" if key == "kv_lora_rank" else ""
+                text = f"{key}{rest} = {width} does not divide among TP = {tp} ranks"
+                yield Problem((*path, "multi_latent_attention", key), text)
     if model.ffn_width % tp:
         yield Problem((*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks")
     experts = layout.expert_model_parallel_size

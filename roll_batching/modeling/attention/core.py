@@ -45,20 +45,28 @@ class PackedCore(torch.nn.Module):
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
         pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         rotation: Rotation | None = None,
     ) -> None:
         super().__init__()
         _refuse_unsupported(config)
         self.layer_number = layer_number
         self.cp_group = pg_collection.cp
-        self.head_dim: int = config.kv_channels
+        if config.multi_latent_attention and rotation is not None:
+            raise LayoutError("multi-latent attention rotates before its core: leave rotary out of core_attention")
+        self.head_dim: int = k_channels or config.kv_channels
+        self.value_dim: int = v_channels or self.head_dim
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(self.head_dim)
         self.rotation = rotation
         self._recomputed = _recomputed_before_backward(config)
 
     @abstractmethod
     def attend(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, metadata: Any) -> torch.Tensor:
-        """Attention output [tokens / cp, heads * dim] of local queries [tokens / cp, heads, dim]."""
+        """Attention output [tokens / cp, heads * value dim] of local queries [tokens / cp, heads, dim].
+
+        Values with fewer channels than keys have zeros in the channels after them.
+        """
 
     def forward(
         self,
@@ -87,6 +95,8 @@ class PackedCore(torch.nn.Module):
             )
         if self.rotation is not None:
             query, key = self.rotation(query, key, params)
+        if value.shape[-1] < key.shape[-1]:  # kernels want one head dimension
+            value = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
         keys: LocalKeys | GatheredKeys = LocalKeys(key, value)
         if params.local_tokens is not None or params.shares_prefixes:
             group = None if params.local_tokens is None else params.context_group(self.cp_group)
@@ -100,7 +110,7 @@ class PackedCore(torch.nn.Module):
         positions, rows = query.shape[:2]
         if self.rotation is not None:
             query, key = self.rotation(query, key, params)
-        keys, values = params.cache.buffers(self.layer_number, key)
+        keys, values = params.cache.buffers(self.layer_number, key, value)
         if params.visible is None:
             keys[:, :, :positions], values[:, :, :positions] = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
             width = positions
@@ -127,7 +137,7 @@ class PackedCore(torch.nn.Module):
             out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=mask is None
             )
-        return out.reshape(shape)
+        return out.reshape(*shape[:-1], -1)
 
 
 def _recomputed_before_backward(config: TransformerConfig) -> bool:
@@ -145,7 +155,6 @@ def _refuse_unsupported(config: TransformerConfig) -> None:
         "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
         "rotary_interleaved": config.rotary_interleaved,
         "qk_clip": getattr(config, "qk_clip", False),
-        "multi_latent_attention": config.multi_latent_attention,
     }
     for name, is_set in refused.items():
         if is_set:

@@ -55,7 +55,7 @@ class DenseCore(PackedCore):
         for bucket in metadata.buckets:
             key, value = (x.transpose(1, 2) for x in keys.take(bucket.keys))
             out = self.dense(query[bucket.queries].transpose(1, 2), key, value, bucket.mask)
-            outputs.append(out.transpose(1, 2).reshape(bucket.queries.numel(), -1))
+            outputs.append(out[..., : self.value_dim].transpose(1, 2).reshape(bucket.queries.numel(), -1))
         return torch.cat(outputs)[metadata.inverse]
 
 
@@ -66,6 +66,7 @@ class DenseBackend(AttentionBackend):
     rotates = True
     decodes = True
     shares_prefixes = True
+    narrow_values = True
     context_size_per_pack = True
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:

@@ -41,7 +41,7 @@ class VarlenCore(PackedCore):
     def attend(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, metadata: VarlenSpans) -> torch.Tensor:
         """See `PackedCore.attend`."""
         out = self.kernel(query, keys, metadata)
-        return out.reshape(out.shape[0], -1)
+        return out[..., : self.value_dim].reshape(out.shape[0], -1)
 
     def kernel(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, spans: VarlenSpans) -> torch.Tensor:
         """Causal attention of every span, aligned to its last key; [rows, heads, dim] as the queries."""
@@ -63,6 +63,7 @@ class VarlenBackend(AttentionBackend):
     rotates = True
     decodes = True
     shares_prefixes = True
+    narrow_values = True
     context_size_per_pack = True
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
