@@ -23,6 +23,7 @@ from roll_batching.huggingface.families import (
 from roll_batching.huggingface.rope_fields import translate_rope
 from roll_batching.huggingface.translation import Translation
 
+
 def translate(config: Mapping[str, Any], own_family: str | None = None) -> Translation:
     """The architecture that `config`, the content of a `config.json`, describes.
 
@@ -39,7 +40,9 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
         result.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
     values = {**family.defaults, **config}
     _translate_renamed(values, result)
-    translate_rope(config, values["rope_theta"], values["partial_rotary_factor"] if family.partial_rope else 1.0, result)
+    translate_rope(
+        config, values["rope_theta"], values["partial_rotary_factor"] if family.partial_rope else 1.0, result
+    )
     if family.windows:
         _translate_window(values, family, result)
     if family.sigmoid_routing:

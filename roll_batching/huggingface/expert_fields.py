@@ -10,6 +10,7 @@ from roll_batching.huggingface.translation import Translation
 
 
 def translate_experts(values: Mapping[str, Any], family: Family, result: Translation) -> None:
+    """Translates the experts of Mixtral, Qwen3-MoE and others whose router is a softmax."""
     moe: dict[str, Any] = {}
     names = {"num_local_experts": "num_experts", "num_experts_per_tok": "router_topk"}
     if family.experts_share_ffn:
@@ -69,11 +70,8 @@ def translate_sigmoid_experts(values: Mapping[str, Any], result: Translation) ->
             result.problems.append(f"n_shared_experts: {shared!r} is not supported, it must be at least 1")
         moe["shared_expert_ffn_hidden_size"] = shared * width
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
-        if values.get(name):
-            result.problems.append(
-                f"{name}: {values[name]!r} is not supported: multi-token prediction is not trained; set it to 0, and "
-                "take the tensors of the layers after num_hidden_layers out of the files"
-            )
+        if not isinstance(values.get(name) or 0, int):
+            result.problems.append(f"{name}: {values[name]!r} is not supported, it must be a number")
     if values.get("output_router_logits"):
         result.problems.append("output_router_logits: true is not supported: set it to false")
     _translate_groups(values, moe, result)

@@ -11,7 +11,7 @@ Megatron-Core's GPTModel for parameter names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -335,3 +335,16 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
             experts = range(architecture.moe.num_experts) if "{expert}" in rule.ours else [0]
             rules += [rule.at(layer, expert) for expert in experts]
     return {rule.ours: rule for rule in (*rules, FINAL_NORM, head)}
+
+
+def untrained_tensors(family: Family, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of the tensors `names` that belong to the layers of multi-token prediction in a `config.json`.
+
+    Publishers number them after the model's own layers. They are not trained; an export copies them.
+    """
+    count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    if not family.sigmoid_routing or not count:
+        return []
+    first = config["num_hidden_layers"]
+    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+    return [name for name in names if name.startswith(prefixes)]

@@ -111,7 +111,6 @@ EXPERT_BIAS = (_layer("mlp.router.expert_bias", "copy", ("mlp.gate.e_score_corre
 """A buffer on both sides: no gradient reaches it."""
 
 
-
 def latent_attention(compressed_queries: bool) -> tuple[TensorRule, ...]:
     """Rules of the projections of DeepSeek's multi-latent attention, with or without a latent of the queries."""
     layer = "self_attention"
@@ -131,5 +130,7 @@ def latent_attention(compressed_queries: bool) -> tuple[TensorRule, ...]:
         *queries,
         _layer(f"{layer}.linear_kv_down_proj.weight", "rows", down),
         _layer(f"{layer}.kv_layernorm.weight", "copy", ("self_attn.kv_a_layernorm.weight", ("kv_latent",))),
-        _layer(f"{layer}.linear_kv_up_proj.weight", "rows", ("self_attn.kv_b_proj.weight", ("keys_values", "kv_latent"))),
+        _layer(
+            f"{layer}.linear_kv_up_proj.weight", "rows", ("self_attn.kv_b_proj.weight", ("keys_values", "kv_latent"))
+        ),
     )

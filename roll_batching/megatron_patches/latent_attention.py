@@ -1,7 +1,8 @@
 """Constructs Megatron's multi-latent attention where TransformerEngine is not installed.
 
-Megatron-Core 0.16 takes TransformerEngine for installed whenever its own module for it can be imported, and then asks
-whether a layer is an instance of a class that is none. 0.19 asks that module. The name is set only while a layer is constructed.
+Megatron-Core 0.16 takes TransformerEngine for installed whenever its own module for it can be imported. Then it asks
+whether a layer is an instance of a class that is none. 0.19 asks that module. The name is set only while a layer is
+constructed.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
     """Training FLOPs by length, per tensor- and context-parallel rank, of a GPTModel with this TransformerConfig."""
     experts = config.num_moe_experts
     layers = range(config.num_layers)
+    projections, products = _latent_products(config) if config.multi_latent_attention else (None, None)
     return FlopsCost.from_model(
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
@@ -48,9 +49,22 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         moe_router_topk=config.moe_router_topk if experts else 1,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size if experts else None,
         moe_shared_expert_size=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
+        attention_projections=projections,
+        attention_products=products,
         tp_size=layout.tp_size,
         cp_size=layout.cp_size,
     )
+
+
+def _latent_products(config: Any) -> tuple[int, int]:
+    """Multiply-adds of multi-latent attention in a layer: of its projections for a token, and for a pair of tokens."""
+    heads, keys = config.num_attention_heads, config.qk_head_dim + config.qk_pos_emb_head_dim
+    latent = config.q_lora_rank
+    queries = heads * keys * (latent or config.hidden_size) + config.hidden_size * (latent or 0)
+    down = config.hidden_size * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
+    up = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
+    output = heads * config.v_head_dim * config.hidden_size
+    return queries + down + up + output, heads * (keys + config.v_head_dim)
 
 
 def model_pack_times(config: Any, vocab_size: int, layout: ParallelLayout, cluster: Cluster) -> PackTimes:

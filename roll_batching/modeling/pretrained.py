@@ -18,7 +18,7 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import CheckpointError, LayoutError
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
-from roll_batching.huggingface.families import Family, rules_of
+from roll_batching.huggingface.families import Family, rules_of, untrained_tensors
 from roll_batching.huggingface.layer_rules import EMBEDDING, HEAD
 from roll_batching.huggingface.stored import StoredTensors, ranges
 from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensors, local_shape, pieces
@@ -139,10 +139,13 @@ def load_pretrained(
         parameters = list(placed_parameters(chunks, family, architecture))
         stored = StoredTensors(path)
         sizes = Sizes.of(architecture)
+        untrained = untrained_tensors(family, read_json(path / CONFIG), stored.shapes)
         redundant = [HEAD.theirs[0][0]] if architecture.tie_word_embeddings else []
-        problems = stored.misfits(expected_tensors(rules_of(family, architecture), sizes), redundant)
+        problems = stored.misfits(expected_tensors(rules_of(family, architecture), sizes), [*redundant, *untrained])
         if problems:
             raise CheckpointError(f"the tensors in {path} do not match its {CONFIG}: {'; '.join(problems)}")
+    if untrained and dist.get_rank() == 0:
+        logger.warning("%s: %s (multi-token prediction) is not trained; an export copies it", name, ranges(untrained))
     _warn_of_rounding(stored, parameters, name)
     with consensus(layout.host_group, f"loading {name}"):
         try:

@@ -138,7 +138,9 @@ def _latent_attention_refusals(
     if engine_layers:
         problems.append("multi-latent attention is built of Megatron's local layers: set transformer_impl: local")
     if "mla_up_proj" in recomputed:
-        problems.append("recompute_modules: mla_up_proj is not supported for packs: recompute core_attn or whole layers")
+        problems.append(
+            "recompute_modules: mla_up_proj is not supported for packs: recompute core_attn or whole layers"
+        )
     return problems
 
 

@@ -27,9 +27,7 @@ class RopeScaling(Settings):
     factor: float = setting(1.0, help="How many times longer than in pre-training.", ge=1)
     low_freq_factor: float = setting(1.0, help="llama3: wavelengths above the original length over this scale.", gt=0)
     high_freq_factor: float = setting(4.0, help="llama3: wavelengths below it over this stay as they are.", gt=0)
-    original_max_position_embeddings: int = setting(
-        8192, help="llama3 and yarn: context length of pre-training.", gt=0
-    )
+    original_max_position_embeddings: int = setting(8192, help="llama3 and yarn: context length of pre-training.", gt=0)
     beta_fast: float = setting(32.0, help="yarn: channels with more turns over that length stay as they are.", gt=0)
     beta_slow: float = setting(1.0, help="yarn: channels with fewer turns are divided by factor.", gt=0)
     truncate: bool = setting(True, help="yarn: whether the two limits are rounded to whole channels.")
@@ -38,7 +36,9 @@ class RopeScaling(Settings):
     )
     mscale: float | None = setting(None, help="yarn: DeepSeek's parameter of that factor.", ge=0)
     mscale_all_dim: float | None = setting(
-        None, help="yarn: with multi-latent attention the parameter of the attention's scale; also of that factor.", ge=0
+        None,
+        help="yarn: with multi-latent attention the parameter of the attention's scale; also of that factor.",
+        ge=0,
     )
 
     @property
@@ -106,7 +106,9 @@ class MoEConfig(Settings):
         lt=1,
     )
     router_num_groups: int | None = setting(
-        None, help="Groups of experts; a token visits experts of router_group_topk groups only. Default: no groups.", ge=2
+        None,
+        help="Groups of experts; a token visits experts of router_group_topk groups only. Default: no groups.",
+        ge=2,
     )
     router_group_topk: int | None = setting(None, help="Groups that each token visits; with router_num_groups.", ge=1)
     router_scaling_factor: float = setting(1.0, help="Factor of the weights of experts.", gt=0)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.errors import CheckpointError
-from roll_batching.huggingface.directory import directory_of
-from roll_batching.huggingface.families import rules_of
+from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
+from roll_batching.huggingface.families import rules_of, untrained_tensors
 from roll_batching.huggingface.layer_rules import HEAD
 from roll_batching.huggingface.stored import StoredTensors, torch_dtype
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, pieces
@@ -38,6 +38,9 @@ class FullTensors:
     parameters: tuple[PlacedParameter, ...]
     """Parameters of which this rank has a shard, in the same order on all ranks that share one."""
 
+    untrained: tuple[str, ...]
+    """Tensors of the files that the model has not (multi-token prediction)."""
+
     def bytes_of(self, name: str) -> int:
         """Size of a tensor in its file."""
         return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
@@ -56,7 +59,8 @@ def describe_full_tensors(state: ModelState, source: str) -> FullTensors:
     family = family_of(origin, state.own_family)
     tied, sizes, stored = architecture.tie_word_embeddings, Sizes.of(architecture), StoredTensors(origin)
     expected = expected_tensors(rules_of(family, architecture), sizes)
-    problems = stored.misfits(expected, [HEAD.theirs[0][0]])
+    untrained = untrained_tensors(family, read_json(origin / CONFIG), stored.shapes)
+    problems = stored.misfits(expected, [HEAD.theirs[0][0], *untrained])
     if problems:
         raise CheckpointError(f"{origin} is not the directory that this model came from: {'; '.join(problems)}")
     return FullTensors(
@@ -65,6 +69,7 @@ def describe_full_tensors(state: ModelState, source: str) -> FullTensors:
         sizes=sizes,
         shapes=expected,
         dtypes={name: torch_dtype(stored.dtypes[name]) for name in expected},
+        untrained=tuple(untrained),
         parameters=tuple(
             placed
             for placed in placed_parameters(state.chunks, family, architecture)

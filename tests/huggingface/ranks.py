@@ -101,6 +101,14 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
     return found
 
 
+def trained_and_written(payload: tuple[str, Layout, dict[str, Any]]) -> None:
+    """Trains the model of a directory and exports it."""
+    directory, layout, wanted = payload
+    strategy = strategy_of(directory, layout)
+    sft_losses(strategy, wanted["steps"], wanted["rate"])
+    strategy.export(wanted["export"])
+
+
 def streamed(strategy: Any, written: str, bucket_bytes: int = 20_000) -> list[int]:
     """Bytes of the buckets that reach rank 0; asserts that their tensors are exactly those of the directory."""
     from safetensors.torch import load_file
