@@ -100,18 +100,21 @@ def _translate_window(values: Mapping[str, Any], family: Family, result: Transla
             result.problems.append(
                 f"layer_types must name full_attention or sliding_attention for each of {layers} layers"
             )
-        slides = "sliding_attention" in kinds
+        pattern = [int(kind == "sliding_attention") for kind in kinds]
+        slides = any(pattern)
         if windowed and window is not None and not slides:
             text = "use_sliding_window: true contradicts layer_types, which are all full_attention"
             result.problems.append(f"{text}; set it to false, or name sliding_attention for the layers with a window")
     elif "use_sliding_window" in values:
-        slides = windowed
+        slides, pattern = windowed, [int(layer >= first) for layer in range(layers if isinstance(layers, int) else 0)]
     else:
-        slides = True
+        slides, pattern = True, []
     if slides and window is not None:
         longest = values.get("max_position_embeddings")
         if not (isinstance(longest, int) and longest <= window):
             result.architecture["sliding_window"] = window
+            if not all(pattern):
+                result.architecture["window_layers"] = pattern
 
 
 _LATENT = {

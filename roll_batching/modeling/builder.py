@@ -152,6 +152,10 @@ def transformer_config(
         "recompute_method": strategy.recompute_method or ("uniform" if full_recompute else None),
         "recompute_num_layers": strategy.recompute_num_layers or (1 if full_recompute else None),
     }
+    if architecture.sliding_window is not None and getattr(kernels.attention, "windows", False):
+        options["window_size"] = (architecture.sliding_window - 1, 0)  # Megatron counts the tokens to the left
+        if architecture.window_layers is not None:
+            options["window_attn_skip_freq"] = list(architecture.window_layers)
     if strategy.recompute_modules:
         options["recompute_modules"] = list(strategy.recompute_modules)
     if architecture.moe is not None:

@@ -67,6 +67,8 @@ def choose_kernels(strategy: MegatronConfig, architecture: ArchitectureConfig, d
         if layers == "transformer_engine":
             choice, why = "transformer_engine", "part of its layers"
     attention = attention_backend(choice, device.type)
+    if architecture.sliding_window is not None and getattr(attention, "windows", False):
+        attention = attention.for_window(architecture.sliding_window)
     fused = fusions(
         device=device.type,
         layers=layers,

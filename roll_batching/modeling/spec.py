@@ -114,6 +114,9 @@ def core_attention(
 ) -> Any:
     """The `core_attention` of a layer spec, for your own specs. Arguments and errors as in `packed_layer_spec`."""
     backend = attention_backend(attention, "cuda" if torch.cuda.is_available() else "cpu")
+    window = getattr(config, "window_size", None)
+    if window is not None and window[0] >= 0 and getattr(backend, "windows", False):
+        backend = backend.for_window(window[0] + 1)
     if rotary is not None and not backend.rotates:
         raise LayoutError(
             f"the attention backend {backend.name} does not rotate: leave rotary out, and build the GPTModel with "

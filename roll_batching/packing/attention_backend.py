@@ -89,6 +89,13 @@ class AttentionBackend(Protocol):
     """Whether its metadata reads `spans_of`, whose keys of one sample may be several runs of tokens. If not, packs
     whose samples share prefixes are refused."""
 
+    def for_window(self, window: int) -> AttentionBackend:
+        """The backend for a model some of whose layers have a sliding window of `window` tokens.
+
+        Backends with `windows` whose metadata depends on it return another one, equal for equal windows.
+        """
+        return self
+
     @abstractmethod
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
         """Module that computes attention in one layer, as Megatron's `core_attention`.

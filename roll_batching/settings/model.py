@@ -171,15 +171,27 @@ class ArchitectureConfig(Settings):
     init_std: float = setting(0.02, help="Standard deviation of the random initial weights.", gt=0)
     sliding_window: int | None = setting(
         None,
-        help="Tokens that a token attends to at most. Longer sequences are refused: attention is always full here, "
-        "which is the same up to this length. Default: no window.",
+        help="Tokens that a token attends to at most, itself included; attention backends without "
+        "windows refuse longer sequences. Default: no window.",
         gt=0,
+    )
+    window_layers: tuple[Literal[0, 1], ...] | None = setting(
+        None, help="1 for each layer with the sliding window and 0 for the others; default: all have it."
     )
     hidden_dropout: float = setting(0.0, help="Dropout after attention and feed-forward layers.", ge=0, lt=1)
     multi_latent_attention: LatentAttentionConfig | None = setting(
         None, help="Multi-latent attention, whose head dimensions replace kv_channels; default: none."
     )
     moe: MoEConfig | None = setting(None, help="Mixture-of-experts layers; default: dense.")
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> ArchitectureConfig:
+        if self.window_layers is not None:
+            if self.sliding_window is None:
+                raise ValueError("window_layers has no effect without sliding_window: leave it out")
+            if len(self.window_layers) != self.num_layers:
+                raise ValueError(f"window_layers has {len(self.window_layers)} entries for {self.num_layers} layers")
+        return self
 
     @model_validator(mode="after")
     def _check_latent_attention(self) -> ArchitectureConfig:

@@ -109,6 +109,20 @@ def trained_and_written(payload: tuple[str, Layout, dict[str, Any]]) -> None:
     strategy.export(wanted["export"])
 
 
+def log_probs_by(payload: tuple[str, Layout, str]) -> list[torch.Tensor]:
+    """Log-probs of this rank's share by the attention backend with this dotted path."""
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    let_experts_run()
+    directory, layout, backend = payload
+    config = role(directory, layout)
+    megatron = config.strategy_args.strategy_config.model_copy(update={"attention_backend": backend})
+    args = config.strategy_args.model_copy(update={"strategy_config": megatron})
+    strategy = MegatronTrainStrategy(config.model_copy(update={"strategy_args": args}))
+    strategy.initialize()
+    return log_probs(strategy)
+
+
 def streamed(strategy: Any, written: str, bucket_bytes: int = 20_000) -> list[int]:
     """Bytes of the buckets that reach rank 0; asserts that their tensors are exactly those of the directory."""
     from safetensors.torch import load_file

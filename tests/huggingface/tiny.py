@@ -64,6 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama3": ("Llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None}),
+    "mistral_window": ("Mistral", {"sliding_window": 9}),
+    "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3_moe": (
@@ -95,7 +97,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_yarn": ("Qwen2", {"rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "truncate": False}}),
 }
 """By name: the prefix of the family's classes in transformers, and fields of its configuration beside `_SHAPE`."""
-DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "qwen2_yarn")
+DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "qwen2_yarn", "mistral_window", "qwen2_window")
 EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_small")
 
 

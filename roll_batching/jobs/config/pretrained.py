@@ -41,22 +41,6 @@ def model_problems(job: JobKeys) -> Iterator[Problem]:
             yield from _differences(given, ArchitectureConfig.model_validate(found.architecture), path, name)
 
 
-def window_problems(job: JobKeys) -> Iterator[Problem]:
-    """The problem that sequences may be longer than the model's sliding window, or none."""
-    model, longest = job.actor_train.model_args, job.sequence_length
-    architecture = model.architecture
-    if architecture is None or architecture.sliding_window is None or longest is None:
-        return
-    if longest > architecture.sliding_window:
-        where = ("actor_train", "model_args", "architecture", "sliding_window")
-        name = model.model_name_or_path
-        text = (
-            f"is {architecture.sliding_window}, and sequences may reach {longest} tokens (prompt_length + "
-            "response_length): attention beyond a window is not supported; shorten them"
-        )
-        yield Problem(where if name is None else _place(job, "actor_train", name), f"sliding_window {text}")
-
-
 def missing_model(job: JobKeys, name: str) -> list[Problem]:
     """The problem that the model directory `name` of actor_train does not exist, or none."""
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from roll_batching.errors import LayoutError
@@ -29,10 +30,11 @@ pack on an H100, torch 2.11)."""
 class PackedCore(torch.nn.Module):
     """Causal self-attention inside each sequence of a pack; a Megatron `core_attention`.
 
-    Raises `LayoutError` for unsupported settings: dropout, sliding windows, learnable softmax offsets, layer-wise
-    scaling.
+    Raises `LayoutError` for unsupported settings: dropout, learnable softmax offsets, layer-wise scaling.
     """
 
+    applies_windows = False
+    """Whether `attend` reads `window`. If not, layers with a sliding window are refused."""
     metadata_type: type
     """The type of `AttentionBackend.metadata`."""
 
@@ -51,6 +53,13 @@ class PackedCore(torch.nn.Module):
     ) -> None:
         super().__init__()
         _refuse_unsupported(config)
+        self.window = _window_of(config, layer_number)
+        """Tokens that a token attends to at most, itself included; None: all before it."""
+        if self.window is not None and not self.applies_windows:
+            raise LayoutError(
+                f"{type(self).__name__} has no sliding windows (TransformerConfig.window_size={config.window_size!r}): "
+                "unset it, or choose the backend dense, varlen or flash_attn"
+            )
         self.layer_number = layer_number
         self.cp_group = pg_collection.cp
         if config.multi_latent_attention and rotation is not None:
@@ -111,14 +120,21 @@ class PackedCore(torch.nn.Module):
         if self.rotation is not None:
             query, key = self.rotation(query, key, params)
         keys, values = params.cache.buffers(self.layer_number, key, value)
+        mask = params.visible
         if params.visible is None:
             keys[:, :, :positions], values[:, :, :positions] = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
             width = positions
+            if self.window is not None and positions > self.window:
+                every = torch.arange(positions, device=query.device)
+                mask = ((every <= every[:, None]) & (every > every[:, None] - self.window))[None, None]
         else:  # one position per row, each row at its own
             every = torch.arange(rows, device=query.device)
             keys[every, :, params.positions[0]], values[every, :, params.positions[0]] = key[0], value[0]
             width = params.visible.shape[-1]
-        out = self.dense(query.permute(1, 2, 0, 3), keys[:, :, :width], values[:, :, :width], params.visible)
+            if self.window is not None:
+                oldest = (params.positions[0] - self.window)[:, None, None, None]
+                mask = params.visible & (torch.arange(width, device=query.device) > oldest)
+        out = self.dense(query.permute(1, 2, 0, 3), keys[:, :, :width], values[:, :, :width], mask)
         return out.permute(2, 0, 1, 3).reshape(positions, rows, -1)
 
     def dense(
@@ -140,6 +156,16 @@ class PackedCore(torch.nn.Module):
         return out.reshape(*shape[:-1], -1)
 
 
+def _window_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """The sliding window of a layer (numbers start at 1), its own token included."""
+    size = getattr(config, "window_size", None)
+    if size is None or size[0] < 0:
+        return None
+    if not is_layer_window_attention(size, getattr(config, "window_attn_skip_freq", None), layer_number):
+        return None
+    return int(size[0]) + 1  # Megatron counts the tokens to the left
+
+
 def _recomputed_before_backward(config: TransformerConfig) -> bool:
     """Whether a layer's attention is recomputed right before its backward, so that nothing is kept until then."""
     if config.recompute_granularity == "full":
@@ -150,7 +176,6 @@ def _recomputed_before_backward(config: TransformerConfig) -> bool:
 def _refuse_unsupported(config: TransformerConfig) -> None:
     refused = {
         "attention_dropout": config.attention_dropout not in (0, 0.0),
-        "window_size": getattr(config, "window_size", None) is not None,
         "softmax_type": getattr(config, "softmax_type", "vanilla") != "vanilla",
         "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
         "rotary_interleaved": config.rotary_interleaved,
