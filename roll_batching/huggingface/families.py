@@ -290,6 +290,24 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+_DELTA_NET = (
+    "its layers are gated delta nets, which Megatron-Core 0.16 refuses for packs; 0.19 takes packs, and the family is "
+    "not built on it here"
+)
+MISSING: Mapping[str, str] = {
+    "gpt_oss": "its attention sinks, and its experts that are stacked into one tensor, are not supported",
+    "gemma2": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
+    "gemma3_text": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
+    "glm4": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe": _DELTA_NET,
+    "qwen3_5_moe_text": _DELTA_NET,
+}
+"""Reasons why a family needs more than a table."""
+
+
 def load_family(model_type: object, own: str | None = None) -> Family:
     """The family of a `model_type`: a supported one, or `own`, the dotted path `package.module:NAME` of a `Family`.
 
@@ -299,6 +317,8 @@ def load_family(model_type: object, own: str | None = None) -> Family:
     if own is None:
         if str(model_type) in FAMILIES:
             return FAMILIES[str(model_type)]
+        if str(model_type) in MISSING:
+            raise ConfigError(f"model_type {model_type!r} is not supported: {MISSING[str(model_type)]}")
         raise ConfigError(
             f"model_type {model_type!r} is not supported: the families are {', '.join(FAMILIES)}. For another one, "
             "write its Family and name it in model_args.family as package.module:NAME"

@@ -114,9 +114,7 @@ def core_attention(
 ) -> Any:
     """The `core_attention` of a layer spec, for your own specs. Arguments and errors as in `packed_layer_spec`."""
     backend = attention_backend(attention, "cuda" if torch.cuda.is_available() else "cpu")
-    window = getattr(config, "window_size", None)
-    if window is not None and window[0] >= 0 and getattr(backend, "windows", False):
-        backend = backend.for_window(window[0] + 1)
+    backend = _with_window(backend, config)
     if rotary is not None and not backend.rotates:
         raise LayoutError(
             f"the attention backend {backend.name} does not rotate: leave rotary out, and build the GPTModel with "
@@ -124,6 +122,14 @@ def core_attention(
         )
     rotation = None if rotary is None else PackRotation(rotary, config.kv_channels)
     return functools.partial(_build_core, backend, rotation)
+
+
+def _with_window(backend: AttentionBackend, config: TransformerConfig) -> AttentionBackend:
+    """The backend for the config's sliding window, if both have one."""
+    window = getattr(config, "window_size", None)
+    if window is None or window[0] < 0 or not getattr(backend, "windows", False):
+        return backend
+    return backend.for_window(window[0] + 1)  # Megatron counts the tokens to the left
 
 
 def _build_core(backend: AttentionBackend, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
@@ -147,7 +153,7 @@ def replace_local_cores(chunks: Sequence[Any], *, attention: AttentionBackend | 
         attends = layer.self_attention
         if isinstance(getattr(attends, "core_attention", None), DotProductAttention):
             attends.core_attention = _build_core(
-                backend,
+                _with_window(backend, attends.config),
                 None,
                 config=attends.config,
                 layer_number=attends.layer_number,

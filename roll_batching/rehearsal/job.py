@@ -311,6 +311,8 @@ def layers_of(depth: int, megatron: MegatronConfig, architecture: ArchitectureCo
     are_equal = megatron.recompute_method != "block" and (megatron.recompute_num_layers or 1) == 1
     if architecture.moe is not None and architecture.moe.layer_freq != 1:
         are_equal = False
+    if architecture.window_layers is not None:
+        are_equal = False
     return (FEW, MORE) if are_equal and depth > WHOLE else (depth,)
 
 

@@ -16,11 +16,11 @@ from tests.support.layouts import Layout
 CAP = 64
 
 
-def role(directory: str | Path, layout: Layout | None = None, **settings: Any) -> Any:
+def role(directory: str | Path, layout: Layout | None = None, mode: str = "packed", **settings: Any) -> Any:
     """A training role for the model in `directory`."""
     from tests.support.models import worker_config
 
-    config = worker_config("packed", CAP, megatron=(layout or Layout()).megatron(), **settings)
+    config = worker_config(mode, CAP, megatron=(layout or Layout()).megatron(), **settings)
     dumped = config.model_dump(exclude={"model_args"}, exclude_unset=True)
     return type(config).model_validate(dumped | {"model_args": {"model_name_or_path": str(directory)}})
 
@@ -109,13 +109,13 @@ def trained_and_written(payload: tuple[str, Layout, dict[str, Any]]) -> None:
     strategy.export(wanted["export"])
 
 
-def log_probs_by(payload: tuple[str, Layout, str]) -> list[torch.Tensor]:
-    """Log-probs of this rank's share by the attention backend with this dotted path."""
+def log_probs_by(payload: tuple[str, Layout, str, str]) -> list[torch.Tensor]:
+    """Log-probs of this rank's share by an attention backend, in packs or padded."""
     from roll_batching.strategy import MegatronTrainStrategy
 
     let_experts_run()
-    directory, layout, backend = payload
-    config = role(directory, layout)
+    directory, layout, backend, mode = payload
+    config = role(directory, layout, mode)
     megatron = config.strategy_args.strategy_config.model_copy(update={"attention_backend": backend})
     args = config.strategy_args.model_copy(update={"strategy_config": megatron})
     strategy = MegatronTrainStrategy(config.model_copy(update={"strategy_args": args}))

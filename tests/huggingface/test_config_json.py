@@ -127,6 +127,9 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
     ("changes", "words"),
     [
         ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported: the families are llama"),
+        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported: its attention sinks"),
+        ({"model_type": "gemma3_text"}, "have no norms after attention"),
+        ({"model_type": "qwen3_next"}, "which Megatron-Core 0.16 refuses for packs"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"attention_bias": True}, "attention_bias: True"),

@@ -113,7 +113,19 @@ def test_kernels_of_variable_length_get_windows_and_head_dimensions(
     folder, model = models(name)
     with torch.no_grad():
         expected = tiny.log_probs(model)
-    for rows in run_ranks(layout.ranks, "tests.huggingface.ranks:log_probs_by", (str(folder), layout, FLASH)):
+    for rows in run_ranks(layout.ranks, "tests.huggingface.ranks:log_probs_by", (str(folder), layout, FLASH, "packed")):
         gap = max(float((row - right).abs().max()) for row, right in zip(rows, expected, strict=True) if len(row))
         report(f"{name} {layout}, flash-attn's interface: log-probs {gap:.1e}")
         assert gap < LIMIT
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "mistral_window"])
+def test_padded_is_packed(name: str, models: Any, report: Callable[[str], None]) -> None:
+    folder, _ = models(name)
+    rows = {}
+    for mode in ("packed", "padded"):
+        (rows[mode],) = run_ranks(1, "tests.huggingface.ranks:log_probs_by", (str(folder), Layout(), "dense", mode))
+    pairs = zip(rows["packed"], rows["padded"], strict=True)
+    gap = max(float((one - other).abs().max()) for one, other in pairs if len(one))
+    report(f"{name}: packed and padded log-probs differ by {gap:.1e}")
+    assert gap < LIMIT

@@ -120,7 +120,7 @@ def test_sequences_beyond_a_window_are_refused_where_attention_has_no_windows(fo
     assert architecture.sliding_window == 64 and architecture.window_layers is None
     tiny.edit_config(folder / "model", use_sliding_window=True, sliding_window=30)
     with pytest.raises(AssertionError, match="a sample has 40 tokens and the model a sliding window of 30") as caught:
-        own = (str(folder / "model"), Layout(), "tests.support.own_attention:MaskedSoftmax")
+        own = (str(folder / "model"), Layout(), "tests.support.own_attention:MaskedSoftmax", "packed")
         run_ranks(1, "tests.huggingface.ranks:log_probs_by", own)
     report(str(caught.value).strip().splitlines()[-1])
 
