@@ -51,7 +51,7 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
         translate_experts(values, family, result)
     if family.latent_attention:
         _translate_latent_attention(values, result)
-    own = {*family.switches, *(("partial_rotary_factor",) if family.partial_rope else ())}
+    own = {*family.numbers, *family.switches, *(("partial_rotary_factor",) if family.partial_rope else ())}
     always = {name: value for name, value in {**ALWAYS, **family.always}.items() if name not in own}
     known_fields = {*RENAMED, *ROPE, *always, *WITHOUT_EFFECT, *own}
     known_fields |= set(SLIDING if family.windows else ())
@@ -63,6 +63,12 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
         elif name not in known_fields and value is not None:
             result.problems.append(f"{name}: {value!r} is an unknown field of model_type {family.model_type}")
     result.architecture |= {"add_qkv_bias": family.add_qkv_bias, "qk_layernorm": family.qk_layernorm}
+    result.architecture |= family.settings
+    for name, ours in family.numbers.items():
+        value = values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            result.problems.append(f"{name}: {value!r} is not supported, it must be a number")
+        result.architecture[ours] = value
     for name, ours in family.switches.items():
         if not isinstance(values[name], bool):
             result.problems.append(f"{name}: {values[name]!r} is not supported, it must be true or false")
@@ -91,6 +97,8 @@ def _translate_renamed(values: Mapping[str, Any], result: Translation) -> None:
 def _translate_window(values: Mapping[str, Any], family: Family, result: Translation) -> None:
     window, layers = values.get("sliding_window"), values.get("num_hidden_layers")
     kinds = values.get("layer_types")
+    if family.needs_layer_types and kinds is None:
+        result.problems.append("layer_types is missing")
     # In transformers, Qwen2 and Qwen3 slide from layer max_window_layers on; Qwen3-MoE and Mixtral in every layer.
     first = (values.get("max_window_layers") or 0) if not family.mixture else 0
     windowed = bool(values.get("use_sliding_window")) and isinstance(layers, int) and first < layers

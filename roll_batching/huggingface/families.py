@@ -22,11 +22,14 @@ from roll_batching.huggingface.layer_rules import (
     EXPERT_BIAS,
     FINAL_NORM,
     HEAD,
+    OUTPUT_BIAS,
     OUTPUT_PROJECTION,
     QK_NORM,
     QKV,
     QKV_BIAS,
     SHARED_EXPERTS,
+    SINKS,
+    STACKED_MIXTURE,
     latent_attention,
     mixture,
 )
@@ -138,6 +141,8 @@ WITHOUT_EFFECT = frozenset(
         "task_specific_params",
         "tokenizer_class",
         "prefix",
+        "experts_per_token",  # gpt-oss: num_experts_per_tok again
+        "initial_context_length",  # gpt-oss: of rope_scaling again
         *TOKENS,
     }
 )
@@ -157,12 +162,18 @@ class Family:
     """The family's own fields with one supported value; they precede those of `ALWAYS`."""
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `model_args.architecture` that all models of the family have."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """The family's own fields that are numbers, and their names in `model_args.architecture`."""
     switches: Mapping[str, str] = field(default_factory=dict)
     """The family's own fields that are true or false, and their names in `model_args.architecture`."""
     partial_rope: bool = False
     """Whether the family reads `partial_rotary_factor`; others rotate whole heads."""
     windows: bool = False
     """Whether the family has the fields of sliding windows (`SLIDING`)."""
+    needs_layer_types: bool = False
+    """Whether `layer_types` must say which layers have a window."""
     mixture: tuple[TensorRule, ...] = ()
     """Rules of a mixture-of-experts layer; empty for dense families."""
     experts_share_ffn: bool = False
@@ -278,6 +289,22 @@ FAMILIES: Mapping[str, Family] = {
             mixture=_SIGMOID_MIXTURE,
             sigmoid_routing=True,
         ),
+        Family(
+            model_type="gpt_oss",
+            architecture="GptOssForCausalLM",
+            defaults={**_USUAL, "rope_theta": 150000.0, "head_dim": 64, "sliding_window": 128, "swiglu_limit": 7.0},
+            always={
+                "attention_bias": True,
+                "swiglu_alpha": 1.702,
+            },
+            settings={"add_bias_linear": True, "attention_sinks": True},
+            numbers={"swiglu_limit": "swiglu_limit"},
+            windows=True,
+            needs_layer_types=True,
+            mixture=STACKED_MIXTURE,
+            experts_share_ffn=True,
+            normalised_experts=True,
+        ),
         _DEEPSEEK_V3,
         dataclasses.replace(_DEEPSEEK_V3, model_type="kimi_k2"),
         dataclasses.replace(
@@ -295,7 +322,6 @@ _DELTA_NET = (
     "not built on it here"
 )
 MISSING: Mapping[str, str] = {
-    "gpt_oss": "its attention sinks, and its experts that are stacked into one tensor, are not supported",
     "gemma2": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
     "gemma3_text": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
     "glm4": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
@@ -340,14 +366,15 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
     head = HEAD
     if architecture.tie_word_embeddings:
         head = TensorRule(HEAD.ours, HEAD.join, EMBEDDING.theirs)
-    bias = QKV_BIAS if architecture.add_qkv_bias else ()
+    bias = QKV_BIAS if architecture.add_qkv_bias or architecture.add_bias_linear else ()
     norm = QK_NORM if architecture.qk_layernorm else ()
-    attention = (*QKV, *bias, *norm)
+    attention = (*QKV, *bias, *norm, *(SINKS if architecture.attention_sinks else ()))
+    output = OUTPUT_BIAS if architecture.add_bias_linear else ()
     if architecture.multi_latent_attention is not None:
         attention = latent_attention(architecture.multi_latent_attention.q_lora_rank is not None)
     rules = [EMBEDDING]
     for layer in range(architecture.num_layers):
-        rules += [rule.at(layer) for rule in (*attention, *OUTPUT_PROJECTION)]
+        rules += [rule.at(layer) for rule in (*attention, *OUTPUT_PROJECTION, *output)]
         if architecture.moe is None or not architecture.moe.is_mixture(layer):
             rules += [rule.at(layer) for rule in DENSE]
             continue

@@ -134,3 +134,26 @@ def latent_attention(compressed_queries: bool) -> tuple[TensorRule, ...]:
             f"{layer}.linear_kv_up_proj.weight", "rows", ("self_attn.kv_b_proj.weight", ("keys_values", "kv_latent"))
         ),
     )
+
+
+OUTPUT_BIAS = (_layer("self_attention.linear_proj.bias", "copy", ("self_attn.o_proj.bias", ("hidden",))),)
+SINKS = (_layer("self_attention.core_attention.softmax_offset", "rows", ("self_attn.sinks", ("heads",))),)
+_EXPERT = "mlp.experts.local_experts.{expert}"
+STACKED_MIXTURE = (
+    _layer("pre_mlp_layernorm.weight", "copy", ("post_attention_layernorm.weight", ("hidden",))),
+    _layer("mlp.router.weight", "copy", ("mlp.router.weight", ("experts", "hidden"))),
+    _layer("mlp.router.bias", "copy", ("mlp.router.bias", ("experts",))),
+    _layer(
+        f"{_EXPERT}.linear_fc1.weight",
+        "expert_gated",
+        ("mlp.experts.gate_up_proj", ("experts", "hidden", "expert_gated_ffn")),
+    ),
+    _layer(
+        f"{_EXPERT}.linear_fc1.bias",
+        "expert_gated",
+        ("mlp.experts.gate_up_proj_bias", ("experts", "expert_gated_ffn")),
+    ),
+    _layer(f"{_EXPERT}.linear_fc2.weight", "expert", ("mlp.experts.down_proj", ("experts", "expert_ffn", "hidden"))),
+    _layer(f"{_EXPERT}.linear_fc2.bias", "expert", ("mlp.experts.down_proj_bias", ("experts", "hidden"))),
+)
+"""gpt-oss's mixture, whose experts are stacked into one tensor."""

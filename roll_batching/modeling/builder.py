@@ -16,8 +16,8 @@ from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import draw_experts, keep_expert_biases_in_fp32, router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.kernels import Kernels, engine_attention
-from roll_batching.modeling.requirements import ENGINE_LAYERS, recomputed_modules, refusals_here
-from roll_batching.modeling.rotary import RotarySettings
+from roll_batching.modeling.requirements import ENGINE_LAYERS, EXPERT_BIASES, recomputed_modules, refusals_here
+from roll_batching.modeling.rotary import megatron_rotation, rotary_settings
 from roll_batching.modeling.spec import packed_block_spec
 from roll_batching.packing.attention_backend import installed_versions
 from roll_batching.settings import ArchitectureConfig, MegatronConfig, TrainingArgs
@@ -37,59 +37,6 @@ def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
-    """The architecture's RoPE settings, scaling included."""
-    latent = architecture.multi_latent_attention
-    settings = RotarySettings(
-        base=architecture.rotary_base,
-        percent=architecture.rotary_percent,
-        interleaved=latent is not None and latent.rotary_interleaved,
-    )
-    scaling = architecture.rope_scaling
-    if scaling is None:
-        return settings
-    return dataclasses.replace(
-        settings,
-        scaling=scaling.type,
-        factor=scaling.factor,
-        low_freq_factor=scaling.low_freq_factor,
-        high_freq_factor=scaling.high_freq_factor,
-        original_max_position_embeddings=scaling.original_max_position_embeddings,
-        beta_fast=scaling.beta_fast,
-        beta_slow=scaling.beta_slow,
-        truncate=scaling.truncate,
-        rotated_factor=scaling.rotated_factor,
-    )
-
-
-def megatron_rotation(rotary: RotarySettings) -> dict[str, Any]:
-    """GPTModel's arguments for RoPE in the model, for attention cores that do not rotate.
-
-    Raises `LayoutError` for YaRN, and for llama3 scaling with other parameters than those that Megatron hard-codes.
-    """
-    options: dict[str, Any] = {
-        "position_embedding_type": "rope",
-        "rotary_base": rotary.base,
-        "rotary_percent": rotary.percent,
-    }
-    if rotary.scaling == "yarn":
-        raise LayoutError(
-            "before Megatron-Core 0.20 its fused rotation of packs ignores YaRN's factor: choose an attention_backend "
-            "that rotates (dense, varlen or flash_attn)"
-        )
-    if rotary.scaling == "linear":
-        options["seq_len_interpolation_factor"] = rotary.factor
-    if rotary.scaling == "llama3":
-        fixed = RotarySettings(base=rotary.base, percent=rotary.percent, scaling="llama3", factor=rotary.factor)
-        if rotary != fixed:
-            raise LayoutError(
-                "Megatron hard-codes llama3 scaling with low_freq_factor=1, high_freq_factor=4 and "
-                "original_max_position_embeddings=8192: set these values, or choose an attention_backend that rotates"
-            )
-        options |= {"rope_scaling": True, "rope_scaling_factor": rotary.factor}
-    return options
-
-
 def transformer_config(
     architecture: ArchitectureConfig,
     strategy: MegatronConfig,
@@ -105,6 +52,7 @@ def transformer_config(
     no deallocation of sent outputs (corrupts gradients before 0.18), no shape exchange, the all-to-all
     MoE dispatcher (the all-gather one needs equal lengths on all ranks), no dropout.
     """
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     on_cpu = layout.device.type == "cpu"
@@ -122,8 +70,11 @@ def transformer_config(
         "layernorm_epsilon": architecture.norm_epsilon,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
+        "activation_func": F.silu if architecture.swiglu_limit is None else quick_gelu,
+        "activation_func_clamp_value": architecture.swiglu_limit,
+        "glu_linear_offset": 0.0 if architecture.swiglu_limit is None else 1.0,
+        "softmax_type": "learnable" if architecture.attention_sinks else "vanilla",
+        "add_bias_linear": architecture.add_bias_linear,
         "hidden_dropout": architecture.hidden_dropout,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp_size,
@@ -218,7 +169,10 @@ def build_chunks(
         engine_layers=kernels.layers == "transformer_engine",
         recomputed=recomputed_modules(strategy),
         latent_attention=architecture.multi_latent_attention is not None,
+        attention_sinks=architecture.attention_sinks,
     )
+    if architecture.add_bias_linear and architecture.moe is not None and layout.tp_size > 1:
+        problems.append(EXPERT_BIASES)
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))
     stages = layout.pp_size * layout.vpp_size

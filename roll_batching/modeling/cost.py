@@ -8,6 +8,7 @@ by time, ranks and the device's peak rate this is MFU, model FLOPs utilisation (
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
     """Training FLOPs by length, per tensor- and context-parallel rank, of a GPTModel with this TransformerConfig."""
     experts = config.num_moe_experts
     layers = range(config.num_layers)
-    projections, products = _latent_products(config) if config.multi_latent_attention else (None, None)
-    return FlopsCost.from_model(
+    cost = FlopsCost.from_model(
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
         num_layers=config.num_layers,
@@ -49,22 +49,25 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         moe_router_topk=config.moe_router_topk if experts else 1,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size if experts else None,
         moe_shared_expert_size=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
-        attention_projections=projections,
-        attention_products=products,
         tp_size=layout.tp_size,
         cp_size=layout.cp_size,
     )
+    return _with_latents(cost, config, layout) if config.multi_latent_attention else cost
 
 
-def _latent_products(config: Any) -> tuple[int, int]:
-    """Multiply-adds of multi-latent attention in a layer: of its projections for a token, and for a pair of tokens."""
-    heads, keys = config.num_attention_heads, config.qk_head_dim + config.qk_pos_emb_head_dim
-    latent = config.q_lora_rank
-    queries = heads * keys * (latent or config.hidden_size) + config.hidden_size * (latent or 0)
-    down = config.hidden_size * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
+def _with_latents(cost: FlopsCost, config: Any, layout: ParallelLayout) -> FlopsCost:
+    """The cost with multi-latent attention in place of attention with heads of `kv_channels`, all of one size."""
+    heads, keys, hidden = config.num_attention_heads, config.kv_channels, config.hidden_size
+    latent, ranks = config.q_lora_rank, layout.tp_size * layout.cp_size
+    queries = heads * keys * (latent or hidden) + hidden * (latent or 0)
+    down = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
     up = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
-    output = heads * config.v_head_dim * config.hidden_size
-    return queries + down + up + output, heads * (keys + config.v_head_dim)
+    more = queries + down + up + heads * config.v_head_dim * hidden - 4 * hidden * heads * keys
+    linear = cost.linear + 6 * config.num_layers * more // ranks
+    quadratic = 3 * config.num_layers * heads * (keys + config.v_head_dim) // ranks
+    return dataclasses.replace(
+        cost, linear=linear, quadratic=quadratic, fixed=linear * (cost.fixed // max(cost.linear, 1))
+    )
 
 
 def model_pack_times(config: Any, vocab_size: int, layout: ParallelLayout, cluster: Cluster) -> PackTimes:

@@ -49,8 +49,12 @@ class PlacedParameter:
     """Size of `group`."""
     group: Any
     """The tensor-parallel group that shards the parameter."""
+    expert_group: Any
+    """The expert-parallel group, which shares the tensors of all experts; None for other parameters."""
     is_first_replica: bool
     """Whether this rank is the first of the data- and context-parallel ranks with the same shard."""
+    parts: tuple[PlacedParameter, ...] = ()
+    """This rank's experts, where one checkpoint tensor holds all experts."""
 
 
 def placed_parameters(
@@ -79,6 +83,7 @@ def placed_parameters(
                 rank=shards.rank(),
                 ranks=shards.size(),
                 group=shards,
+                expert_group=groups.ep if is_expert else None,
                 is_first_replica=replicas.rank() == 0,
             )
             shape = local_shape(placed.rule, sizes, placed.ranks)
@@ -176,6 +181,11 @@ def _load(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundan
     parameter, end = placed.parameter, 0
     for piece in pieces(placed.rule, sizes, placed.rank, placed.ranks):
         target = parameter[piece.at]
+        if piece.of_expert:
+            for _, values in stored.read(piece.name, piece.rows):
+                target.copy_(piece.select(values[0]))
+            end = piece.at.stop
+            continue
         for at, values in stored.read(piece.name, piece.rows, piece.columns):
             target[at].copy_(values)
         end = piece.at.stop

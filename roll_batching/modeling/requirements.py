@@ -20,6 +20,10 @@ ENGINE_LAYERS = AttentionRequirements(
     libraries=((ENGINE, "2.9"), ("transformer-engine-torch", "2.9")),
 )
 """Requirements of TransformerEngine's layers. Before 2.9 its attention trained packs wrongly."""
+EXPERT_BIASES = (
+    "Megatron-Core adds the biases of experts once per tensor-parallel rank: set tensor_model_parallel_size to 1, and "
+    "divide the model by pipeline_model_parallel_size and expert_model_parallel_size"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ def refusals_here(
     engine_layers: bool,
     recomputed: Sequence[str] = (),
     latent_attention: bool = False,
+    attention_sinks: bool = False,
 ) -> list[str]:
     """`refusals` for the device and libraries of this process."""
     needs = [ENGINE_LAYERS, *([] if backend is None else [backend.requirements])]
@@ -76,6 +81,7 @@ def refusals_here(
         engine_layers=engine_layers,
         recomputed=recomputed,
         latent_attention=latent_attention,
+        attention_sinks=attention_sinks,
         installed=Installed.here(device, libraries),
     )
 
@@ -90,6 +96,7 @@ def refusals(
     engine_layers: bool,
     recomputed: Sequence[str] = (),
     latent_attention: bool = False,
+    attention_sinks: bool = False,
     installed: Installed,
 ) -> list[str]:
     """Errors of the first forward pass that can be known before it, each with its remedy. Pure.
@@ -103,6 +110,7 @@ def refusals(
         engine_layers: whether the layers are TransformerEngine's.
         recomputed: selectively recomputed modules.
         latent_attention: whether attention is multi-latent, with values of other dimensions than keys.
+        attention_sinks: whether every softmax has a learnt logit beside those of keys.
         installed: versions and device.
     """
     problems = []
@@ -120,6 +128,11 @@ def refusals(
         )
     if latent_attention:
         problems += _latent_attention_refusals(backend, engine_layers, recomputed)
+    if attention_sinks and not getattr(backend, "sinks", False):
+        name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
+        problems.append(f"attention sinks are not computed by {name}: set attention_backend: dense")
+    if attention_sinks and engine_layers:
+        problems.append("attention sinks are built into Megatron's local layers: set transformer_impl: local")
     if backend is not None:
         problems += _attention_refusals(backend, device, dtype, head_dim, installed)
     return problems

@@ -7,6 +7,7 @@ and keys. Bitwise equal to Megatron's RoPE, except on CUDA, where a kernel rotat
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from roll_batching.errors import LayoutError
+from roll_batching.settings import ArchitectureConfig
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -147,3 +149,56 @@ class PackRotation:
         if self.settings.interleaved:
             query, key = (_even_before_odd(x, tables[0].shape[-1]) for x in (query, key))
         return rotate(query, tables), rotate(key, tables)
+
+
+def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
+    """The architecture's RoPE settings, scaling included."""
+    latent = architecture.multi_latent_attention
+    settings = RotarySettings(
+        base=architecture.rotary_base,
+        percent=architecture.rotary_percent,
+        interleaved=latent is not None and latent.rotary_interleaved,
+    )
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return settings
+    return dataclasses.replace(
+        settings,
+        scaling=scaling.type,
+        factor=scaling.factor,
+        low_freq_factor=scaling.low_freq_factor,
+        high_freq_factor=scaling.high_freq_factor,
+        original_max_position_embeddings=scaling.original_max_position_embeddings,
+        beta_fast=scaling.beta_fast,
+        beta_slow=scaling.beta_slow,
+        truncate=scaling.truncate,
+        rotated_factor=scaling.rotated_factor,
+    )
+
+
+def megatron_rotation(rotary: RotarySettings) -> dict[str, Any]:
+    """GPTModel's arguments for RoPE in the model, for attention cores that do not rotate.
+
+    Raises `LayoutError` for YaRN, and for llama3 scaling with other parameters than those that Megatron hard-codes.
+    """
+    options: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": rotary.base,
+        "rotary_percent": rotary.percent,
+    }
+    if rotary.scaling == "yarn":
+        raise LayoutError(
+            "before Megatron-Core 0.20 its fused rotation of packs ignores YaRN's factor: choose an attention_backend "
+            "that rotates (dense, varlen or flash_attn)"
+        )
+    if rotary.scaling == "linear":
+        options["seq_len_interpolation_factor"] = rotary.factor
+    if rotary.scaling == "llama3":
+        fixed = RotarySettings(base=rotary.base, percent=rotary.percent, scaling="llama3", factor=rotary.factor)
+        if rotary != fixed:
+            raise LayoutError(
+                "Megatron hard-codes llama3 scaling with low_freq_factor=1, high_freq_factor=4 and "
+                "original_max_position_embeddings=8192: set these values, or choose an attention_backend that rotates"
+            )
+        options |= {"rope_scaling": True, "rope_scaling_factor": rotary.factor}
+    return options

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,6 +39,19 @@ class PackedLayerNorm(torch.nn.LayerNorm):
         super().__init__(hidden_size, eps=eps)
         for parameter in (self.weight, self.bias):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class BiasedExpertOutput(RowParallelLinear):
+    """The last linear layer of an expert with a bias, which Megatron adds to the output in place.
+
+    Without tensor and expert parallelism the output is a view that autograd does not let it change (Megatron-Core 0.16
+    to 0.19).
+    """
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output, in memory of its own, and the bias."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 def packed_layer_spec(
@@ -93,6 +107,8 @@ def packed_layer_spec(
         normalization=config.normalization,
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    if config.add_bias_linear and config.num_moe_experts is not None and experts is not False:
+        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertOutput
     submodules = layer.submodules.self_attention.submodules
     submodules.core_attention = core_attention(config, rotary, attention=attention)
     if config.qk_layernorm:
@@ -145,13 +161,19 @@ def replace_local_cores(chunks: Sequence[Any], *, attention: AttentionBackend | 
     """Gives a built model attention over packs where it has Megatron's local one, which refuses packs.
 
     Weights, checkpoints and arithmetic stay: the cores have no parameters. `attention` is as in `packed_layer_spec`.
-    Returns the number of layers changed; TransformerEngine's cores take packs, and stay.
+    Returns the number of layers changed; TransformerEngine's cores take packs, and stay. Raises `LayoutError` for cores
+    with attention sinks, which are parameters.
     """
     backend = attention_backend(attention, "cuda" if torch.cuda.is_available() else "cpu")
     changed = 0
     for layer in (layer for chunk in chunks for layer in gpt_of(chunk).decoder.layers):
         attends = layer.self_attention
         if isinstance(getattr(attends, "core_attention", None), DotProductAttention):
+            if getattr(attends.config, "softmax_type", "vanilla") != "vanilla":
+                raise LayoutError(
+                    f"softmax_type={attends.config.softmax_type!r}: its parameters would be lost; "
+                    "build the model from packed_layer_spec(config)"
+                )
             attends.core_attention = _build_core(
                 _with_window(backend, attends.config),
                 None,

@@ -78,6 +78,9 @@ class AttentionBackend(Protocol):
     windows: bool = False
     """Whether its cores apply `TransformerConfig.window_size`. If not, samples longer than the window are refused."""
 
+    sinks: bool = False
+    """Whether its cores have the parameter of `TransformerConfig.softmax_type: learnable`."""
+
     narrow_values: bool = False
     """Whether its cores take values with fewer channels than keys. If not, multi-latent attention is refused."""
 

@@ -190,8 +190,6 @@ class FlopsCost(LinearQuadraticCost):
         moe_router_topk: int = 1,
         moe_ffn_hidden_size: int | None = None,
         moe_shared_expert_size: int = 0,
-        attention_projections: int | None = None,
-        attention_products: int | None = None,
         causal: bool = True,
         include_head: bool = True,
         tp_size: int = 1,
@@ -202,9 +200,7 @@ class FlopsCost(LinearQuadraticCost):
         """Cost model from the multiply-adds of one token and of one pair of tokens.
 
         With `num_experts`, `num_moe_layers` of the layers (None: all) have experts, of which a token passes
-        `moe_router_topk`, and the shared expert where it has a size. Per layer `attention_projections` are the
-        multiply-adds of attention's projections for a token, `attention_products` those of scores and weighted values
-        for a pair of tokens; None: of heads that share `kv_channels`. `fixed_tokens` is the fixed cost of a micro-batch
+        `moe_router_topk`, and the shared expert where it has a size. `fixed_tokens` is the fixed cost of a micro-batch
         in tokens of the linear part. Raises `PlanError` for sizes below 1 and for more MoE layers than layers.
         """
         _refuse_below_one(
@@ -219,7 +215,7 @@ class FlopsCost(LinearQuadraticCost):
         groups = num_query_groups or num_attention_heads
         head_dim = kv_channels or hidden_size // num_attention_heads
         query = num_attention_heads * head_dim
-        projections = attention_projections or hidden_size * (2 * query + 2 * groups * head_dim)
+        projections = hidden_size * (2 * query + 2 * groups * head_dim)
         matrices = 3 if gated_linear_unit else 2
         moe_layers = _count_moe_layers(num_layers, num_moe_layers) if num_experts else 0
         feed_forward = (num_layers - moe_layers) * matrices * hidden_size * ffn_hidden_size
@@ -230,7 +226,7 @@ class FlopsCost(LinearQuadraticCost):
         if include_head:
             per_token += hidden_size * vocab_size
         # Scores and weighted values: two products of `query` multiply-adds for each pair of tokens.
-        per_pair = num_layers * (attention_products or 2 * query)
+        per_pair = num_layers * 2 * query
         passes = 2 if forward_only else 6
         ranks = tp_size * cp_size
         linear = passes * per_token // ranks

@@ -168,6 +168,16 @@ class ArchitectureConfig(Settings):
     tie_word_embeddings: bool = setting(False, help="Whether the output head shares the embedding's weight.")
     qk_layernorm: bool = setting(False, help="Normalise queries and keys per head, as Qwen3 does.")
     add_qkv_bias: bool = setting(False, help="Bias on the query, key and value projections, as Qwen2 has.")
+    add_bias_linear: bool = setting(
+        False,
+        help="Bias on every linear layer, router and experts included, as gpt-oss has. Without tensor parallelism.",
+    )
+    swiglu_limit: float | None = setting(
+        None, help="gpt-oss's gate: both halves clamped here, sigmoid of 1.702 x, and 1 added. Default: SwiGLU.", gt=0
+    )
+    attention_sinks: bool = setting(
+        False, help="A learnt logit per head that takes its share of every softmax, as gpt-oss has."
+    )
     init_std: float = setting(0.02, help="Standard deviation of the random initial weights.", gt=0)
     sliding_window: int | None = setting(
         None,
@@ -202,7 +212,7 @@ class ArchitectureConfig(Settings):
             raise ValueError("kv_channels has no effect with multi_latent_attention: leave it out")
         if self.kv_heads != self.num_attention_heads:
             raise ValueError("num_query_groups has no effect with multi_latent_attention: leave it out")
-        for name in ("qk_layernorm", "add_qkv_bias"):
+        for name in ("qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_sinks"):
             if getattr(self, name):
                 raise ValueError(f"{name} has no effect with multi_latent_attention: leave it out")
         if self.rotary_percent != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,6 +31,7 @@ EXPECTED = {
     "Mixtral-8x7B-v0.1": {"ffn_width": 14336, "rotary_base": 1e6},
     "GLM-4.5-Air": {"add_qkv_bias": True, "qk_layernorm": False, "rotary_percent": 0.5, "head_dim": 128},
     "DeepSeek-V3": {"head_dim": 192, "value_dim": 128, "kv_heads": 128},
+    "gpt-oss-20b": {"attention_sinks": True, "sliding_window": 128, "window_layers": (1, 0) * 12, "swiglu_limit": 7.0},
     "Moonlight-16B-A3B": {"head_dim": 192, "rope_scaling": None, "norm_epsilon": 1e-5},
 }
 PARAMETERS = {
@@ -42,6 +44,7 @@ PARAMETERS = {
     "GLM-4.5-Air": None,
     "DeepSeek-V3": None,
     "Moonlight-16B-A3B": None,
+    "gpt-oss-20b": None,
 }
 """As their publishers count them; None: as transformers counts parameters and expert biases."""
 
@@ -70,7 +73,7 @@ def test_published_files(name, report):
         assert getattr(architecture, key) == value, key
     family = FAMILIES[config["model_type"]]
     tensors = expected_tensors(rules_of(family, architecture), Sizes.of(architecture))
-    count = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in tensors.values())
+    count = sum(math.prod(shape) for shape in tensors.values())
     assert count == (PARAMETERS[name] or counted_by_transformers(config))
     report(f"{name}: {len(tensors):,} tensors, {count:,} parameters")
 
@@ -127,7 +130,6 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
     ("changes", "words"),
     [
         ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported: the families are llama"),
-        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported: its attention sinks"),
         ({"model_type": "gemma3_text"}, "have no norms after attention"),
         ({"model_type": "qwen3_next"}, "which Megatron-Core 0.16 refuses for packs"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
@@ -195,6 +197,11 @@ def test_refused_of_experts(changes, words):
         ("DeepSeek-V3", {"rope_interleave": "yes"}, "rope_interleave: 'yes' must be true or false"),
         ("DeepSeek-V3", {"attention_bias": True}, "attention_bias: True is not supported"),
         ("DeepSeek-V3", {"quantization_config": {"fmt": "e4m3"}}, "quantization_config: {'fmt': 'e4m3'}"),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: {'quant_method'"),
+        ("gpt-oss-20b", {"layer_types": None}, "layer_types is missing"),
+        ("gpt-oss-20b", {"swiglu_alpha": 1.5}, "swiglu_alpha: 1.5 is not supported, only 1.702"),
+        ("gpt-oss-20b", {"swiglu_limit": "7"}, "swiglu_limit: '7' is not supported, it must be a number"),
+        ("gpt-oss-20b", {"attention_bias": False}, "attention_bias: False is not supported, only True"),
         ("GLM-4.5-Air", {"use_qk_norm": "no"}, "use_qk_norm: 'no' is not supported, it must be true or false"),
         ("GLM-4.5-Air", {"n_shared_experts": 0}, "n_shared_experts: 0 is not supported"),
         ("GLM-4.5-Air", {"q_lora_rank": 8}, "q_lora_rank: 8 is an unknown field of model_type glm4_moe"),

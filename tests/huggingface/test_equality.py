@@ -91,14 +91,25 @@ def test_windows(models: Any, report: Callable[[str], None]) -> None:
 
 def test_experts(models: Any, report: Callable[[str], None]) -> None:
     names = ("qwen3_moe", "glm4_moe", "deepseek_v3")
-    _check(models, [(name, layout, TRAINED) for name in names for layout in EXPERT_LAYOUTS], report)
+    cases = [(name, layout, TRAINED) for name in names for layout in EXPERT_LAYOUTS]
+    _check(models, [*cases, ("gpt_oss", EXPERT_LAYOUTS[0], TRAINED), ("gpt_oss", Layout(cp=2), TRAINED)], report)
 
 
 @pytest.mark.slow
 def test_all_experts(models: Any, report: Callable[[str], None]) -> None:
-    cases = [(name, layout, TRAINED) for name in tiny.EXPERTS for layout in (*EXPERT_LAYOUTS, *LAYOUTS[1:])]
+    layouts = (*EXPERT_LAYOUTS, *LAYOUTS[1:])
+    sharded = [name for name in tiny.EXPERTS if name not in tiny.UNSHARDED]
+    cases = [(name, layout, TRAINED) for name in sharded for layout in layouts]
     _check(models, cases, report)
-    _check(models, [(name, Layout(tp=2, sp=True, dp=2, ep=2, moe=True), TRAINED) for name in tiny.EXPERTS], report)
+    _check(models, [(name, one, TRAINED) for name in tiny.UNSHARDED for one in layouts if one.tp == 1], report)
+    _check(models, [(name, Layout(tp=2, sp=True, dp=2, ep=2, moe=True), TRAINED) for name in sharded], report)
+
+
+@pytest.mark.bad_input
+def test_biases_of_experts_are_refused_under_tensor_parallelism(models: Any) -> None:
+    case = ("gpt_oss", EXPERT_LAYOUTS[1], {})
+    with pytest.raises(AssertionError, match="adds the biases of experts once per tensor-parallel rank"):
+        _check(models, [case], print)
 
 
 FLASH = "tests.support.own_attention:FlashOnTheCpu"
@@ -119,7 +130,7 @@ def test_kernels_of_variable_length_get_windows_and_head_dimensions(
         assert gap < LIMIT
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "mistral_window"])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "gpt_oss"])
 def test_padded_is_packed(name: str, models: Any, report: Callable[[str], None]) -> None:
     folder, _ = models(name)
     rows = {}

@@ -42,8 +42,12 @@ def check_equal(written, read):
 
 @pytest.mark.parametrize(
     ("names", "layouts"),
-    [(["qwen3", "qwen2"], LAYOUTS), (["qwen3_moe", "glm4_moe", "deepseek_v3"], EXPERT_LAYOUTS)],
-    ids=["dense", "experts"],
+    [
+        (["qwen3", "qwen2"], LAYOUTS),
+        (["qwen3_moe", "glm4_moe", "deepseek_v3"], EXPERT_LAYOUTS),
+        (["gpt_oss"], [Layout(pp=2, dp=2, ep=2, moe=True)]),
+    ],
+    ids=["dense", "experts", "stacked experts"],
 )
 def test_what_was_read_is_written_to_the_bit(tmp_path, names, layouts, report):
     for name in names:

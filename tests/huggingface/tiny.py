@@ -89,6 +89,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **_SIGMOID,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "truncate": False},
+        },
+    ),
     "deepseek_v3": ("DeepseekV3", {**_LATENT, **_SIGMOID, "rope_parameters": _YARN}),
     "deepseek_v3_small": (
         "DeepseekV3",
@@ -98,7 +109,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: the prefix of the family's classes in transformers, and fields of its configuration beside `_SHAPE`."""
 DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "qwen2_yarn", "mistral_window", "qwen2_window")
-EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_small")
+EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_small", "gpt_oss")
+UNSHARDED = ("gpt_oss",)
+"""Models that are refused under tensor parallelism."""
 
 
 def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, model: Any = None, **saving: Any) -> Any:

@@ -60,6 +60,16 @@ LATENT = {
 }
 """DeepSeek-V3's attention and experts."""
 
+SINKS = {
+    "add_bias_linear": True,
+    "attention_sinks": True,
+    "swiglu_limit": 7.0,
+    "sliding_window": 64,
+    "window_layers": [1, 0, 1, 0],
+    "moe": {"num_experts": 8, "router_topk": 2, "ffn_hidden_size": 96},
+}
+"""gpt-oss's attention and experts."""
+
 
 def job_of(
     *,

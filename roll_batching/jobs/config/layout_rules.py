@@ -201,6 +201,11 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
                 yield Problem((*path, "multi_latent_attention", key), text)
     if model.ffn_width % tp:
         yield Problem((*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks")
+    if model.add_bias_linear and model.moe is not None and tp > 1:
+        text = (
+            f"does not go with TP = {tp}: Megatron-Core adds the biases of experts on every tensor-parallel rank; use 1"
+        )
+        yield Problem((*path, "add_bias_linear"), text)
     experts = layout.expert_model_parallel_size
     where = (name, "strategy_args", "strategy_config", "expert_model_parallel_size")
     if experts > 1 and model.moe is None:

@@ -53,6 +53,7 @@ class DenseCore(PackedCore):
 
     metadata_type = BucketSpans
     applies_windows = True
+    applies_sinks = True
 
     def attend(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, metadata: BucketSpans) -> torch.Tensor:
         """See `PackedCore.attend`."""
@@ -84,6 +85,7 @@ class DenseBackend(AttentionBackend):
     shares_prefixes = True
     narrow_values = True
     windows = True
+    sinks = True
     context_size_per_pack = True
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
