@@ -101,6 +101,18 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
     return found
 
 
+def checkpointed(payload: tuple[str, Layout, str, str, bool]) -> None:
+    """Trains and saves the model of a directory, or loads what was saved; exports it."""
+    directory, layout, checkpoint, written, loads = payload
+    strategy = strategy_of(directory, layout)
+    if loads:
+        strategy.load(checkpoint, optimizer=False)
+    else:
+        sft_losses(strategy, 1, 1e-3)
+        strategy.save(checkpoint, optimizer=False)
+    strategy.export(written)
+
+
 def trained_and_written(payload: tuple[str, Layout, dict[str, Any]]) -> None:
     """Trains the model of a directory and exports it."""
     directory, layout, wanted = payload

@@ -87,6 +87,21 @@ def test_what_was_trained_is_loaded_by_transformers(tmp_path, report):
     assert gap < 1e-5 and moved > 1e-2
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_a_checkpoint_has_expert_biases_and_attention_sinks(name, tmp_path, report):
+    """Saved with expert parallelism, loaded into pipeline stages over the untrained model."""
+    tiny.write_model(tmp_path / "model", name)
+    tiny.write_tokenizer(tmp_path / "model")
+    for place, layout in (("one", Layout(dp=2, ep=2, moe=True)), ("other", Layout(pp=2))):
+        payload = (str(tmp_path / "model"), layout, str(tmp_path / "saved"), str(tmp_path / place), place == "other")
+        run_ranks(2, "tests.huggingface.ranks:checkpointed", payload)
+    saved, loaded, first = (tensors(tmp_path / place)[0] for place in ("one", "other", "model"))
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[key], loaded[key]) for key in saved)
+    changed = sum(not torch.equal(saved[key], first[key]) for key in saved)
+    report(f"{name}: {len(saved)} tensors, {changed} of them trained, equal from dp2 ep2 to pp2")
+    assert changed > len(saved) / 2
+
+
 def test_layers_of_multi_token_prediction_are_copied(tmp_path, report):
     """They stay as they were, beside layers that training has changed. Other unknown tensors are errors."""
     from safetensors.torch import load_file, save_file
