@@ -8,7 +8,6 @@ by time, ranks and the device's peak rate this is MFU, model FLOPs utilisation (
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -52,21 +51,18 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         tp_size=layout.tp_size,
         cp_size=layout.cp_size,
     )
-    return _with_latents(cost, config, layout) if config.multi_latent_attention else cost
+    if not config.multi_latent_attention:
+        return cost
+    # Imported here: other models do not need it.
+    from roll_batching.settings.model_cost import with_latent_attention
 
-
-def _with_latents(cost: FlopsCost, config: Any, layout: ParallelLayout) -> FlopsCost:
-    """The cost with multi-latent attention in place of attention with heads of `kv_channels`, all of one size."""
-    heads, keys, hidden = config.num_attention_heads, config.kv_channels, config.hidden_size
-    latent, ranks = config.q_lora_rank, layout.tp_size * layout.cp_size
-    queries = heads * keys * (latent or hidden) + hidden * (latent or 0)
-    down = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
-    up = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
-    more = queries + down + up + heads * config.v_head_dim * hidden - 4 * hidden * heads * keys
-    linear = cost.linear + 6 * config.num_layers * more // ranks
-    quadratic = 3 * config.num_layers * heads * (keys + config.v_head_dim) // ranks
-    return dataclasses.replace(
-        cost, linear=linear, quadratic=quadratic, fixed=linear * (cost.fixed // max(cost.linear, 1))
+    return with_latent_attention(
+        cost,
+        num_layers=config.num_layers,
+        heads=config.num_attention_heads,
+        hidden_size=config.hidden_size,
+        latent=config,
+        ranks=layout.tp_size * layout.cp_size,
     )
 
 

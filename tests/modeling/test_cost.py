@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -63,7 +63,19 @@ def times_of_a_strategy(architecture: dict[str, Any]) -> tuple[ArchitectureConfi
     return config.model_args.architecture, times
 
 
-@pytest.mark.parametrize("architecture", [{}, MIXTURE], ids=["dense", "mixture"])
+LATENT = {
+    "num_query_groups": None,
+    "multi_latent_attention": {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 12,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", [{}, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
 def test_times_of_settings_are_those_of_the_built_model(architecture: dict[str, Any]) -> None:
     """The rates are those of the key `cluster`."""
     for built, times in run_ranks(4, "tests.modeling.test_cost:times_of_a_strategy", architecture):
