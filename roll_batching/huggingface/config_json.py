@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from roll_batching.errors import ConfigError
+from roll_batching.huggingface.expert_fields import translate_experts, translate_sigmoid_experts
 from roll_batching.huggingface.families import (
     ALWAYS,
     EXPERTS,
+    LATENT_ATTENTION,
     OPTIONAL,
     RENAMED,
     ROPE,
+    SIGMOID_EXPERTS,
     SLIDING,
     WITHOUT_EFFECT,
     Family,
     load_family,
 )
-
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-@dataclass
-class Translation:
-    """The result of translating a `config.json`."""
-
-    family: Family | None = None
-    architecture: dict[str, Any] = field(default_factory=dict)
-    """Settings of `model_args.architecture`; complete only without problems."""
-    problems: list[str] = field(default_factory=list)
-    """One error per field that is missing or not supported; each names its field."""
+from roll_batching.huggingface.rope_fields import translate_rope
+from roll_batching.huggingface.translation import Translation
 
 
 def translate(config: Mapping[str, Any], own_family: str | None = None) -> Translation:
@@ -49,20 +40,39 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
         result.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
     values = {**family.defaults, **config}
     _translate_renamed(values, result)
-    _translate_rope(config, values["rope_theta"], result)
+    translate_rope(
+        config, values["rope_theta"], values["partial_rotary_factor"] if family.partial_rope else 1.0, result
+    )
     if family.windows:
         _translate_window(values, family, result)
-    if family.mixture:
-        _translate_experts(values, family, result)
-    always = {**ALWAYS, **family.always}
-    known_fields = {*RENAMED, *ROPE, *always, *WITHOUT_EFFECT}
-    known_fields |= set(SLIDING if family.windows else ()) | set(EXPERTS if family.mixture else ())
+    if family.sigmoid_routing:
+        translate_sigmoid_experts(values, result)
+    elif family.mixture:
+        translate_experts(values, family, result)
+    if family.latent_attention:
+        _translate_latent_attention(values, result)
+    own = {*family.numbers, *family.switches, *(("partial_rotary_factor",) if family.partial_rope else ())}
+    always = {name: value for name, value in {**ALWAYS, **family.always}.items() if name not in own}
+    known_fields = {*RENAMED, *ROPE, *always, *WITHOUT_EFFECT, *own}
+    known_fields |= set(SLIDING if family.windows else ())
+    known_fields |= set(LATENT_ATTENTION if family.latent_attention else ())
+    known_fields |= set(SIGMOID_EXPERTS if family.sigmoid_routing else EXPERTS if family.mixture else ())
     for name, value in values.items():
         if name in always and value is not None and value != always[name]:
             result.problems.append(f"{name}: {value!r} is not supported, only {always[name]!r}")
         elif name not in known_fields and value is not None:
             result.problems.append(f"{name}: {value!r} is an unknown field of model_type {family.model_type}")
     result.architecture |= {"add_qkv_bias": family.add_qkv_bias, "qk_layernorm": family.qk_layernorm}
+    result.architecture |= family.settings
+    for name, ours in family.numbers.items():
+        value = values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            result.problems.append(f"{name}: {value!r} is not supported, it must be a number")
+        result.architecture[ours] = value
+    for name, ours in family.switches.items():
+        if not isinstance(values[name], bool):
+            result.problems.append(f"{name}: {values[name]!r} is not supported, it must be true or false")
+        result.architecture[ours] = values[name]
     return result
 
 
@@ -84,47 +94,11 @@ def _translate_renamed(values: Mapping[str, Any], result: Translation) -> None:
         result.architecture[ours] = value
 
 
-def _translate_rope(values: Mapping[str, Any], base: Any, result: Translation) -> None:
-    """Translates RoPE as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes it.
-
-    `base` is `rope_theta`, or the family's default.
-    """
-    name = "rope_parameters" if values.get("rope_parameters") is not None else "rope_scaling"
-    section = values.get(name)
-    rope = dict(section) if isinstance(section, Mapping) else {}
-    older = values.get("rope_scaling")
-    if older is not None and older not in (section, {key: rope[key] for key in rope if key != "rope_theta"}):
-        result.problems.append(f"rope_scaling: {older!r} contradicts rope_parameters; leave one of them out")
-    if section is not None and not isinstance(section, Mapping):
-        result.problems.append(f"{name}: {section!r} is not supported: it must be an object")
-    theta = values.get("rope_theta")
-    if theta is not None and rope.get("rope_theta", theta) != theta:
-        other = f"{name}.rope_theta: {rope['rope_theta']!r}"
-        result.problems.append(f"rope_theta: {theta!r} contradicts {other}; leave one of them out")
-    result.architecture["rotary_base"] = rope.pop("rope_theta", base)
-    kinds = [rope.pop(key) for key in ("rope_type", "type") if key in rope]
-    kind = kinds[0] if kinds else "default"
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        result.problems.append(f"{name}.partial_rotary_factor is not supported, only 1.0")
-    if kind == "default":
-        needed: tuple[str, ...] = ()
-    elif kind == "linear":
-        needed = ("factor",)
-    elif kind == "llama3":
-        needed = _LLAMA3
-    else:
-        result.problems.append(f"{name}.rope_type {kind!r} is not supported, only default, linear and llama3")
-        return
-    missing = [key for key in needed if key not in rope]
-    result.problems += [f"{name}.{key} is missing" for key in missing]
-    result.problems += [f"{name}.{key} has no effect with rope_type {kind}" for key in rope if key not in needed]
-    if needed and not missing:
-        result.architecture["rope_scaling"] = {"type": kind, **{key: rope[key] for key in needed}}
-
-
 def _translate_window(values: Mapping[str, Any], family: Family, result: Translation) -> None:
     window, layers = values.get("sliding_window"), values.get("num_hidden_layers")
     kinds = values.get("layer_types")
+    if family.needs_layer_types and kinds is None:
+        result.problems.append("layer_types is missing")
     # In transformers, Qwen2 and Qwen3 slide from layer max_window_layers on; Qwen3-MoE and Mixtral in every layer.
     first = (values.get("max_window_layers") or 0) if not family.mixture else 0
     windowed = bool(values.get("use_sliding_window")) and isinstance(layers, int) and first < layers
@@ -134,49 +108,55 @@ def _translate_window(values: Mapping[str, Any], family: Family, result: Transla
             result.problems.append(
                 f"layer_types must name full_attention or sliding_attention for each of {layers} layers"
             )
-        slides = "sliding_attention" in kinds
+        pattern = [int(kind == "sliding_attention") for kind in kinds]
+        slides = any(pattern)
         if windowed and window is not None and not slides:
             text = "use_sliding_window: true contradicts layer_types, which are all full_attention"
             result.problems.append(f"{text}; set it to false, or name sliding_attention for the layers with a window")
     elif "use_sliding_window" in values:
-        slides = windowed
+        slides, pattern = windowed, [int(layer >= first) for layer in range(layers if isinstance(layers, int) else 0)]
     else:
-        slides = True
+        slides, pattern = True, []
     if slides and window is not None:
         longest = values.get("max_position_embeddings")
         if not (isinstance(longest, int) and longest <= window):
             result.architecture["sliding_window"] = window
+            if not all(pattern):
+                result.architecture["window_layers"] = pattern
 
 
-def _translate_experts(values: Mapping[str, Any], family: Family, result: Translation) -> None:
-    moe: dict[str, Any] = {}
-    names = {"num_local_experts": "num_experts", "num_experts_per_tok": "router_topk"}
-    if family.experts_share_ffn:
-        names["intermediate_size"] = "ffn_hidden_size"
-    else:
-        names["moe_intermediate_size"] = "ffn_hidden_size"
-    values = {"num_local_experts": values.get("num_experts"), **values}
-    for name, ours in names.items():
-        if values.get(name) is None:
-            result.problems.append(f"{name} is missing")
-        else:
-            moe[ours] = values[name]
-    if values.get("output_router_logits"):
-        result.problems.append(
-            "output_router_logits: true is not supported: set it to false, and moe.aux_loss_coeff in the architecture "
-            "for a load-balancing loss"
-        )
-    moe["router_pre_softmax"] = not (family.normalised_experts or values["norm_topk_prob"])
-    if moe.get("router_topk") == 1 and not moe["router_pre_softmax"]:
-        result.problems.append(
-            "num_experts_per_tok: 1 with norm_topk_prob gives every token the weight 1: the router would not be trained"
-        )
-    layers = values.get("num_hidden_layers")
-    if not family.experts_share_ffn and isinstance(layers, int):
-        dense, step = set(values["mlp_only_layers"] or ()), values["decoder_sparse_step"]
-        pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
-        if not any(pattern):
-            result.problems.append("mlp_only_layers and decoder_sparse_step leave no mixture-of-experts layer")
-        if not all(pattern):
-            moe["layer_freq"] = pattern
-    result.architecture["moe"] = moe
+_LATENT = {
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+"""Fields of multi-latent attention, and their names in `architecture.multi_latent_attention`."""
+
+
+def _translate_latent_attention(values: Mapping[str, Any], result: Translation) -> None:
+    missing = [name for name in _LATENT if values.get(name) is None]
+    result.problems += [f"{name} is missing" for name in missing]
+    if "q_lora_rank" not in values:
+        result.problems.append("q_lora_rank is missing: give a number, or null for queries without a latent")
+    if not isinstance(values["rope_interleave"], bool):
+        result.problems.append(f"rope_interleave: {values['rope_interleave']!r} must be true or false")
+    if missing:
+        return
+    latent = {ours: values[name] for name, ours in _LATENT.items()}
+    # transformers 5 writes the rotated channels as head_dim, and their sum with the others as qk_head_dim.
+    if values.get("head_dim") not in (None, latent["qk_pos_emb_head_dim"]):
+        result.problems.append(f"head_dim: {values['head_dim']!r} is not supported, only that of qk_rope_head_dim")
+    both = values["qk_nope_head_dim"], values["qk_rope_head_dim"]
+    if values.get("qk_head_dim") is not None and all(isinstance(one, int) for one in both):
+        if values["qk_head_dim"] != sum(both):
+            result.problems.append(f"qk_head_dim: {values['qk_head_dim']!r} is not qk_nope_head_dim + qk_rope_head_dim")
+    heads = values.get("num_key_value_heads")
+    if heads not in (None, values.get("num_attention_heads")):
+        result.problems.append(f"num_key_value_heads: {heads!r} has no effect here: it must be num_attention_heads")
+    result.architecture.pop("kv_channels", None)
+    result.architecture["multi_latent_attention"] = {
+        **latent,
+        "q_lora_rank": values.get("q_lora_rank"),
+        "rotary_interleaved": values["rope_interleave"],
+    }

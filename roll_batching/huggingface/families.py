@@ -10,102 +10,31 @@ Megatron-Core's GPTModel for parameter names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from roll_batching.errors import ConfigError
-from roll_batching.huggingface.tensors import Join, TensorRule
+from roll_batching.huggingface.layer_rules import (
+    DENSE,
+    EMBEDDING,
+    EXPERT_BIAS,
+    FINAL_NORM,
+    HEAD,
+    OUTPUT_BIAS,
+    OUTPUT_PROJECTION,
+    QK_NORM,
+    QKV,
+    QKV_BIAS,
+    SHARED_EXPERTS,
+    SINKS,
+    STACKED_MIXTURE,
+    latent_attention,
+    mixture,
+)
+from roll_batching.huggingface.tensors import TensorRule
 from roll_batching.registry import load_dotted
-
-# ---- tensors
-
-EMBEDDING = TensorRule(
-    "embedding.word_embeddings.weight", "vocabulary", (("model.embed_tokens.weight", ("vocabulary", "hidden")),)
-)
-FINAL_NORM = TensorRule("decoder.final_layernorm.weight", "copy", (("model.norm.weight", ("hidden",)),))
-HEAD = TensorRule("output_layer.weight", "vocabulary", (("lm_head.weight", ("vocabulary", "hidden")),))
-
-
-def _layer(ours: str, join: Join, *theirs: tuple[str, tuple[str, ...]], fused: str | None = None) -> TensorRule:
-    """A rule for a parameter of every layer; names are relative to the layer on both sides."""
-    return TensorRule(
-        f"decoder.layers.{{layer}}.{ours}",
-        join,
-        tuple((f"model.layers.{{layer}}.{name}", shape) for name, shape in theirs),
-        None if fused is None else f"decoder.layers.{{layer}}.{fused}",
-    )
-
-
-ATTENTION = (
-    _layer(
-        "input_layernorm.weight",
-        "copy",
-        ("input_layernorm.weight", ("hidden",)),
-        fused="self_attention.linear_qkv.layer_norm_weight",
-    ),
-    _layer(
-        "self_attention.linear_qkv.weight",
-        "qkv",
-        ("self_attn.q_proj.weight", ("queries", "hidden")),
-        ("self_attn.k_proj.weight", ("keys", "hidden")),
-        ("self_attn.v_proj.weight", ("keys", "hidden")),
-    ),
-    _layer("self_attention.linear_proj.weight", "columns", ("self_attn.o_proj.weight", ("hidden", "queries"))),
-)
-QKV_BIAS = (
-    _layer(
-        "self_attention.linear_qkv.bias",
-        "qkv",
-        ("self_attn.q_proj.bias", ("queries",)),
-        ("self_attn.k_proj.bias", ("keys",)),
-        ("self_attn.v_proj.bias", ("keys",)),
-    ),
-)
-QK_NORM = (
-    _layer("self_attention.q_layernorm.weight", "copy", ("self_attn.q_norm.weight", ("head",))),
-    _layer("self_attention.k_layernorm.weight", "copy", ("self_attn.k_norm.weight", ("head",))),
-)
-DENSE = (
-    _layer(
-        "pre_mlp_layernorm.weight",
-        "copy",
-        ("post_attention_layernorm.weight", ("hidden",)),
-        fused="mlp.linear_fc1.layer_norm_weight",
-    ),
-    _layer(
-        "mlp.linear_fc1.weight",
-        "gated",
-        ("mlp.gate_proj.weight", ("ffn", "hidden")),
-        ("mlp.up_proj.weight", ("ffn", "hidden")),
-    ),
-    _layer("mlp.linear_fc2.weight", "columns", ("mlp.down_proj.weight", ("hidden", "ffn"))),
-)
-
-
-def _mixture(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
-    """Rules of a mixture layer, from a family's names of the block and of an expert's three projections."""
-    expert = f"{block}.experts.{{expert}}"
-    return (
-        _layer("pre_mlp_layernorm.weight", "copy", ("post_attention_layernorm.weight", ("hidden",))),
-        _layer("mlp.router.weight", "copy", (f"{block}.gate.weight", ("experts", "hidden"))),
-        _layer(
-            "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-            "gated",
-            (f"{expert}.{gate}.weight", ("expert_ffn", "hidden")),
-            (f"{expert}.{up}.weight", ("expert_ffn", "hidden")),
-            fused="mlp.experts.linear_fc1.weight{expert}",
-        ),
-        _layer(
-            "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-            "columns",
-            (f"{expert}.{down}.weight", ("hidden", "expert_ffn")),
-            fused="mlp.experts.linear_fc2.weight{expert}",
-        ),
-    )
-
-
-# ---- fields
 
 RENAMED: Mapping[str, str] = {
     "vocab_size": "vocab_size",
@@ -137,6 +66,37 @@ EXPERTS = (
     "router_aux_loss_coef",
     "output_router_logits",
 )
+SIGMOID_EXPERTS = (
+    "n_routed_experts",
+    "num_local_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "first_k_dense_replace",
+    "mlp_layer_types",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "router_aux_loss_coef",
+    "output_router_logits",
+    "seq_aux",  # with aux_loss_alpha: the publisher's own training
+    "aux_loss_alpha",
+    "ep_size",
+)
+"""Fields of families whose router is DeepSeek-V3's."""
+LATENT_ATTENTION = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+    "rope_interleave",
+)
+"""Fields of families with multi-latent attention."""
 
 ALWAYS: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -165,6 +125,7 @@ WITHOUT_EFFECT = frozenset(
         "_attn_implementation",
         "_attn_implementation_autoset",
         "attn_implementation",
+        "auto_map",
         "architectures",  # checked against Family.architecture
         "model_type",
         "dtype",  # precision of the files, see `stored_dtype`
@@ -180,6 +141,8 @@ WITHOUT_EFFECT = frozenset(
         "task_specific_params",
         "tokenizer_class",
         "prefix",
+        "experts_per_token",  # gpt-oss: num_experts_per_tok again
+        "initial_context_length",  # gpt-oss: of rope_scaling again
         *TOKENS,
     }
 )
@@ -199,17 +162,64 @@ class Family:
     """The family's own fields with one supported value; they precede those of `ALWAYS`."""
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `model_args.architecture` that all models of the family have."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """The family's own fields that are numbers, and their names in `model_args.architecture`."""
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """The family's own fields that are true or false, and their names in `model_args.architecture`."""
+    partial_rope: bool = False
+    """Whether the family reads `partial_rotary_factor`; others rotate whole heads."""
     windows: bool = False
     """Whether the family has the fields of sliding windows (`SLIDING`)."""
+    needs_layer_types: bool = False
+    """Whether `layer_types` must say which layers have a window."""
     mixture: tuple[TensorRule, ...] = ()
     """Rules of a mixture-of-experts layer; empty for dense families."""
     experts_share_ffn: bool = False
     """Whether `intermediate_size` is the width of an expert."""
+    latent_attention: bool = False
+    """Whether attention is DeepSeek's multi-latent attention, with the fields `LATENT_ATTENTION`."""
+    sigmoid_routing: bool = False
+    """Whether the router is DeepSeek-V3's, with the fields `SIGMOID_EXPERTS` instead of `EXPERTS`."""
     normalised_experts: bool = False
     """Whether the routing weights of a token always sum to one; otherwise `norm_topk_prob` decides."""
 
 
 _USUAL = {"rope_theta": 10000.0, "tie_word_embeddings": False, "initializer_range": 0.02}
+_SIGMOID = {
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+_SIGMOID_MIXTURE = (*mixture("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERTS, *EXPERT_BIAS)
+_DEEPSEEK = {
+    **_SIGMOID,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rope_interleave": True,
+}
+_DEEPSEEK_ALWAYS = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
+_DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    defaults={**_USUAL, **_DEEPSEEK},
+    always=_DEEPSEEK_ALWAYS,
+    mixture=_SIGMOID_MIXTURE,
+    latent_attention=True,
+    sigmoid_routing=True,
+)
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -252,19 +262,76 @@ FAMILIES: Mapping[str, Family] = {
             },
             qk_layernorm=True,
             windows=True,
-            mixture=_mixture("mlp", "gate_proj", "up_proj", "down_proj"),
+            mixture=mixture("mlp", "gate_proj", "up_proj", "down_proj"),
         ),
         Family(
             model_type="mixtral",
             architecture="MixtralForCausalLM",
             defaults={**_USUAL, "rope_theta": 1e6, "head_dim": None, "sliding_window": None},
             windows=True,
-            mixture=_mixture("block_sparse_moe", "w1", "w3", "w2"),
+            mixture=mixture("block_sparse_moe", "w1", "w3", "w2"),
             experts_share_ffn=True,
             normalised_experts=True,
         ),
+        Family(
+            model_type="glm4_moe",
+            architecture="Glm4MoeForCausalLM",
+            defaults={
+                **_USUAL,
+                **_SIGMOID,
+                "head_dim": None,
+                "attention_bias": False,
+                "use_qk_norm": False,
+                "partial_rotary_factor": 0.5,
+            },
+            switches={"attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
+            partial_rope=True,
+            mixture=_SIGMOID_MIXTURE,
+            sigmoid_routing=True,
+        ),
+        Family(
+            model_type="gpt_oss",
+            architecture="GptOssForCausalLM",
+            defaults={**_USUAL, "rope_theta": 150000.0, "head_dim": 64, "sliding_window": 128, "swiglu_limit": 7.0},
+            always={
+                "attention_bias": True,
+                "swiglu_alpha": 1.702,
+            },
+            settings={"add_bias_linear": True, "attention_sinks": True},
+            numbers={"swiglu_limit": "swiglu_limit"},
+            windows=True,
+            needs_layer_types=True,
+            mixture=STACKED_MIXTURE,
+            experts_share_ffn=True,
+            normalised_experts=True,
+        ),
+        _DEEPSEEK_V3,
+        dataclasses.replace(_DEEPSEEK_V3, model_type="kimi_k2"),
+        dataclasses.replace(
+            _DEEPSEEK_V3,
+            model_type="glm4_moe_lite",
+            architecture="Glm4MoeLiteForCausalLM",
+            defaults={**_USUAL, **_DEEPSEEK, **_SIGMOID, "routed_scaling_factor": 1.8},
+        ),
     )
 }
+
+
+_DELTA_NET = (
+    "its layers are gated delta nets, which Megatron-Core 0.16 refuses for packs; 0.19 takes packs, and the family is "
+    "not built on it here"
+)
+MISSING: Mapping[str, str] = {
+    "gemma2": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
+    "gemma3_text": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
+    "glm4": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe": _DELTA_NET,
+    "qwen3_5_moe_text": _DELTA_NET,
+}
+"""Reasons why a family needs more than a table."""
 
 
 def load_family(model_type: object, own: str | None = None) -> Family:
@@ -276,6 +343,8 @@ def load_family(model_type: object, own: str | None = None) -> Family:
     if own is None:
         if str(model_type) in FAMILIES:
             return FAMILIES[str(model_type)]
+        if str(model_type) in MISSING:
+            raise ConfigError(f"model_type {model_type!r} is not supported: {MISSING[str(model_type)]}")
         raise ConfigError(
             f"model_type {model_type!r} is not supported: the families are {', '.join(FAMILIES)}. For another one, "
             "write its Family and name it in model_args.family as package.module:NAME"
@@ -297,10 +366,15 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
     head = HEAD
     if architecture.tie_word_embeddings:
         head = TensorRule(HEAD.ours, HEAD.join, EMBEDDING.theirs)
-    bias, norm = QKV_BIAS if family.add_qkv_bias else (), QK_NORM if family.qk_layernorm else ()
+    bias = QKV_BIAS if architecture.add_qkv_bias or architecture.add_bias_linear else ()
+    norm = QK_NORM if architecture.qk_layernorm else ()
+    attention = (*QKV, *bias, *norm, *(SINKS if architecture.attention_sinks else ()))
+    output = OUTPUT_BIAS if architecture.add_bias_linear else ()
+    if architecture.multi_latent_attention is not None:
+        attention = latent_attention(architecture.multi_latent_attention.q_lora_rank is not None)
     rules = [EMBEDDING]
     for layer in range(architecture.num_layers):
-        rules += [rule.at(layer) for rule in (*ATTENTION, *bias, *norm)]
+        rules += [rule.at(layer) for rule in (*attention, *OUTPUT_PROJECTION, *output)]
         if architecture.moe is None or not architecture.moe.is_mixture(layer):
             rules += [rule.at(layer) for rule in DENSE]
             continue
@@ -308,3 +382,16 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
             experts = range(architecture.moe.num_experts) if "{expert}" in rule.ours else [0]
             rules += [rule.at(layer, expert) for expert in experts]
     return {rule.ours: rule for rule in (*rules, FINAL_NORM, head)}
+
+
+def untrained_tensors(family: Family, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of the tensors `names` that belong to the layers of multi-token prediction in a `config.json`.
+
+    Publishers number them after the model's own layers. They are not trained; an export copies them.
+    """
+    count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    if not family.sigmoid_routing or not count:
+        return []
+    first = config["num_hidden_layers"]
+    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+    return [name for name in names if name.startswith(prefixes)]

@@ -70,6 +70,10 @@ class StoredTensors:
             problems += [f"{name} is {list(stored)}, not {list(wanted)}" for name in ranges(names)]
         return problems
 
+    def bytes_of(self, name: str) -> int:
+        """Size of a tensor in its file."""
+        return math.prod(self.shapes[name]) * int(torch_dtype(self.dtypes[name]).itemsize)
+
     def read(self, name: str, rows: slice, columns: slice | None = None) -> Iterator[tuple[slice, Any]]:
         """Rows (and columns) of a tensor in blocks: each block's rows within the request, and its values.
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Join = Literal["copy", "rows", "columns", "gated", "qkv", "vocabulary"]
+Join = Literal["copy", "rows", "columns", "gated", "qkv", "vocabulary", "expert", "expert_gated"]
 """copy: replicated. rows, columns: sharded along the first or second dimension. gated: two tensors, each sharded by
 rows, concatenated. qkv: three tensors, sharded by query groups; each group's queries, key and value are adjacent.
-vocabulary: sharded by rows, whose number is rounded up."""
+vocabulary: sharded by rows, whose number is rounded up. expert: an expert's part of a tensor of all experts, matrices
+transposed, not sharded. expert_gated: the same, gate and up projection interleaved."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class TensorRule:
     """Names in the checkpoint, each with its shape in fields of `Sizes`."""
     fused: str | None = None
     """Parameter name with TransformerEngine's layer spec, if different."""
+    expert: int | None = None
+    """The expert, for joins of a tensor of all experts."""
 
     def at(self, layer: int | None = None, expert: int | None = None) -> TensorRule:
         """The rule for one layer, and one of its experts."""
@@ -35,7 +38,13 @@ class TensorRule:
             self.join,
             tuple((name.format(layer=layer, expert=expert), shape) for name, shape in self.theirs),
             None if self.fused is None else self.fused.format(layer=layer, expert=expert),
+            expert,
         )
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the checkpoint tensor holds all experts."""
+        return self.join in ("expert", "expert_gated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +57,56 @@ class Sizes:
     """Query heads x head dimension."""
     keys: int
     """Query groups x head dimension."""
+    values: int
+    """Query heads x head dimension of values."""
     head: int
     groups: int
     """Query groups."""
+    heads: int
+    """Query heads."""
     ffn: int
     experts: int = 0
     expert_ffn: int = 0
+    expert_gated_ffn: int = 0
+    """Width of an expert's gate and up projection together."""
+    shared_ffn: int = 0
+    """Width of the shared experts together."""
+    q_latent: int = 0
+    """Multi-latent attention: width of the queries' latent."""
+    kv_latent: int = 0
+    kv_latent_and_rope: int = 0
+    """Width of the latent of keys and values, and of the rotated channels that all heads share."""
+    keys_values: int = 0
+    """Heads x channels of keys that are not rotated, and of values."""
 
     @classmethod
     def of(cls, architecture: Any) -> Sizes:
         """The dimensions of an `ArchitectureConfig`."""
-        moe = architecture.moe
+        moe, latent = architecture.moe, architecture.multi_latent_attention
+        heads = architecture.num_attention_heads
+        of_latents = {}
+        if latent is not None:
+            of_latents = {
+                "q_latent": latent.q_lora_rank or 0,
+                "kv_latent": latent.kv_lora_rank,
+                "kv_latent_and_rope": latent.kv_lora_rank + latent.qk_pos_emb_head_dim,
+                "keys_values": heads * (latent.qk_head_dim + latent.v_head_dim),
+            }
         return cls(
             vocabulary=architecture.vocab_size,
             hidden=architecture.hidden_size,
-            queries=architecture.num_attention_heads * architecture.head_dim,
+            queries=heads * architecture.head_dim,
             keys=architecture.kv_heads * architecture.head_dim,
+            values=heads * architecture.value_dim,
             head=architecture.head_dim,
             groups=architecture.kv_heads,
             ffn=architecture.ffn_width,
             experts=0 if moe is None else moe.num_experts,
             expert_ffn=0 if moe is None else moe.ffn_hidden_size or architecture.ffn_width,
+            expert_gated_ffn=0 if moe is None else 2 * (moe.ffn_hidden_size or architecture.ffn_width),
+            heads=heads,
+            shared_ffn=0 if moe is None else moe.shared_expert_ffn_hidden_size or 0,
+            **of_latents,
         )
 
     def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
@@ -87,6 +125,13 @@ class Piece:
     """Columns of the tensor; None for all."""
     at: slice
     """Rows of the parameter."""
+    of_expert: bool = False
+    """Whether `rows` is one expert, and `columns` are of the last dimension; a matrix is transposed."""
+
+    def select(self, expert: Any) -> Any:
+        """This piece of an expert's tensor, as it is in the parameter."""
+        values = expert if self.columns is None else expert[..., self.columns]
+        return values.t() if values.dim() == 2 else values
 
 
 def pieces(rule: TensorRule, sizes: Sizes, rank: int, ranks: int) -> Iterator[Piece]:
@@ -113,6 +158,15 @@ def pieces(rule: TensorRule, sizes: Sizes, rank: int, ranks: int) -> Iterator[Pi
                 share = shape[0] // ranks
                 yield Piece(name, slice(rank * share, (rank + 1) * share), None, slice(start, start + share))
                 start += share
+        case "expert" | "expert_gated":
+            assert rule.expert is not None
+            one, width = slice(rule.expert, rule.expert + 1), shape[-1]
+            if rule.join == "expert":
+                yield Piece(first, one, None, slice(0, width), of_expert=True)
+            else:
+                for half in range(2):
+                    at = slice(half * width // 2, (half + 1) * width // 2)
+                    yield Piece(first, one, slice(half, None, 2), at, of_expert=True)
         case "qkv":
             start = 0
             for group in range(rank * sizes.groups // ranks, (rank + 1) * sizes.groups // ranks):
@@ -131,6 +185,8 @@ def local_shape(rule: TensorRule, sizes: Sizes, ranks: int) -> tuple[int, ...]:
             return (rows, *rest)
         case "columns":
             return (rows, rest[0] // ranks)
+        case "expert" | "expert_gated":
+            return tuple(reversed(rest))
         case _:
             return (-(-rows // ranks), *rest)
 

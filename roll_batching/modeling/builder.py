@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import LayoutError
-from roll_batching.modeling.experts import draw_experts, router_loss_weights
+from roll_batching.modeling.experts import draw_experts, keep_expert_biases_in_fp32, router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.kernels import Kernels, engine_attention
-from roll_batching.modeling.requirements import ENGINE_LAYERS, recomputed_modules, refusals_here
-from roll_batching.modeling.rotary import RotarySettings
+from roll_batching.modeling.requirements import ENGINE_LAYERS, EXPERT_BIASES, recomputed_modules, refusals_here
+from roll_batching.modeling.rotary import megatron_rotation, rotary_settings
 from roll_batching.modeling.spec import layers_of_chunk, packed_block_spec
 from roll_batching.packing.attention_backend import installed_versions
 from roll_batching.settings import ArchitectureConfig, MegatronConfig, TrainingArgs
@@ -38,45 +38,6 @@ def padded_vocabulary(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
-    """The architecture's RoPE settings, scaling included."""
-    settings = RotarySettings(base=architecture.rotary_base, percent=architecture.rotary_percent)
-    scaling = architecture.rope_scaling
-    if scaling is None:
-        return settings
-    return dataclasses.replace(
-        settings,
-        scaling=scaling.type,
-        factor=scaling.factor,
-        low_freq_factor=scaling.low_freq_factor,
-        high_freq_factor=scaling.high_freq_factor,
-        original_max_position_embeddings=scaling.original_max_position_embeddings,
-    )
-
-
-def megatron_rotation(rotary: RotarySettings) -> dict[str, Any]:
-    """GPTModel's arguments for RoPE in the model, for attention cores that do not rotate.
-
-    Raises `LayoutError` for llama3 scaling with other parameters than those that Megatron hard-codes.
-    """
-    options: dict[str, Any] = {
-        "position_embedding_type": "rope",
-        "rotary_base": rotary.base,
-        "rotary_percent": rotary.percent,
-    }
-    if rotary.scaling == "linear":
-        options["seq_len_interpolation_factor"] = rotary.factor
-    if rotary.scaling == "llama3":
-        fixed = RotarySettings(base=rotary.base, percent=rotary.percent, scaling="llama3", factor=rotary.factor)
-        if rotary != fixed:
-            raise LayoutError(
-                "Megatron hard-codes llama3 scaling with low_freq_factor=1, high_freq_factor=4 and "
-                "original_max_position_embeddings=8192: set these values, or choose an attention_backend that rotates"
-            )
-        options |= {"rope_scaling": True, "rope_scaling_factor": rotary.factor}
-    return options
-
-
 def transformer_config(
     architecture: ArchitectureConfig,
     strategy: MegatronConfig,
@@ -92,7 +53,8 @@ def transformer_config(
     no deallocation of sent outputs (corrupts gradients before 0.18), no shape exchange, the all-to-all
     MoE dispatcher (the all-gather one needs equal lengths on all ranks), no dropout.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     on_cpu = layout.device.type == "cpu"
     full_recompute = strategy.recompute_granularity == "full"
@@ -109,8 +71,11 @@ def transformer_config(
         "layernorm_epsilon": architecture.norm_epsilon,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
+        "activation_func": F.silu if architecture.swiglu_limit is None else quick_gelu,
+        "activation_func_clamp_value": architecture.swiglu_limit,
+        "glu_linear_offset": 0.0 if architecture.swiglu_limit is None else 1.0,
+        "softmax_type": "learnable" if architecture.attention_sinks else "vanilla",
+        "add_bias_linear": architecture.add_bias_linear,
         "hidden_dropout": architecture.hidden_dropout,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp_size,
@@ -141,6 +106,10 @@ def transformer_config(
     }
     if strategy.has_uneven_stages:
         options |= _uneven_stages(strategy, layout)
+    if architecture.sliding_window is not None and getattr(kernels.attention, "windows", False):
+        options["window_size"] = (architecture.sliding_window - 1, 0)  # Megatron counts the tokens to the left
+        if architecture.window_layers is not None:
+            options["window_attn_skip_freq"] = list(architecture.window_layers)
     if strategy.recompute_modules:
         options["recompute_modules"] = list(strategy.recompute_modules)
     if architecture.moe is not None:
@@ -152,13 +121,25 @@ def transformer_config(
             "moe_shared_expert_intermediate_size": moe.shared_expert_ffn_hidden_size,
             "moe_layer_freq": moe.layer_freq if isinstance(moe.layer_freq, int) else list(moe.layer_freq),
             "moe_router_pre_softmax": moe.router_pre_softmax,
+            "moe_router_score_function": moe.router_score_function,
+            "moe_router_enable_expert_bias": moe.router_expert_bias,
+            "moe_router_bias_update_rate": moe.router_bias_update_rate,
+            "moe_router_num_groups": moe.router_num_groups,
+            "moe_router_group_topk": moe.router_group_topk,
+            "moe_router_topk_scaling_factor": None if moe.router_scaling_factor == 1 else moe.router_scaling_factor,
+            "moe_router_dtype": moe.router_dtype,
             "moe_aux_loss_coeff": moe.aux_loss_coeff,
             "moe_z_loss_coeff": moe.z_loss_coeff or None,
             "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",
         }
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    kind = TransformerConfig
+    if architecture.multi_latent_attention is not None:
+        from roll_batching.modeling.latent_attention import latent_options
+
+        kind, options = MLATransformerConfig, options | latent_options(architecture)
+    known = {field.name for field in dataclasses.fields(kind)}
     # cuda_graph_scope and transformer_impl are missing in some supported versions; everything else is in all of them.
-    return TransformerConfig(**{name: value for name, value in options.items() if name in known})
+    return kind(**{name: value for name, value in options.items() if name in known})
 
 
 def _uneven_stages(strategy: MegatronConfig, layout: ParallelLayout) -> dict[str, Any]:
@@ -199,7 +180,11 @@ def build_chunks(
         backend=kernels.attention,
         engine_layers=kernels.layers == "transformer_engine",
         recomputed=recomputed_modules(strategy),
+        latent_attention=architecture.multi_latent_attention is not None,
+        attention_sinks=architecture.attention_sinks,
     )
+    if architecture.add_bias_linear and architecture.moe is not None and layout.tp_size > 1:
+        problems.append(EXPERT_BIASES)
     if problems:
         raise LayoutError("the model cannot be computed here: " + "; ".join(problems))
     strategy.chunk_layers(architecture.num_layers)  # raises where they do not divide
@@ -238,6 +223,7 @@ def build_chunks(
             gpt = gpt.to(device=layout.device, dtype=dtype)
             defer_head(gpt)
             chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
+            keep_expert_biases_in_fp32(gpt)
     return chunks
 
 

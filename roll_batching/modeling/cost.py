@@ -45,7 +45,7 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
             (len(held), sum(is_mixture(config.moe_layer_freq, layer) for layer in held) if experts else 0)
             for held in layers_of_all_chunks(config)
         ]
-    return FlopsCost.from_model(
+    cost = FlopsCost.from_model(
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
         num_layers=config.num_layers,
@@ -62,6 +62,19 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         tp_size=layout.tp_size,
         cp_size=layout.cp_size,
         chunk_layers=chunk_layers,
+    )
+    if not config.multi_latent_attention:
+        return cost
+    # Imported here: other models do not need it.
+    from roll_batching.settings.model_cost import with_latent_attention
+
+    return with_latent_attention(
+        cost,
+        num_layers=config.num_layers,
+        heads=config.num_attention_heads,
+        hidden_size=config.hidden_size,
+        latent=config,
+        ranks=layout.tp_size * layout.cp_size,
     )
 
 

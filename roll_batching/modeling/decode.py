@@ -11,7 +11,7 @@ from roll_batching.modeling.rotary import Tables
 
 
 class KeyValueCache:
-    """Rotated keys and values per layer, each [rows, heads, length, head_dim].
+    """Rotated keys and values per layer, each [rows, heads, length, head dim of keys or values].
 
     Replaces Megatron's inference context, which differs between versions and needs left padding for rows of different
     lengths.
@@ -21,11 +21,14 @@ class KeyValueCache:
         self.length = length
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def buffers(self, layer: int, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values) of `layer`; allocated on first use, for keys [positions, rows, heads, head_dim]."""
+    def buffers(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) of `layer`; allocated on first use, for keys and values [positions, rows, heads, head_dim]."""
         if layer not in self._layers:
-            shape = (keys.shape[1], keys.shape[2], self.length, keys.shape[3])
-            self._layers[layer] = (keys.new_zeros(shape), keys.new_zeros(shape))
+            rows, heads = keys.shape[1:3]
+            self._layers[layer] = (
+                keys.new_zeros(rows, heads, self.length, keys.shape[3]),
+                values.new_zeros(rows, heads, self.length, values.shape[3]),
+            )
         return self._layers[layer]
 
     def select(self, rows: torch.Tensor) -> None:

@@ -44,6 +44,26 @@ def draw_experts(gpt: Any) -> None:
                 draw(parameter)
 
 
+def expert_biases(gpt: Any) -> list[tuple[str, torch.Tensor]]:
+    """Names and expert biases of the routers of a GPTModel. They are buffers: checkpoints hold them, gradients do not.
+
+    Megatron's `Router.expert_bias` is None where the config has no expert bias.
+    """
+    return [(name, buffer) for name, buffer in gpt.named_buffers() if name.endswith(".router.expert_bias")]
+
+
+def keep_expert_biases_in_fp32(gpt: Any) -> None:
+    """Gives expert biases and their token counts fp32 memory again, after the model was cast to its dtype.
+
+    Megatron does so for the biases at the first forward pass, after loading has rounded them; bf16 cannot count
+    beyond 256 tokens.
+    """
+    for module in gpt.modules():
+        if getattr(module, "enable_expert_bias", False):
+            module.expert_bias.data = module.expert_bias.data.float()
+            module.local_tokens_per_expert.data = module.local_tokens_per_expert.data.float()
+
+
 def routed_padding(mask: torch.Tensor, gpt: Any, layout: Any) -> torch.Tensor:
     """This rank's shard of a padding mask [rows, length] for the routers of this chunk.
 

@@ -18,9 +18,11 @@ from roll_batching.distributed.parallel_layout import ParallelLayout
 from roll_batching.errors import CheckpointError, LayoutError
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
-from roll_batching.huggingface.families import EMBEDDING, HEAD, Family, rules_of
+from roll_batching.huggingface.families import Family, rules_of, untrained_tensors
+from roll_batching.huggingface.layer_rules import EMBEDDING, HEAD
 from roll_batching.huggingface.stored import StoredTensors, ranges
 from roll_batching.huggingface.tensors import Sizes, TensorRule, expected_tensors, local_shape, pieces
+from roll_batching.modeling.experts import expert_biases
 from roll_batching.modeling.head import gpt_of
 from roll_batching.settings import ArchitectureConfig
 
@@ -38,7 +40,8 @@ class PlacedParameter:
 
     name: str
     """Name in the whole model: layers and experts are numbered over all ranks."""
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
+    """A parameter, or a router's expert bias, which is a buffer."""
     rule: TensorRule
     rank: int
     """Tensor-parallel rank (of experts: expert-tensor-parallel rank)."""
@@ -46,8 +49,12 @@ class PlacedParameter:
     """Size of `group`."""
     group: Any
     """The tensor-parallel group that shards the parameter."""
+    expert_group: Any
+    """The expert-parallel group, which shares the tensors of all experts; None for other parameters."""
     is_first_replica: bool
     """Whether this rank is the first of the data- and context-parallel ranks with the same shard."""
+    parts: tuple[PlacedParameter, ...] = ()
+    """This rank's experts, where one checkpoint tensor holds all experts."""
 
 
 def placed_parameters(
@@ -63,7 +70,7 @@ def placed_parameters(
     for chunk in chunks:
         gpt = gpt_of(chunk)
         groups = gpt.pg_collection
-        for local, parameter in gpt.named_parameters():
+        for local, parameter in (*gpt.named_parameters(), *expert_biases(gpt)):
             name, is_expert = _global_name(gpt, local), ".experts." in local
             if name not in by_name:
                 unknown.append(name)
@@ -76,6 +83,7 @@ def placed_parameters(
                 rank=shards.rank(),
                 ranks=shards.size(),
                 group=shards,
+                expert_group=groups.ep if is_expert else None,
                 is_first_replica=replicas.rank() == 0,
             )
             shape = local_shape(placed.rule, sizes, placed.ranks)
@@ -136,10 +144,13 @@ def load_pretrained(
         parameters = list(placed_parameters(chunks, family, architecture))
         stored = StoredTensors(path)
         sizes = Sizes.of(architecture)
+        untrained = untrained_tensors(family, read_json(path / CONFIG), stored.shapes)
         redundant = [HEAD.theirs[0][0]] if architecture.tie_word_embeddings else []
-        problems = stored.misfits(expected_tensors(rules_of(family, architecture), sizes), redundant)
+        problems = stored.misfits(expected_tensors(rules_of(family, architecture), sizes), [*redundant, *untrained])
         if problems:
             raise CheckpointError(f"the tensors in {path} do not match its {CONFIG}: {'; '.join(problems)}")
+    if untrained and dist.get_rank() == 0:
+        logger.warning("%s: %s (multi-token prediction) is not trained; an export copies it", name, ranges(untrained))
     _warn_of_rounding(stored, parameters, name)
     with consensus(layout.host_group, f"loading {name}"):
         try:
@@ -152,9 +163,13 @@ def load_pretrained(
 def _warn_of_rounding(stored: StoredTensors, parameters: Sequence[PlacedParameter], name: str) -> None:
     """Warns on rank 0 if the model's dtype is less precise than the files'."""
     dtype = parameters[0].parameter.dtype
-    bits = -math.log2(torch.finfo(dtype).eps)
     finer = sorted(
-        {stored_dtype for stored_dtype in stored.dtypes.values() if _MANTISSA_BITS.get(stored_dtype, 0) > bits}
+        {
+            stored.dtypes[name]
+            for placed in parameters
+            for name, _ in placed.rule.theirs
+            if _MANTISSA_BITS.get(stored.dtypes[name], 0) > -math.log2(torch.finfo(placed.parameter.dtype).eps)
+        }
     )
     if finer and dist.get_rank() == 0:
         logger.warning(
@@ -166,6 +181,11 @@ def _load(placed: PlacedParameter, stored: StoredTensors, sizes: Sizes, redundan
     parameter, end = placed.parameter, 0
     for piece in pieces(placed.rule, sizes, placed.rank, placed.ranks):
         target = parameter[piece.at]
+        if piece.of_expert:
+            for _, values in stored.read(piece.name, piece.rows):
+                target.copy_(piece.select(values[0]))
+            end = piece.at.stop
+            continue
         for at, values in stored.read(piece.name, piece.rows, piece.columns):
             target[at].copy_(values)
         end = piece.at.stop

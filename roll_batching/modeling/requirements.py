@@ -20,6 +20,10 @@ ENGINE_LAYERS = AttentionRequirements(
     libraries=((ENGINE, "2.9"), ("transformer-engine-torch", "2.9")),
 )
 """Requirements of TransformerEngine's layers. Before 2.9 its attention trained packs wrongly."""
+EXPERT_BIASES = (
+    "Megatron-Core adds the biases of experts once per tensor-parallel rank: set tensor_model_parallel_size to 1, and "
+    "divide the model by pipeline_model_parallel_size and expert_model_parallel_size"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,8 @@ def refusals_here(
     backend: AttentionBackend | None,
     engine_layers: bool,
     recomputed: Sequence[str] = (),
+    latent_attention: bool = False,
+    attention_sinks: bool = False,
 ) -> list[str]:
     """`refusals` for the device and libraries of this process."""
     needs = [ENGINE_LAYERS, *([] if backend is None else [backend.requirements])]
@@ -74,6 +80,8 @@ def refusals_here(
         backend=backend,
         engine_layers=engine_layers,
         recomputed=recomputed,
+        latent_attention=latent_attention,
+        attention_sinks=attention_sinks,
         installed=Installed.here(device, libraries),
     )
 
@@ -87,6 +95,8 @@ def refusals(
     backend: AttentionBackend | None,
     engine_layers: bool,
     recomputed: Sequence[str] = (),
+    latent_attention: bool = False,
+    attention_sinks: bool = False,
     installed: Installed,
 ) -> list[str]:
     """Errors of the first forward pass that can be known before it, each with its remedy. Pure.
@@ -99,6 +109,8 @@ def refusals(
         backend: the attention backend; None for a model with its own attention core.
         engine_layers: whether the layers are TransformerEngine's.
         recomputed: selectively recomputed modules.
+        latent_attention: whether attention is multi-latent, with values of other dimensions than keys.
+        attention_sinks: whether every softmax has a learnt logit beside those of keys.
         installed: versions and device.
     """
     problems = []
@@ -114,8 +126,34 @@ def refusals(
             f"recompute_modules: {named} needs TransformerEngine, which is not installed: install {ENGINE}, or "
             "recompute core_attn, mlp, moe or shared_experts, or whole layers (recompute_granularity: full)"
         )
+    if latent_attention:
+        problems += _latent_attention_refusals(backend, engine_layers, recomputed)
+    if attention_sinks and not getattr(backend, "sinks", False):
+        name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
+        problems.append(f"attention sinks are not computed by {name}: set attention_backend: dense")
+    if attention_sinks and engine_layers:
+        problems.append("attention sinks are built into Megatron's local layers: set transformer_impl: local")
     if backend is not None:
         problems += _attention_refusals(backend, device, dtype, head_dim, installed)
+    return problems
+
+
+def _latent_attention_refusals(
+    backend: AttentionBackend | None, engine_layers: bool, recomputed: Sequence[str]
+) -> list[str]:
+    problems = []
+    if backend is None or not (backend.rotates and getattr(backend, "narrow_values", False)):
+        name = "the model's own attention" if backend is None else f"the attention backend {backend.name}"
+        problems.append(
+            f"multi-latent attention needs a backend that rotates and takes values with fewer channels than keys, and "
+            f"{name} does not: choose dense, varlen or flash_attn"
+        )
+    if engine_layers:
+        problems.append("multi-latent attention is built of Megatron's local layers: set transformer_impl: local")
+    if "mla_up_proj" in recomputed:
+        problems.append(
+            "recompute_modules: mla_up_proj is not supported for packs: recompute core_attn or whole layers"
+        )
     return problems
 
 

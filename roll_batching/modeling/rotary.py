@@ -7,6 +7,7 @@ and keys. Bitwise equal to Megatron's RoPE, except on CUDA, where a kernel rotat
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from roll_batching.errors import LayoutError
+from roll_batching.settings import ArchitectureConfig
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -25,26 +27,37 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 class RotarySettings:
     """Base, share of rotated channels and scaling of RoPE.
 
-    `scaling` is None, "linear" (positions divided by `factor`, Chen et al. 2023, arXiv 2306.15595) or
-    "llama3" (frequency bands, Llama 3.1; the remaining fields are its parameters).
+    `scaling` is None, "linear" (positions divided by `factor`, Chen et al. 2023, arXiv 2306.15595), "llama3" (frequency
+    bands, Llama 3.1) or "yarn" (a ramp over channels, Peng et al. 2023, arXiv 2309.00071); the remaining fields are
+    their parameters.
     """
 
     base: float = 10000.0
     percent: float = 1.0
+    interleaved: bool = False
+    """Whether channels 2i and 2i + 1 turn together, instead of i and i + rotated / 2. The rotated queries and keys then
+    have the even channels before the odd ones, which no product of them notices."""
     scaling: str | None = None
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    rotated_factor: float = 1.0
+    """Factor of rotated queries and keys."""
 
     def __post_init__(self) -> None:
-        if self.scaling not in (None, "linear", "llama3"):
-            raise LayoutError(f"RoPE scaling {self.scaling!r} is not supported: use linear, llama3 or leave it out")
+        if self.scaling not in (None, "linear", "llama3", "yarn"):
+            raise LayoutError(f"RoPE scaling {self.scaling!r} is not supported: use linear, llama3, yarn or none")
 
     def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
         """Inverse frequencies [rotated / 2], fp32 on the CPU; rotated = head_dim * percent."""
         rotated = int(head_dim * self.percent)
         frequencies = 1.0 / self.base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+        if self.scaling == "yarn":
+            return self._yarn_frequencies(frequencies, rotated)
         if self.scaling != "llama3":
             return frequencies
         wavelength = 2 * math.pi / frequencies
@@ -58,6 +71,22 @@ class RotarySettings:
         middle = (wavelength >= high) & (wavelength <= low)
         return torch.where(middle, between, slow)
 
+    def _yarn_frequencies(self, frequencies: torch.Tensor, rotated: int) -> torch.Tensor:
+        """Slow channels are divided by `factor`, fast ones stay, and a linear ramp lies between them."""
+
+        def channel(turns: float) -> float:
+            """The channel that turns so often over the original length."""
+            length = self.original_max_position_embeddings / (turns * 2 * math.pi)
+            return rotated * math.log(length) / (2 * math.log(self.base))
+
+        low, high = channel(self.beta_fast), channel(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotated - 1)
+        high += 0.001 if low == high else 0.0  # as in transformers: no division by zero
+        ramp = ((torch.arange(rotated // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        return frequencies / self.factor * ramp + frequencies * (1 - ramp)
+
     def tables(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Tables:
         """The tables (cos, sin), each [*positions.shape, rotated] fp32."""
         at = positions.to(inverse_frequencies.dtype)
@@ -65,7 +94,9 @@ class RotarySettings:
             at = at * (1 / self.factor)
         angles = at[..., None] * inverse_frequencies
         angles = torch.cat([angles, angles], -1)
-        return angles.cos(), angles.sin()
+        if self.rotated_factor == 1:
+            return angles.cos(), angles.sin()
+        return angles.cos() * self.rotated_factor, angles.sin() * self.rotated_factor
 
 
 @functools.cache
@@ -87,6 +118,10 @@ def rotate(x: torch.Tensor, tables: Tables) -> torch.Tensor:
     first, second = turned.chunk(2, -1)
     turned = turned * cos + torch.cat([-second, first], -1) * sin
     return turned if rest.shape[-1] == 0 else torch.cat([turned, rest], -1)
+
+
+def _even_before_odd(x: torch.Tensor, rotated: int) -> torch.Tensor:
+    return torch.cat([x[..., 0:rotated:2], x[..., 1:rotated:2], x[..., rotated:]], -1)
 
 
 class PackRotation:
@@ -111,4 +146,59 @@ class PackRotation:
                 sin.to(query.dtype),
             )  # cast once: every layer saves them for its backward
         tables: Tables = params.rotary
+        if self.settings.interleaved:
+            query, key = (_even_before_odd(x, tables[0].shape[-1]) for x in (query, key))
         return rotate(query, tables), rotate(key, tables)
+
+
+def rotary_settings(architecture: ArchitectureConfig) -> RotarySettings:
+    """The architecture's RoPE settings, scaling included."""
+    latent = architecture.multi_latent_attention
+    settings = RotarySettings(
+        base=architecture.rotary_base,
+        percent=architecture.rotary_percent,
+        interleaved=latent is not None and latent.rotary_interleaved,
+    )
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return settings
+    return dataclasses.replace(
+        settings,
+        scaling=scaling.type,
+        factor=scaling.factor,
+        low_freq_factor=scaling.low_freq_factor,
+        high_freq_factor=scaling.high_freq_factor,
+        original_max_position_embeddings=scaling.original_max_position_embeddings,
+        beta_fast=scaling.beta_fast,
+        beta_slow=scaling.beta_slow,
+        truncate=scaling.truncate,
+        rotated_factor=scaling.rotated_factor,
+    )
+
+
+def megatron_rotation(rotary: RotarySettings) -> dict[str, Any]:
+    """GPTModel's arguments for RoPE in the model, for attention cores that do not rotate.
+
+    Raises `LayoutError` for YaRN, and for llama3 scaling with other parameters than those that Megatron hard-codes.
+    """
+    options: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": rotary.base,
+        "rotary_percent": rotary.percent,
+    }
+    if rotary.scaling == "yarn":
+        raise LayoutError(
+            "before Megatron-Core 0.20 its fused rotation of packs ignores YaRN's factor: choose an attention_backend "
+            "that rotates (dense, varlen or flash_attn)"
+        )
+    if rotary.scaling == "linear":
+        options["seq_len_interpolation_factor"] = rotary.factor
+    if rotary.scaling == "llama3":
+        fixed = RotarySettings(base=rotary.base, percent=rotary.percent, scaling="llama3", factor=rotary.factor)
+        if rotary != fixed:
+            raise LayoutError(
+                "Megatron hard-codes llama3 scaling with low_freq_factor=1, high_freq_factor=4 and "
+                "original_max_position_embeddings=8192: set these values, or choose an attention_backend that rotates"
+            )
+        options |= {"rope_scaling": True, "rope_scaling_factor": rotary.factor}
+    return options

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -42,6 +43,19 @@ class PackedLayerNorm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class BiasedExpertOutput(RowParallelLinear):
+    """The last linear layer of an expert with a bias, which Megatron adds to the output in place.
+
+    Without tensor and expert parallelism the output is a view that autograd does not let it change (Megatron-Core 0.16
+    to 0.19).
+    """
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output, in memory of its own, and the bias."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 def packed_layer_spec(
     config: TransformerConfig,
     rotary: RotarySettings | None = None,
@@ -63,7 +77,8 @@ def packed_layer_spec(
 
     Raises:
         LayoutError: for norms other than RMSNorm and LayerNorm, for `rotary` with a core that does not rotate, and if
-            TransformerEngine is asked for and cannot be imported.
+            TransformerEngine is asked for and cannot be imported; for multi-latent attention without `rotary`, or of
+            TransformerEngine's layers.
         ConfigError: for an unknown backend.
     """
     norms: dict[str, type[torch.nn.Module]] = {"RMSNorm": PackedRMSNorm, "LayerNorm": PackedLayerNorm}
@@ -71,6 +86,8 @@ def packed_layer_spec(
         raise LayoutError(f"normalization {config.normalization!r} is not supported: use one of {', '.join(norms)}")
     if layers_of == "transformer_engine":
         require_engine()
+        if config.multi_latent_attention:
+            raise LayoutError("multi-latent attention over packs is built of Megatron's local layers: take these")
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=None if experts is False else config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
@@ -79,6 +96,12 @@ def packed_layer_spec(
         layer.submodules.self_attention.submodules.core_attention = core_attention(config, rotary, attention=attention)
         return layer
     norm = norms[config.normalization]
+    if config.multi_latent_attention:
+        # Imported here: other models do not need it.
+        from roll_batching.modeling.latent_attention import latent_layer_spec
+
+        core = core_attention(config, None, attention=attention)
+        return latent_layer_spec(config, rotary, experts=experts, norm=norm, core=core)
     layer = get_gpt_layer_local_spec(
         num_experts=None if experts is False else config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -86,6 +109,8 @@ def packed_layer_spec(
         normalization=config.normalization,
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    if config.add_bias_linear and config.num_moe_experts is not None and experts is not False:
+        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertOutput
     submodules = layer.submodules.self_attention.submodules
     submodules.core_attention = core_attention(config, rotary, attention=attention)
     if config.qk_layernorm:
@@ -107,6 +132,7 @@ def core_attention(
 ) -> Any:
     """The `core_attention` of a layer spec, for your own specs. Arguments and errors as in `packed_layer_spec`."""
     backend = attention_backend(attention, "cuda" if torch.cuda.is_available() else "cpu")
+    backend = _with_window(backend, config)
     if rotary is not None and not backend.rotates:
         raise LayoutError(
             f"the attention backend {backend.name} does not rotate: leave rotary out, and build the GPTModel with "
@@ -114,6 +140,14 @@ def core_attention(
         )
     rotation = None if rotary is None else PackRotation(rotary, config.kv_channels)
     return functools.partial(_build_core, backend, rotation)
+
+
+def _with_window(backend: AttentionBackend, config: TransformerConfig) -> AttentionBackend:
+    """The backend for the config's sliding window, if both have one."""
+    window = getattr(config, "window_size", None)
+    if window is None or window[0] < 0 or not getattr(backend, "windows", False):
+        return backend
+    return backend.for_window(window[0] + 1)  # Megatron counts the tokens to the left
 
 
 def _build_core(backend: AttentionBackend, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
@@ -129,15 +163,21 @@ def replace_local_cores(chunks: Sequence[Any], *, attention: AttentionBackend | 
     """Gives a built model attention over packs where it has Megatron's local one, which refuses packs.
 
     Weights, checkpoints and arithmetic stay: the cores have no parameters. `attention` is as in `packed_layer_spec`.
-    Returns the number of layers changed; TransformerEngine's cores take packs, and stay.
+    Returns the number of layers changed; TransformerEngine's cores take packs, and stay. Raises `LayoutError` for cores
+    with attention sinks, which are parameters.
     """
     backend = attention_backend(attention, "cuda" if torch.cuda.is_available() else "cpu")
     changed = 0
     for layer in (layer for chunk in chunks for layer in gpt_of(chunk).decoder.layers):
         attends = layer.self_attention
         if isinstance(getattr(attends, "core_attention", None), DotProductAttention):
+            if getattr(attends.config, "softmax_type", "vanilla") != "vanilla":
+                raise LayoutError(
+                    f"softmax_type={attends.config.softmax_type!r}: its parameters would be lost; "
+                    "build the model from packed_layer_spec(config)"
+                )
             attends.core_attention = _build_core(
-                backend,
+                _with_window(backend, attends.config),
                 None,
                 config=attends.config,
                 layer_number=attends.layer_number,

@@ -78,6 +78,12 @@ class AttentionBackend(Protocol):
     windows: bool = False
     """Whether its cores apply `TransformerConfig.window_size`. If not, samples longer than the window are refused."""
 
+    sinks: bool = False
+    """Whether its cores have the parameter of `TransformerConfig.softmax_type: learnable`."""
+
+    narrow_values: bool = False
+    """Whether its cores take values with fewer channels than keys. If not, multi-latent attention is refused."""
+
     context_size_per_pack: bool = False
     """Whether its cores exchange keys over `PackedParams.context_group`. If not, plans with a context-parallel size per
     pack are refused."""
@@ -85,6 +91,13 @@ class AttentionBackend(Protocol):
     shares_prefixes: bool = False
     """Whether its metadata reads `spans_of`, whose keys of one sample may be several runs of tokens. If not, packs
     whose samples share prefixes are refused."""
+
+    def for_window(self, window: int) -> AttentionBackend:
+        """The backend for a model some of whose layers have a sliding window of `window` tokens.
+
+        Backends with `windows` whose metadata depends on it return another one, equal for equal windows.
+        """
+        return self
 
     @abstractmethod
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:

@@ -55,3 +55,29 @@ def spans_of(pack_layout: PackLayout, cp_rank: int = 0) -> Spans:
         runs.append(np.arange(start, start + end))
     prefix = np.concatenate([pack_layout.prefix_lengths, np.zeros(len(starts) - pack_layout.samples, np.int64)])
     return Spans(queries, own.key_start, ends + prefix[segment], np.concatenate(runs))
+
+
+_SMALLEST_BLOCK = 64
+"""Queries of a block at least: with fewer the blocks of a small window would be too many."""
+
+
+def window_spans(spans: Spans, window: int) -> Spans:
+    """The same queries in shorter spans, with only the keys that a sliding window leaves them.
+
+    A query attends to `window` keys at most, the last of them its own. A span is cut into blocks of about `window`
+    queries, whose keys begin with the first one that the block's first query sees. Computed keys then grow with
+    length x window, not with length^2; inside a block a mask hides those beyond the window.
+    """
+    block = max(window, _SMALLEST_BLOCK)
+    blocks = -(-spans.queries // block)
+    span = np.repeat(np.arange(len(blocks)), blocks)
+    first = (np.arange(len(span)) - np.repeat(np.cumsum(blocks) - blocks, blocks)) * block
+    queries = np.minimum(block, spans.queries[span] - first)
+    before = (spans.keys - spans.queries)[span] + first
+    begin = np.maximum(before - window + 1, 0)
+    keys = before + queries - begin
+    if spans.key_rows is None:
+        return Spans(queries, spans.key_start[span] + begin, keys)
+    start = (np.cumsum(spans.keys) - spans.keys)[span] + begin
+    rows = np.repeat(start - (np.cumsum(keys) - keys), keys) + np.arange(int(keys.sum()))
+    return Spans(queries, spans.key_start[span], keys, spans.key_rows[rows])

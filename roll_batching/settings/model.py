@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,11 +23,52 @@ _WIDEST = 2**20
 class RopeScaling(Settings):
     """Scaling of rotary frequencies for long contexts, in Hugging Face's names."""
 
-    type: Literal["linear", "llama3"] = setting(help="Kind of scaling. YaRN is refused for now.")
+    type: Literal["linear", "llama3", "yarn"] = setting(help="Kind of scaling.")
     factor: float = setting(1.0, help="How many times longer than in pre-training.", ge=1)
     low_freq_factor: float = setting(1.0, help="llama3: wavelengths above the original length over this scale.", gt=0)
     high_freq_factor: float = setting(4.0, help="llama3: wavelengths below it over this stay as they are.", gt=0)
-    original_max_position_embeddings: int = setting(8192, help="llama3: context length of pre-training.", gt=0)
+    original_max_position_embeddings: int = setting(8192, help="llama3 and yarn: context length of pre-training.", gt=0)
+    beta_fast: float = setting(32.0, help="yarn: channels with more turns over that length stay as they are.", gt=0)
+    beta_slow: float = setting(1.0, help="yarn: channels with fewer turns are divided by factor.", gt=0)
+    truncate: bool = setting(True, help="yarn: whether the two limits are rounded to whole channels.")
+    attention_factor: float | None = setting(
+        None, help="yarn: factor of the rotated channels. Default: from factor, mscale and mscale_all_dim.", gt=0
+    )
+    mscale: float | None = setting(None, help="yarn: DeepSeek's parameter of that factor.", ge=0)
+    mscale_all_dim: float | None = setting(
+        None,
+        help="yarn: with multi-latent attention the parameter of the attention's scale; also of that factor.",
+        ge=0,
+    )
+
+    @property
+    def rotated_factor(self) -> float:
+        """Factor of rotated queries and keys: `attention_factor`, or inferred as in transformers."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
+        return yarn_mscale(self.factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's growth of attention's temperature with the context (Peng et al. 2023, arXiv 2309.00071)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+class LatentAttentionConfig(Settings):
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434), in Megatron's names."""
+
+    q_lora_rank: int | None = setting(None, help="Width of the queries' latent; default: none.", gt=0, le=_WIDEST)
+    kv_lora_rank: int = setting(help="Width of the latent of keys and values.", gt=0, le=_WIDEST)
+    qk_head_dim: int = setting(help="Channels of a head's queries and keys that are not rotated.", gt=0, le=_MOST_PARTS)
+    qk_pos_emb_head_dim: int = setting(
+        help="Rotated channels; those of keys are the same for all heads.", gt=0, le=_MOST_PARTS, multiple_of=2
+    )
+    v_head_dim: int = setting(help="Channels of a head's values.", gt=0, le=_MOST_PARTS)
+    rotary_interleaved: bool = setting(True, help="Whether channels 2i and 2i + 1 turn together.")
 
 
 class MoEConfig(Settings):
@@ -50,6 +92,51 @@ class MoEConfig(Settings):
         help="true: an expert's weight is its probability among all. false: among those that the token visits, so "
         "that they sum to one.",
     )
+    router_score_function: Literal["softmax", "sigmoid"] = setting(
+        "softmax", help="Scores of experts. sigmoid: DeepSeek-V3's; the weights of a token's experts then sum to one."
+    )
+    router_expert_bias: bool = setting(
+        False, help="A bias per expert that is added to sigmoid scores for the choice of experts, not to their weights."
+    )
+    router_bias_update_rate: float = setting(
+        0.0,
+        help="How much each optimizer step moves the expert biases towards equal numbers of tokens "
+        "(moe_router_bias_update_rate, 0.001 in Megatron). 0: they stay as loaded, as in transformers.",
+        ge=0,
+        lt=1,
+    )
+    router_num_groups: int | None = setting(
+        None,
+        help="Groups of experts; a token visits experts of router_group_topk groups only. Default: no groups.",
+        ge=2,
+    )
+    router_group_topk: int | None = setting(None, help="Groups that each token visits; with router_num_groups.", ge=1)
+    router_scaling_factor: float = setting(1.0, help="Factor of the weights of experts.", gt=0)
+    router_dtype: Literal["fp32"] | None = setting(
+        None, help="Precision of the router's product and scores; default: that of the activations."
+    )
+
+    @model_validator(mode="after")
+    def _check_router(self) -> MoEConfig:
+        if self.router_expert_bias and self.router_score_function != "sigmoid":
+            raise ValueError("router_expert_bias needs router_score_function: sigmoid")
+        if self.router_bias_update_rate and not self.router_expert_bias:
+            raise ValueError("router_bias_update_rate has no effect without router_expert_bias: leave it out")
+        groups, chosen = self.router_num_groups, self.router_group_topk
+        if (groups is None) != (chosen is None):
+            raise ValueError("router_num_groups and router_group_topk belong together: set both, or none")
+        if groups is not None and chosen is not None:
+            if self.num_experts % groups or chosen > groups:
+                raise ValueError(
+                    f"{self.num_experts} experts cannot be chosen from {chosen} of {groups} groups: router_num_groups "
+                    "must divide num_experts and be at least router_group_topk"
+                )
+            if self.router_topk % chosen or self.router_topk // chosen > self.num_experts // groups:
+                raise ValueError(
+                    f"router_topk={self.router_topk} must be a multiple of router_group_topk={chosen}, and at most "
+                    f"the experts of these groups ({chosen} x {self.num_experts // groups})"
+                )
+        return self
 
     def is_mixture(self, layer: int) -> bool:
         """Whether the layer with this index, from 0 on, is a mixture."""
@@ -81,15 +168,56 @@ class ArchitectureConfig(Settings):
     tie_word_embeddings: bool = setting(False, help="Whether the output head shares the embedding's weight.")
     qk_layernorm: bool = setting(False, help="Normalise queries and keys per head, as Qwen3 does.")
     add_qkv_bias: bool = setting(False, help="Bias on the query, key and value projections, as Qwen2 has.")
+    add_bias_linear: bool = setting(
+        False,
+        help="Bias on every linear layer, router and experts included, as gpt-oss has. Without tensor parallelism.",
+    )
+    swiglu_limit: float | None = setting(
+        None, help="gpt-oss's gate: both halves clamped here, sigmoid of 1.702 x, and 1 added. Default: SwiGLU.", gt=0
+    )
+    attention_sinks: bool = setting(
+        False, help="A learnt logit per head that takes its share of every softmax, as gpt-oss has."
+    )
     init_std: float = setting(0.02, help="Standard deviation of the random initial weights.", gt=0)
     sliding_window: int | None = setting(
         None,
-        help="Tokens that a token attends to at most. Longer sequences are refused: attention is always full here, "
-        "which is the same up to this length. Default: no window.",
+        help="Tokens that a token attends to at most, itself included; attention backends without "
+        "windows refuse longer sequences. Default: no window.",
         gt=0,
     )
+    window_layers: tuple[Literal[0, 1], ...] | None = setting(
+        None, help="1 for each layer with the sliding window and 0 for the others; default: all have it."
+    )
     hidden_dropout: float = setting(0.0, help="Dropout after attention and feed-forward layers.", ge=0, lt=1)
+    multi_latent_attention: LatentAttentionConfig | None = setting(
+        None, help="Multi-latent attention, whose head dimensions replace kv_channels; default: none."
+    )
     moe: MoEConfig | None = setting(None, help="Mixture-of-experts layers; default: dense.")
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> ArchitectureConfig:
+        if self.window_layers is not None:
+            if self.sliding_window is None:
+                raise ValueError("window_layers has no effect without sliding_window: leave it out")
+            if len(self.window_layers) != self.num_layers:
+                raise ValueError(f"window_layers has {len(self.window_layers)} entries for {self.num_layers} layers")
+        return self
+
+    @model_validator(mode="after")
+    def _check_latent_attention(self) -> ArchitectureConfig:
+        latent = self.multi_latent_attention
+        if latent is None:
+            return self
+        if self.kv_channels not in (None, latent.qk_head_dim + latent.qk_pos_emb_head_dim):
+            raise ValueError("kv_channels has no effect with multi_latent_attention: leave it out")
+        if self.kv_heads != self.num_attention_heads:
+            raise ValueError("num_query_groups has no effect with multi_latent_attention: leave it out")
+        for name in ("qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_sinks"):
+            if getattr(self, name):
+                raise ValueError(f"{name} has no effect with multi_latent_attention: leave it out")
+        if self.rotary_percent != 1:
+            raise ValueError("rotary_percent has no effect with multi_latent_attention: leave it out")
+        return self
 
     @property
     def kv_heads(self) -> int:
@@ -98,8 +226,17 @@ class ArchitectureConfig(Settings):
 
     @property
     def head_dim(self) -> int:
-        """Width of one head, resolved."""
+        """Width of the queries and keys of one head, resolved."""
+        latent = self.multi_latent_attention
+        if latent is not None:
+            return latent.qk_head_dim + latent.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of the values of one head, resolved."""
+        latent = self.multi_latent_attention
+        return self.head_dim if latent is None else latent.v_head_dim
 
     @property
     def ffn_width(self) -> int:

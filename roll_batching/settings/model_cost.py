@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from roll_batching.planning import FlopsCost
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.settings.model import ArchitectureConfig
@@ -10,7 +13,7 @@ from roll_batching.settings.model import ArchitectureConfig
 def architecture_cost(model: ArchitectureConfig, *, tp_size: int = 1) -> FlopsCost:
     """Training FLOPs by length, per tensor-parallel rank; equals `modeling.cost.model_cost`."""
     moe = model.moe
-    return FlopsCost.from_model(
+    cost = FlopsCost.from_model(
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_width,
         num_layers=model.num_layers,
@@ -25,6 +28,35 @@ def architecture_cost(model: ArchitectureConfig, *, tp_size: int = 1) -> FlopsCo
         moe_shared_expert_size=0 if moe is None else moe.shared_expert_ffn_hidden_size or 0,
         tp_size=tp_size,
     )
+    if model.multi_latent_attention is None:
+        return cost
+    return with_latent_attention(
+        cost,
+        num_layers=model.num_layers,
+        heads=model.num_attention_heads,
+        hidden_size=model.hidden_size,
+        latent=model.multi_latent_attention,
+        ranks=tp_size,
+    )
+
+
+def with_latent_attention(
+    cost: FlopsCost, *, num_layers: int, heads: int, hidden_size: int, latent: Any, ranks: int
+) -> FlopsCost:
+    """The cost with multi-latent attention in place of attention whose heads all have the channels of its keys.
+
+    `latent` is a `LatentAttentionConfig`, or Megatron's config with the same names; `ranks` share the cost.
+    """
+    keys = latent.qk_head_dim + latent.qk_pos_emb_head_dim
+    width = latent.q_lora_rank
+    queries = heads * keys * (width or hidden_size) + hidden_size * (width or 0)
+    down = hidden_size * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+    up = latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim)
+    more = queries + down + up + heads * latent.v_head_dim * hidden_size - 4 * hidden_size * heads * keys
+    linear = cost.linear + 6 * num_layers * more // ranks
+    quadratic = 3 * num_layers * heads * (keys + latent.v_head_dim) // ranks
+    fixed = linear * (cost.fixed // max(cost.linear, 1))
+    return dataclasses.replace(cost, linear=linear, quadratic=quadratic, fixed=fixed)
 
 
 def architecture_pack_times(

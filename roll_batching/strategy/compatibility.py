@@ -103,8 +103,11 @@ def _attention_problems(chunks: Sequence[Any], batching: BatchingConfig, setting
     """Attention settings of the model that packs, or rectangles in rows form, do not support."""
     gpt = gpt_of(chunks[0])
     config = gpt.config
-    if config.multi_latent_attention:
-        return ["multi-latent attention is not supported for now"]
+    if config.multi_latent_attention and not all(getattr(core, "pack_rotates", False) for core in _cores(chunks)):
+        return [
+            "Megatron's own multi-latent attention is not supported for packs: build the model from "
+            "packed_layer_spec(config, RotarySettings(...)) with a backend that rotates"
+        ]
     if settings.rows_form:
         packed = [name for name in ("train", "infer") if getattr(batching, name).mode == "packed"]
         problems = []
@@ -159,15 +162,17 @@ _ENGINE_MODULES = ("megatron.core.extensions.transformer_engine",)
 def _installation_problems(state: ModelState) -> list[str]:
     gpt = gpt_of(state.chunks[0])
     config = gpt.config
+    latent = bool(config.multi_latent_attention)
     weights = next(p for p in gpt.parameters() if p.dim() > 1)
     problems = refusals_here(
         device=state.device,
         dtype=config.autocast_dtype if config.enable_autocast else weights.dtype,
-        head_dim=config.kv_channels,
+        head_dim=config.qk_head_dim + config.qk_pos_emb_head_dim if latent else config.kv_channels,
         experts=config.num_moe_experts is not None,
         backend=state.attention,
         engine_layers=any(type(module).__module__ in _ENGINE_MODULES for module in gpt.modules()),
         recomputed=recomputed_modules(config),
+        latent_attention=latent,
     )
     without_engine = importlib.util.find_spec("transformer_engine") is None
     for name in ("moe_router_fusion", "moe_permute_fusion"):

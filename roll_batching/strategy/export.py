@@ -20,8 +20,8 @@ from roll_batching.distributed import consensus, exchange
 from roll_batching.errors import CheckpointError
 from roll_batching.files import cause
 from roll_batching.huggingface.directory import INDEX, SINGLE, files_beside_weights
-from roll_batching.huggingface.families import HEAD
-from roll_batching.huggingface.stored import DERIVED, StoredTensors
+from roll_batching.huggingface.layer_rules import HEAD
+from roll_batching.huggingface.stored import DERIVED, StoredTensors, torch_dtype
 from roll_batching.strategy.checkpoint_files import describe_cause
 from roll_batching.strategy.checkpoint_folder import atomic_folder, write_text
 from roll_batching.strategy.checkpoint_writer import check_free_space
@@ -73,11 +73,15 @@ def export_model(
     with atomic_folder(path, group, what=EXPORTING, replaces=replaces) as folder:
         with consensus(group, EXPORTING):
             if dist.get_rank() == 0:
-                check_free_space(folder, sum(full.bytes_of(name) for name in full.shapes))
+                copied = sum(full.stored.bytes_of(name) for name in full.untrained)
+                check_free_space(folder, sum(full.bytes_of(name) for name in full.shapes) + copied)
         writer = _Writer(folder, largest_file)
         for placed in full.parameters:
             for name, tensor in (gather_full_tensors(placed, full.sizes, _HOST) or {}).items():
                 writer.add(name, tensor, full.dtypes[name])
+        if dist.get_rank() == 0:
+            for name in full.untrained:
+                writer.copy(name, full.stored)
         files = exchange(group, EXPORTING, writer.finish)
         with consensus(group, EXPORTING):
             if dist.get_rank() == 0:
@@ -109,6 +113,22 @@ class _Writer:
         if self._pending and pending + converted.nbytes > self.largest:
             self._flush()
         self._pending[name] = converted
+
+    def copy(self, name: str, stored: StoredTensors) -> None:
+        """Adds a tensor of the original directory as it is there."""
+        if self._error is not None:
+            return
+        shape, dtype = stored.shapes[name], torch_dtype(stored.dtypes[name])
+        whole = torch.empty(shape, dtype=dtype)
+        try:
+            for at, values in stored.read(name, slice(0, shape[0])):
+                whole[at].copy_(values)
+        except CheckpointError as error:
+            self._error = error
+            return
+        finally:
+            stored.close()
+        self.add(name, whole, dtype)
 
     def finish(self) -> list[_WrittenFile]:
         """The files of this rank. Raises `CheckpointError` if one could not be written."""

@@ -6,8 +6,9 @@ and every expert-parallel rank owns its own part of the model.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from roll_batching.errors import CheckpointError
-from roll_batching.huggingface.directory import directory_of
-from roll_batching.huggingface.families import HEAD, rules_of
+from roll_batching.huggingface.directory import CONFIG, directory_of, read_json
+from roll_batching.huggingface.families import rules_of, untrained_tensors
+from roll_batching.huggingface.layer_rules import HEAD
 from roll_batching.huggingface.stored import StoredTensors, torch_dtype
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, pieces
 from roll_batching.modeling.pretrained import PlacedParameter, family_of, placed_parameters
@@ -37,6 +39,9 @@ class FullTensors:
     parameters: tuple[PlacedParameter, ...]
     """Parameters of which this rank has a shard, in the same order on all ranks that share one."""
 
+    untrained: tuple[str, ...]
+    """Tensors of the files that the model has not (multi-token prediction)."""
+
     def bytes_of(self, name: str) -> int:
         """Size of a tensor in its file."""
         return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
@@ -55,7 +60,8 @@ def describe_full_tensors(state: ModelState, source: str) -> FullTensors:
     family = family_of(origin, state.own_family)
     tied, sizes, stored = architecture.tie_word_embeddings, Sizes.of(architecture), StoredTensors(origin)
     expected = expected_tensors(rules_of(family, architecture), sizes)
-    problems = stored.misfits(expected, [HEAD.theirs[0][0]])
+    untrained = untrained_tensors(family, read_json(origin / CONFIG), stored.shapes)
+    problems = stored.misfits(expected, [HEAD.theirs[0][0], *untrained])
     if problems:
         raise CheckpointError(f"{origin} is not the directory that this model came from: {'; '.join(problems)}")
     return FullTensors(
@@ -64,13 +70,29 @@ def describe_full_tensors(state: ModelState, source: str) -> FullTensors:
         sizes=sizes,
         shapes=expected,
         dtypes={name: torch_dtype(stored.dtypes[name]) for name in expected},
+        untrained=tuple(untrained),
         parameters=tuple(
-            placed
-            for placed in placed_parameters(state.chunks, family, architecture)
-            # Under a pipeline the last stage has a copy of tied embeddings as its head: the first stage gives them.
-            if placed.is_first_replica and not (tied and placed.rule.ours == HEAD.ours)
+            _stacked(
+                placed
+                for placed in placed_parameters(state.chunks, family, architecture)
+                # Under a pipeline the last stage has a copy of tied embeddings as its head: the first stage gives them.
+                if placed.is_first_replica and not (tied and placed.rule.ours == HEAD.ours)
+            )
         ),
     )
+
+
+def _stacked(placed: Iterable[PlacedParameter]) -> Iterator[PlacedParameter]:
+    """The parameters, those of this rank's experts that share a tensor as one."""
+    stacks: dict[str, list[PlacedParameter]] = {}
+    for one in placed:
+        if not one.rule.is_stacked:
+            yield one
+        else:
+            stacks.setdefault(one.rule.theirs[0][0], []).append(one)
+    for name, parts in stacks.items():
+        # Ranks that share a tensor know it by one name, whichever experts they have.
+        yield dataclasses.replace(parts[0], name=name, group=parts[0].expert_group, parts=tuple(parts))
 
 
 def owner_rank(placed: PlacedParameter) -> int:
@@ -89,6 +111,8 @@ def gather_full_tensors(placed: PlacedParameter, sizes: Sizes, device: torch.dev
 
     Collective among the tensor-parallel ranks of the parameter.
     """
+    if placed.parts:
+        return _gather_experts(placed, sizes, device)
     shards = _gather_shards(placed, device)
     if shards is None:
         return None
@@ -102,6 +126,25 @@ def gather_full_tensors(placed: PlacedParameter, sizes: Sizes, device: torch.dev
             target = full[piece.rows] if piece.columns is None else full[piece.rows, piece.columns]
             target.copy_(shard[piece.at])
     return tensors
+
+
+def _gather_experts(placed: PlacedParameter, sizes: Sizes, device: torch.device) -> dict[str, torch.Tensor] | None:
+    """The tensor of all experts on the first expert-parallel rank; None on others. Collective among these."""
+    name, dimensions = placed.rule.theirs[0]
+    experts = []
+    for part in placed.parts:
+        expert = part.parameter.new_empty(sizes.shape(dimensions)[1:])
+        for piece in pieces(part.rule, sizes, 0, 1):
+            piece.select(expert).copy_(part.parameter.detach()[piece.at])
+        experts.append(expert)
+    local = torch.stack(experts)
+    rank, ranks = placed.group.rank(), placed.group.size()
+    if ranks == 1:
+        return {name: local.to(device)}
+    raw = local.view(torch.uint8)
+    shards = [torch.empty_like(raw) for _ in range(ranks)] if rank == 0 else None
+    dist.gather(raw, shards, dst=owner_rank(placed), group=placed.group)
+    return None if shards is None else {name: torch.cat([shard.view(local.dtype) for shard in shards]).to(device)}
 
 
 def _gather_shards(placed: PlacedParameter, device: torch.device) -> list[torch.Tensor] | None:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from roll_batching.distributed import Facts
 from roll_batching.errors import DataError, LayoutError
 from roll_batching.modeling.attention.decoding import dense_decoding
-from roll_batching.modeling.builder import rotary_settings
 from roll_batching.modeling.decode import DecodeParams, KeyValueCache
 from roll_batching.modeling.head import gpt_of, hidden_states_of, logits_at
+from roll_batching.modeling.rotary import rotary_settings
 from roll_batching.packing.batch import PackedBatch, pack_step
 from roll_batching.planning import BatchingSpec, ParallelDims, PlanConstraints, plan_step
 from roll_batching.samples import FieldSpec, SampleBatch

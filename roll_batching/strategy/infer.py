@@ -171,15 +171,9 @@ class MegatronInferStrategy(ModelIOMixin):
         layout, groups = self._create_layout(megatron.parallel_dims(dist.get_world_size()), device)
         dtype = resolve_dtype(config.model_args.dtype, device)
         pretrained = config.model_args.model_name_or_path
+        draw = weights and pretrained is None
         chunks = build_chunks(
-            architecture,
-            megatron,
-            layout,
-            dtype,
-            kernels=kernels,
-            seed=self.seed,
-            initialize=weights and pretrained is None,
-            groups=groups,
+            architecture, megatron, layout, dtype, kernels=kernels, seed=self.seed, initialize=draw, groups=groups
         )
         if weights and pretrained is not None:
             from roll_batching.modeling.pretrained import load_pretrained

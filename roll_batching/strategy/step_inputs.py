@@ -155,10 +155,11 @@ def check_window(longest: int, state: ModelState) -> None:
 
 def _ignored_window(state: ModelState) -> int | None:
     """Size of the model's sliding window in tokens, if its attention core attends to all tokens; else None."""
+    applies_window = getattr(state.attention, "windows", False)
     if state.architecture is not None:
-        return state.architecture.sliding_window
+        return None if applies_window else state.architecture.sliding_window
     config = gpt_of(state.chunks[0]).config
-    applies_window = state.attention is None or getattr(state.attention, "windows", False)
+    applies_window = state.attention is None or applies_window
     if applies_window or config.window_size is None or config.window_size[0] < 0:
         return None
     return int(config.window_size[0]) + 1  # Megatron counts the tokens to the left

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from roll_batching.errors import LayoutError
+from roll_batching.modeling.experts import expert_biases
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.spec import has_uneven_stages
 from roll_batching.strategy.model_state import ModelState
@@ -74,7 +75,8 @@ def _layout_ranks(model: ModelState) -> tuple[int, ...]:
 
 
 def _shapes(chunk: Any) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in gpt_of(chunk).named_parameters()}
+    gpt = gpt_of(chunk)
+    return {name: tensor.shape for name, tensor in (*gpt.named_parameters(), *expert_biases(gpt))}
 
 
 @torch.no_grad()
@@ -86,3 +88,6 @@ def copy_parameters(source: Sequence[Any], target: Sequence[Any]) -> None:
         values = dict(gpt_of(source_chunk).named_parameters())
         for name, parameter in gpt_of(target_chunk).named_parameters():
             parameter.copy_(values[name])
+        biases = dict(expert_biases(gpt_of(source_chunk)))
+        for name, bias in expert_biases(gpt_of(target_chunk)):
+            bias.copy_(biases[name])

@@ -16,11 +16,11 @@ from tests.support.layouts import Layout
 CAP = 64
 
 
-def role(directory: str | Path, layout: Layout | None = None, **settings: Any) -> Any:
+def role(directory: str | Path, layout: Layout | None = None, mode: str = "packed", **settings: Any) -> Any:
     """A training role for the model in `directory`."""
     from tests.support.models import worker_config
 
-    config = worker_config("packed", CAP, megatron=(layout or Layout()).megatron(), **settings)
+    config = worker_config(mode, CAP, megatron=(layout or Layout()).megatron(), **settings)
     dumped = config.model_dump(exclude={"model_args"}, exclude_unset=True)
     return type(config).model_validate(dumped | {"model_args": {"model_name_or_path": str(directory)}})
 
@@ -99,6 +99,40 @@ def answers(payload: list[tuple[str, Layout, dict[str, Any]]]) -> list[dict[str,
         del strategy
         part()
     return found
+
+
+def checkpointed(payload: tuple[str, Layout, str, str, bool]) -> None:
+    """Trains and saves the model of a directory, or loads what was saved; exports it."""
+    directory, layout, checkpoint, written, loads = payload
+    strategy = strategy_of(directory, layout)
+    if loads:
+        strategy.load(checkpoint, optimizer=False)
+    else:
+        sft_losses(strategy, 1, 1e-3)
+        strategy.save(checkpoint, optimizer=False)
+    strategy.export(written)
+
+
+def trained_and_written(payload: tuple[str, Layout, dict[str, Any]]) -> None:
+    """Trains the model of a directory and exports it."""
+    directory, layout, wanted = payload
+    strategy = strategy_of(directory, layout)
+    sft_losses(strategy, wanted["steps"], wanted["rate"])
+    strategy.export(wanted["export"])
+
+
+def log_probs_by(payload: tuple[str, Layout, str, str]) -> list[torch.Tensor]:
+    """Log-probs of this rank's share by an attention backend, in packs or padded."""
+    from roll_batching.strategy import MegatronTrainStrategy
+
+    let_experts_run()
+    directory, layout, backend, mode = payload
+    config = role(directory, layout, mode)
+    megatron = config.strategy_args.strategy_config.model_copy(update={"attention_backend": backend})
+    args = config.strategy_args.model_copy(update={"strategy_config": megatron})
+    strategy = MegatronTrainStrategy(config.model_copy(update={"strategy_args": args}))
+    strategy.initialize()
+    return log_probs(strategy)
 
 
 def streamed(strategy: Any, written: str, bucket_bytes: int = 20_000) -> list[int]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.families import FAMILIES, rules_of
@@ -27,6 +29,10 @@ EXPECTED = {
     "Qwen2.5-7B": {"add_qkv_bias": True, "sliding_window": None, "vocab_size": 152064, "norm_epsilon": 1e-6},
     "Qwen3-30B-A3B": {"qk_layernorm": True, "head_dim": 128, "ffn_width": 6144},
     "Mixtral-8x7B-v0.1": {"ffn_width": 14336, "rotary_base": 1e6},
+    "GLM-4.5-Air": {"add_qkv_bias": True, "qk_layernorm": False, "rotary_percent": 0.5, "head_dim": 128},
+    "DeepSeek-V3": {"head_dim": 192, "value_dim": 128, "kv_heads": 128},
+    "gpt-oss-20b": {"attention_sinks": True, "sliding_window": 128, "window_layers": (1, 0) * 12, "swiglu_limit": 7.0},
+    "Moonlight-16B-A3B": {"head_dim": 192, "rope_scaling": None, "norm_epsilon": 1e-5},
 }
 PARAMETERS = {
     "Llama-2-7b": 6_738_415_616,
@@ -35,8 +41,22 @@ PARAMETERS = {
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "GLM-4.5-Air": None,
+    "DeepSeek-V3": None,
+    "Moonlight-16B-A3B": None,
+    "gpt-oss-20b": None,
 }
-"""As their publishers count them."""
+"""As their publishers count them; None: as transformers counts parameters and expert biases."""
+
+
+def counted_by_transformers(config):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    known = {key: value for key, value in config.items() if key not in ("transformers_version", "architectures")}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known))
+    biases = [value for name, value in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    return sum(value.numel() for value in (*model.parameters(), *biases))
 
 
 def architecture_of(config):
@@ -53,8 +73,8 @@ def test_published_files(name, report):
         assert getattr(architecture, key) == value, key
     family = FAMILIES[config["model_type"]]
     tensors = expected_tensors(rules_of(family, architecture), Sizes.of(architecture))
-    count = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in tensors.values())
-    assert count == PARAMETERS[name]
+    count = sum(math.prod(shape) for shape in tensors.values())
+    assert count == (PARAMETERS[name] or counted_by_transformers(config))
     report(f"{name}: {len(tensors):,} tensors, {count:,} parameters")
 
 
@@ -85,8 +105,19 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
         "initializer_range",
         "use_sliding_window",
         "norm_topk_prob",
+        "routed_scaling_factor",
+        "n_group",
+        "topk_group",
+        "first_k_dense_replace",
+        "n_shared_experts",
+        "use_qk_norm",
+        "attention_bias",
+        "partial_rotary_factor",
+        "rope_interleave",
     )
     for field in (*told_by_the_class, "head_dim", "decoder_sparse_step", "mlp_only_layers"):
+        if name == "Moonlight-16B-A3B" and field in ("n_group", "topk_group"):
+            continue  # the class's groups of experts do not go with its six experts per token
         less = {key: value for key, value in config.items() if key not in (field, "transformers_version")}
         written = json.loads(AutoConfig.for_model(**less).to_json_string(use_diff=False))
         ours, theirs = architecture_of(less), architecture_of(written | {"architectures": None})
@@ -99,6 +130,8 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
     ("changes", "words"),
     [
         ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported: the families are llama"),
+        ({"model_type": "gemma3_text"}, "have no norms after attention"),
+        ({"model_type": "qwen3_next"}, "which Megatron-Core 0.16 refuses for packs"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"attention_bias": True}, "attention_bias: True"),
@@ -106,7 +139,14 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
         ({"pretraining_tp": 2}, "pretraining_tp: 2"),
         ({"attention_dropout": 0.1}, "attention_dropout: 0.1"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4}"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type 'yarn'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_scaling.original_max_position_embeddings is missing",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta": 1}},
+            "rope_scaling.beta has no effect with rope_type yarn",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "rope_scaling.low_freq_factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta has no effect"),
@@ -141,6 +181,51 @@ def test_refused_of_experts(changes, words):
     assert words in "; ".join(translate(PUBLISHED["Qwen3-30B-A3B"] | changes).problems)
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported, only 'sigmoid'"),
+        ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method: 'greedy' is not supported"),
+        ("DeepSeek-V3", {"norm_topk_prob": False}, "norm_topk_prob: false"),
+        ("DeepSeek-V3", {"topk_group": 2}, "Megatron-Core ranks groups by their best num_experts_per_tok / topk_group"),
+        ("DeepSeek-V3", {"first_k_dense_replace": 61}, "leaves no mixture-of-experts layer"),
+        ("DeepSeek-V3", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        ("DeepSeek-V3", {"head_dim": 128}, "head_dim: 128 is not supported"),
+        ("DeepSeek-V3", {"qk_head_dim": 128}, "qk_head_dim: 128 is not qk_nope_head_dim + qk_rope_head_dim"),
+        ("DeepSeek-V3", {"num_key_value_heads": 8}, "num_key_value_heads: 8 has no effect here"),
+        ("DeepSeek-V3", {"rope_interleave": "yes"}, "rope_interleave: 'yes' must be true or false"),
+        ("DeepSeek-V3", {"attention_bias": True}, "attention_bias: True is not supported"),
+        ("DeepSeek-V3", {"quantization_config": {"fmt": "e4m3"}}, "quantization_config: {'fmt': 'e4m3'}"),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: {'quant_method'"),
+        ("gpt-oss-20b", {"layer_types": None}, "layer_types is missing"),
+        ("gpt-oss-20b", {"swiglu_alpha": 1.5}, "swiglu_alpha: 1.5 is not supported, only 1.702"),
+        ("gpt-oss-20b", {"swiglu_limit": "7"}, "swiglu_limit: '7' is not supported, it must be a number"),
+        ("gpt-oss-20b", {"attention_bias": False}, "attention_bias: False is not supported, only True"),
+        ("GLM-4.5-Air", {"use_qk_norm": "no"}, "use_qk_norm: 'no' is not supported, it must be true or false"),
+        ("GLM-4.5-Air", {"n_shared_experts": 0}, "n_shared_experts: 0 is not supported"),
+        ("GLM-4.5-Air", {"q_lora_rank": 8}, "q_lora_rank: 8 is an unknown field of model_type glm4_moe"),
+        ("GLM-4.5-Air", {"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers: 'one' is not supported"),
+        ("GLM-4.5-Air", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "is not supported beside"),
+        ("GLM-4.5-Air", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types must name dense or sparse"),
+    ],
+)
+def test_refused_of_latent_attention_and_sigmoid_routing(name, changes, words):
+    problems = translate(PUBLISHED[name] | changes).problems
+    assert len(problems) == 1 and words in problems[0], problems
+
+
+def test_the_factors_of_yarn():
+    """Those of DeepSeek-V3's config.json cancel out for rotated channels, and scale attention."""
+    architecture = architecture_of(PUBLISHED["DeepSeek-V3"])
+    assert architecture.rope_scaling.rotated_factor == 1.0
+    scaling = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+    qwen = architecture_of(PUBLISHED["Qwen2.5-7B"] | scaling).rope_scaling
+    assert qwen.rotated_factor == pytest.approx(1.1386294361119891)
+    without_factor = {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32768, "factor": None}}
+    assert architecture_of(PUBLISHED["Qwen2.5-7B"] | without_factor).rope_scaling.factor == 4.0
+
+
 def test_layers_of_experts():
     config = PUBLISHED["Qwen3-30B-A3B"] | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert architecture_of(config).moe.layer_freq == (0, 1, 0, 0, 0, 1)
@@ -160,12 +245,15 @@ def test_windows():
     assert "layer_types must name" in "".join(translate(qwen | {"layer_types": ["linear_attention"] * 28}).problems)
 
 
-@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-30B-A3B", "GLM-4.5-Air", "DeepSeek-V3"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_cover_every_tensor_once(name, ranks):
     """The vocabulary of Llama 3.2 plus 3 divides among no ranks."""
     config = PUBLISHED[name] | {"num_hidden_layers": 1, "vocab_size": PUBLISHED[name]["vocab_size"] + 3}
-    architecture = architecture_of(config | ({"num_experts": 2} if "num_experts" in config else {}))
+    fewer = {"num_experts": 2} if "num_experts" in config else {}
+    if "n_routed_experts" in config:
+        fewer = {"n_routed_experts": 16, "first_k_dense_replace": 0}
+    architecture = architecture_of(config | fewer)
     sizes = Sizes.of(architecture)
     for rule in rules_of(FAMILIES[config["model_type"]], architecture).values():
         covered: dict[str, int] = {}

@@ -47,8 +47,13 @@ def check_equal(written, read):
 
 @pytest.mark.parametrize(
     ("names", "layouts"),
-    [(["qwen3", "qwen2"], LAYOUTS), (["qwen3_moe"], EXPERT_LAYOUTS), (["qwen3", "qwen2"], UNEVEN)],
-    ids=["dense", "experts", "uneven stages"],
+    [
+        (["qwen3", "qwen2"], LAYOUTS),
+        (["qwen3_moe", "glm4_moe", "deepseek_v3"], EXPERT_LAYOUTS),
+        (["qwen3", "qwen2"], UNEVEN),
+        (["gpt_oss"], [Layout(pp=2, dp=2, ep=2, moe=True)]),
+    ],
+    ids=["dense", "experts", "uneven stages", "stacked experts"],
 )
 def test_what_was_read_is_written_to_the_bit(tmp_path, names, layouts, report):
     for name in names:
@@ -110,6 +115,52 @@ def test_what_an_uneven_pipeline_trained_is_written_to_the_bit(tmp_path, report)
     moved = max(float((a - b).abs().max()) for a, b in zip(answers[0]["log_probs"], expected, strict=True) if len(a))
     report(f"qwen3 trained by 1 + 3 layers, written, loaded again: log-probs {gap:.1e} (training moved {moved:.1e})")
     assert gap < 1e-5 and moved > 1e-2
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_a_checkpoint_has_expert_biases_and_attention_sinks(name, tmp_path, report):
+    """Saved with expert parallelism, loaded into pipeline stages over the untrained model."""
+    tiny.write_model(tmp_path / "model", name)
+    tiny.write_tokenizer(tmp_path / "model")
+    for place, layout in (("one", Layout(dp=2, ep=2, moe=True)), ("other", Layout(pp=2))):
+        payload = (str(tmp_path / "model"), layout, str(tmp_path / "saved"), str(tmp_path / place), place == "other")
+        run_ranks(2, "tests.huggingface.ranks:checkpointed", payload)
+    saved, loaded, first = (tensors(tmp_path / place)[0] for place in ("one", "other", "model"))
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[key], loaded[key]) for key in saved)
+    changed = sum(not torch.equal(saved[key], first[key]) for key in saved)
+    report(f"{name}: {len(saved)} tensors, {changed} of them trained, equal from dp2 ep2 to pp2")
+    assert changed > len(saved) / 2
+
+
+def test_layers_of_multi_token_prediction_are_copied(tmp_path, report):
+    """They stay as they were, beside layers that training has changed. Other unknown tensors are errors."""
+    from safetensors.torch import load_file, save_file
+
+    tiny.write_model(tmp_path / "model", "deepseek_v3", torch.bfloat16)
+    tiny.write_tokenizer(tmp_path / "model")
+    tiny.edit_config(tmp_path / "model", num_nextn_predict_layers=1, num_mtp_layers=None)
+    file = tmp_path / "model" / "model.safetensors"
+    heads = {
+        "eh_proj.weight": torch.randn(32, 64),
+        "enorm.weight": torch.randn(32),
+        "mlp.gate.weight": torch.ones(8, 32),
+    }
+    tensors_of = load_file(file)
+    save_file(tensors_of | {f"model.layers.4.{name}": value for name, value in heads.items()}, file, {"format": "pt"})
+    wanted = {"steps": 1, "rate": 1e-3, "export": str(tmp_path / "trained")}
+    case = (str(tmp_path / "model"), Layout(), wanted)
+    run_ranks(1, "tests.huggingface.ranks:trained_and_written", case)
+    written, read = tensors(tmp_path / "trained")[0], tensors(tmp_path / "model")[0]
+    assert written.keys() == read.keys()
+    same = sorted(name for name in read if torch.equal(written[name], read[name]))
+    copied = [name for name in read if name.startswith("model.layers.4.")]
+    biases = [name for name in read if name.endswith("e_score_correction_bias")]
+    assert len(copied) == 3 and len(biases) == 3
+    assert set(copied) | set(biases) <= set(same) and len(same) < len(read) / 2
+    report(f"{len(copied)} tensors of multi-token prediction and {len(biases)} expert biases stay, of {len(read)}")
+    tiny.edit_config(tmp_path / "model", num_nextn_predict_layers=0)
+    with pytest.raises(AssertionError, match=r"model\.layers\.4\.eh_proj\.weight is not part of this model"):
+        run_ranks(1, "tests.huggingface.ranks:trained_and_written", case)
 
 
 @pytest.mark.slow

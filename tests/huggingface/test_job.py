@@ -15,6 +15,7 @@ from roll_batching.jobs.observe.metrics_file import read_metrics
 from tests.huggingface import tiny
 from tests.huggingface.test_export import check_equal, tensors
 from tests.jobs.rl.jobs import settings, write_data
+from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.models
@@ -94,29 +95,34 @@ def test_a_directory_that_is_not_there_is_missed_when_the_job_is_run(folder, rep
 @pytest.mark.bad_input
 def test_fields_that_are_not_computed_here_are_named_together(folder, report):
     tiny.edit_config(
-        folder / "model", attention_bias=True, hidden_act="gelu", novelty=3, rope_parameters={"rope_type": "yarn"}
+        folder / "model", attention_bias=True, hidden_act="gelu", novelty=3, rope_parameters={"rope_type": "dynamic"}
     )
     with pytest.raises(ConfigFileError) as caught:
         config_from_dict(job(folder))
     (problem,) = caught.value.problems
     assert problem.path == ("pretrain",)
-    for words in ("attention_bias: True", "hidden_act: 'gelu'", "novelty: 3 is an unknown field", "rope_type 'yarn'"):
+    for words in (
+        "attention_bias: True",
+        "hidden_act: 'gelu'",
+        "novelty: 3 is an unknown field",
+        "rope_type 'dynamic'",
+    ):
         assert words in problem.message
     report(str(caught.value))
 
 
 @pytest.mark.bad_input
-def test_sequences_beyond_a_window_are_refused(folder, report):
+def test_sequences_beyond_a_window_are_refused_where_attention_has_no_windows(folder, report):
     tiny.edit_config(
         folder / "model", use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 4
     )
-    assert config_from_dict(job(folder)).actor_train.model_args.architecture.sliding_window == 64
-    with pytest.raises(ConfigFileError, match="pretrain: sliding_window is 64, and sequences may reach 80") as caught:
-        config_from_dict(job(folder, response_length=40))
-    report(str(caught.value))
+    architecture = config_from_dict(job(folder, response_length=40)).actor_train.model_args.architecture
+    assert architecture.sliding_window == 64 and architecture.window_layers is None
     tiny.edit_config(folder / "model", use_sliding_window=True, sliding_window=30)
-    with pytest.raises(AssertionError, match="a sample has 40 tokens and the model a sliding window of 30"):
-        run_ranks(1, "tests.huggingface.ranks:answers", [(str(folder / "model"), None, {})])
+    with pytest.raises(AssertionError, match="a sample has 40 tokens and the model a sliding window of 30") as caught:
+        own = (str(folder / "model"), Layout(), "tests.support.own_attention:MaskedSoftmax", "packed")
+        run_ranks(1, "tests.huggingface.ranks:log_probs_by", own)
+    report(str(caught.value).strip().splitlines()[-1])
 
 
 @pytest.mark.bad_input

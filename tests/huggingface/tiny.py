@@ -28,6 +28,35 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+_SIGMOID = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": (
         "Llama",
@@ -35,6 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama3": ("Llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None}),
+    "mistral_window": ("Mistral", {"sliding_window": 9}),
+    "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3_moe": (
@@ -48,10 +79,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            **_SIGMOID,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "truncate": False},
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3", {**_LATENT, **_SIGMOID, "rope_parameters": _YARN}),
+    "deepseek_v3_small": (
+        "DeepseekV3",
+        {**_LATENT, **_SIGMOID, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    ),
+    "qwen2_yarn": ("Qwen2", {"rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "truncate": False}}),
 }
 """By name: the prefix of the family's classes in transformers, and fields of its configuration beside `_SHAPE`."""
-DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
-EXPERTS = ("qwen3_moe", "mixtral")
+DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "qwen2_yarn", "mistral_window", "qwen2_window")
+EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_small", "gpt_oss")
+UNSHARDED = ("gpt_oss",)
+"""Models that are refused under tensor parallelism."""
 
 
 def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, model: Any = None, **saving: Any) -> Any:
@@ -69,6 +129,9 @@ def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, mod
         for key, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator) * 0.15 + (1.0 if "norm" in key else 0.0)
             parameter.copy_(values)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):  # of the size of differences between scores
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.15)
     model.save_pretrained(folder, **saving)
     return model.float().eval()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from roll_batching.modeling.cost import plan_flops
+from roll_batching.modeling.cost import model_cost, plan_flops
 from roll_batching.planning import FlopsCost, PlanConstraints, SharedPrefixes, plan_step
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.settings.megatron_config import ClusterConfig
@@ -62,7 +63,19 @@ def times_of_a_strategy(architecture: dict[str, Any]) -> tuple[ArchitectureConfi
     return config.model_args.architecture, times
 
 
-@pytest.mark.parametrize("architecture", [{}, MIXTURE], ids=["dense", "mixture"])
+LATENT = {
+    "num_query_groups": None,
+    "multi_latent_attention": {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 12,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", [{}, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
 def test_times_of_settings_are_those_of_the_built_model(architecture: dict[str, Any]) -> None:
     """The rates are those of the key `cluster`."""
     for built, times in run_ranks(4, "tests.modeling.test_cost:times_of_a_strategy", architecture):
@@ -73,3 +86,20 @@ def test_times_of_settings_are_those_of_the_built_model(architecture: dict[str, 
 def test_rates_of_the_keys_have_the_defaults_of_the_cluster() -> None:
     assert ClusterConfig().rates == Cluster()
     assert list(ClusterConfig.model_fields) == [one.name for one in fields(Cluster)]
+
+
+def test_the_cost_of_multi_latent_attention_counts_its_projections_and_its_two_head_dimensions() -> None:
+    """DeepSeek-V3: 36.6 billion parameters that a token visits, the head included (its publisher says 37 billion)."""
+    experts = [0] * 3 + [1] * 58
+    config = SimpleNamespace(
+        num_moe_experts=256, moe_router_topk=8, moe_ffn_hidden_size=2048, moe_shared_expert_intermediate_size=2048,
+        moe_layer_freq=experts, num_layers=61, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128,
+        num_query_groups=128, kv_channels=192, gated_linear_unit=True, multi_latent_attention=True, q_lora_rank=1536,
+        kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128,
+    )  # fmt: skip
+    cost = model_cost(config, 129280, SimpleNamespace(tp_size=1, cp_size=1))
+    projections = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    experts_of_a_token = 58 * (9 * 3 * 7168 * 2048 + 7168 * 256)
+    parameters = 61 * projections + 3 * 3 * 7168 * 18432 + experts_of_a_token + 7168 * 129280
+    assert cost.linear == 6 * parameters and round(parameters / 1e9, 1) == 36.6
+    assert cost.quadratic == 6 * 61 * 128 * (192 + 128) // 2

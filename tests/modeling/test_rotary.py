@@ -79,7 +79,7 @@ def test_frequencies_are_hugging_faces(scaling, options) -> None:
     ids=["plain", "half", "linear", "llama3"],
 )
 def test_the_model_rotates_alike_before_cores_that_do_not(settings) -> None:
-    from roll_batching.modeling.builder import megatron_rotation
+    from roll_batching.modeling.rotary import megatron_rotation
 
     ours = RotarySettings(base=BASE, **settings)
     options = megatron_rotation(ours)
@@ -90,7 +90,7 @@ def test_the_model_rotates_alike_before_cores_that_do_not(settings) -> None:
 
 
 def test_llama3_parameters_that_megatron_lacks_are_an_error() -> None:
-    from roll_batching.modeling.builder import megatron_rotation
+    from roll_batching.modeling.rotary import megatron_rotation
 
     with pytest.raises(LayoutError, match="low_freq_factor=1, high_freq_factor=4"):
         megatron_rotation(RotarySettings(scaling="llama3", **OTHER))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 from hypothesis import given
+from hypothesis.strategies import integers
 
 from roll_batching.modeling.attention.dense import BucketSpans, bucket_spans
 from roll_batching.modeling.attention.varlen import VarlenSpans, varlen_spans
 from roll_batching.packing import PackLayout
+from roll_batching.planning import PlanConstraints, plan_step
 from tests.packing.test_layout import CPU, plan_of, plans
 
 
@@ -24,6 +26,34 @@ def test_spans_see_exactly_the_causal_past_of_their_own_sequence(case) -> None:
             assert np.array_equal(_seen(bucket_spans(layout, rank, CPU), layout), wanted[layout.local_tokens(rank)])
             varlen = varlen_spans(layout, rank, CPU)
             assert np.array_equal(_seen_by_kernel(varlen, layout), wanted[layout.local_tokens(rank)])
+
+
+@given(plans, integers(1, 40))
+def test_windowed_spans_see_the_last_keys_of_that_past(case, window) -> None:
+    plan = plan_of(*case)
+    cp = case[1]
+    for mb in plan.micro_batches[0]:
+        layout = PackLayout.of(mb, cp)
+        for rank in range(cp):
+            seen = _seen(bucket_spans(layout, rank, CPU, window), layout)
+            assert np.array_equal(seen, _window(layout, window)[layout.local_tokens(rank)])
+
+
+def test_windowed_spans_of_long_sequences_have_few_keys() -> None:
+    """Blocks of the window's size, of 1,000 and 333 tokens on two ranks each."""
+    plan = plan_step([1000, 333], PlanConstraints(dp_size=1, max_tokens=2048, cp_size=2))
+    (mb,) = plan.micro_batches[0]
+    layout = PackLayout.of(mb, 2)
+    for rank in range(2):
+        spans = bucket_spans(layout, rank, CPU, 70)
+        assert np.array_equal(_seen(spans, layout), _window(layout, 70)[layout.local_tokens(rank)])
+        assert max(bucket.keys.shape[1] for bucket in spans.buckets) < 2 * 70
+
+
+def _window(layout: PackLayout, window: int) -> np.ndarray:
+    same = layout.segment_ids[:, None] == layout.segment_ids[None]
+    behind = np.arange(layout.tokens)[:, None] - np.arange(layout.tokens)[None]
+    return same & (behind >= 0) & (behind < window)
 
 
 def _seen(spans: BucketSpans, layout: PackLayout) -> np.ndarray:

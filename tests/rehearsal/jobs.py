@@ -34,6 +34,42 @@ EXPERTS = {
     }
 }
 
+LATENT = {
+    "num_query_groups": 4,
+    "multi_latent_attention": {
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_head_dim": 24,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 24,
+    },
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "moe": {
+        "num_experts": 8,
+        "router_topk": 4,
+        "ffn_hidden_size": 96,
+        "shared_expert_ffn_hidden_size": 64,
+        "layer_freq": [0, 1, 1, 1],
+        "router_score_function": "sigmoid",
+        "router_expert_bias": True,
+        "router_num_groups": 4,
+        "router_group_topk": 2,
+        "router_scaling_factor": 2.5,
+        "router_dtype": "fp32",
+    },
+}
+"""DeepSeek-V3's attention and experts."""
+
+SINKS = {
+    "add_bias_linear": True,
+    "attention_sinks": True,
+    "swiglu_limit": 7.0,
+    "sliding_window": 64,
+    "window_layers": [1, 0, 1, 0],
+    "moe": {"num_experts": 8, "router_topk": 2, "ffn_hidden_size": 96},
+}
+"""gpt-oss's attention and experts."""
+
 
 def job_of(
     *,

@@ -72,9 +72,10 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
     **others: Any,
 ) -> Any:
-    """What flash-attn 2.1 and later say that this function computes, sequence by sequence, on any device."""
+    """What flash-attn 2.3 and later say that this function computes, sequence by sequence, on any device."""
     assert not others and dropout_p == 0.0 and cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32
     assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -87,14 +88,16 @@ def flash_attn_varlen_func(
     ):
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
         hidden = torch.ones(len(queries), len(keys), dtype=torch.bool).triu(1 + len(keys) - len(queries))
+        if window_size[0] >= 0:  # keys to the left of a query's own, which is the last for the last query
+            hidden |= torch.ones_like(hidden).tril(len(keys) - len(queries) - window_size[0] - 1)
         outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden & causal, -torch.inf).softmax(-1), values))
     return torch.cat(outs)
 
 
 class _FlashOnTheCpu(FlashCore):
-    def kernel(self, *arguments: Any) -> torch.Tensor:
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
         sys.modules["flash_attn"] = sys.modules[__name__]
-        return super().kernel(*arguments)
+        super().__init__(*arguments, **keywords)
 
 
 class FlashOnTheCpu(FlashBackend):

@@ -244,7 +244,6 @@ _MEGATRON: Mapping[type[Settings], tuple[ForeignKey, ...]] = {
     ),
     ArchitectureConfig: (
         _refused("attention_dropout", "attention kernels for packs have no dropout; use 0", 0.0),
-        _refused("multi_latent_attention", "multi-head latent attention (MLA) is not supported", False),
         _refused("mtp_num_layers", _MTP, 0),
     ),
 }

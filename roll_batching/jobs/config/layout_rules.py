@@ -194,11 +194,24 @@ def model_fits(name: str, model: ArchitectureConfig, layout: MegatronConfig) -> 
     if model.num_attention_heads % model.kv_heads:
         text = f"{model.num_attention_heads} heads do not divide among {model.kv_heads} query groups"
         yield Problem((*path, "num_query_groups"), text)
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+    own_heads = model.kv_channels is None and model.multi_latent_attention is None
+    if own_heads and model.hidden_size % model.num_attention_heads:
         text = f"{model.hidden_size} does not divide among {model.num_attention_heads} heads; set kv_channels"
         yield Problem((*path, "hidden_size"), text)
+    if (latent := model.multi_latent_attention) is not None:
+        widths = {"kv_lora_rank": latent.kv_lora_rank + latent.qk_pos_emb_head_dim}
+        for key, width in (widths | {"q_lora_rank": latent.q_lora_rank or 0}).items():
+            if width % tp:
+                rest = " + qk_pos_emb_head_dim" if key == "kv_lora_rank" else ""
+                text = f"{key}{rest} = {width} does not divide among TP = {tp} ranks"
+                yield Problem((*path, "multi_latent_attention", key), text)
     if model.ffn_width % tp:
         yield Problem((*path, "ffn_hidden_size"), f"{model.ffn_width} does not divide among TP = {tp} ranks")
+    if model.add_bias_linear and model.moe is not None and tp > 1:
+        text = (
+            f"does not go with TP = {tp}: Megatron-Core adds the biases of experts on every tensor-parallel rank; use 1"
+        )
+        yield Problem((*path, "add_bias_linear"), text)
     experts = layout.expert_model_parallel_size
     where = (name, "strategy_args", "strategy_config", "expert_model_parallel_size")
     if experts > 1 and model.moe is None:

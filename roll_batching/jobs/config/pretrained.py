@@ -11,7 +11,7 @@ from roll_batching.jobs.config.job_keys import JobKeys
 from roll_batching.settings.fields import Settings
 from roll_batching.settings.model import ArchitectureConfig, describe_model
 
-TRAINED_WITH = ("hidden_dropout", "init_std", "aux_loss_coeff", "z_loss_coeff")
+TRAINED_WITH = ("hidden_dropout", "init_std", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate")
 """Settings of an architecture that concern training alone: they may differ from the model directory's."""
 
 
@@ -39,22 +39,6 @@ def model_problems(job: JobKeys) -> Iterator[Problem]:
         elif given is not None:
             path = (role, "model_args", "architecture")
             yield from _differences(given, ArchitectureConfig.model_validate(found.architecture), path, name)
-
-
-def window_problems(job: JobKeys) -> Iterator[Problem]:
-    """The problem that sequences may be longer than the model's sliding window, or none."""
-    model, longest = job.actor_train.model_args, job.sequence_length
-    architecture = model.architecture
-    if architecture is None or architecture.sliding_window is None or longest is None:
-        return
-    if longest > architecture.sliding_window:
-        where = ("actor_train", "model_args", "architecture", "sliding_window")
-        name = model.model_name_or_path
-        text = (
-            f"is {architecture.sliding_window}, and sequences may reach {longest} tokens (prompt_length + "
-            "response_length): attention beyond a window is not supported; shorten them"
-        )
-        yield Problem(where if name is None else _place(job, "actor_train", name), f"sliding_window {text}")
 
 
 def missing_model(job: JobKeys, name: str) -> list[Problem]:

@@ -20,7 +20,7 @@ from roll_batching.jobs.config.layout_rules import (
     size_problems,
 )
 from roll_batching.jobs.config.objective_rules import objective_problems, reward_norm_of, whitens
-from roll_batching.jobs.config.pretrained import missing_model, model_problems, window_problems
+from roll_batching.jobs.config.pretrained import missing_model, model_problems
 from roll_batching.jobs.config.rewards import reward_problems, share_problems
 from roll_batching.jobs.config.stream_rules import stream_problems
 from roll_batching.jobs.config.supervised import missing_for_supervised, supervised, supervised_problems
@@ -43,7 +43,6 @@ def broken_rules(job: JobKeys) -> list[Problem]:
             problems += _batching(name, role)
     problems += layout_problems("actor_train", job.actor_train)
     problems += model_problems(job)
-    problems += window_problems(job)
     problems += _roles(job)
     problems += device_problems(job)
     problems += _environment(job)

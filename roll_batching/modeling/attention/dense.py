@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from roll_batching.errors import LayoutError
 from roll_batching.modeling.attention.core import PackedCore
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation
 from roll_batching.packing.collectives import GatheredKeys, LocalKeys
 from roll_batching.packing.pack_layout import IntArray, PackLayout
-from roll_batching.packing.spans import spans_of
+from roll_batching.packing.spans import spans_of, window_spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,30 +44,48 @@ class BucketSpans:
     buckets: tuple[Bucket, ...]
     inverse: torch.Tensor
     """[local rows] index of every query row in the concatenated outputs of the buckets."""
+    windowed: BucketSpans | None = None
+    """Spans of layers with a sliding window; None for models without one."""
 
 
 class DenseCore(PackedCore):
     """Attention bucket by bucket."""
 
     metadata_type = BucketSpans
+    applies_windows = True
+    applies_sinks = True
 
     def attend(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, metadata: BucketSpans) -> torch.Tensor:
         """See `PackedCore.attend`."""
+        if self.window is not None:
+            if metadata.windowed is None:
+                raise LayoutError(
+                    "the layer has a sliding window, and the pack's metadata has none: give packed_params (or "
+                    "pack_step) the backend of the model's cores, or backend.for_window(size)"
+                )
+            metadata = metadata.windowed
         outputs = []
         for bucket in metadata.buckets:
             key, value = (x.transpose(1, 2) for x in keys.take(bucket.keys))
             out = self.dense(query[bucket.queries].transpose(1, 2), key, value, bucket.mask)
-            outputs.append(out.transpose(1, 2).reshape(bucket.queries.numel(), -1))
+            outputs.append(out[..., : self.value_dim].transpose(1, 2).reshape(bucket.queries.numel(), -1))
         return torch.cat(outputs)[metadata.inverse]
 
 
+@dataclass(frozen=True)
 class DenseBackend(AttentionBackend):
     """torch's scaled_dot_product_attention over buckets of similar sequences."""
+
+    window: int | None = None
+    """Tokens that a token attends to in layers with a sliding window; None without such layers."""
 
     name = "dense"
     rotates = True
     decodes = True
     shares_prefixes = True
+    narrow_values = True
+    windows = True
+    sinks = True
     context_size_per_pack = True
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
@@ -74,7 +94,14 @@ class DenseBackend(AttentionBackend):
 
     def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> BucketSpans:
         """The pack's spans as buckets."""
-        return bucket_spans(layout, cp_rank, device)
+        spans = bucket_spans(layout, cp_rank, device)
+        if self.window is None:
+            return spans
+        return dataclasses.replace(spans, windowed=bucket_spans(layout, cp_rank, device, self.window))
+
+    def for_window(self, window: int) -> DenseBackend:
+        """See `AttentionBackend.for_window`."""
+        return DenseBackend(window)
 
 
 def _grid(start: IntArray, count: IntArray, width: int) -> IntArray:
@@ -88,9 +115,11 @@ def _size_class(sizes: IntArray) -> IntArray:
     return -(-sizes // step) * step
 
 
-def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> BucketSpans:
+def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device, window: int | None = None) -> BucketSpans:
     """Spans of this context-parallel rank grouped by size, for scaled_dot_product_attention on `device`."""
     spans = spans_of(layout, cp_rank)
+    if window is not None:
+        spans = window_spans(spans, window)
     queries, keys, key_rows = spans.queries, spans.keys, spans.rows()
     first_key = np.cumsum(keys) - keys
     query_start = np.cumsum(queries) - queries
@@ -108,10 +137,14 @@ def bucket_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> Buck
         inverse[q_rows[real]] = (base + np.arange(q_rows.size).reshape(q_rows.shape))[real]
         base += q_rows.size
         mask = None  # where a span has as many keys as queries, the kernel's causal mask is right, and faster
-        if layout.cp_size > 1 or (keys[members] > queries[members]).any():
+        hidden = window is not None and depth > window
+        if layout.cp_size > 1 or hidden or (keys[members] > queries[members]).any():
             # A span's queries are the last of its keys. A causal mask of torch would align the first ones.
             last_seen = (keys - queries)[members][:, None] + np.arange(width)
-            mask = torch.from_numpy(np.arange(depth) <= last_seen[:, :, None])[:, None]
+            seen = np.arange(depth) <= last_seen[:, :, None]
+            if window is not None:
+                seen &= np.arange(depth) > last_seen[:, :, None] - window
+            mask = torch.from_numpy(seen)[:, None]
         k_rows = key_rows[_grid(first_key[members], keys[members], depth)]
         if layout.cp_size > 1:
             k_rows = layout.restore[k_rows]  # keys are gathered rank after rank, not in pack order

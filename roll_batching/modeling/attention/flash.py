@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
-from roll_batching.modeling.attention.varlen import VarlenBackend, VarlenCore, VarlenSpans
+from roll_batching.modeling.attention.varlen import VarlenBackend, VarlenCore, VarlenSpans, kernel_window
 from roll_batching.packing.attention_backend import AttentionRequirements, Rotation
 from roll_batching.packing.collectives import GatheredKeys, LocalKeys
 
@@ -14,11 +15,19 @@ from roll_batching.packing.collectives import GatheredKeys, LocalKeys
 class FlashCore(VarlenCore):
     """Attention over all spans in one call of `flash_attn_varlen_func`."""
 
+    @staticmethod
+    def kernel_has_windows() -> bool:
+        """See `VarlenCore.kernel_has_windows`: flash-attn 2.3 or later."""
+        from flash_attn import flash_attn_varlen_func
+
+        return "window_size" in inspect.signature(flash_attn_varlen_func).parameters
+
     def kernel(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, spans: VarlenSpans) -> torch.Tensor:
         """See `VarlenCore.kernel`."""
         from flash_attn import flash_attn_varlen_func
 
         key, value = keys.take(spans.key_rows)
+        windowed = {} if self.window is None else {"window_size": kernel_window(self.window)}
         out: torch.Tensor = flash_attn_varlen_func(
             query,
             key,
@@ -29,6 +38,7 @@ class FlashCore(VarlenCore):
             spans.max_keys,
             softmax_scale=self.scale,
             causal=True,
+            **windowed,
         )
         return out
 

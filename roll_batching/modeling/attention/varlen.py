@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from roll_batching.errors import LayoutError
 from roll_batching.modeling.attention.core import PackedCore
 from roll_batching.packing.attention_backend import AttentionBackend, AttentionRequirements, Rotation
 from roll_batching.packing.collectives import GatheredKeys, LocalKeys
@@ -37,15 +38,31 @@ class VarlenCore(PackedCore):
     """Attention over all spans in one call."""
 
     metadata_type = VarlenSpans
+    applies_windows = True
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        if self.window is not None and not self.kernel_has_windows():
+            raise LayoutError(
+                f"the kernel of {type(self).__name__} has no sliding windows in the installed version: update torch or "
+                "flash-attn, or choose attention_backend: dense"
+            )
+
+    @staticmethod
+    def kernel_has_windows() -> bool:
+        """Whether the installed kernel takes a sliding window."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        return "window_size" in _parameters(varlen_attn)
 
     def attend(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, metadata: VarlenSpans) -> torch.Tensor:
         """See `PackedCore.attend`."""
         out = self.kernel(query, keys, metadata)
-        return out.reshape(out.shape[0], -1)
+        return out[..., : self.value_dim].reshape(out.shape[0], -1)
 
     def kernel(self, query: torch.Tensor, keys: LocalKeys | GatheredKeys, spans: VarlenSpans) -> torch.Tensor:
         """Causal attention of every span, aligned to its last key; [rows, heads, dim] as the queries."""
-        return _varlen_attention(query, keys, spans, self.scale)
+        return _varlen_attention(query, keys, spans, self.scale, self.window)
 
 
 class VarlenBackend(AttentionBackend):
@@ -63,6 +80,8 @@ class VarlenBackend(AttentionBackend):
     rotates = True
     decodes = True
     shares_prefixes = True
+    narrow_values = True
+    windows = True
     context_size_per_pack = True
 
     def build_core(self, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
@@ -72,6 +91,11 @@ class VarlenBackend(AttentionBackend):
     def metadata(self, layout: PackLayout, cp_rank: int, device: torch.device) -> VarlenSpans:
         """The pack's spans as cumulative lengths."""
         return varlen_spans(layout, cp_rank, device)
+
+
+def kernel_window(window: int | None) -> tuple[int, int]:
+    """Keys to the left and right of a query's own that flash attention's kernels let it see; -1: all."""
+    return -1 if window is None else window - 1, 0
 
 
 def varlen_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> VarlenSpans:
@@ -96,13 +120,15 @@ def varlen_spans(layout: PackLayout, cp_rank: int, device: torch.device) -> Varl
 
 
 def _varlen_attention(
-    query: torch.Tensor, keys: LocalKeys | GatheredKeys, spans: VarlenSpans, scale: float
+    query: torch.Tensor, keys: LocalKeys | GatheredKeys, spans: VarlenSpans, scale: float, window: int | None
 ) -> torch.Tensor:
     """Causal (bottom-right) attention by torch's varlen kernel, whose signature differs between versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     accepted = _parameters(varlen_attn)
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
+    options: dict[str, Any] = (
+        {"window_size": kernel_window(window)} if "window_size" in accepted else {"is_causal": True}
+    )
     if "scale" in accepted:
         options["scale"] = scale
     else:

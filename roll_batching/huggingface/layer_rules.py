@@ -1,0 +1,159 @@
+"""Rules for the tensors of a layer's parts, which the tables of families are made of.
+
+Sources: Hugging Face's transformers for the names on the right, and Megatron-Core's GPTModel for those on the left.
+"""
+
+from __future__ import annotations
+
+from roll_batching.huggingface.tensors import Join, TensorRule
+
+EMBEDDING = TensorRule(
+    "embedding.word_embeddings.weight", "vocabulary", (("model.embed_tokens.weight", ("vocabulary", "hidden")),)
+)
+FINAL_NORM = TensorRule("decoder.final_layernorm.weight", "copy", (("model.norm.weight", ("hidden",)),))
+HEAD = TensorRule("output_layer.weight", "vocabulary", (("lm_head.weight", ("vocabulary", "hidden")),))
+
+
+def _layer(ours: str, join: Join, *theirs: tuple[str, tuple[str, ...]], fused: str | None = None) -> TensorRule:
+    """A rule for a parameter of every layer; names are relative to the layer on both sides."""
+    return TensorRule(
+        f"decoder.layers.{{layer}}.{ours}",
+        join,
+        tuple((f"model.layers.{{layer}}.{name}", shape) for name, shape in theirs),
+        None if fused is None else f"decoder.layers.{{layer}}.{fused}",
+    )
+
+
+QKV = (
+    _layer(
+        "input_layernorm.weight",
+        "copy",
+        ("input_layernorm.weight", ("hidden",)),
+        fused="self_attention.linear_qkv.layer_norm_weight",
+    ),
+    _layer(
+        "self_attention.linear_qkv.weight",
+        "qkv",
+        ("self_attn.q_proj.weight", ("queries", "hidden")),
+        ("self_attn.k_proj.weight", ("keys", "hidden")),
+        ("self_attn.v_proj.weight", ("keys", "hidden")),
+    ),
+)
+OUTPUT_PROJECTION = (
+    _layer("self_attention.linear_proj.weight", "columns", ("self_attn.o_proj.weight", ("hidden", "values"))),
+)
+QKV_BIAS = (
+    _layer(
+        "self_attention.linear_qkv.bias",
+        "qkv",
+        ("self_attn.q_proj.bias", ("queries",)),
+        ("self_attn.k_proj.bias", ("keys",)),
+        ("self_attn.v_proj.bias", ("keys",)),
+    ),
+)
+QK_NORM = (
+    _layer("self_attention.q_layernorm.weight", "copy", ("self_attn.q_norm.weight", ("head",))),
+    _layer("self_attention.k_layernorm.weight", "copy", ("self_attn.k_norm.weight", ("head",))),
+)
+DENSE = (
+    _layer(
+        "pre_mlp_layernorm.weight",
+        "copy",
+        ("post_attention_layernorm.weight", ("hidden",)),
+        fused="mlp.linear_fc1.layer_norm_weight",
+    ),
+    _layer(
+        "mlp.linear_fc1.weight",
+        "gated",
+        ("mlp.gate_proj.weight", ("ffn", "hidden")),
+        ("mlp.up_proj.weight", ("ffn", "hidden")),
+    ),
+    _layer("mlp.linear_fc2.weight", "columns", ("mlp.down_proj.weight", ("hidden", "ffn"))),
+)
+
+
+def mixture(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
+    """Rules of a mixture layer, from a family's names of the block and of an expert's three projections."""
+    expert = f"{block}.experts.{{expert}}"
+    return (
+        _layer("pre_mlp_layernorm.weight", "copy", ("post_attention_layernorm.weight", ("hidden",))),
+        _layer("mlp.router.weight", "copy", (f"{block}.gate.weight", ("experts", "hidden"))),
+        _layer(
+            "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+            "gated",
+            (f"{expert}.{gate}.weight", ("expert_ffn", "hidden")),
+            (f"{expert}.{up}.weight", ("expert_ffn", "hidden")),
+            fused="mlp.experts.linear_fc1.weight{expert}",
+        ),
+        _layer(
+            "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+            "columns",
+            (f"{expert}.{down}.weight", ("hidden", "expert_ffn")),
+            fused="mlp.experts.linear_fc2.weight{expert}",
+        ),
+    )
+
+
+SHARED_EXPERTS = (
+    _layer(
+        "mlp.shared_experts.linear_fc1.weight",
+        "gated",
+        ("mlp.shared_experts.gate_proj.weight", ("shared_ffn", "hidden")),
+        ("mlp.shared_experts.up_proj.weight", ("shared_ffn", "hidden")),
+    ),
+    _layer(
+        "mlp.shared_experts.linear_fc2.weight",
+        "columns",
+        ("mlp.shared_experts.down_proj.weight", ("hidden", "shared_ffn")),
+    ),
+)
+EXPERT_BIAS = (_layer("mlp.router.expert_bias", "copy", ("mlp.gate.e_score_correction_bias", ("experts",))),)
+"""A buffer on both sides: no gradient reaches it."""
+
+
+def latent_attention(compressed_queries: bool) -> tuple[TensorRule, ...]:
+    """Rules of the projections of DeepSeek's multi-latent attention, with or without a latent of the queries."""
+    layer = "self_attention"
+    norm = _layer("input_layernorm.weight", "copy", ("input_layernorm.weight", ("hidden",)))
+    queries: tuple[TensorRule, ...] = (
+        _layer(f"{layer}.linear_q_proj.weight", "rows", ("self_attn.q_proj.weight", ("queries", "hidden"))),
+    )
+    if compressed_queries:
+        queries = (
+            _layer(f"{layer}.linear_q_down_proj.weight", "rows", ("self_attn.q_a_proj.weight", ("q_latent", "hidden"))),
+            _layer(f"{layer}.q_layernorm.weight", "copy", ("self_attn.q_a_layernorm.weight", ("q_latent",))),
+            _layer(f"{layer}.linear_q_up_proj.weight", "rows", ("self_attn.q_b_proj.weight", ("queries", "q_latent"))),
+        )
+    down = ("self_attn.kv_a_proj_with_mqa.weight", ("kv_latent_and_rope", "hidden"))
+    return (
+        norm,
+        *queries,
+        _layer(f"{layer}.linear_kv_down_proj.weight", "rows", down),
+        _layer(f"{layer}.kv_layernorm.weight", "copy", ("self_attn.kv_a_layernorm.weight", ("kv_latent",))),
+        _layer(
+            f"{layer}.linear_kv_up_proj.weight", "rows", ("self_attn.kv_b_proj.weight", ("keys_values", "kv_latent"))
+        ),
+    )
+
+
+OUTPUT_BIAS = (_layer("self_attention.linear_proj.bias", "copy", ("self_attn.o_proj.bias", ("hidden",))),)
+SINKS = (_layer("self_attention.core_attention.softmax_offset", "rows", ("self_attn.sinks", ("heads",))),)
+_EXPERT = "mlp.experts.local_experts.{expert}"
+STACKED_MIXTURE = (
+    _layer("pre_mlp_layernorm.weight", "copy", ("post_attention_layernorm.weight", ("hidden",))),
+    _layer("mlp.router.weight", "copy", ("mlp.router.weight", ("experts", "hidden"))),
+    _layer("mlp.router.bias", "copy", ("mlp.router.bias", ("experts",))),
+    _layer(
+        f"{_EXPERT}.linear_fc1.weight",
+        "expert_gated",
+        ("mlp.experts.gate_up_proj", ("experts", "hidden", "expert_gated_ffn")),
+    ),
+    _layer(
+        f"{_EXPERT}.linear_fc1.bias",
+        "expert_gated",
+        ("mlp.experts.gate_up_proj_bias", ("experts", "expert_gated_ffn")),
+    ),
+    _layer(f"{_EXPERT}.linear_fc2.weight", "expert", ("mlp.experts.down_proj", ("experts", "expert_ffn", "hidden"))),
+    _layer(f"{_EXPERT}.linear_fc2.bias", "expert", ("mlp.experts.down_proj_bias", ("experts", "hidden"))),
+)
+"""gpt-oss's mixture, whose experts are stacked into one tensor."""

@@ -1,0 +1,159 @@
+"""Multi-latent attention (MLA) over packs: Megatron's layer, with RoPE from the positions of the pack.
+
+Megatron's own rotation of packs waits for the device in every layer, and its local layers lose gradients under tensor
+parallelism: every rank uses the rotated channels of the keys, which all heads share, for its own heads only, and the
+gradients of these are not summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from roll_batching.errors import LayoutError
+from roll_batching.megatron_patches.latent_attention import construction_without_engine
+from roll_batching.modeling.rotary import PackRotation, RotarySettings
+from roll_batching.settings import ArchitectureConfig
+
+NORM_EPSILON = 1e-6
+"""Of the norms of latents: DeepSeek's code has it there whatever `rms_norm_eps` says (transformers likewise)."""
+
+
+def latent_options(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Arguments of Megatron's MLATransformerConfig beyond those of TransformerConfig."""
+    latent, scaling = architecture.multi_latent_attention, architecture.rope_scaling
+    assert latent is not None
+    with_yarn = scaling is not None and scaling.type == "yarn"
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.q_lora_rank,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_head_dim": latent.qk_head_dim,
+        "qk_pos_emb_head_dim": latent.qk_pos_emb_head_dim,
+        "v_head_dim": latent.v_head_dim,
+        # Megatron's rotation is not used, but its scale of attention: YaRN's mscale, 1 without one.
+        "rope_type": "rope",
+        "rotary_scaling_factor": scaling.factor if with_yarn and scaling is not None else 1.0,
+        "mscale_all_dim": (scaling.mscale_all_dim or 0.0) if with_yarn and scaling is not None else 0.0,
+    }
+
+
+class PackedLatentAttention(MLASelfAttention):
+    """Megatron's MLA with RoPE from positions, for cores that do not rotate themselves."""
+
+    def __init__(self, *arguments: Any, rotary: RotarySettings, **keywords: Any) -> None:
+        with construction_without_engine():
+            super().__init__(*arguments, **keywords)
+        self.rotary_pos_emb = None
+        self._rotation = PackRotation(rotary, self.config.qk_pos_emb_head_dim)
+        self.core_attention.pack_rotates = True  # `from_parts` reads it: nobody else may rotate
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        **keywords: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """Rotated queries and keys, values, and the latents of queries and of keys and values.
+
+        Of a pack queries and keys are [tokens, heads, head_dim]; of a pass with a cache [positions, rows, ...].
+        """
+        config, heads = self.config, self.num_attention_heads_per_partition
+        q_latent = hidden_states
+        if config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            (q_latent,) = self._down(self.linear_q_down_proj, hidden_states, config.q_lora_rank)
+            q_latent = self.q_layernorm(self._scatter(q_latent))
+            query, _ = self.linear_q_up_proj(q_latent)
+        kv_latent, k_rotated = self._down(
+            self.linear_kv_down_proj, hidden_states, config.kv_lora_rank, config.qk_pos_emb_head_dim
+        )
+        kv_latent = self.kv_layernorm(self._scatter(kv_latent))
+        keys_values, _ = self.linear_kv_up_proj(kv_latent)
+        # Each rank's heads give a part of the gradient of the channels that all heads share.
+        k_rotated = copy_to_tensor_model_parallel_region(k_rotated, group=self.tp_group)
+        query = query.view(*query.shape[:-1], heads, self.q_head_dim)
+        keys_values = keys_values.view(*keys_values.shape[:-1], heads, config.qk_head_dim + config.v_head_dim)
+        k_rotated = k_rotated.unsqueeze(-2)
+        if packed_seq_params.qkv_format == "thd":
+            query, keys_values, k_rotated = (x.squeeze(1) for x in (query, keys_values, k_rotated))
+        q_kept, q_rotated = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
+        k_kept, value = keys_values.split([config.qk_head_dim, config.v_head_dim], -1)
+        q_rotated, k_rotated = self._rotation(q_rotated, k_rotated, packed_seq_params)
+        query = torch.cat([q_kept, q_rotated], -1)
+        key = torch.cat([k_kept, k_rotated.expand(*k_kept.shape[:-1], -1)], -1)
+        return query, key, value.contiguous(), q_latent, kv_latent
+
+    def _down(self, projection: Any, hidden: torch.Tensor, *widths: int) -> tuple[torch.Tensor, ...]:
+        """The output of a projection whose rows are sharded, whole on every rank, split into `widths`."""
+        output, _ = projection(hidden)
+        if self.tp_group.size() > 1:
+            output = gather_from_tensor_model_parallel_region(output, group=self.tp_group)
+        return output.split(list(widths), -1)
+
+    def _scatter(self, latent: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens under sequence parallelism, which the projection before has gathered."""
+        if not self.config.sequence_parallel:
+            return latent
+        return scatter_to_sequence_parallel_region(latent, group=self.tp_group)
+
+
+class LatentCore:
+    """Constructs the core attention of a backend; Megatron's MLA takes a class, not a function."""
+
+    def __new__(cls, **arguments: Any) -> Any:  # type: ignore[misc]
+        """The core; `build` makes it of Megatron's arguments."""
+        return arguments.pop("build")(**arguments)
+
+
+def latent_layer_spec(
+    config: TransformerConfig,
+    rotary: RotarySettings | None,
+    *,
+    experts: bool | None,
+    norm: type[torch.nn.Module],
+    core: Callable[..., torch.nn.Module],
+) -> Any:
+    """The spec of a layer with `PackedLatentAttention` and the core that `core` builds.
+
+    Raises `LayoutError` without `rotary`.
+    """
+    if rotary is None:
+        raise LayoutError("multi-latent attention over packs rotates itself: give rotary, and a backend that rotates")
+    layer = get_gpt_layer_local_spec(
+        num_experts=None if experts is False else config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=True,
+        multi_latent_attention=True,
+        normalization=config.normalization,
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    attention = layer.submodules.self_attention
+    attention.module = PackedLatentAttention
+    attention.params = {**attention.params, "rotary": rotary}
+    attention.submodules.core_attention = ModuleSpec(module=LatentCore, params={"build": core})
+    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = _latent_norm(norm)
+    return layer
+
+
+def _latent_norm(norm: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    class LatentNorm(norm):  # type: ignore[misc, valid-type]
+        def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = NORM_EPSILON) -> None:
+            super().__init__(config, hidden_size, eps=NORM_EPSILON)
+
+    return LatentNorm
