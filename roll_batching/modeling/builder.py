@@ -16,9 +16,10 @@ from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import draw_experts, keep_expert_biases_in_fp32, router_loss_weights
 from roll_batching.modeling.head import defer_head
 from roll_batching.modeling.kernels import Kernels, engine_attention
+from roll_batching.modeling.layers import layers_of_chunk
 from roll_batching.modeling.requirements import ENGINE_LAYERS, EXPERT_BIASES, recomputed_modules, refusals_here
 from roll_batching.modeling.rotary import megatron_rotation, rotary_settings
-from roll_batching.modeling.spec import layers_of_chunk, packed_block_spec
+from roll_batching.modeling.spec import packed_block_spec
 from roll_batching.packing.attention_backend import installed_versions
 from roll_batching.settings import ArchitectureConfig, MegatronConfig, TrainingArgs
 from roll_batching.settings.megatron_config import SPLIT_KEYS

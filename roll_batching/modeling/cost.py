@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
-from roll_batching.modeling.spec import has_uneven_stages, is_mixture
+from roll_batching.modeling.layers import has_uneven_stages, is_mixture
 from roll_batching.planning import CostModel, FlopsCost, ParallelDims, Plan
 from roll_batching.planning.pack_times import Cluster, PackTimes
 

@@ -41,7 +41,7 @@ class RankLayerLayout(PipelineParallelLayerLayout):
 
 def layers_of_all_chunks(config: Any) -> list[range]:
     """Indices of the layers of all model chunks, in the order of the layers, of a model with this TransformerConfig."""
-    from roll_batching.modeling.spec import layers_of_chunk
+    from roll_batching.modeling.layers import layers_of_chunk
 
     virtual = config.virtual_pipeline_model_parallel_size
     table, found = config.pipeline_model_parallel_layout, list[range]()

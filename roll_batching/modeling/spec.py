@@ -14,16 +14,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import Layers
+from roll_batching.modeling.layers import is_mixture
 from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation, attention_backend
-from roll_batching.settings.megatron_config import SPLIT_KEYS
 
 
 class PackedRMSNorm(torch.nn.RMSNorm):
@@ -214,22 +213,3 @@ def packed_block_spec(
 
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=kinds[0].submodules.input_layernorm)
-
-
-def has_uneven_stages(config: Any) -> bool:
-    """Whether a model with this TransformerConfig has a key for pipeline stages of unequal size."""
-    return any(getattr(config, key, None) not in (None, False) for key in SPLIT_KEYS)
-
-
-def layers_of_chunk(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> range:
-    """Indices of the layers of a pipeline chunk in the whole model, from Megatron's own functions.
-
-    `vp_stage` is None without virtual stages.
-    """
-    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
-    return range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
-
-
-def is_mixture(layer_freq: int | Sequence[int], layer: int) -> bool:
-    """Whether layer `layer` (from 0, of the whole model) is a mixture of experts under `moe_layer_freq`."""
-    return layer % layer_freq == 0 if isinstance(layer_freq, int) else bool(layer_freq[layer])

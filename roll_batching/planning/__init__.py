@@ -23,6 +23,10 @@ and, for `load_balance`:
 8. arithmetic is integer and searches stop after a number of steps, so that two machines make equal plans.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.constraints import PlanConstraints
 from roll_batching.planning.cost_model import (
@@ -35,7 +39,6 @@ from roll_batching.planning.cost_model import (
     quadratic_cost,
     token_cost,
 )
-from roll_batching.planning.packers.bin_packing import pack_bins, packing_metrics
 from roll_batching.planning.parallel_dims import ParallelDims
 from roll_batching.planning.partition import batch_balance, karmarkar_karp
 from roll_batching.planning.plan import MicroBatch, Plan
@@ -44,6 +47,9 @@ from roll_batching.planning.planner import plan_step
 from roll_batching.planning.prefixes import SharedPrefixes
 from roll_batching.planning.report import PlanReport
 from roll_batching.planning.role_planner import RolePlanner
+
+if TYPE_CHECKING:
+    from roll_batching.planning.packers.bin_packing import pack_bins, packing_metrics
 
 __all__ = [
     "DEFAULT_COST",
@@ -69,3 +75,12 @@ __all__ = [
     "quadratic_cost",
     "token_cost",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """NeMo-RL's packers load when they are used: most plans need none of them."""
+    if name in ("pack_bins", "packing_metrics"):
+        from roll_batching.planning.packers import bin_packing
+
+        return getattr(bin_packing, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Layers of each pipeline stage and model chunk under Megatron's options for uneven pipelines.
 
 Plain arithmetic for rules, plans and rehearsals, before there is a model. A model is built by Megatron's own functions
-(`modeling/stages.py`), and a test compares the two.
+(`modeling/layers.py`), and a test compares the two.
 """
 
 from __future__ import annotations

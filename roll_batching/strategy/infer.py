@@ -17,7 +17,6 @@ from roll_batching.losses.contract import LossSpec, loss_spec
 from roll_batching.losses.head import HeadContext, check_temperature
 from roll_batching.losses.metric_kinds import as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling
-from roll_batching.modeling.builder import build_chunks, resolve_dtype
 from roll_batching.modeling.cost import model_cost
 from roll_batching.modeling.kernels import choose_kernels, tell
 from roll_batching.packing.batch import PackedBatch, unpack_results
@@ -149,6 +148,9 @@ class MegatronInferStrategy(ModelIOMixin):
             RankError: for a model directory whose files do not match its description.
             LayoutError: (or `ConfigError`) when model, layout and number of processes do not fit.
         """
+        # Imported here: loops that bring their own model do not need it.
+        from roll_batching.modeling.builder import build_chunks, resolve_dtype
+
         config = self._require_config()
         architecture = config.model_args.architecture
         if architecture is None:

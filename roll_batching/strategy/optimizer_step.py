@@ -11,7 +11,6 @@ import torch
 
 from roll_batching.distributed import consensus
 from roll_batching.errors import LossError
-from roll_batching.modeling.builder import build_optimizer, build_scheduler
 from roll_batching.settings import MegatronConfig, TrainingArgs
 from roll_batching.strategy.model_state import ModelState
 
@@ -90,6 +89,8 @@ def _chunk_gradients(chunk: Any) -> list[torch.Tensor]:
 
 def with_optimizer(state: ModelState, training: TrainingArgs, megatron: MegatronConfig) -> ModelState:
     """`state` with a newly built optimizer and learning-rate schedule."""
+    from roll_batching.modeling.builder import build_optimizer, build_scheduler  # as in `initialize`
+
     optimizer = build_optimizer(list(state.chunks), training, megatron, state.dtype)
     scheduler = build_scheduler(optimizer, training, max(training.max_steps, 1))
     assert state.training is not None  # set by _prepare

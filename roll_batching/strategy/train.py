@@ -21,7 +21,6 @@ from roll_batching.losses.denominators import StepCounts, require_counts
 from roll_batching.losses.head import check_temperature
 from roll_batching.losses.metric_kinds import HostMetric, as_numbers
 from roll_batching.losses.runner import LossRunner, Scaling, has_router_losses
-from roll_batching.modeling.builder import optimizer_config, wrap_ddp
 from roll_batching.modeling.cost import device_rate, plan_flops
 from roll_batching.modeling.experts import expert_biases_kept
 from roll_batching.packing.batch import StepPacks
@@ -107,8 +106,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     ) -> Self:
         """A strategy for an existing Megatron model and optimizer. Collective.
 
-        The model stays as it is, except for its output layer's class under `defer_head`: parameters, optimizer state
-        and state-dict keys do not change.
+        Parameters, optimizer state and state-dict keys stay; under `defer_head` the output layer's class changes.
 
         Args:
             model_chunks: GPTModels of this pipeline stage, one per virtual stage, in Megatron's DDP or not.
@@ -158,6 +156,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         return make_layout(dims, device), None  # the groups are those of Megatron's parallel state
 
     def _prepare(self, built: ModelState, config: RoleSettings) -> ModelState:
+        from roll_batching.modeling.builder import optimizer_config, wrap_ddp  # as in `initialize`
+
         megatron = config.strategy_args.strategy_config
         with consensus(built.layout.host_group, "initialize"):
             optimizer_config(config.training_args, megatron, built.dtype, built.device)

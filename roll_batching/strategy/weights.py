@@ -11,7 +11,7 @@ import torch
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.experts import expert_biases
 from roll_batching.modeling.head import gpt_of
-from roll_batching.modeling.spec import has_uneven_stages
+from roll_batching.modeling.layers import has_uneven_stages
 from roll_batching.strategy.model_state import ModelState
 
 

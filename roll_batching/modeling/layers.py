@@ -1,0 +1,31 @@
+"""Layers of a model by its TransformerConfig: pipeline chunks, stages of unequal size, mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from roll_batching.settings.megatron_config import SPLIT_KEYS
+
+
+def has_uneven_stages(config: Any) -> bool:
+    """Whether a model with this TransformerConfig has a key for pipeline stages of unequal size."""
+    return any(getattr(config, key, None) not in (None, False) for key in SPLIT_KEYS)
+
+
+def layers_of_chunk(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> range:
+    """Indices of the layers of a pipeline chunk in the whole model, from Megatron's own functions.
+
+    `vp_stage` is None without virtual stages.
+    """
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    return range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
+
+
+def is_mixture(layer_freq: int | Sequence[int], layer: int) -> bool:
+    """Whether layer `layer` (from 0, of the whole model) is a mixture of experts under `moe_layer_freq`."""
+    return layer % layer_freq == 0 if isinstance(layer_freq, int) else bool(layer_freq[layer])
