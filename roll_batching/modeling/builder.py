@@ -22,7 +22,6 @@ from roll_batching.modeling.rotary import megatron_rotation, rotary_settings
 from roll_batching.modeling.spec import packed_block_spec
 from roll_batching.packing.attention_backend import installed_versions
 from roll_batching.settings import ArchitectureConfig, MegatronConfig, TrainingArgs
-from roll_batching.settings.megatron_config import SPLIT_KEYS
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -144,7 +143,12 @@ def transformer_config(
 
 
 def _uneven_stages(strategy: MegatronConfig, layout: ParallelLayout) -> dict[str, Any]:
-    options = {key: getattr(strategy, key) for key in SPLIT_KEYS}
+    options: dict[str, Any] = {
+        "num_layers_in_first_pipeline_stage": strategy.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": strategy.num_layers_in_last_pipeline_stage,
+        "account_for_embedding_in_pipeline_split": strategy.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": strategy.account_for_loss_in_pipeline_split,
+    }
     if strategy.pipeline_model_parallel_layout is not None:
         from roll_batching.modeling.layer_layout import RankLayerLayout  # few models have one
 

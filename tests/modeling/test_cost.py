@@ -97,7 +97,7 @@ def test_the_cost_of_multi_latent_attention_counts_its_projections_and_its_two_h
         num_query_groups=128, kv_channels=192, gated_linear_unit=True, multi_latent_attention=True, q_lora_rank=1536,
         kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128,
     )  # fmt: skip
-    cost = model_cost(config, 129280, SimpleNamespace(tp_size=1, cp_size=1))
+    cost = model_cost(config, 129280, SimpleNamespace(tp_size=1, cp_size=1, pp_size=1))
     projections = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     experts_of_a_token = 58 * (9 * 3 * 7168 * 2048 + 7168 * 256)
     parameters = 61 * projections + 3 * 3 * 7168 * 18432 + experts_of_a_token + 7168 * 129280

@@ -73,7 +73,8 @@ def test_without_lengths_every_legal_size_is_rehearsed() -> None:
 def test_what_cannot_be_rehearsed_is_named() -> None:
     with pytest.raises(ConfigFileError, match="auto gives packs sizes up to the number of ranks, which is unknown"):
         rehearse_job(job({"context_parallel_size": "auto"}), device="cpu")
-    other = {"strategy_args": {"strategy_config": {"max_context_parallel_size": 2}}, "use_sequence_packing": True}
+    bounded = {"context_parallel_size": "auto", "max_context_parallel_size": 2}
+    other = {"strategy_args": {"strategy_config": bounded}, "use_sequence_packing": True}
     pairs = config_from_dict(
         job_of(
             task="dpo",

@@ -55,7 +55,7 @@ def test_shapes_from_a_name_a_directory_and_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.bad_input
 def test_unknown_shapes_are_refused(tmp_path: Path) -> None:
-    for name in ("qwen9", str(tmp_path / "missing"), "../../etc"):
+    for name in ("qwen9", str(tmp_path / "missing"), "../../nowhere/at/all"):
         with pytest.raises(ConfigError, match="qwen3-8b"):
             read_architecture(name)
     file = tmp_path / "shape.yaml"

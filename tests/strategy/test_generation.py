@@ -186,8 +186,8 @@ def in_waves(payload: tuple[dict[str, Any], bool]) -> tuple[list[list[int]], flo
     whole, cache = generation._gather_vocabulary, decode.KeyValueCache
 
     class Watched(cache):  # type: ignore[misc, valid-type]
-        def buffers(self, layer: int, keys: Any) -> Any:
-            found = super().buffers(layer, keys)
+        def buffers(self, layer: int, keys: Any, values: Any) -> Any:
+            found = super().buffers(layer, keys, values)
             caches.append(found[0].shape[0] * self.length)
             return found
 

@@ -265,9 +265,9 @@ def _buffers(strategy: Any) -> set[int]:
 def phases(options: dict[str, Any]) -> tuple[list[str], int, bool]:
     """(what of the old optimizer lives when the new one is built, how much was watched, whether buffers stayed)."""
     from roll_batching.losses import SFTLoss
+    from roll_batching.modeling import builder
     from roll_batching.samples import distribute, gather_lengths
     from roll_batching.settings import TrainingArgs
-    from roll_batching.strategy import optimizer_step
     from tests.strategy.test_steps import _mine, _strategy
     from tests.support.models import random_batch
 
@@ -279,13 +279,13 @@ def phases(options: dict[str, Any]) -> tuple[list[str], int, bool]:
     strategy.train_step(local, plan, SFTLoss())
     old, buffers = _optimizer_tensors(strategy), _buffers(strategy)
     alive: list[str] = []
-    build = optimizer_step.build_optimizer
+    build = builder.build_optimizer
 
     def watched(*args: Any) -> Any:
         alive.extend(name for name, reference in old.items() if reference() is not None)
         return build(*args)
 
-    optimizer_step.build_optimizer = watched
+    builder.build_optimizer = watched
     strategy.start_phase(TrainingArgs(learning_rate=5e-4))
     assert not strategy.train_step(local, plan, SFTLoss()).skipped
     return alive, len(old), _buffers(strategy) == buffers

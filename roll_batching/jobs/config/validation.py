@@ -127,6 +127,8 @@ def _translate(error: ErrorDetails, data: Any) -> Problem:
     if registered is not None:
         return Problem(path, _bad_choice(given, registered.registry.names, "your own as package.module:name"))
     choices = _literals(field.annotation) if field is not None else []
+    if kind == "literal_error" and not choices:  # an item of a list
+        return Problem(path, f"{shown(given)} is not possible; choose {context['expected']}")
     if kind == "literal_error" or (choices and isinstance(given, str)):
         number = field is not None and _takes(field.annotation, int)
         return Problem(path, _bad_choice(given, choices, "a whole number" if number else None))
