@@ -21,6 +21,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs in a checkout that is not installed
 
+from roll_batching.known_warnings import hide_known_warnings
+
+hide_known_warnings()  # before Megatron is imported
+
 from benchmarks.dynamic_cp.peers import (
     Development,
     Schedule,

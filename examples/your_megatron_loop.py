@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import os
 
+from roll_batching.known_warnings import hide_known_warnings
+
+hide_known_warnings()  # before Megatron is imported: it warns of GPU libraries that a laptop lacks
+
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state

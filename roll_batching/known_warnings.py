@@ -18,6 +18,8 @@ def hide_known_warnings() -> None:
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"\w+ is experimental and still under active development")
+    # Megatron's own default of cuda_graph_scope.
+    warnings.filterwarnings("ignore", message="full scope is deprecated")
     # When one process loads a checkpoint of several; and Megatron passes torch's arguments in their old order.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
     warnings.filterwarnings("ignore", message="The argument order of load has been changed")
