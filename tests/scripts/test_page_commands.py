@@ -33,7 +33,6 @@ NOT_HERE = {
     "ray start --head": "leaves a Ray behind",
     "ray get-auth-token": "writes a token into the home directory",
     "ray job submit": "needs a Ray with a dashboard",
-    "roll-batching report RUN OTHER": "needs a second run",
     "roll-batching train --config job.yaml --launcher ray --address": "needs a Ray that runs",
     "python -m sglang.launch_server": "needs SGLang and a GPU",
     "roll-batching report RUN OTHER": "needs a second run",
