@@ -10,8 +10,8 @@ from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.settings.model import ArchitectureConfig
 
 
-def architecture_cost(model: ArchitectureConfig, *, tp_size: int = 1) -> FlopsCost:
-    """Training FLOPs by length, per tensor-parallel rank; equals `modeling.cost.model_cost`."""
+def architecture_cost(model: ArchitectureConfig, *, tp_size: int = 1, cp_size: int = 1) -> FlopsCost:
+    """Training FLOPs by length, per tensor- and context-parallel rank; equals `modeling.cost.model_cost`."""
     moe = model.moe
     cost = FlopsCost.from_model(
         hidden_size=model.hidden_size,
@@ -27,6 +27,7 @@ def architecture_cost(model: ArchitectureConfig, *, tp_size: int = 1) -> FlopsCo
         moe_ffn_hidden_size=None if moe is None else moe.ffn_hidden_size,
         moe_shared_expert_size=0 if moe is None else moe.shared_expert_ffn_hidden_size or 0,
         tp_size=tp_size,
+        cp_size=cp_size,
     )
     if model.multi_latent_attention is None:
         return cost
@@ -36,7 +37,7 @@ def architecture_cost(model: ArchitectureConfig, *, tp_size: int = 1) -> FlopsCo
         heads=model.num_attention_heads,
         hidden_size=model.hidden_size,
         latent=model.multi_latent_attention,
-        ranks=tp_size,
+        ranks=tp_size * cp_size,
     )
 
 

@@ -10,10 +10,11 @@ from pydantic import ValidationError
 
 from roll_batching.errors import ConfigError, PlanError
 from roll_batching.jobs.config.yaml_source import read_yaml
-from roll_batching.planning import FlopsCost, ParallelDims
+from roll_batching.planning import ParallelDims
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.settings import ArchitectureConfig
 from roll_batching.settings.model import describe_model
+from roll_batching.settings.model_cost import architecture_cost
 
 _QWEN3 = {"num_query_groups": 8, "kv_channels": 128, "vocab_size": 151936, "qk_layernorm": True}
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -70,33 +71,12 @@ def _validated(values: Any, name: str) -> ArchitectureConfig:
         raise ConfigError(f"{name} is not the shape of a model: {'; '.join(problems)}") from None
 
 
-def architecture_cost(shape: ArchitectureConfig, *, tp_size: int, cp_size: int) -> FlopsCost:
-    """Training FLOPs by length of one tensor- and context-parallel rank, as a job's planner counts them."""
-    moe = shape.moe
-    return FlopsCost.from_model(
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_width,
-        num_layers=shape.num_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        vocab_size=shape.vocab_size,
-        num_experts=None if moe is None else moe.num_experts,
-        num_moe_layers=None if moe is None else sum(moe.is_mixture(layer) for layer in range(shape.num_layers)),
-        moe_router_topk=1 if moe is None else moe.router_topk,
-        moe_ffn_hidden_size=None if moe is None else moe.ffn_hidden_size,
-        moe_shared_expert_size=0 if moe is None else moe.shared_expert_ffn_hidden_size or 0,
-        tp_size=tp_size,
-        cp_size=cp_size,
-    )
-
-
 def architecture_times(
     shape: ArchitectureConfig, dims: ParallelDims, cluster: Cluster, *, overlapped_exchange: bool = False
 ) -> PackTimes:
     """Predicted times of packs of such a model."""
     return PackTimes.of_model(
-        architecture_cost(shape, tp_size=dims.tp_size, cp_size=1),
+        architecture_cost(shape, tp_size=dims.tp_size),
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_query_groups=shape.kv_heads,

@@ -11,7 +11,8 @@ from roll_batching.planning import Plan, PlanConstraints, plan_step
 from roll_batching.planning.arrays import Ints
 from roll_batching.planning.pack_times import Cluster, PackTimes
 from roll_batching.settings import ArchitectureConfig
-from roll_batching.simulation.models import architecture_cost, architecture_times, check_layout
+from roll_batching.settings.model_cost import architecture_cost
+from roll_batching.simulation.models import architecture_times, check_layout
 from roll_batching.simulation.step import SimulatedStep, simulate_plan
 
 DYNAMIC = "dynamic"

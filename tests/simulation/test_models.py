@@ -11,8 +11,9 @@ from roll_batching.errors import ConfigError, PlanError
 from roll_batching.planning import FlopsCost, ParallelDims
 from roll_batching.planning.pack_times import Cluster
 from roll_batching.settings import ArchitectureConfig
+from roll_batching.settings.model_cost import architecture_cost
 from roll_batching.simulation import CLUSTERS, MODELS, read_architecture, read_cluster
-from roll_batching.simulation.models import architecture_cost, architecture_times, check_layout
+from roll_batching.simulation.models import architecture_times, check_layout
 from tests.huggingface.published import PUBLISHED
 from tests.support.models import ARCHITECTURE
 from tests.support.ranks import run_ranks
@@ -130,3 +131,13 @@ def test_layouts_that_do_not_divide_the_model() -> None:
     ):
         with pytest.raises(PlanError, match=words):
             check_layout(shape, ParallelDims(**sizes))
+
+
+def test_multi_latent_attention_costs_what_the_planner_of_a_job_counts() -> None:
+    latent = {"kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
+    plain = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 64}
+    shape = ArchitectureConfig.model_validate(plain | {"multi_latent_attention": latent})
+    times = architecture_times(shape, ParallelDims(), Cluster())
+    cost = architecture_cost(shape)
+    assert (times.linear, times.quadratic) == (cost.linear, cost.quadratic)
+    assert times.quadratic == 3 * 2 * 4 * (16 + 8), "layers x heads x channels of keys and values"
