@@ -2,12 +2,14 @@
 
     python benchmarks/bench_dynamic_cp.py --check --traces DIR --megatron-dev data_schedule_utils.py
     python benchmarks/bench_dynamic_cp.py --draws 1 --random 100
+    python benchmarks/bench_dynamic_cp.py --plot PNG
 
 Simulated: all step times come from `PackTimes`, whose rates of an H100 are estimates. Ratios are over our planner with
 the size that the longest sequence needs ("needed"). `--traces` names the folder of mooncake_synthetic.csv (prompt and
 response tokens of a public trace); without it, its settings are left out. `--megatron-dev` names
 megatron/core/datasets/data_schedule_utils.py of Megatron's branch dev, whose own function is run; without it there is
 no such column. `--random` adds settings with random lengths, ranks, caps and layouts.
+`--plot` only draws one step of 512 sequences with a heavy tail on 32 ranks, by each scheduler on one time axis.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from benchmarks.dynamic_cp.peers import (
     released,
     require_all,
 )
+from benchmarks.dynamic_cp.picture import draw_steps
 from benchmarks.dynamic_cp.random_settings import random_settings
 from benchmarks.dynamic_cp.settings import PIPELINES, SETTINGS, Setting, draw
 from benchmarks.table import Table
@@ -180,6 +183,14 @@ def planning_time(arguments: argparse.Namespace) -> Table:
     return table
 
 
+def plot(development: Development | None, path: Path) -> None:
+    """Draw the steps of one setting by scheduler."""
+    setting = Setting("8B", 64, 2, 131072, 16384, "tail", 512)
+    lengths, constraints = draw(setting, 0, None), constraints_of(setting, lockstep=False)
+    size, times = needed_size(lengths, setting.cap), setting.times(overlapped=False)
+    draw_steps(setting, lengths, constraints, size, times, development, path)
+
+
 def main() -> int:
     """Print the tables; with --check the exit status is 1 where a limit is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -188,7 +199,11 @@ def main() -> int:
     parser.add_argument("--megatron-dev", type=Path, help="data_schedule_utils.py of Megatron's branch dev")
     parser.add_argument("--random", type=int, default=0, help="also plan this many random settings")
     parser.add_argument("--check", action="store_true", help="fail where a limit is missed")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw one step by each scheduler instead")
     arguments = parser.parse_args()
+    if arguments.plot is not None:
+        plot(None if arguments.megatron_dev is None else Development(arguments.megatron_dev), arguments.plot)
+        return 0
     tables = [planning_time(arguments), run(arguments, overlapped=False), run(arguments, overlapped=True)]
     if arguments.random:
         tables.append(random_settings(arguments.random))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from roll_batching.planning import Plan
 from roll_batching.planning.pack_times import PackTimes
 
 Schedule = Sequence[tuple[tuple[int, ...], list[int], int]]
@@ -103,15 +104,31 @@ def pack_time(times: PackTimes, lengths: Sequence[int], size: int) -> int:
     return times.pack(np.array(lengths, dtype=np.int64), size) if len(lengths) else 0
 
 
-def free_time(schedule: Schedule, ranks: int, times: PackTimes, *, barrier: bool = False) -> int:
-    """Nanoseconds of a step whose ranks meet inside packs and at its end; with `barrier` also after each index."""
+def passes(
+    schedule: Schedule, ranks: int, times: PackTimes, *, barrier: bool = False
+) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """(ranks, start, end) of each pack in nanoseconds. Ranks meet inside packs, with `barrier` after each index."""
     clock, last = np.zeros(ranks, dtype=np.int64), None
     for members, lengths, index in schedule:
         if barrier and last not in (None, index):
             clock[:] = clock.max()
         last, inside = index, list(members)
-        clock[inside] = clock[inside].max() + pack_time(times, lengths, len(inside))
-    return int(clock.max())
+        start = int(clock[inside].max())
+        clock[inside] = start + pack_time(times, lengths, len(inside))
+        yield members, start, int(clock[inside[0]])
+
+
+def free_time(schedule: Schedule, ranks: int, times: PackTimes, *, barrier: bool = False) -> int:
+    """Nanoseconds of a step whose ranks meet inside packs and at its end; with `barrier` also after each index."""
+    return max(end for _, _, end in passes(schedule, ranks, times, barrier=barrier))
+
+
+def planned(plan: Plan) -> Schedule:
+    """Packs of one of our plans with a size per pack; all ranks of a pack have it at the same place."""
+    packs = {
+        (k, tuple(pack.ranks)): pack.lengths.tolist() for rank in plan.micro_batches for k, pack in enumerate(rank)
+    }
+    return [(ranks, lengths, k) for (k, ranks), lengths in sorted(packs.items())]
 
 
 def lockstep_time(schedule: Schedule, times: PackTimes) -> int:

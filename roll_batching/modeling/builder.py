@@ -127,7 +127,7 @@ def transformer_config(
             "moe_router_num_groups": moe.router_num_groups,
             "moe_router_group_topk": moe.router_group_topk,
             "moe_router_topk_scaling_factor": None if moe.router_scaling_factor == 1 else moe.router_scaling_factor,
-            "moe_router_dtype": moe.router_dtype,
+            "moe_router_dtype": strategy.moe_router_dtype or moe.router_dtype,
             "moe_aux_loss_coeff": moe.aux_loss_coeff,
             "moe_z_loss_coeff": moe.z_loss_coeff or None,
             "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from roll_batching.modeling.attention.varlen import VarlenSpans
@@ -51,17 +53,27 @@ def fake_pack(pack: PackedBatch, device: torch.device) -> PackedBatch:
 
     Call it under a FakeTensorMode. Fields that share a tensor share the fake one.
     """
-    fakes: dict[int, torch.Tensor] = {}
-
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            fakes[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        return fakes[id(tensor)]
-
-    result: PackedBatch = map_tensors(pack, empty)
+    result = _copied(pack, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     spans = pack.params.attention
     if isinstance(spans, VarlenSpans):
         set_attention_pairs(result.params.attention.cu_queries, _attention_pairs(spans))
+    return result
+
+
+def real_pack(pack: PackedBatch) -> PackedBatch:
+    """Copy of `pack` in memory of its own, so that a recorder sees its allocation."""
+    return _copied(pack, torch.clone)
+
+
+def _copied(pack: PackedBatch, copy: Callable[[torch.Tensor], torch.Tensor]) -> PackedBatch:
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = copy(tensor)
+        return copies[id(tensor)]
+
+    result: PackedBatch = map_tensors(pack, copied)
     return result
 
 

@@ -25,7 +25,7 @@ from roll_batching.planning.batching_spec import BatchingSpec
 from roll_batching.planning.pipeline.num_micro_batches import legal_count
 from roll_batching.planning.prefixes import shared_positions
 from roll_batching.planning.role_planner import SMALLEST_SAVING
-from roll_batching.rehearsal.fake_data import fake_pack, samples_of
+from roll_batching.rehearsal.fake_data import fake_pack, real_pack, samples_of
 from roll_batching.rehearsal.lengths import (
     Bin,
     fullest_bin,
@@ -66,7 +66,7 @@ class _RehearsedStrategy(MegatronInferStrategy):
         with _disable_current_modes():
             packs = list(pack_inputs(on_host, facts, local, plan, masks))
         with self.recorder.during("inputs"):
-            return packs if self.with_values else [fake_pack(pack, state.device) for pack in packs]
+            return [real_pack(pack) if self.with_values else fake_pack(pack, state.device) for pack in packs]
 
     def _pack_for(self, facts: Facts, local: SampleBatch, plan: Plan, spec: LossSpec) -> Packs:
         return super()._pack_for(facts, local, plan, dataclasses.replace(spec, check=_on_host(spec.check)))

@@ -181,6 +181,11 @@ class MegatronConfig(Settings):
         None, help="full: layers per recomputed unit, or recomputed layers.", ge=1
     )
     recompute_modules: list[str] | None = setting(None, help="selective: parts of a layer. Default: core_attn.")
+    moe_router_dtype: Literal["fp32", "fp64"] | None = setting(
+        None,
+        help="Precision of the routers of a mixture of experts, before what the model's configuration says. Other "
+        "models have none.",
+    )
     transformer_impl: Literal["auto", "transformer_engine", "local"] = setting(
         "auto",
         help="Whose layers are built: Megatron's local ones, or TransformerEngine's (CUDA). auto: local.",

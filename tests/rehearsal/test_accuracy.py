@@ -94,23 +94,25 @@ def test_memory_flops_and_collectives_equal_those_of_the_real_step(name, report)
     real = run_ranks(world, "tests.rehearsal.jobs:measured", task_of(job, world, cp_size=cp_size))
     for rank in {0, world - 1}:
         found, truth = rehearsed(task_of(job, world, rank, cp_size=cp_size)), real[rank]
-        assert set(found.peaks) - {"inputs"} == set(truth.peaks) > {"forward", "backward", "optimizer"}
+        assert set(found.peaks) == set(truth.peaks) > {"inputs", "forward", "backward", "optimizer"}
         assert (PREFILL in truth.peaks) == (name in SAMPLED) and (REFERENCE in truth.peaks) == (name == "DPO")
         # Real weights are initialized during build, and gloo holds copies while gradients are summed.
         phases = set(truth.peaks) - {"build", "gradient sync"}
         worst = max(abs(found.peaks[phase].bytes / truth.peaks[phase].bytes - 1) for phase in phases)
         report(f"{name}, rank {rank}: peaks of memory within {worst:.2%} of the real step")
-        assert worst < 0.03
+        assert worst < 0.015
         assert found.kept == truth.kept
         assert of_the_model(found) == of_the_model(truth) != {}
         assert found.flops == truth.flops
 
 
-def test_flops_equal_the_formula():
+@pytest.mark.parametrize(
+    ("device", "lengths"), [("cuda", (150, 200, 162)), ("cpu", (128,) * 4)], ids=["varlen", "dense"]
+)
+def test_flops_equal_the_formula(device, lengths):
     """Forward: 2 FLOPs per weight and token, and 4 per attended pair and channel of a query head. Backward: twice the
     former with a recomputed head, and 10 per pair and channel."""
-    lengths = [150, 200, 162]
-    task = task_of(job_of(train={"model_args": _model("bf16")}), 1, device="cuda", lengths=tuple(lengths))
+    task = task_of(job_of(train={"model_args": _model("bf16")}), 1, device=device, lengths=lengths)
     found = rehearsed(task)
     hidden, heads, groups, ffn, vocab, layers = 128, 4, 2, 320, 512, 4
     head_dim, tokens = hidden // heads, sum(lengths)

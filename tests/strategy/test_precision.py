@@ -56,6 +56,50 @@ def test_gradients_are_summed_in_the_precision_that_is_asked_for(distributed: bo
     assert 0 < gap < 2e-2
 
 
+def precisions_of_routers(_: None) -> dict[str, set[str]]:
+    """Precisions of the scores that the routers of a bf16 model choose experts by, by moe_router_dtype."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from roll_batching.losses import SFTLoss
+    from roll_batching.samples import distribute, gather_lengths
+    from roll_batching.strategy import MegatronTrainStrategy
+    from tests.strategy.test_steps import _mine
+    from tests.support.experts import let_experts_run
+    from tests.support.models import ARCHITECTURE, random_batch, worker_config
+
+    let_experts_run()
+    routing: Any = TopKRouter.routing
+    seen: set[str] = set()
+
+    def noted(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.add(str(logits.dtype))
+        return routing(self, logits, *args, **kwargs)
+
+    TopKRouter.routing = noted  # type: ignore[method-assign]
+    found: dict[str, set[str]] = {}
+    for dtype in (None, "fp32", "fp64"):
+        config = worker_config(
+            "packed",
+            32,
+            architecture=ARCHITECTURE | {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 32}},
+            megatron={} if dtype is None else {"moe_router_dtype": dtype},
+            dtype="bf16",
+        )
+        strategy = MegatronTrainStrategy(config)
+        strategy.initialize()
+        local = _mine(strategy, random_batch(3, 4, 20))
+        plan = strategy.plan(gather_lengths(local))
+        seen.clear()
+        assert strategy.train_step(distribute(local, plan), plan, SFTLoss()).loss > 0
+        found[str(dtype)] = set(seen)
+    return found
+
+
+def test_routers_compute_in_the_precision_that_is_asked_for() -> None:
+    (found,) = run_ranks(1, HERE + "precisions_of_routers", None)
+    assert found == {"None": {"torch.bfloat16"}, "fp32": {"torch.float32"}, "fp64": {"torch.float64"}}
+
+
 def refused(_: None) -> list[str]:
     """What is said of an optimizer that is not there: by the strategy, and where there is a GPU without the package."""
     import torch

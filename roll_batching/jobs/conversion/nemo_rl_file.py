@@ -24,7 +24,6 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ("policy.megatron_cfg.peft", "refused", "LoRA is not supported for now"),
     ("policy.megatron_cfg.fp8_cfg", "refused", "FP8 is not supported for now"),
     ("policy.megatron_cfg.freeze_moe_router", "refused", f"{ROUTERS} are trained like all parameters"),
-    ("policy.megatron_cfg.moe_router_dtype", "refused", f"{ROUTERS} compute in the precision of the model"),
     ("policy.megatron_cfg.moe_router_load_balancing_type", "refused", f"{ROUTERS} have model_args.architecture's loss"),
     ("policy.megatron_cfg.moe_router_enable_expert_bias", "refused", f"{ROUTERS} are as the model's config.json says"),
     ("policy.megatron_cfg.moe_router_bias_update_rate", "refused", f"{ROUTERS} are as the model's config.json says"),

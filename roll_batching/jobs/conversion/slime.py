@@ -131,6 +131,7 @@ def _layout(file: SlimeFile) -> None:
         "account_for_embedding_in_pipeline_split",
         "account_for_loss_in_pipeline_split",
         "pipeline_model_parallel_layout",
+        "moe_router_dtype",
     ):
         file.move(f"--{name.replace('_', '-')}", (*_LAYOUT, name))
     for end in ("first", "last"):

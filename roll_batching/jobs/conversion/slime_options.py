@@ -169,7 +169,6 @@ _REFUSED: Mapping[str, str] = {
     "FP8 is not supported for now": "fp8-",
     "fp16 is not supported: bf16 is used": "fp16",
     STOP: "rollout-stop rollout-stop-token-ids rollout-skip-special-tokens",
-    f"{ROUTERS} compute in the precision of the model": "moe-router-dtype",
     f"{ROUTERS} are as the model's config.json says": "moe-router-enable-expert-bias moe-router-bias-update-rate",
     f"{ROUTERS} have no loss unless model_args.architecture.moe gives it a weight": (
         "moe-aux-loss-coeff moe-z-loss-coeff moe-router-load-balancing-type"

@@ -127,7 +127,7 @@ class Grpo:
     def _step(self, step: int) -> None:
         """One RL step, its evaluation and its row of metrics."""
         config, strategy = self.config, self.strategy
-        started, moved = time.perf_counter(), self._moved
+        started, moved = time.perf_counter(), self._offload_stats
         self._metrics, self._sample_log = {}, []
         with self._sampling():
             evaluated = self._evaluate(0) if step == 1 else {}
@@ -151,7 +151,7 @@ class Grpo:
             "update_seconds": update_ended - update_started,
             "seconds": time.perf_counter() - started,
         }
-        offloads = offload_metrics(moved, self._moved) if config.is_offload_states else {}
+        offloads = offload_metrics(moved, self._offload_stats) if config.is_offload_states else {}
         metrics = merge_metrics(
             update_metrics(updates), score_metrics(scores), self._metrics, compared, evaluated, times, offloads
         )
@@ -175,7 +175,7 @@ class Grpo:
                 self.sampler.release_memory()
 
     @property
-    def _moved(self) -> OffloadStats:
+    def _offload_stats(self) -> OffloadStats:
         """Bytes and seconds of moving states between devices and host so far."""
         models = (self.strategy, self.reference, self.sampler)
         return sum((model.offload_stats for model in models if model is not None), OffloadStats())

@@ -36,6 +36,7 @@ policy:
     tensor_model_parallel_size: 2
     expert_tensor_parallel_size: 1
     freeze_moe_router: true
+    moe_router_dtype: fp64
     optimizer: {lr: 5.0e-6, min_lr: 5.0e-7}
     scheduler: {lr_decay_style: constant, lr_warmup_iters: 13}
   sequence_packing:
@@ -207,6 +208,7 @@ def test_engine_data_reward_and_evaluation_are_kept(tmp_path):
     assert (settings["track_with"], settings["tracker_kwargs"]) == ("wandb", {"project": "mine", "name": "first"})
     assert settings["actor_train"]["logprob_plan"] == "none", "force_on_policy_ratio"
     training = settings["actor_train"]["training_args"]
+    assert settings["actor_train"]["strategy_args"]["strategy_config"]["moe_router_dtype"] == "fp64"
     assert (training["learning_rate"], training["warmup_steps"]) == (5e-6, 13), "Megatron's, not DTensor's"
     assert not {one.key for one in done.left_out_as("unknown")}
     assert {one.key for one in done.left_out_as("refused")} == {"policy.megatron_cfg.freeze_moe_router"}
