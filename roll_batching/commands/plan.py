@@ -187,12 +187,12 @@ def plan(
             show_sizes(sizes_compared, lengths, table, plot=plot, as_json=as_json)
             return
         chosen, reports = _make_plans(sizes, packed, mode, algorithm, compare, prefixes)
+        if plot is not None:
+            from roll_batching.jobs.observe.plan_picture import draw_plan
+
+            draw_plan(chosen, plot)
     except (DataError, PlanError) as error:
         raise ConfigError(str(error)) from error
-    if plot is not None:
-        from roll_batching.jobs.observe.plan_picture import draw_plan
-
-        draw_plan(chosen, plot)
     if as_json:
         typer.echo(
             json.dumps(

@@ -265,6 +265,8 @@ def test_rubbish_ends_the_command_with_2_and_one_message(tmp_path, capsys, name,
         (["--dp", "1000000000"], "65536"),
         (["--max-tokens", "100"], "exceeds max_tokens=100"),
         (["--plot", "plan.txt"], "has no suffix of an image format: use one of"),
+        (["--plot", "/proc/plan.png"], "/proc/plan.png cannot be written: "),
+        (["--dynamic-cp", "--dp", "4", "--plot", "/proc/plan.png"], "/proc/plan.png cannot be written: "),
     ],
 )
 def test_options_of_rubbish_end_with_2(lengths_csv, capsys, option, words):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from roll_batching.errors import DataError
-from roll_batching.files import atomic_file
+from roll_batching.files import atomic_file, cause
 from roll_batching.planning import MicroBatch, Plan
 
 MOST_DRAWN_RANKS = 32
@@ -30,7 +30,7 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:
 
     Few ranks: bars of computed tokens, divided into sequences, coloured by length, fillers hatched; a frame around the
     ranks that compute a pack together, with its context-parallel size. Many ranks: two maps, ranks by micro-batches, of
-    fill and of cost.
+    fill and of cost. Raises `DataError` if it cannot be written.
     """
     import matplotlib
 
@@ -54,10 +54,14 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str = "") -> Path:
     figure.suptitle(head, fontsize=13, x=0.01, ha="left")
     figure.text(0.01, 0.008, foot, fontsize=9, color="0.3")
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(target) as partial:
-        figure.savefig(partial, dpi=130)
-    plt.close(figure)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(target) as partial:
+            figure.savefig(partial, dpi=130)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {cause(error)}") from None
+    finally:
+        plt.close(figure)
     return target
 
 
