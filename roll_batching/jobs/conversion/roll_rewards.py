@@ -18,7 +18,7 @@ _RUN = (
 )
 _WORKERS: Mapping[str, tuple[str, str]] = {
     "MathRuleRewardWorker": ("math_verify", "compares the whole response; ROLL: the text after its last </think>"),
-    "CodeSandboxRewardWorker": ("code_tests", "stays off until reward_args.run says how code may be run"),
+    "CodeSandboxRewardWorker": ("code_tests", "runs the tests of a response in processes of their own"),
 }
 """By reward worker of ROLL, our reward and the difference."""
 _LINES_READ = 200
@@ -58,9 +58,15 @@ def _reward(draft: Draft, name: str, worker: dict[str, Any], function: str, diff
     draft.origins["rewards", name, "reward_function"] = f"rewards.{name}.worker_cls"
     draft.meanings["rewards", name, "reward_function"] = f"{function} {difference}"
     if function == "code_tests":
-        draft.missing.append(f"rewards.{name}.reward_args.run: {_RUN}")
+        arguments = ("rewards", name, "reward_args")
         here["reward_args"] = {"all_or_nothing": True}
-        draft.origins["rewards", name, "reward_args", "all_or_nothing"] = f"rewards.{name}.worker_cls"
+        draft.origins[*arguments, "all_or_nothing"] = f"rewards.{name}.worker_cls"
+        if worker.get("use_local") is True:  # only if the file says so: ROLL's default does not permit it here
+            here["reward_args"]["run"] = "subprocess"
+            draft.origins[*arguments, "run"] = f"rewards.{name}.use_local"
+            draft.meanings[*arguments, "run"] = "code that the model wrote runs on this machine, in a sandbox"
+        else:
+            draft.missing.append(f"rewards.{name}.reward_args.run: {_RUN}")
     for key, value in worker.items():
         where = f"rewards.{name}.{key}"
         if key == "tag_included":
@@ -69,7 +75,7 @@ def _reward(draft: Draft, name: str, worker: dict[str, Any], function: str, diff
             draft.leave_out(
                 where, "refused", "prompts are not resampled by their rewards; difficulty_mask leaves them out"
             )
-        elif key != "worker_cls":
+        elif key != "worker_cls" and not (key == "use_local" and value is True and function == "code_tests"):
             draft.leave_out(where, "idle", "rewards run in separate processes, reward_workers of them")
     return here
 

@@ -163,7 +163,7 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
         "math": {"reward_function": "math_verify", "tag_included": ["aime"]},
         "code": {
             "reward_function": "code_tests",
-            "reward_args": {"all_or_nothing": True},
+            "reward_args": {"all_or_nothing": True, "run": "subprocess"},
             "tag_included": ["KodCode"],
         },
     }
@@ -172,8 +172,17 @@ def test_a_file_is_composed_and_every_key_is_accounted_for(rlvr, tmp_path, monke
     assert settings["actor_train"]["data_args"]["long_prompts"] == "drop"
     assert settings["validation"] == {"generating_args": {"top_p": 0.6, "temperature": 0.95, "top_k": 50}}
     assert "over their sum" in changed["actor_train.data_args.domain_interleave_probs.math"]
-    assert "stays off until" in changed["rewards.code.worker_cls"] and "rewards.math.world_size" in idle
-    assert [text.split(":")[0] for text in done.missing] == ["rewards.code.reward_args.run", "pretrain"]
+    assert "in a sandbox" in changed["rewards.code.use_local"] and "rewards.math.world_size" in idle
+    assert [text.split(":")[0] for text in done.missing] == ["pretrain"]
+
+
+@pytest.mark.config
+@pytest.mark.parametrize("said", ["use_local: false", "use_local: yes please", "code_url: http://127.0.0.1:1"])
+def test_code_runs_only_where_the_file_says_so(rlvr, said):
+    rlvr.write_text(RLVR.replace("use_local: true", said))
+    done = converted(rlvr)
+    assert "run" not in done.settings["rewards"]["code"]["reward_args"]
+    assert "rewards.code.reward_args.run" in [text.split(":")[0] for text in done.missing]
 
 
 @pytest.mark.config
