@@ -103,25 +103,25 @@ def losses() -> dict[str, Any]:
     }
 
 
-def compare(payload: tuple[str, list[dict[str, Any]], list[tuple[str, str]]]) -> list[list[str]]:
+def compare(payload: tuple[str, list[dict[str, Any]], list[tuple[str, str]], dict[str, Any]]) -> list[list[str]]:
     """For each layout: the cases that differ, with how much."""
-    folder, layouts, cases = payload
+    folder, layouts, cases, architecture = payload
     let_experts_run()
     found = []
     for index, layout in enumerate(layouts):
         _meet(Path(folder) / f"met-{os.environ['MASTER_PORT']}-{index}")
-        found.append(_compare_layout(Layout(**layout), cases))
+        found.append(_compare_layout(Layout(**layout), cases, architecture))
         _part()
     return found
 
 
-def _compare_layout(layout: Layout, cases: list[tuple[str, str]]) -> list[str]:
+def _compare_layout(layout: Layout, cases: list[tuple[str, str]], architecture: dict[str, Any]) -> list[str]:
     from roll_batching.samples import collect, distribute, find_shared_prefixes, gather_lengths
     from tests.losses.steps import gap, make_strategy, mine, refill
     from tests.support.models import whole_gradients
 
     experts = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}} if layout.moe else {}
-    shape = {**ARCHITECTURE, "num_layers": max(2, layout.pp * layout.vpp), **experts}
+    shape = {**ARCHITECTURE, "num_layers": max(2, layout.pp * layout.vpp), **experts, **architecture}
     strategy = make_strategy(cap=CAP, architecture=shape, megatron=layout.megatron())
 
     def step(local: Any, plan: Any, loss: Any) -> tuple[Any, dict[str, Any]]:
@@ -157,12 +157,12 @@ def _compare_layout(layout: Layout, cases: list[tuple[str, str]]) -> list[str]:
     return differing
 
 
-def _run(layouts: list[Layout], cases: list[tuple[str, str]]) -> None:
+def _run(layouts: list[Layout], cases: list[tuple[str, str]], architecture: dict[str, Any] | None = None) -> None:
     differing = []
     for ranks in sorted({layout.ranks for layout in layouts}):
         same = [asdict(layout) for layout in layouts if layout.ranks == ranks]
         with tempfile.TemporaryDirectory() as folder:
-            for found in run_ranks(ranks, HERE + "compare", (folder, same, cases), timeout=900):
+            for found in run_ranks(ranks, HERE + "compare", (folder, same, cases, architecture or {}), timeout=900):
                 differing += [line for lines in found for line in lines]
     assert not differing, "\n".join(differing)
 
@@ -173,6 +173,33 @@ def test_every_kind_of_tree_and_loss_on_one_rank() -> None:
 
 def test_core_layouts() -> None:
     _run(LAYOUTS, [("groups", "policy"), ("three levels", "logits"), ("a group above the cap", "sft")])
+
+
+WINDOWS = {"sliding_window": 16, "window_layers": [1, 0]}
+MODELS: dict[str, tuple[dict[str, Any], list[Layout]]] = {
+    "sliding windows": (WINDOWS, [Layout(), Layout(cp=2), Layout(tp=2, sp=True)]),
+    "attention sinks": (WINDOWS | {"attention_sinks": True}, [Layout(), Layout(cp=2)]),
+    "multi-latent attention": (
+        {
+            "num_query_groups": 4,
+            "multi_latent_attention": {
+                "q_lora_rank": 24,
+                "kv_lora_rank": 16,
+                "qk_head_dim": 16,
+                "qk_pos_emb_head_dim": 8,
+                "v_head_dim": 12,
+            },
+        },
+        [Layout(), Layout(cp=2), Layout(tp=2, sp=True)],
+    ),
+}
+"""Models whose attention is another one, with layouts."""
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_with_other_attention(model: str) -> None:
+    architecture, layouts = MODELS[model]
+    _run(layouts, [(kind, "policy") for kind in kinds()], architecture)
 
 
 @pytest.mark.slow
