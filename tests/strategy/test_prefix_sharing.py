@@ -109,9 +109,6 @@ def choices(_: None) -> dict[str, Any]:
     config.hidden_dropout = 0.1
     found["dropout"] = refusal(lambda: shared(True))
     config.hidden_dropout = 0.0
-    config.window_size = (7, 0)
-    found["window"] = refusal(lambda: shared(True))
-    found["auto, window"] = shared("auto")
     return found
 
 
@@ -127,7 +124,6 @@ def test_who_shares() -> None:
     assert "share_prefixes 2" in found["number"]
     assert "samples of the plan share prefixes, but the attention (mine)" in found["plan for a model that cannot"]
     assert "hidden_dropout" in found["dropout"]
-    assert "the model has sliding windows" in found["window"] and found["auto, window"] == 0
 
 
 def test_a_core_with_one_run_of_keys_refuses_the_pack() -> None:
