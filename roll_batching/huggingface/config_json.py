@@ -7,20 +7,20 @@ from typing import Any
 
 from roll_batching.errors import ConfigError
 from roll_batching.huggingface.expert_fields import translate_experts, translate_sigmoid_experts
-from roll_batching.huggingface.families import (
+from roll_batching.huggingface.families import Family, load_family
+from roll_batching.huggingface.fields import (
     ALWAYS,
     EXPERTS,
     LATENT_ATTENTION,
+    LOCAL_ROPE,
     OPTIONAL,
     RENAMED,
     ROPE,
     SIGMOID_EXPERTS,
     SLIDING,
     WITHOUT_EFFECT,
-    Family,
-    load_family,
 )
-from roll_batching.huggingface.rope_fields import translate_rope
+from roll_batching.huggingface.rope_fields import translate_rope, translate_two_ropes
 from roll_batching.huggingface.translation import Translation
 
 
@@ -40,9 +40,11 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
         result.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
     values = {**family.defaults, **config}
     _translate_renamed(values, result)
-    translate_rope(
-        config, values["rope_theta"], values["partial_rotary_factor"] if family.partial_rope else 1.0, result
-    )
+    share = values["partial_rotary_factor"] if family.partial_rope else 1.0
+    if family.local_rope:
+        translate_two_ropes(config, values, result)
+    else:
+        translate_rope(config, values["rope_theta"], share, result)
     if family.windows:
         _translate_window(values, family, result)
     if family.sigmoid_routing:
@@ -55,6 +57,7 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
     always = {name: value for name, value in {**ALWAYS, **family.always}.items() if name not in own}
     known_fields = {*RENAMED, *ROPE, *always, *WITHOUT_EFFECT, *own}
     known_fields |= set(SLIDING if family.windows else ())
+    known_fields |= set(LOCAL_ROPE if family.local_rope else ())
     known_fields |= set(LATENT_ATTENTION if family.latent_attention else ())
     known_fields |= set(SIGMOID_EXPERTS if family.sigmoid_routing else EXPERTS if family.mixture else ())
     for name, value in values.items():
@@ -97,6 +100,8 @@ def _translate_renamed(values: Mapping[str, Any], result: Translation) -> None:
 def _translate_window(values: Mapping[str, Any], family: Family, result: Translation) -> None:
     window, layers = values.get("sliding_window"), values.get("num_hidden_layers")
     kinds = values.get("layer_types")
+    if family.local_rope and kinds is None and isinstance(layers, int):
+        kinds = _kinds_of_pattern(values, layers, result)
     if family.needs_layer_types and kinds is None:
         result.problems.append("layer_types is missing")
     # In transformers, Qwen2 and Qwen3 slide from layer max_window_layers on; Qwen3-MoE and Mixtral in every layer.
@@ -119,10 +124,22 @@ def _translate_window(values: Mapping[str, Any], family: Family, result: Transla
         slides, pattern = True, []
     if slides and window is not None:
         longest = values.get("max_position_embeddings")
-        if not (isinstance(longest, int) and longest <= window):
+        if family.local_rope or not (isinstance(longest, int) and longest <= window):
             result.architecture["sliding_window"] = window
             if not all(pattern):
                 result.architecture["window_layers"] = pattern
+    elif family.local_rope:
+        result.architecture.pop("rotary_local_base", None)  # no layer has it
+
+
+def _kinds_of_pattern(values: Mapping[str, Any], layers: int, result: Translation) -> list[str] | None:
+    """The kinds of layers by Gemma's pattern: every so many layers, one without a window."""
+    name = "sliding_window_pattern" if "sliding_window_pattern" in values else "_sliding_window_pattern"
+    every = values.get(name, 6)
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        result.problems.append(f"{name}: {every!r} is not supported, it must be a positive number of layers")
+        return None
+    return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
 
 
 _LATENT = {

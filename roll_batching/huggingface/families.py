@@ -3,8 +3,8 @@
 To add a family: an entry of `FAMILIES` and a tiny model in `tests/huggingface/tiny.py`. A `Family` in a module of the
 user's is named by `model_args.family`.
 
-Every field of a family's `config.json` is in one of the tables below or in `WITHOUT_EFFECT`; any other field is an
-error that names it. Sources: each family's configuration and modeling files in Hugging Face's transformers, and
+Every field of a family's `config.json` is in its entry or in one of the tables of `fields`; any other field is an error
+that names it. Sources: each family's configuration and modeling files in Hugging Face's transformers, and
 Megatron-Core's GPTModel for parameter names.
 """
 
@@ -27,6 +27,7 @@ from roll_batching.huggingface.layer_rules import (
     QK_NORM,
     QKV,
     QKV_BIAS,
+    SANDWICH_DENSE,
     SHARED_EXPERTS,
     SINKS,
     STACKED_MIXTURE,
@@ -35,118 +36,6 @@ from roll_batching.huggingface.layer_rules import (
 )
 from roll_batching.huggingface.tensors import TensorRule
 from roll_batching.registry import load_dotted
-
-RENAMED: Mapping[str, str] = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "head_dim": "kv_channels",
-    "intermediate_size": "ffn_hidden_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "norm_epsilon",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "initializer_range": "init_std",
-}
-"""Fields of every family, and their names in `model_args.architecture`."""
-OPTIONAL = ("num_key_value_heads", "head_dim")
-"""Fields of `RENAMED` that may be null: num_attention_heads and hidden_size / num_attention_heads then apply."""
-
-ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-SLIDING = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-EXPERTS = (
-    "num_local_experts",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "router_aux_loss_coef",
-    "output_router_logits",
-)
-SIGMOID_EXPERTS = (
-    "n_routed_experts",
-    "num_local_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "n_group",
-    "topk_group",
-    "first_k_dense_replace",
-    "mlp_layer_types",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "router_aux_loss_coef",
-    "output_router_logits",
-    "seq_aux",  # with aux_loss_alpha: the publisher's own training
-    "aux_loss_alpha",
-    "ep_size",
-)
-"""Fields of families whose router is DeepSeek-V3's."""
-LATENT_ATTENTION = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "qk_head_dim",
-    "v_head_dim",
-    "rope_interleave",
-)
-"""Fields of families with multi-latent attention."""
-
-ALWAYS: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "pretraining_tp": 1,
-    "attention_dropout": 0.0,
-    "router_jitter_noise": 0.0,
-    "is_encoder_decoder": False,
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "use_mrope": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-    "chunk_size_feed_forward": 0,
-    "pruned_heads": {},
-    "output_attentions": False,
-    "output_hidden_states": False,
-}
-"""Fields with the only value that is supported; any other value is an error."""
-
-TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
-WITHOUT_EFFECT = frozenset(
-    {
-        "_name_or_path",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "attn_implementation",
-        "auto_map",
-        "architectures",  # checked against Family.architecture
-        "model_type",
-        "dtype",  # precision of the files, see `stored_dtype`
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "return_dict",
-        "torchscript",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "finetuning_task",
-        "task_specific_params",
-        "tokenizer_class",
-        "prefix",
-        "experts_per_token",  # gpt-oss: num_experts_per_tok again
-        "initial_context_length",  # gpt-oss: of rope_scaling again
-        *TOKENS,
-    }
-)
-"""Fields that do not change what the model computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +61,8 @@ class Family:
     """Whether the family reads `partial_rotary_factor`; others rotate whole heads."""
     windows: bool = False
     """Whether the family has the fields of sliding windows (`SLIDING`)."""
+    local_rope: bool = False
+    """Whether layers with a window have RoPE of their own, with the fields `LOCAL_ROPE`."""
     needs_layer_types: bool = False
     """Whether `layer_types` must say which layers have a window."""
     mixture: tuple[TensorRule, ...] = ()
@@ -305,6 +196,36 @@ FAMILIES: Mapping[str, Family] = {
             experts_share_ffn=True,
             normalised_experts=True,
         ),
+        Family(
+            model_type="gemma3_text",
+            architecture="Gemma3ForCausalLM",
+            defaults={
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 10000.0,
+                "head_dim": 256,
+                "sliding_window": 4096,
+                "query_pre_attn_scalar": 256,
+                "tie_word_embeddings": True,
+                "initializer_range": 0.02,
+            },
+            always={
+                "hidden_act": "gelu_pytorch_tanh",
+                "hidden_activation": "gelu_pytorch_tanh",
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+                "use_bidirectional_attention": False,
+            },
+            settings={
+                "activation": "gelu_tanh",
+                "sandwich_norms": True,
+                "scaled_embedding": True,
+                "zero_centered_norms": True,
+            },
+            numbers={"query_pre_attn_scalar": "query_pre_attn_scalar"},
+            qk_layernorm=True,
+            windows=True,
+            local_rope=True,
+        ),
         _DEEPSEEK_V3,
         dataclasses.replace(_DEEPSEEK_V3, model_type="kimi_k2"),
         dataclasses.replace(
@@ -322,9 +243,10 @@ _DELTA_NET = (
     "not built on it here"
 )
 MISSING: Mapping[str, str] = {
-    "gemma2": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
-    "gemma3_text": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
-    "glm4": "Megatron-Core's layers (0.16 to 0.19) have no norms after attention and feed-forward parts",
+    "gemma2": "it caps the scores of attention and the logits by tanh, which no attention backend here computes",
+    "gemma3": "its directories hold a vision encoder beside the text model; directories of gemma3_text (as of the 1B "
+    "model) train",
+    "glm4": "its projections of gate and input are one tensor, which no rule here cuts",
     "qwen3_next": _DELTA_NET,
     "qwen3_5": _DELTA_NET,
     "qwen3_5_text": _DELTA_NET,
@@ -376,7 +298,7 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
     for layer in range(architecture.num_layers):
         rules += [rule.at(layer) for rule in (*attention, *OUTPUT_PROJECTION, *output)]
         if architecture.moe is None or not architecture.moe.is_mixture(layer):
-            rules += [rule.at(layer) for rule in DENSE]
+            rules += [rule.at(layer) for rule in (SANDWICH_DENSE if architecture.sandwich_norms else DENSE)]
             continue
         for rule in family.mixture:
             experts = range(architecture.moe.num_experts) if "{expert}" in rule.ours else [0]

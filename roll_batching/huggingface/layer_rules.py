@@ -55,13 +55,7 @@ QK_NORM = (
     _layer("self_attention.q_layernorm.weight", "copy", ("self_attn.q_norm.weight", ("head",))),
     _layer("self_attention.k_layernorm.weight", "copy", ("self_attn.k_norm.weight", ("head",))),
 )
-DENSE = (
-    _layer(
-        "pre_mlp_layernorm.weight",
-        "copy",
-        ("post_attention_layernorm.weight", ("hidden",)),
-        fused="mlp.linear_fc1.layer_norm_weight",
-    ),
+_FEED_FORWARD = (
     _layer(
         "mlp.linear_fc1.weight",
         "gated",
@@ -70,6 +64,22 @@ DENSE = (
     ),
     _layer("mlp.linear_fc2.weight", "columns", ("mlp.down_proj.weight", ("hidden", "ffn"))),
 )
+DENSE = (
+    _layer(
+        "pre_mlp_layernorm.weight",
+        "copy",
+        ("post_attention_layernorm.weight", ("hidden",)),
+        fused="mlp.linear_fc1.layer_norm_weight",
+    ),
+    *_FEED_FORWARD,
+)
+SANDWICH_DENSE = (
+    _layer("post_attention_layernorm.weight", "copy", ("post_attention_layernorm.weight", ("hidden",))),
+    _layer("pre_mlp_layernorm.weight", "copy", ("pre_feedforward_layernorm.weight", ("hidden",))),
+    _layer("post_mlp_layernorm.weight", "copy", ("post_feedforward_layernorm.weight", ("hidden",))),
+    *_FEED_FORWARD,
+)
+"""A dense layer with norms behind its parts, too, in Gemma's names."""
 
 
 def mixture(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:

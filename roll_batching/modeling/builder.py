@@ -53,7 +53,6 @@ def transformer_config(
     no deallocation of sent outputs (corrupts gradients before 0.18), no shape exchange, the all-to-all
     MoE dispatcher (the all-gather one needs equal lengths on all ranks), no dropout.
     """
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     on_cpu = layout.device.type == "cpu"
@@ -71,13 +70,15 @@ def transformer_config(
         "layernorm_epsilon": architecture.norm_epsilon,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": F.silu if architecture.swiglu_limit is None else quick_gelu,
+        "layernorm_zero_centered_gamma": architecture.zero_centered_norms,
+        "activation_func": _activation(architecture),
         "activation_func_clamp_value": architecture.swiglu_limit,
         "glu_linear_offset": 0.0 if architecture.swiglu_limit is None else 1.0,
         "softmax_type": "learnable" if architecture.attention_sinks else "vanilla",
         "add_bias_linear": architecture.add_bias_linear,
         "hidden_dropout": architecture.hidden_dropout,
         "attention_dropout": 0.0,
+        "softmax_scale": architecture.query_pre_attn_scalar and architecture.query_pre_attn_scalar**-0.5,
         "tensor_model_parallel_size": layout.tp_size,
         "pipeline_model_parallel_size": layout.pp_size,
         "virtual_pipeline_model_parallel_size": layout.vpp_size if layout.vpp_size > 1 else None,
@@ -142,6 +143,19 @@ def transformer_config(
     return kind(**{name: value for name, value in options.items() if name in known})
 
 
+def _activation(architecture: ArchitectureConfig) -> Any:
+    """The activation of the gate of feed-forward layers."""
+    if architecture.swiglu_limit is not None:
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        return quick_gelu
+    if architecture.activation == "gelu_tanh":
+        from roll_batching.modeling.sandwich_layer import gelu_tanh
+
+        return gelu_tanh
+    return F.silu
+
+
 def _uneven_stages(strategy: MegatronConfig, layout: ParallelLayout) -> dict[str, Any]:
     options: dict[str, Any] = {
         "num_layers_in_first_pipeline_stage": strategy.num_layers_in_first_pipeline_stage,
@@ -187,6 +201,7 @@ def build_chunks(
         recomputed=recomputed_modules(strategy),
         latent_attention=architecture.multi_latent_attention is not None,
         attention_sinks=architecture.attention_sinks,
+        sandwich_norms=architecture.sandwich_norms,
     )
     if architecture.add_bias_linear and architecture.moe is not None and layout.tp_size > 1:
         problems.append(EXPERT_BIASES)
@@ -208,8 +223,9 @@ def build_chunks(
             vp_stage = chunk if layout.vpp_size > 1 else None
             held = layers_of_chunk(config, layout.pp_rank, vp_stage)
             spec = packed_block_spec(
-                config, len(held), in_core, first=held.start, attention=attention, layers_of=kernels.layers
-            )
+                config, len(held), in_core, first=held.start, attention=attention, layers_of=kernels.layers,
+                sandwich_norms=architecture.sandwich_norms,
+            )  # fmt: skip
             gpt = GPTModel(
                 config,
                 spec,
@@ -227,6 +243,10 @@ def build_chunks(
                 draw_experts(gpt)
             gpt = gpt.to(device=layout.device, dtype=dtype)
             defer_head(gpt)
+            if architecture.scaled_embedding:
+                from roll_batching.modeling.sandwich_layer import scale_embedding
+
+                scale_embedding(gpt)
             chunks.append(Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt)
             keep_expert_biases_in_fp32(gpt)
     return chunks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -50,4 +51,4 @@ class DecodeParams(PackedSeqParams):
     """[positions, rows] int64."""
     visible: torch.Tensor | None = None
     """[rows, 1, 1, width] bool: keys that a decode step's query attends to; None in a prefill (causal)."""
-    rotary: Tables | None = None
+    rotary: dict[Any, Tables] | None = None

@@ -68,6 +68,7 @@ def refusals_here(
     recomputed: Sequence[str] = (),
     latent_attention: bool = False,
     attention_sinks: bool = False,
+    sandwich_norms: bool = False,
 ) -> list[str]:
     """`refusals` for the device and libraries of this process."""
     needs = [ENGINE_LAYERS, *([] if backend is None else [backend.requirements])]
@@ -82,6 +83,7 @@ def refusals_here(
         recomputed=recomputed,
         latent_attention=latent_attention,
         attention_sinks=attention_sinks,
+        sandwich_norms=sandwich_norms,
         installed=Installed.here(device, libraries),
     )
 
@@ -97,6 +99,7 @@ def refusals(
     recomputed: Sequence[str] = (),
     latent_attention: bool = False,
     attention_sinks: bool = False,
+    sandwich_norms: bool = False,
     installed: Installed,
 ) -> list[str]:
     """Errors of the first forward pass that can be known before it, each with its remedy. Pure.
@@ -111,6 +114,7 @@ def refusals(
         recomputed: selectively recomputed modules.
         latent_attention: whether attention is multi-latent, with values of other dimensions than keys.
         attention_sinks: whether every softmax has a learnt logit beside those of keys.
+        sandwich_norms: whether attention and feed-forward layers have norms behind them.
         installed: versions and device.
     """
     problems = []
@@ -133,6 +137,8 @@ def refusals(
         problems.append(f"attention sinks are not computed by {name}: set attention_backend: dense")
     if attention_sinks and engine_layers:
         problems.append("attention sinks are built into Megatron's local layers: set transformer_impl: local")
+    if sandwich_norms and engine_layers:
+        problems.append("sandwich norms are built around Megatron's local layers: set transformer_impl: local")
     if backend is not None:
         problems += _attention_refusals(backend, device, dtype, head_dim, installed)
     return problems

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     HAVE_TE,
     get_gpt_layer_local_spec,
@@ -20,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from roll_batching.errors import LayoutError
 from roll_batching.modeling.head import gpt_of
 from roll_batching.modeling.kernels import Layers
-from roll_batching.modeling.layers import is_mixture
+from roll_batching.modeling.layers import has_window, is_mixture
 from roll_batching.modeling.rotary import PackRotation, RotarySettings
 from roll_batching.packing.attention_backend import AttentionBackend, Rotation, attention_backend
 
@@ -31,6 +32,22 @@ class PackedRMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ZeroCenteredRMSNorm(PackedRMSNorm):
+    """RMSNorm whose factor is 1 + weight, as in Gemma. Megatron has it in TransformerEngine's norms only.
+
+    Computes in fp32: 1 + weight has fewer digits than the weight.
+    """
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to zeros."""
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The normalised x, in its dtype."""
+        factor = 1 + self.weight.float() if self.weight.dtype.itemsize < 4 else 1 + self.weight
+        return F.rms_norm(x.to(factor.dtype), self.normalized_shape, factor, self.eps).to(x.dtype)
 
 
 class PackedLayerNorm(torch.nn.LayerNorm):
@@ -62,6 +79,7 @@ def packed_layer_spec(
     experts: bool | None = None,
     attention: AttentionBackend | str = "auto",
     layers_of: Layers = "local",
+    sandwich_norms: bool = False,
 ) -> Any:
     """The spec of a transformer layer whose core attention takes packs.
 
@@ -73,6 +91,7 @@ def packed_layer_spec(
         attention: a backend, its name or dotted path, or "auto", the default of this device.
         layers_of: "local", Megatron's own layers with torch's norms, or "transformer_engine", Megatron's spec for it:
             norms are fused into the next linear layer, experts are one grouped layer if `moe_grouped_gemm`.
+        sandwich_norms: whether attention and feed-forward layers have norms behind them, too (local layers only).
 
     Raises:
         LayoutError: for norms other than RMSNorm and LayerNorm, for `rotary` with a core that does not rotate, and if
@@ -95,6 +114,10 @@ def packed_layer_spec(
         layer.submodules.self_attention.submodules.core_attention = core_attention(config, rotary, attention=attention)
         return layer
     norm = norms[config.normalization]
+    if config.layernorm_zero_centered_gamma:
+        if norm is not PackedRMSNorm:
+            raise LayoutError("layernorm_zero_centered_gamma is supported for RMSNorm only: unset it")
+        norm = ZeroCenteredRMSNorm
     if config.multi_latent_attention:
         # Imported here: other models do not need it.
         from roll_batching.modeling.latent_attention import latent_layer_spec
@@ -114,6 +137,10 @@ def packed_layer_spec(
     submodules.core_attention = core_attention(config, rotary, attention=attention)
     if config.qk_layernorm:
         submodules.q_layernorm = submodules.k_layernorm = norm
+    if sandwich_norms:
+        from roll_batching.modeling.sandwich_layer import SandwichLayer  # few models need it
+
+        layer.module, layer.params = SandwichLayer, {"norm": norm}
     return layer
 
 
@@ -137,8 +164,12 @@ def core_attention(
             f"the attention backend {backend.name} does not rotate: leave rotary out, and build the GPTModel with "
             "position_embedding_type='rope'"
         )
-    rotation = None if rotary is None else PackRotation(rotary, config.kv_channels)
-    return functools.partial(_build_core, backend, rotation)
+    if rotary is None:
+        return functools.partial(_build_core, backend, None, None)
+    rotation = local = PackRotation(rotary, config.kv_channels)
+    if rotary.local_base is not None:
+        local = PackRotation(rotary.of_windows, config.kv_channels)
+    return functools.partial(_build_core, backend, rotation, local)
 
 
 def _with_window(backend: AttentionBackend, config: TransformerConfig) -> AttentionBackend:
@@ -149,8 +180,13 @@ def _with_window(backend: AttentionBackend, config: TransformerConfig) -> Attent
     return backend.for_window(window[0] + 1)  # Megatron counts the tokens to the left
 
 
-def _build_core(backend: AttentionBackend, rotation: Rotation | None, **arguments: Any) -> torch.nn.Module:
+def _build_core(
+    backend: AttentionBackend, rotation: Rotation | None, local: Rotation | None, **arguments: Any
+) -> torch.nn.Module:
+    """A layer's core attention; `local` is the rotation of layers with a sliding window."""
     config, number = arguments["config"], arguments["layer_number"]
+    if has_window(config, number):
+        rotation = local
     if config.no_rope_freq and config.no_rope_freq[number - 1]:  # layer numbers start at 1
         rotation = None
     core: Any = backend.build_core(rotation, **arguments)
@@ -178,6 +214,7 @@ def replace_local_cores(chunks: Sequence[Any], *, attention: AttentionBackend | 
             attends.core_attention = _build_core(
                 _with_window(backend, attends.config),
                 None,
+                None,
                 config=attends.config,
                 layer_number=attends.layer_number,
                 attn_mask_type=attends.attn_mask_type,
@@ -197,6 +234,7 @@ def packed_block_spec(
     first: int = 0,
     attention: AttentionBackend | str = "auto",
     layers_of: Layers = "local",
+    sandwich_norms: bool = False,
 ) -> Any:
     """The spec of a pipeline chunk of `layers` layers; `first` is the index of its first layer in the whole model.
 
@@ -204,7 +242,9 @@ def packed_block_spec(
     with a 1 in the list.
     """
     kinds = [
-        packed_layer_spec(config, rotary, experts=mixture, attention=attention, layers_of=layers_of)
+        packed_layer_spec(
+            config, rotary, experts=mixture, attention=attention, layers_of=layers_of, sandwich_norms=sandwich_norms
+        )
         for mixture in (False, True)
     ]
     specs = [kinds[is_mixture(config.moe_layer_freq, index)] for index in range(first, first + layers)]

@@ -164,7 +164,17 @@ class ArchitectureConfig(Settings):
     rotary_base: float = setting(10000.0, help="Base of the rotary frequencies.", gt=0)
     rotary_percent: float = setting(1.0, help="Share of each head's channels that is rotated.", gt=0, le=1)
     rope_scaling: RopeScaling | None = setting(None, help="Scaling of the rotary frequencies; default: none.")
+    rotary_local_base: float | None = setting(
+        None, help="Base of layers with the sliding window, without rope_scaling; default: that of all layers.", gt=0
+    )
     norm_epsilon: float = setting(1e-6, help="Epsilon of RMSNorm.", gt=0)
+    zero_centered_norms: bool = setting(False, help="Whether a norm's factor is 1 + its weight, as in Gemma.")
+    sandwich_norms: bool = setting(
+        False, help="Norms behind attention and feed-forward layers, too, before they are added, as in Gemma."
+    )
+    scaled_embedding: bool = setting(
+        False, help="Whether the embeddings of tokens are multiplied by the square root of hidden_size, as in Gemma."
+    )
     tie_word_embeddings: bool = setting(False, help="Whether the output head shares the embedding's weight.")
     qk_layernorm: bool = setting(False, help="Normalise queries and keys per head, as Qwen3 does.")
     add_qkv_bias: bool = setting(False, help="Bias on the query, key and value projections, as Qwen2 has.")
@@ -174,6 +184,12 @@ class ArchitectureConfig(Settings):
     )
     swiglu_limit: float | None = setting(
         None, help="gpt-oss's gate: both halves clamped here, sigmoid of 1.702 x, and 1 added. Default: SwiGLU.", gt=0
+    )
+    activation: Literal["silu", "gelu_tanh"] = setting(
+        "silu", help="Activation of the gate of feed-forward layers. gelu_tanh: GELU by tanh, as in Gemma."
+    )
+    query_pre_attn_scalar: float | None = setting(
+        None, help="Scores are products divided by the square root of this; default: a head's channels.", gt=0
     )
     attention_sinks: bool = setting(
         False, help="A learnt logit per head that takes its share of every softmax, as gpt-oss has."
@@ -201,6 +217,10 @@ class ArchitectureConfig(Settings):
                 raise ValueError("window_layers has no effect without sliding_window: leave it out")
             if len(self.window_layers) != self.num_layers:
                 raise ValueError(f"window_layers has {len(self.window_layers)} entries for {self.num_layers} layers")
+        if self.rotary_local_base is not None and self.sliding_window is None:
+            raise ValueError("rotary_local_base has no effect without sliding_window: leave it out")
+        if self.activation != "silu" and self.swiglu_limit is not None:
+            raise ValueError("activation has no effect with swiglu_limit: leave it out")
         return self
 
     @model_validator(mode="after")
@@ -212,7 +232,10 @@ class ArchitectureConfig(Settings):
             raise ValueError("kv_channels has no effect with multi_latent_attention: leave it out")
         if self.kv_heads != self.num_attention_heads:
             raise ValueError("num_query_groups has no effect with multi_latent_attention: leave it out")
-        for name in ("qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_sinks"):
+        for name in (
+            "qk_layernorm", "add_qkv_bias", "add_bias_linear", "attention_sinks", "query_pre_attn_scalar",
+            "rotary_local_base", "zero_centered_norms", "sandwich_norms",
+        ):  # fmt: skip
             if getattr(self, name):
                 raise ValueError(f"{name} has no effect with multi_latent_attention: leave it out")
         if self.rotary_percent != 1:

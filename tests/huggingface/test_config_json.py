@@ -31,6 +31,14 @@ EXPECTED = {
     "Mixtral-8x7B-v0.1": {"ffn_width": 14336, "rotary_base": 1e6},
     "GLM-4.5-Air": {"add_qkv_bias": True, "qk_layernorm": False, "rotary_percent": 0.5, "head_dim": 128},
     "DeepSeek-V3": {"head_dim": 192, "value_dim": 128, "kv_heads": 128},
+    "gemma-3-1b-it": {
+        "rotary_base": 1e6,
+        "rotary_local_base": 1e4,
+        "sliding_window": 512,
+        "window_layers": ((1,) * 5 + (0,)) * 4 + (1, 1),
+        "activation": "gelu_tanh",
+        "tie_word_embeddings": True,
+    },
     "gpt-oss-20b": {"attention_sinks": True, "sliding_window": 128, "window_layers": (1, 0) * 12, "swiglu_limit": 7.0},
     "Moonlight-16B-A3B": {"head_dim": 192, "rope_scaling": None, "norm_epsilon": 1e-5},
 }
@@ -44,6 +52,7 @@ PARAMETERS = {
     "GLM-4.5-Air": None,
     "DeepSeek-V3": None,
     "Moonlight-16B-A3B": None,
+    "gemma-3-1b-it": 999_885_952,
     "gpt-oss-20b": None,
 }
 """As their publishers count them; None: as transformers counts parameters and expert biases."""
@@ -114,6 +123,9 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
         "attention_bias",
         "partial_rotary_factor",
         "rope_interleave",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
+        "sliding_window_pattern",
     )
     for field in (*told_by_the_class, "head_dim", "decoder_sparse_step", "mlp_only_layers"):
         if name == "Moonlight-16B-A3B" and field in ("n_group", "topk_group"):
@@ -130,7 +142,7 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
     ("changes", "words"),
     [
         ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported: the families are llama"),
-        ({"model_type": "gemma3_text"}, "have no norms after attention"),
+        ({"model_type": "gemma3"}, "its directories hold a vision encoder beside the text model"),
         ({"model_type": "qwen3_next"}, "which Megatron-Core 0.16 refuses for packs"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
@@ -202,6 +214,22 @@ def test_refused_of_experts(changes, words):
         ("gpt-oss-20b", {"swiglu_alpha": 1.5}, "swiglu_alpha: 1.5 is not supported, only 1.702"),
         ("gpt-oss-20b", {"swiglu_limit": "7"}, "swiglu_limit: '7' is not supported, it must be a number"),
         ("gpt-oss-20b", {"attention_bias": False}, "attention_bias: False is not supported, only True"),
+        ("gemma-3-1b-it", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not supported"),
+        ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True is not supported"),
+        ("gemma-3-1b-it", {"hidden_activation": "gelu"}, "only 'gelu_pytorch_tanh'"),
+        ("gemma-3-1b-it", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar: None is not supported"),
+        ("gemma-3-1b-it", {"sliding_window_pattern": 0}, "sliding_window_pattern: 0 is not supported"),
+        ("gemma-3-1b-it", {"rope_parameters": {"rope_type": "default"}}, "must be an object of full_attention and"),
+        (
+            "gemma-3-1b-it",
+            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+            "rope_parameters.full_attention contradicts {'rope_theta': 1000000}",
+        ),
+        (
+            "gemma-3-1b-it",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "only rope_theta of the default rope_type",
+        ),
         ("GLM-4.5-Air", {"use_qk_norm": "no"}, "use_qk_norm: 'no' is not supported, it must be true or false"),
         ("GLM-4.5-Air", {"n_shared_experts": 0}, "n_shared_experts: 0 is not supported"),
         ("GLM-4.5-Air", {"q_lora_rank": 8}, "q_lora_rank: 8 is an unknown field of model_type glm4_moe"),
@@ -224,6 +252,22 @@ def test_the_factors_of_yarn():
     assert qwen.rotated_factor == pytest.approx(1.1386294361119891)
     without_factor = {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 32768, "factor": None}}
     assert architecture_of(PUBLISHED["Qwen2.5-7B"] | without_factor).rope_scaling.factor == 4.0
+
+
+def test_two_ropes():
+    """Of Gemma: scaled in layers without a window, and of a base of its own in the others."""
+    gemma = PUBLISHED["gemma-3-1b-it"]
+    scaled = architecture_of(gemma | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert (scaled.rope_scaling.type, scaled.rope_scaling.factor, scaled.rotary_local_base) == ("linear", 8.0, 1e4)
+    without = {key: value for key, value in gemma.items() if not key.startswith("rope_")}
+    newer = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_theta": 5e3}}
+    found = architecture_of(without | {"rope_parameters": newer})
+    assert (found.rotary_base, found.rope_scaling.factor, found.rotary_local_base) == (1e6, 8.0, 5e3)
+    assert architecture_of(without).rotary_local_base == 1e4
+    full = architecture_of(gemma | {"layer_types": ["full_attention"] * 26})
+    assert full.rotary_local_base is None and full.sliding_window is None
+    short = architecture_of(gemma | {"max_position_embeddings": 512})  # windows change nothing, but RoPE does
+    assert short.sliding_window == 512 and short.rotary_local_base == 1e4
 
 
 def test_layers_of_experts():

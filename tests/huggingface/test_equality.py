@@ -96,6 +96,11 @@ def test_windows(models: Any, report: Callable[[str], None]) -> None:
     _check(models, [("qwen2_window", layout, TRAINED) for layout in (Layout(cp=2), Layout(pp=2))], report)
 
 
+def test_two_ropes_and_norms_behind_layers(models: Any, report: Callable[[str], None]) -> None:
+    """With and without sequence parallelism: the weights of norms are on all ranks."""
+    _check(models, [("gemma3", layout, TRAINED) for layout in (*LAYOUTS, Layout(tp=2))], report)
+
+
 def test_experts(models: Any, report: Callable[[str], None]) -> None:
     names = ("qwen3_moe", "glm4_moe", "deepseek_v3")
     cases = [(name, layout, TRAINED) for name in names for layout in EXPERT_LAYOUTS]
@@ -122,7 +127,7 @@ def test_biases_of_experts_are_refused_under_tensor_parallelism(models: Any) -> 
 FLASH = "tests.support.own_attention:FlashOnTheCpu"
 
 
-@pytest.mark.parametrize("name", ["qwen2_window", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen2_window", "gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(cp=2)], ids=str)
 def test_kernels_of_variable_length_get_windows_and_head_dimensions(
     name: str, layout: Layout, models: Any, report: Callable[[str], None]
@@ -137,7 +142,7 @@ def test_kernels_of_variable_length_get_windows_and_head_dimensions(
         assert gap < LIMIT
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "gpt_oss", "gemma3"])
 def test_padded_is_packed(name: str, models: Any, report: Callable[[str], None]) -> None:
     folder, _ = models(name)
     rows = {}

@@ -52,8 +52,9 @@ def check_equal(written, read):
         (["qwen3_moe", "glm4_moe", "deepseek_v3"], EXPERT_LAYOUTS),
         (["qwen3", "qwen2"], UNEVEN),
         (["gpt_oss"], [Layout(pp=2, dp=2, ep=2, moe=True)]),
+        (["gemma3"], [Layout(tp=2, pp=2)]),
     ],
-    ids=["dense", "experts", "uneven stages", "stacked experts"],
+    ids=["dense", "experts", "uneven stages", "stacked experts", "norms behind layers"],
 )
 def test_what_was_read_is_written_to_the_bit(tmp_path, names, layouts, report):
     for name in names:

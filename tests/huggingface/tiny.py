@@ -105,11 +105,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {**_LATENT, **_SIGMOID, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "pad_token_id": None,  # torch would give the embedding of this token no gradient
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
     "qwen2_yarn": ("Qwen2", {"rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "truncate": False}}),
 }
 """By name: the prefix of the family's classes in transformers, and fields of its configuration beside `_SHAPE`."""
-DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "qwen2_yarn", "mistral_window", "qwen2_window")
+DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "qwen2_yarn", "mistral_window", "qwen2_window", "gemma3")
 EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_small", "gpt_oss")
+ZERO_CENTRED = ("Gemma3Text",)
+"""Models whose norms multiply by 1 + weight."""
 UNSHARDED = ("gpt_oss",)
 """Models that are refused under tensor parallelism."""
 
@@ -123,11 +139,12 @@ def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, mod
 
     prefix, beside = model or MODELS[name]
     config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **beside}, eos_token_id=5, bos_token_id=1)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(dtype)
+    model = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config).to(dtype)
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator) * 0.15 + (1.0 if "norm" in key else 0.0)
+            start = 1.0 if "norm" in key and prefix not in ZERO_CENTRED else 0.0
+            values = torch.randn(parameter.shape, generator=generator) * 0.15 + start
             parameter.copy_(values)
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):  # of the size of differences between scores

@@ -70,6 +70,20 @@ SINKS = {
 }
 """gpt-oss's attention and experts."""
 
+SANDWICH = {
+    "qk_layernorm": True,
+    "zero_centered_norms": True,
+    "sandwich_norms": True,
+    "scaled_embedding": True,
+    "activation": "gelu_tanh",
+    "query_pre_attn_scalar": 48.0,
+    "sliding_window": 64,
+    "window_layers": [1, 0, 1, 1],
+    "rotary_local_base": 500.0,
+    "tie_word_embeddings": True,
+}
+"""Gemma 3's layers."""
+
 
 def job_of(
     *,
