@@ -10,8 +10,10 @@ from roll_batching.huggingface.expert_fields import translate_experts, translate
 from roll_batching.huggingface.families import Family, load_family
 from roll_batching.huggingface.fields import (
     ALWAYS,
+    DELTA_NET_FIELDS,
     EXPERTS,
     LATENT_ATTENTION,
+    LAYER_KINDS,
     LOCAL_ROPE,
     OPTIONAL,
     RENAMED,
@@ -51,12 +53,15 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
         translate_sigmoid_experts(values, result)
     elif family.mixture:
         translate_experts(values, family, result)
+    if family.delta_net:
+        _translate_delta_net(values, result)
     if family.latent_attention:
         _translate_latent_attention(values, result)
     own = {*family.numbers, *family.switches, *(("partial_rotary_factor",) if family.partial_rope else ())}
     always = {name: value for name, value in {**ALWAYS, **family.always}.items() if name not in own}
     known_fields = {*RENAMED, *ROPE, *always, *WITHOUT_EFFECT, *own}
     known_fields |= set(SLIDING if family.windows else ())
+    known_fields |= {*DELTA_NET_FIELDS, *LAYER_KINDS} if family.delta_net else set()
     known_fields |= set(LOCAL_ROPE if family.local_rope else ())
     known_fields |= set(LATENT_ATTENTION if family.latent_attention else ())
     known_fields |= set(SIGMOID_EXPERTS if family.sigmoid_routing else EXPERTS if family.mixture else ())
@@ -140,6 +145,29 @@ def _kinds_of_pattern(values: Mapping[str, Any], layers: int, result: Translatio
         result.problems.append(f"{name}: {every!r} is not supported, it must be a positive number of layers")
         return None
     return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+
+
+def _translate_delta_net(values: Mapping[str, Any], result: Translation) -> None:
+    missing = [name for name in DELTA_NET_FIELDS if values.get(name) is None]
+    result.problems += [f"{name} is missing" for name in missing]
+    if values.get("use_sliding_window"):
+        result.problems.append("use_sliding_window: true is not supported beside gated delta nets: set it to false")
+    layers, kinds = values.get("num_hidden_layers"), values.get("layer_types")
+    every = values.get("full_attention_interval", 4)
+    if kinds is None and isinstance(layers, int):
+        if isinstance(every, bool) or not isinstance(every, int) or every < 2:
+            text = "is not supported, it must be a number of layers above 1"
+            result.problems.append(f"full_attention_interval: {every!r} {text}")
+            return
+        kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) != {"linear_attention", "full_attention"}:
+        text = f"layer_types must name linear_attention or full_attention, and both, for each of {layers} layers"
+        result.problems.append(text)
+    elif not missing:
+        result.architecture["gated_delta_net"] = {
+            "layers": [int(kind == "linear_attention") for kind in kinds],
+            **{ours: values[name] for name, ours in DELTA_NET_FIELDS.items()},
+        }
 
 
 _LATENT = {

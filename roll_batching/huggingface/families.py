@@ -17,10 +17,13 @@ from typing import Any
 
 from roll_batching.errors import ConfigError
 from roll_batching.huggingface.layer_rules import (
+    DELTA_NET,
     DENSE,
     EMBEDDING,
     EXPERT_BIAS,
     FINAL_NORM,
+    GATED_QKV,
+    GATED_SHARED_EXPERT,
     HEAD,
     OUTPUT_BIAS,
     OUTPUT_PROJECTION,
@@ -73,6 +76,12 @@ class Family:
     """Whether attention is DeepSeek's multi-latent attention, with the fields `LATENT_ATTENTION`."""
     sigmoid_routing: bool = False
     """Whether the router is DeepSeek-V3's, with the fields `SIGMOID_EXPERTS` instead of `EXPERTS`."""
+    shared_expert: bool = False
+    """Whether mixture layers have a shared expert with a gate, `shared_expert_intermediate_size` wide."""
+    delta_net: tuple[TensorRule, ...] = ()
+    """Rules of a layer with a gated delta net; empty for families without the fields `DELTA_NET_FIELDS`."""
+    untrained: tuple[str, ...] = ()
+    """Beginnings of names of tensors that are not trained, such as layers of multi-token prediction."""
     normalised_experts: bool = False
     """Whether the routing weights of a token always sum to one; otherwise `norm_topk_prob` decides."""
 
@@ -111,6 +120,15 @@ _DEEPSEEK_V3 = Family(
     latent_attention=True,
     sigmoid_routing=True,
 )
+
+_DELTA_NETS = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_GATED = {"zero_centered_norms": True, "attention_output_gate": True}
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -226,6 +244,26 @@ FAMILIES: Mapping[str, Family] = {
             windows=True,
             local_rope=True,
         ),
+        Family(
+            model_type="qwen3_next",
+            architecture="Qwen3NextForCausalLM",
+            defaults={
+                **_USUAL,
+                "head_dim": 256,
+                "partial_rotary_factor": 0.25,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+                **_DELTA_NETS,
+            },
+            settings=_GATED,
+            qk_layernorm=True,
+            partial_rope=True,
+            mixture=(*mixture("mlp", "gate_proj", "up_proj", "down_proj"), *GATED_SHARED_EXPERT),
+            shared_expert=True,
+            delta_net=DELTA_NET,
+            untrained=("mtp.",),
+        ),
         _DEEPSEEK_V3,
         dataclasses.replace(_DEEPSEEK_V3, model_type="kimi_k2"),
         dataclasses.replace(
@@ -238,20 +276,16 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-_DELTA_NET = (
-    "its layers are gated delta nets, which Megatron-Core 0.16 refuses for packs; 0.19 takes packs, and the family is "
-    "not built on it here"
-)
+_QWEN3_5 = "its directories hold a vision encoder beside the text model; of gated delta nets, qwen3_next trains"
 MISSING: Mapping[str, str] = {
     "gemma2": "it caps the scores of attention and the logits by tanh, which no attention backend here computes",
     "gemma3": "its directories hold a vision encoder beside the text model; directories of gemma3_text (as of the 1B "
     "model) train",
     "glm4": "its projections of gate and input are one tensor, which no rule here cuts",
-    "qwen3_next": _DELTA_NET,
-    "qwen3_5": _DELTA_NET,
-    "qwen3_5_text": _DELTA_NET,
-    "qwen3_5_moe": _DELTA_NET,
-    "qwen3_5_moe_text": _DELTA_NET,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5,
 }
 """Reasons why a family needs more than a table."""
 
@@ -294,9 +328,13 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
     output = OUTPUT_BIAS if architecture.add_bias_linear else ()
     if architecture.multi_latent_attention is not None:
         attention = latent_attention(architecture.multi_latent_attention.q_lora_rank is not None)
-    rules = [EMBEDDING]
+    if architecture.attention_output_gate:
+        attention = (*GATED_QKV, *norm)
+    rules, delta = [EMBEDDING], architecture.gated_delta_net
     for layer in range(architecture.num_layers):
-        rules += [rule.at(layer) for rule in (*attention, *OUTPUT_PROJECTION, *output)]
+        with_attention = (*attention, *OUTPUT_PROJECTION, *output)
+        is_delta = delta is not None and delta.layers[layer]
+        rules += [rule.at(layer) for rule in (family.delta_net if is_delta else with_attention)]
         if architecture.moe is None or not architecture.moe.is_mixture(layer):
             rules += [rule.at(layer) for rule in (SANDWICH_DENSE if architecture.sandwich_norms else DENSE)]
             continue
@@ -309,8 +347,10 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
 def untrained_tensors(family: Family, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Those of the tensors `names` that belong to the layers of multi-token prediction in a `config.json`.
 
-    Publishers number them after the model's own layers. They are not trained; an export copies them.
+    Publishers number them after the model's own layers, or name them by `Family.untrained`. An export copies them.
     """
+    if family.untrained:
+        return [name for name in names if name.startswith(family.untrained)]
     count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
     if not family.sigmoid_routing or not count:
         return []

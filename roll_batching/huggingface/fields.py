@@ -27,6 +27,16 @@ LOCAL_ROPE = ("rope_local_base_freq", "sliding_window_pattern", "_sliding_window
 """Fields of families whose layers with a window have RoPE of their own. The patterns say which layers these are where
 `layer_types` is absent."""
 SLIDING = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+DELTA_NET_FIELDS: Mapping[str, str] = {
+    "linear_num_key_heads": "num_key_heads",
+    "linear_num_value_heads": "num_value_heads",
+    "linear_key_head_dim": "key_head_dim",
+    "linear_value_head_dim": "value_head_dim",
+    "linear_conv_kernel_dim": "conv_kernel_dim",
+}
+"""Fields of gated delta nets, and their names in `architecture.gated_delta_net`."""
+LAYER_KINDS = ("layer_types", "full_attention_interval", "use_sliding_window", "sliding_window", "max_window_layers")
+"""Fields that say which layers are gated delta nets, and those of windows, which these families do not have."""
 EXPERTS = (
     "num_local_experts",
     "num_experts",
@@ -37,6 +47,7 @@ EXPERTS = (
     "mlp_only_layers",
     "router_aux_loss_coef",
     "output_router_logits",
+    "shared_expert_intermediate_size",
 )
 SIGMOID_EXPERTS = (
     "n_routed_experts",

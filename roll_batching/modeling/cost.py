@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from roll_batching.distributed.parallel_layout import ParallelLayout
-from roll_batching.modeling.layers import has_uneven_stages, is_mixture
+from roll_batching.modeling.layers import has_delta_nets, has_uneven_stages, is_mixture
 from roll_batching.planning import CostModel, FlopsCost, ParallelDims, Plan
 from roll_batching.planning.pack_times import Cluster, PackTimes
 
@@ -63,6 +63,8 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         cp_size=layout.cp_size,
         chunk_layers=chunk_layers,
     )
+    if has_delta_nets(config) or getattr(config, "attention_output_gate", False):
+        return _with_delta_nets(cost, config, layout)
     if not config.multi_latent_attention:
         return cost
     # Imported here: other models do not need it.
@@ -74,6 +76,22 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         heads=config.num_attention_heads,
         hidden_size=config.hidden_size,
         latent=config,
+        ranks=layout.tp_size * layout.cp_size,
+    )
+
+
+def _with_delta_nets(cost: FlopsCost, config: Any, layout: ParallelLayout) -> FlopsCost:
+    from roll_batching.settings.model_cost import DeltaNetSizes, with_delta_nets  # few models need it
+
+    return with_delta_nets(
+        cost,
+        DeltaNetSizes.of(config) if has_delta_nets(config) else None,
+        delta_layers=sum(config.linear_attention_freq or ()),
+        output_gate=config.attention_output_gate,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        queries=config.num_attention_heads * config.kv_channels,
+        keys=config.num_query_groups * config.kv_channels,
         ranks=layout.tp_size * layout.cp_size,
     )
 

@@ -32,6 +32,11 @@ def is_mixture(layer_freq: int | Sequence[int], layer: int) -> bool:
     return layer % layer_freq == 0 if isinstance(layer_freq, int) else bool(layer_freq[layer])
 
 
+def has_delta_nets(config: Any) -> bool:
+    """Whether some layers of a model with this TransformerConfig are gated delta nets."""
+    return bool(getattr(config, "linear_attention_freq", None))
+
+
 def has_window(config: TransformerConfig, layer_number: int) -> bool:
     """Whether a layer (numbers start at 1) has the sliding window of the config."""
     size = getattr(config, "window_size", None)

@@ -14,7 +14,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -72,6 +74,13 @@ class BiasedExpertOutput(RowParallelLinear):
         return output.clone(), bias
 
 
+class GatedSelfAttention(SelfAttention):
+    """Megatron's attention with gates of its output, which Megatron compiles for every number of tokens."""
+
+    def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
+
+
 def packed_layer_spec(
     config: TransformerConfig,
     rotary: RotarySettings | None = None,
@@ -80,6 +89,7 @@ def packed_layer_spec(
     attention: AttentionBackend | str = "auto",
     layers_of: Layers = "local",
     sandwich_norms: bool = False,
+    delta_net: bool = False,
 ) -> Any:
     """The spec of a transformer layer whose core attention takes packs.
 
@@ -92,6 +102,7 @@ def packed_layer_spec(
         layers_of: "local", Megatron's own layers with torch's norms, or "transformer_engine", Megatron's spec for it:
             norms are fused into the next linear layer, experts are one grouped layer if `moe_grouped_gemm`.
         sandwich_norms: whether attention and feed-forward layers have norms behind them, too (local layers only).
+        delta_net: whether a gated delta net takes the place of attention (local layers only).
 
     Raises:
         LayoutError: for norms other than RMSNorm and LayerNorm, for `rotary` with a core that does not rotate, and if
@@ -133,6 +144,13 @@ def packed_layer_spec(
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.add_bias_linear and config.num_moe_experts is not None and experts is not False:
         layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertOutput
+    if delta_net:
+        from roll_batching.modeling.delta_net import PackedDeltaNet  # few models need it
+
+        layer.submodules.self_attention = ModuleSpec(module=PackedDeltaNet)
+        return layer
+    if config.attention_output_gate:
+        layer.submodules.self_attention.module = GatedSelfAttention
     submodules = layer.submodules.self_attention.submodules
     submodules.core_attention = core_attention(config, rotary, attention=attention)
     if config.qk_layernorm:
@@ -239,17 +257,20 @@ def packed_block_spec(
     """The spec of a pipeline chunk of `layers` layers; `first` is the index of its first layer in the whole model.
 
     With experts, `moe_layer_freq` selects the mixture layers of the whole model: every n-th from index 0 on, or those
-    with a 1 in the list.
+    with a 1 in the list. A list `linear_attention_freq` selects those with gated delta nets.
     """
-    kinds = [
-        packed_layer_spec(
-            config, rotary, experts=mixture, attention=attention, layers_of=layers_of, sandwich_norms=sandwich_norms
+    held = range(first, first + layers)
+    delta_nets = getattr(config, "linear_attention_freq", None) or [0] * (first + layers)
+    kinds = {
+        kind: packed_layer_spec(
+            config, rotary, experts=kind[0], attention=attention, layers_of=layers_of, sandwich_norms=sandwich_norms,
+            delta_net=kind[1],
         )
-        for mixture in (False, True)
-    ]
-    specs = [kinds[is_mixture(config.moe_layer_freq, index)] for index in range(first, first + layers)]
+        for kind in {(is_mixture(config.moe_layer_freq, index), bool(delta_nets[index])) for index in held}
+    }  # fmt: skip
+    specs = [kinds[is_mixture(config.moe_layer_freq, index), bool(delta_nets[index])] for index in held]
     if layers_of == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=kinds[0].submodules.input_layernorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=specs[0].submodules.input_layernorm)

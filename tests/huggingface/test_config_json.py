@@ -13,6 +13,7 @@ import torch
 
 from roll_batching.huggingface.config_json import translate
 from roll_batching.huggingface.families import FAMILIES, rules_of
+from roll_batching.huggingface.fields import DELTA_NET_FIELDS
 from roll_batching.huggingface.stored import ranges
 from roll_batching.huggingface.tensors import Sizes, expected_tensors, local_shape, pieces
 from roll_batching.jobs.config import ConfigFileError, config_from_dict
@@ -31,6 +32,13 @@ EXPECTED = {
     "Mixtral-8x7B-v0.1": {"ffn_width": 14336, "rotary_base": 1e6},
     "GLM-4.5-Air": {"add_qkv_bias": True, "qk_layernorm": False, "rotary_percent": 0.5, "head_dim": 128},
     "DeepSeek-V3": {"head_dim": 192, "value_dim": 128, "kv_heads": 128},
+    "Qwen3-Next-80B-A3B-Instruct": {
+        "attention_output_gate": True,
+        "zero_centered_norms": True,
+        "rotary_percent": 0.25,
+        "head_dim": 256,
+        "qk_layernorm": True,
+    },
     "gemma-3-1b-it": {
         "rotary_base": 1e6,
         "rotary_local_base": 1e4,
@@ -52,6 +60,7 @@ PARAMETERS = {
     "GLM-4.5-Air": None,
     "DeepSeek-V3": None,
     "Moonlight-16B-A3B": None,
+    "Qwen3-Next-80B-A3B-Instruct": None,
     "gemma-3-1b-it": 999_885_952,
     "gpt-oss-20b": None,
 }
@@ -126,6 +135,8 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
         "rope_local_base_freq",
         "query_pre_attn_scalar",
         "sliding_window_pattern",
+        "full_attention_interval",
+        *DELTA_NET_FIELDS,
     )
     for field in (*told_by_the_class, "head_dim", "decoder_sparse_step", "mlp_only_layers"):
         if name == "Moonlight-16B-A3B" and field in ("n_group", "topk_group"):
@@ -143,7 +154,7 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
     [
         ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported: the families are llama"),
         ({"model_type": "gemma3"}, "its directories hold a vision encoder beside the text model"),
-        ({"model_type": "qwen3_next"}, "which Megatron-Core 0.16 refuses for packs"),
+        ({"model_type": "qwen3_5"}, "its directories hold a vision encoder beside the text model"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"attention_bias": True}, "attention_bias: True"),
@@ -214,6 +225,17 @@ def test_refused_of_experts(changes, words):
         ("gpt-oss-20b", {"swiglu_alpha": 1.5}, "swiglu_alpha: 1.5 is not supported, only 1.702"),
         ("gpt-oss-20b", {"swiglu_limit": "7"}, "swiglu_limit: '7' is not supported, it must be a number"),
         ("gpt-oss-20b", {"attention_bias": False}, "attention_bias: False is not supported, only True"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"linear_key_head_dim": None}, "linear_key_head_dim is missing"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"full_attention_interval": 1}, "full_attention_interval: 1 is not supported"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"layer_types": ["full_attention"] * 48}, "and both, for each of 48 layers"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"layer_types": "linear_attention"}, "and both, for each of 48 layers"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"use_sliding_window": True}, "use_sliding_window: true is not supported"),
+        (
+            "Qwen3-Next-80B-A3B-Instruct",
+            {"shared_expert_intermediate_size": None},
+            "shared_expert_intermediate_size is missing",
+        ),
+        ("Qwen3-30B-A3B", {"shared_expert_intermediate_size": 64}, "has no effect with model_type qwen3_moe"),
         ("gemma-3-1b-it", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not supported"),
         ("gemma-3-1b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True is not supported"),
         ("gemma-3-1b-it", {"hidden_activation": "gelu"}, "only 'gelu_pytorch_tanh'"),
@@ -289,7 +311,10 @@ def test_windows():
     assert "layer_types must name" in "".join(translate(qwen | {"layer_types": ["linear_attention"] * 28}).problems)
 
 
-@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-30B-A3B", "GLM-4.5-Air", "DeepSeek-V3"])
+SHARDED = ["Llama-3.2-1B", "Qwen3-30B-A3B", "GLM-4.5-Air", "DeepSeek-V3", "Qwen3-Next-80B-A3B-Instruct"]
+
+
+@pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_cover_every_tensor_once(name, ranks):
     """The vocabulary of Llama 3.2 plus 3 divides among no ranks."""

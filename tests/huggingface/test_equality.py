@@ -102,9 +102,22 @@ def test_two_ropes_and_norms_behind_layers(models: Any, report: Callable[[str], 
 
 
 def test_experts(models: Any, report: Callable[[str], None]) -> None:
-    names = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+    names = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
     cases = [(name, layout, TRAINED) for name in names for layout in EXPERT_LAYOUTS]
     _check(models, [*cases, ("gpt_oss", EXPERT_LAYOUTS[0], TRAINED), ("gpt_oss", Layout(cp=2), TRAINED)], report)
+
+
+def test_gated_delta_nets(models: Any, report: Callable[[str], None]) -> None:
+    """Their heads are divided over context-parallel ranks, too."""
+    _check(models, [("qwen3_next", layout, TRAINED) for layout in (Layout(cp=2), Layout(pp=2))], report)
+    _check(models, [("qwen3_next", Layout(tp=2, sp=True, cp=2, moe=True), TRAINED)], report)
+
+
+@pytest.mark.bad_input
+def test_heads_of_gated_delta_nets_must_divide(models: Any) -> None:
+    case = ("qwen3_next", Layout(cp=8), {})
+    with pytest.raises(AssertionError, match="4 key heads of gated delta nets do not divide among TP x CP = 8 ranks"):
+        _check(models, [case], print)
 
 
 @pytest.mark.slow
@@ -142,7 +155,7 @@ def test_kernels_of_variable_length_get_windows_and_head_dimensions(
         assert gap < LIMIT
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "gpt_oss", "gemma3"])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_next"])
 def test_padded_is_packed(name: str, models: Any, report: Callable[[str], None]) -> None:
     folder, _ = models(name)
     rows = {}

@@ -49,7 +49,7 @@ def check_equal(written, read):
     ("names", "layouts"),
     [
         (["qwen3", "qwen2"], LAYOUTS),
-        (["qwen3_moe", "glm4_moe", "deepseek_v3"], EXPERT_LAYOUTS),
+        (["qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next"], EXPERT_LAYOUTS),
         (["qwen3", "qwen2"], UNEVEN),
         (["gpt_oss"], [Layout(pp=2, dp=2, ep=2, moe=True)]),
         (["gemma3"], [Layout(tp=2, pp=2)]),
@@ -118,7 +118,7 @@ def test_what_an_uneven_pipeline_trained_is_written_to_the_bit(tmp_path, report)
     assert gap < 1e-5 and moved > 1e-2
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_a_checkpoint_has_expert_biases_and_attention_sinks(name, tmp_path, report):
     """Saved with expert parallelism, loaded into pipeline stages over the untrained model."""
     tiny.write_model(tmp_path / "model", name)

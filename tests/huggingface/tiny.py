@@ -119,12 +119,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "head_dim": 16,
+            "partial_rotary_factor": 0.25,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+        },
+    ),
     "qwen2_yarn": ("Qwen2", {"rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "truncate": False}}),
 }
 """By name: the prefix of the family's classes in transformers, and fields of its configuration beside `_SHAPE`."""
 DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "qwen2_yarn", "mistral_window", "qwen2_window", "gemma3")
-EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_small", "gpt_oss")
-ZERO_CENTRED = ("Gemma3Text",)
+EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_small", "gpt_oss", "qwen3_next")
+ZERO_CENTRED = ("Gemma3Text", "Qwen3Next")
 """Models whose norms multiply by 1 + weight."""
 UNSHARDED = ("gpt_oss",)
 """Models that are refused under tensor parallelism."""
@@ -143,7 +159,8 @@ def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, mod
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            start = 1.0 if "norm" in key and prefix not in ZERO_CENTRED else 0.0
+            is_centred = prefix in ZERO_CENTRED and "linear_attn" not in key
+            start = 1.0 if "norm" in key and not is_centred else 0.0
             values = torch.randn(parameter.shape, generator=generator) * 0.15 + start
             parameter.copy_(values)
         for key, buffer in model.named_buffers():
