@@ -10,11 +10,14 @@ from roll_batching.huggingface.expert_fields import translate_experts, translate
 from roll_batching.huggingface.families import Family, load_family
 from roll_batching.huggingface.fields import (
     ALWAYS,
+    BESIDE_TEXT,
     DELTA_NET_FIELDS,
     EXPERTS,
+    IMAGE_AXES,
     LATENT_ATTENTION,
     LAYER_KINDS,
     LOCAL_ROPE,
+    NEXT_TOKENS,
     OPTIONAL,
     RENAMED,
     ROPE,
@@ -40,8 +43,13 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
     classes = config.get("architectures")
     if classes is not None and classes != [family.architecture]:
         result.problems.append(f"architectures {classes} is not supported: only {family.architecture} is trained")
+    if family.text_model is not None:
+        config = _text_config(config, family, result)
+    if family.image_axes and isinstance(config.get("rope_parameters"), Mapping):
+        rope = {name: value for name, value in config["rope_parameters"].items() if name not in IMAGE_AXES}
+        config = {**config, "rope_parameters": rope}
     values = {**family.defaults, **config}
-    _translate_renamed(values, result)
+    _translate_renamed(values, family, result)
     share = values["partial_rotary_factor"] if family.partial_rope else 1.0
     if family.local_rope:
         translate_two_ropes(config, values, result)
@@ -61,7 +69,7 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
     always = {name: value for name, value in {**ALWAYS, **family.always}.items() if name not in own}
     known_fields = {*RENAMED, *ROPE, *always, *WITHOUT_EFFECT, *own}
     known_fields |= set(SLIDING if family.windows else ())
-    known_fields |= {*DELTA_NET_FIELDS, *LAYER_KINDS} if family.delta_net else set()
+    known_fields |= {*DELTA_NET_FIELDS, *LAYER_KINDS, *NEXT_TOKENS} if family.delta_net else set()
     known_fields |= set(LOCAL_ROPE if family.local_rope else ())
     known_fields |= set(LATENT_ATTENTION if family.latent_attention else ())
     known_fields |= set(SIGMOID_EXPERTS if family.sigmoid_routing else EXPERTS if family.mixture else ())
@@ -86,14 +94,36 @@ def translate(config: Mapping[str, Any], own_family: str | None = None) -> Trans
 
 def stored_dtype(config: Mapping[str, Any]) -> str | None:
     """Precision of the directory's tensors by its name in torch, such as "bfloat16"; None if `config.json` has none."""
-    return config.get("dtype", config.get("torch_dtype"))
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    return config.get("dtype", config.get("torch_dtype", inner.get("dtype", inner.get("torch_dtype"))))
 
 
-def _translate_renamed(values: Mapping[str, Any], result: Translation) -> None:
+def _text_config(config: Mapping[str, Any], family: Family, result: Translation) -> Mapping[str, Any]:
+    """The fields of the text model in a `config.json` that describes a vision encoder, too."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        result.problems.append(f"text_config: {text!r} must be an object, the text model of {family.model_type}")
+        return {}
+    if text.get("model_type", family.text_model) != family.text_model:
+        found = text.get("model_type")
+        result.problems.append(f"text_config.model_type: {found!r} is not supported, only {family.text_model!r}")
+    for name in sorted(set(config) - BESIDE_TEXT - WITHOUT_EFFECT):
+        known = ALWAYS.get(name, object())
+        if config[name] is not None and config[name] != known:
+            result.problems.append(f"{name}: {config[name]!r} is an unknown field of model_type {family.model_type}")
+    ties = [one["tie_word_embeddings"] for one in (text, config) if one.get("tie_word_embeddings") is not None]
+    if len(ties) == 2 and ties[0] != ties[1]:
+        result.problems.append("tie_word_embeddings contradicts text_config.tie_word_embeddings; make them equal")
+    return {**text, **({"tie_word_embeddings": ties[0]} if ties else {})}
+
+
+def _translate_renamed(values: Mapping[str, Any], family: Family, result: Translation) -> None:
     for name, ours in RENAMED.items():
         value = values.get(name)
         if value is None:
-            if name not in OPTIONAL or name not in values:
+            by_default = name in family.defaults and family.defaults[name] is None
+            if not by_default and (name not in OPTIONAL or name not in values):
                 result.problems.append(f"{name} is missing")
             continue
         if isinstance(value, bool) and name != "tie_word_embeddings":

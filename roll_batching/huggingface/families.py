@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from roll_batching.errors import ConfigError
+from roll_batching.huggingface.family import Family
 from roll_batching.huggingface.layer_rules import (
     DELTA_NET,
     DENSE,
@@ -33,58 +33,13 @@ from roll_batching.huggingface.layer_rules import (
     SANDWICH_DENSE,
     SHARED_EXPERTS,
     SINKS,
+    SPLIT_DELTA_NET,
     STACKED_MIXTURE,
     latent_attention,
     mixture,
 )
 from roll_batching.huggingface.tensors import TensorRule
 from roll_batching.registry import load_dotted
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One model family of transformers: how its `config.json` and tensors map to Megatron's GPTModel."""
-
-    model_type: str
-    architecture: str
-    """The class that `architectures` names."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of absent fields, from the family's configuration class."""
-    always: Mapping[str, Any] = field(default_factory=dict)
-    """The family's own fields with one supported value; they precede those of `ALWAYS`."""
-    add_qkv_bias: bool = False
-    qk_layernorm: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of `model_args.architecture` that all models of the family have."""
-    numbers: Mapping[str, str] = field(default_factory=dict)
-    """The family's own fields that are numbers, and their names in `model_args.architecture`."""
-    switches: Mapping[str, str] = field(default_factory=dict)
-    """The family's own fields that are true or false, and their names in `model_args.architecture`."""
-    partial_rope: bool = False
-    """Whether the family reads `partial_rotary_factor`; others rotate whole heads."""
-    windows: bool = False
-    """Whether the family has the fields of sliding windows (`SLIDING`)."""
-    local_rope: bool = False
-    """Whether layers with a window have RoPE of their own, with the fields `LOCAL_ROPE`."""
-    needs_layer_types: bool = False
-    """Whether `layer_types` must say which layers have a window."""
-    mixture: tuple[TensorRule, ...] = ()
-    """Rules of a mixture-of-experts layer; empty for dense families."""
-    experts_share_ffn: bool = False
-    """Whether `intermediate_size` is the width of an expert."""
-    latent_attention: bool = False
-    """Whether attention is DeepSeek's multi-latent attention, with the fields `LATENT_ATTENTION`."""
-    sigmoid_routing: bool = False
-    """Whether the router is DeepSeek-V3's, with the fields `SIGMOID_EXPERTS` instead of `EXPERTS`."""
-    shared_expert: bool = False
-    """Whether mixture layers have a shared expert with a gate, `shared_expert_intermediate_size` wide."""
-    delta_net: tuple[TensorRule, ...] = ()
-    """Rules of a layer with a gated delta net; empty for families without the fields `DELTA_NET_FIELDS`."""
-    untrained: tuple[str, ...] = ()
-    """Beginnings of names of tensors that are not trained, such as layers of multi-token prediction."""
-    normalised_experts: bool = False
-    """Whether the routing weights of a token always sum to one; otherwise `norm_topk_prob` decides."""
-
 
 _USUAL = {"rope_theta": 10000.0, "tie_word_embeddings": False, "initializer_range": 0.02}
 _SIGMOID = {
@@ -128,7 +83,90 @@ _DELTA_NETS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+_QWEN3_5_FIELDS = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+_QWEN3_5_USUAL = {**_USUAL, "head_dim": 256, "partial_rotary_factor": 0.25, **_DELTA_NETS}
 _GATED = {"zero_centered_norms": True, "attention_output_gate": True}
+
+_VISION_BEFORE = (("model.", "model.language_model."),)
+_MULTIMODAL = ("model.visual.", "mtp.")
+
+_GEMMA3 = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    defaults={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+    },
+    always={
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    settings={
+        "activation": "gelu_tanh",
+        "sandwich_norms": True,
+        "scaled_embedding": True,
+        "zero_centered_norms": True,
+    },
+    numbers={"query_pre_attn_scalar": "query_pre_attn_scalar"},
+    qk_layernorm=True,
+    windows=True,
+    local_rope=True,
+)
+_QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    defaults=_QWEN3_5_USUAL,
+    always=_QWEN3_5_FIELDS,
+    settings=_GATED,
+    qk_layernorm=True,
+    partial_rope=True,
+    image_axes=True,
+    delta_net=SPLIT_DELTA_NET,
+    untrained=("mtp.",),
+)
+_QWEN3_5_MOE = dataclasses.replace(
+    _QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    defaults={
+        **_QWEN3_5_USUAL,
+        "intermediate_size": None,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    mixture=(*mixture("mlp", "gate_proj", "up_proj", "down_proj"), *GATED_SHARED_EXPERT),
+    shared_expert=True,
+    normalised_experts=True,
+)
+
+
+def _with_vision(family: Family, model_type: str, architecture: str, **changes: Any) -> Family:
+    """The family of directories whose text model is of `family`, beside a vision encoder that is not trained."""
+    return dataclasses.replace(
+        family, model_type=model_type, architecture=architecture, text_model=family.model_type, **changes
+    )
+
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -215,36 +253,6 @@ FAMILIES: Mapping[str, Family] = {
             normalised_experts=True,
         ),
         Family(
-            model_type="gemma3_text",
-            architecture="Gemma3ForCausalLM",
-            defaults={
-                "rope_theta": 1e6,
-                "rope_local_base_freq": 10000.0,
-                "head_dim": 256,
-                "sliding_window": 4096,
-                "query_pre_attn_scalar": 256,
-                "tie_word_embeddings": True,
-                "initializer_range": 0.02,
-            },
-            always={
-                "hidden_act": "gelu_pytorch_tanh",
-                "hidden_activation": "gelu_pytorch_tanh",
-                "attn_logit_softcapping": None,
-                "final_logit_softcapping": None,
-                "use_bidirectional_attention": False,
-            },
-            settings={
-                "activation": "gelu_tanh",
-                "sandwich_norms": True,
-                "scaled_embedding": True,
-                "zero_centered_norms": True,
-            },
-            numbers={"query_pre_attn_scalar": "query_pre_attn_scalar"},
-            qk_layernorm=True,
-            windows=True,
-            local_rope=True,
-        ),
-        Family(
             model_type="qwen3_next",
             architecture="Qwen3NextForCausalLM",
             defaults={
@@ -264,6 +272,26 @@ FAMILIES: Mapping[str, Family] = {
             delta_net=DELTA_NET,
             untrained=("mtp.",),
         ),
+        _GEMMA3,
+        _with_vision(
+            _GEMMA3,
+            "gemma3",
+            "Gemma3ForConditionalGeneration",
+            prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+            untrained=("vision_tower.", "multi_modal_projector."),
+        ),
+        _QWEN3_5,
+        _QWEN3_5_MOE,
+        _with_vision(
+            _QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration", prefixes=_VISION_BEFORE, untrained=_MULTIMODAL
+        ),
+        _with_vision(
+            _QWEN3_5_MOE,
+            "qwen3_5_moe",
+            "Qwen3_5MoeForConditionalGeneration",
+            prefixes=_VISION_BEFORE,
+            untrained=_MULTIMODAL,
+        ),
         _DEEPSEEK_V3,
         dataclasses.replace(_DEEPSEEK_V3, model_type="kimi_k2"),
         dataclasses.replace(
@@ -276,16 +304,9 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-_QWEN3_5 = "its directories hold a vision encoder beside the text model; of gated delta nets, qwen3_next trains"
 MISSING: Mapping[str, str] = {
     "gemma2": "it caps the scores of attention and the logits by tanh, which no attention backend here computes",
-    "gemma3": "its directories hold a vision encoder beside the text model; directories of gemma3_text (as of the 1B "
-    "model) train",
     "glm4": "its projections of gate and input are one tensor, which no rule here cuts",
-    "qwen3_5": _QWEN3_5,
-    "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_moe": _QWEN3_5,
-    "qwen3_5_moe_text": _QWEN3_5,
 }
 """Reasons why a family needs more than a table."""
 
@@ -341,11 +362,13 @@ def rules_of(family: Family, architecture: Any) -> dict[str, TensorRule]:
         for rule in family.mixture:
             experts = range(architecture.moe.num_experts) if "{expert}" in rule.ours else [0]
             rules += [rule.at(layer, expert) for expert in experts]
-    return {rule.ours: rule for rule in (*rules, FINAL_NORM, head)}
+    return {rule.ours: rule.renamed(family.prefixes) for rule in (*rules, FINAL_NORM, head)}
 
 
 def untrained_tensors(family: Family, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Those of the tensors `names` that belong to the layers of multi-token prediction in a `config.json`.
+    """Those of the tensors `names` that belong to no part of the model that is trained.
+
+    These are layers of multi-token prediction, and vision encoders.
 
     Publishers number them after the model's own layers, or name them by `Family.untrained`. An export copies them.
     """
@@ -357,3 +380,8 @@ def untrained_tensors(family: Family, config: Mapping[str, Any], names: Iterable
     first = config["num_hidden_layers"]
     prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
     return [name for name in names if name.startswith(prefixes)]
+
+
+def head_name(family: Family) -> str:
+    """Name of the output layer's tensor, which files with tied embeddings may hold, too."""
+    return HEAD.renamed(family.prefixes).theirs[0][0]

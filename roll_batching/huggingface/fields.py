@@ -101,6 +101,28 @@ ALWAYS: Mapping[str, Any] = {
 }
 """Fields with the only value that is supported; any other value is an error."""
 
+NEXT_TOKENS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+"""Fields of Qwen3.5's layers of multi-token prediction, which are not trained."""
+IMAGE_AXES = ("mrope_section", "mrope_interleaved")
+"""Fields of RoPE for the axes of images; positions of texts are equal on all axes."""
+BESIDE_TEXT = frozenset(
+    {
+        "text_config",
+        "vision_config",
+        "tie_word_embeddings",  # that of the text model
+        "initializer_range",
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "image_token_index",
+        "boi_token_index",
+        "eoi_token_index",
+        "mm_tokens_per_image",
+        "language_model_only",
+    }
+)
+"""Fields beside the text model's in directories with a vision encoder."""
 TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 WITHOUT_EFFECT = frozenset(
     {

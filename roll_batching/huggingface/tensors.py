@@ -6,7 +6,8 @@ sharded over tensor-parallel ranks. `pieces` turns a rule into index ranges, for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +48,13 @@ class TensorRule:
             expert,
             self.parts,
         )
+
+    def renamed(self, prefixes: Iterable[tuple[str, str]]) -> TensorRule:
+        """The rule with other beginnings of the checkpoint's names: (in the rules, in the files)."""
+        theirs = self.theirs
+        for old, new in prefixes:
+            theirs = tuple((new + name[len(old) :] if name.startswith(old) else name, shape) for name, shape in theirs)
+        return dataclasses.replace(self, theirs=theirs)
 
     @property
     def is_stacked(self) -> bool:

@@ -19,7 +19,7 @@ from roll_batching.huggingface.tensors import Sizes, expected_tensors, local_sha
 from roll_batching.jobs.config import ConfigFileError, config_from_dict
 from roll_batching.settings import ArchitectureConfig
 from tests.huggingface import tiny
-from tests.huggingface.published import PUBLISHED
+from tests.huggingface.published import PUBLISHED, WITH_VISION
 
 pytestmark = pytest.mark.models
 
@@ -153,8 +153,7 @@ def test_a_field_that_is_not_there_means_what_transformers_says(name):
     ("changes", "words"),
     [
         ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not supported: the families are llama"),
-        ({"model_type": "gemma3"}, "its directories hold a vision encoder beside the text model"),
-        ({"model_type": "qwen3_5"}, "its directories hold a vision encoder beside the text model"),
+        ({"model_type": "gemma2"}, "it caps the scores of attention and the logits by tanh"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"attention_bias": True}, "attention_bias: True"),
@@ -276,6 +275,42 @@ def test_the_factors_of_yarn():
     assert architecture_of(PUBLISHED["Qwen2.5-7B"] | without_factor).rope_scaling.factor == 4.0
 
 
+@pytest.mark.parametrize("name", WITH_VISION)
+def test_text_models_beside_a_vision_encoder(name, report):
+    """All tensors of the text model, by transformers, under the names of the whole directory."""
+    from transformers import AutoConfig
+
+    config = WITH_VISION[name]
+    architecture, family = architecture_of(config), FAMILIES[config["model_type"]]
+    tensors = expected_tensors(rules_of(family, architecture), Sizes.of(architecture))
+    count = sum(math.prod(shape) for shape in tensors.values())
+    text = AutoConfig.for_model(**config["text_config"]).to_dict()
+    assert count == counted_by_transformers(text)
+    assert not any(name.startswith(("model.layers", "model.embed")) for name in tensors)
+    assert architecture == architecture_of(config | {"text_config": {**text, "architectures": None}})
+    report(f"{name}: {len(tensors):,} tensors, {count:,} parameters of the text model")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"text_config": None}, "text_config: None must be an object"),
+        ({"text_config": {"model_type": "llama"}}, "text_config.model_type: 'llama' is not supported"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings contradicts text_config.tie_word_embeddings"),
+        ({"audio_config": {}}, "audio_config: {} is an unknown field of model_type qwen3_5"),
+        ({"text_config": {"attn_output_gate": False}}, "attn_output_gate: False is not supported, only True"),
+        ({"text_config": {"mamba_ssm_dtype": "bfloat16"}}, "mamba_ssm_dtype: 'bfloat16' is not supported"),
+        ({"architectures": ["Qwen3_5ForTokenClassification"]}, "only Qwen3_5ForConditionalGeneration is trained"),
+    ],
+)
+def test_refused_beside_a_vision_encoder(changes, words):
+    config = WITH_VISION["Qwen3.5-27B"]
+    text = changes.get("text_config", {})
+    inner = None if text is None else {**config["text_config"], "tie_word_embeddings": False, **text}
+    assert words in "; ".join(translate({**config, **changes, "text_config": inner}).problems)
+
+
 def test_two_ropes():
     """Of Gemma: scaled in layers without a window, and of a base of its own in the others."""
     gemma = PUBLISHED["gemma-3-1b-it"]
@@ -322,6 +357,8 @@ def test_shards_cover_every_tensor_once(name, ranks):
     fewer = {"num_experts": 2} if "num_experts" in config else {}
     if "n_routed_experts" in config:
         fewer = {"n_routed_experts": 16, "first_k_dense_replace": 0}
+    if "full_attention_interval" in config:
+        fewer |= {"num_hidden_layers": 2, "full_attention_interval": 2}
     architecture = architecture_of(config | fewer)
     sizes = Sizes.of(architecture)
     for rule in rules_of(FAMILIES[config["model_type"]], architecture).values():
@@ -332,7 +369,7 @@ def test_shards_cover_every_tensor_once(name, ranks):
                 assert piece.at.start == end
                 end = piece.at.stop
                 shape = dict((n, sizes.shape(s)) for n, s in rule.theirs)[piece.name]
-                width = 1 if len(shape) == 1 else shape[1]
+                width = math.prod(shape[1:])
                 columns = piece.columns or slice(0, width)
                 covered[piece.name] = covered.get(piece.name, 0) + (end - piece.at.start) * (
                     columns.stop - columns.start

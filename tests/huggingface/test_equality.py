@@ -113,6 +113,12 @@ def test_gated_delta_nets(models: Any, report: Callable[[str], None]) -> None:
     _check(models, [("qwen3_next", Layout(tp=2, sp=True, cp=2, moe=True), TRAINED)], report)
 
 
+def test_text_models_beside_vision_encoders(models: Any, report: Callable[[str], None]) -> None:
+    cases = [("qwen3_5_vision", Layout(tp=2)), ("gemma3_vision", Layout(pp=2))]
+    _check(models, [(name, layout, TRAINED) for name, layout in cases], report)
+    _check(models, [("qwen3_5_moe_vision", layout, TRAINED) for layout in EXPERT_LAYOUTS], report)
+
+
 @pytest.mark.bad_input
 def test_heads_of_gated_delta_nets_must_divide(models: Any) -> None:
     case = ("qwen3_next", Layout(cp=8), {})

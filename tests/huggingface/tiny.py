@@ -57,6 +57,36 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+_DELTA_NETS = {
+    "rms_norm_eps": 1e-3,  # products of queries and keys near zero are normalised, with their rounding
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+_SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": (
         "Llama",
@@ -122,25 +152,55 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3Next",
         {
-            "head_dim": 16,
-            "partial_rotary_factor": 0.25,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 32,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 6,
+            **_DELTA_NETS,
+            **_SHARED,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "qwen3_5": ("Qwen3_5Text", _DELTA_NETS),
+    "qwen3_5_vision": ("Qwen3_5", {"text_config": _DELTA_NETS, "vision_config": _VISION}),
+    "qwen3_5_moe": ("Qwen3_5MoeText", {**_DELTA_NETS, **_SHARED}),
+    "qwen3_5_moe_vision": ("Qwen3_5Moe", {"text_config": {**_DELTA_NETS, **_SHARED}, "vision_config": _VISION}),
+    "gemma3_vision": (
+        "Gemma3",
+        {
+            "text_config": {"head_dim": 16, "sliding_window": 9, "pad_token_id": None},
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "image_size": 8,
+                "num_attention_heads": 2,
+                "patch_size": 4,
+            },
         },
     ),
     "qwen2_yarn": ("Qwen2", {"rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "truncate": False}}),
 }
 """By name: the prefix of the family's classes in transformers, and fields of its configuration beside `_SHAPE`."""
-DENSE = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "qwen2_yarn", "mistral_window", "qwen2_window", "gemma3")
-EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_small", "gpt_oss", "qwen3_next")
-ZERO_CENTRED = ("Gemma3Text", "Qwen3Next")
+DENSE = (
+    "llama2",
+    "llama3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_yarn",
+    "mistral_window",
+    "qwen2_window",
+    "gemma3",
+    "qwen3_5",
+)
+EXPERTS = (
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v3_small",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_moe",
+)
+ZERO_CENTRED = ("Gemma3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 """Models whose norms multiply by 1 + weight."""
 UNSHARDED = ("gpt_oss",)
 """Models that are refused under tensor parallelism."""
@@ -154,8 +214,13 @@ def write_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, mod
     import transformers
 
     prefix, beside = model or MODELS[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **beside}, eos_token_id=5, bos_token_id=1)
-    model = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config).to(dtype)
+    fields, kind = {**_SHAPE, **beside, "eos_token_id": 5, "bos_token_id": 1}, "CausalLM"
+    if "text_config" in beside:  # beside a vision encoder
+        text = {**_SHAPE, **beside["text_config"], "eos_token_id": 5, "bos_token_id": 1}
+        fields, kind = {**beside, "text_config": text}, "ConditionalGeneration"
+    config = getattr(transformers, f"{prefix}Config")(**fields)
+    prefix = prefix.removesuffix("Text")
+    model = getattr(transformers, f"{prefix}For{kind}")(config).to(dtype)
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
