@@ -68,11 +68,17 @@ def build_chunks(
         recomputed=recomputed_modules(strategy),
         latent_attention=architecture.multi_latent_attention is not None,
         attention_sinks=architecture.attention_sinks,
-        sandwich_norms=architecture.sandwich_norms,
-        delta_nets=architecture.gated_delta_net is not None,
     )
     if architecture.add_bias_linear and architecture.moe is not None and layout.tp_size > 1:
         problems.append(EXPERT_BIASES)
+    engine_layers = kernels.layers == "transformer_engine"
+    if architecture.sandwich_norms and engine_layers:
+        problems.append("sandwich norms are built around Megatron's local layers: set transformer_impl: local")
+    if architecture.gated_delta_net is not None and (engine_layers or not kernels.attention.rotates):
+        problems.append(
+            "gated delta nets are tested beside Megatron's local layers and attention that rotates only: set "
+            "transformer_impl: local, and choose an attention_backend that rotates (dense, varlen or flash_attn)"
+        )
     delta, ranks = architecture.gated_delta_net, layout.tp_size * layout.cp_size
     if delta is not None and delta.num_key_heads % ranks:
         text = f"{delta.num_key_heads} key heads of gated delta nets do not divide among TP x CP = {ranks} ranks"

@@ -64,7 +64,9 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         chunk_layers=chunk_layers,
     )
     if has_delta_nets(config) or getattr(config, "attention_output_gate", False):
-        return _with_delta_nets(cost, config, layout)
+        from roll_batching.settings.model_cost import with_delta_nets_of  # few models need it
+
+        return with_delta_nets_of(config, cost, ranks=layout.tp_size * layout.cp_size)
     if not config.multi_latent_attention:
         return cost
     # Imported here: other models do not need it.
@@ -76,22 +78,6 @@ def model_cost(config: Any, vocab_size: int, layout: ParallelLayout) -> FlopsCos
         heads=config.num_attention_heads,
         hidden_size=config.hidden_size,
         latent=config,
-        ranks=layout.tp_size * layout.cp_size,
-    )
-
-
-def _with_delta_nets(cost: FlopsCost, config: Any, layout: ParallelLayout) -> FlopsCost:
-    from roll_batching.settings.model_cost import DeltaNetSizes, with_delta_nets  # few models need it
-
-    return with_delta_nets(
-        cost,
-        DeltaNetSizes.of(config) if has_delta_nets(config) else None,
-        delta_layers=sum(config.linear_attention_freq or ()),
-        output_gate=config.attention_output_gate,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        queries=config.num_attention_heads * config.kv_channels,
-        keys=config.num_query_groups * config.kv_channels,
         ranks=layout.tp_size * layout.cp_size,
     )
 

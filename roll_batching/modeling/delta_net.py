@@ -5,7 +5,7 @@ Megatron-Core's own layer (0.16) needs CUDA and the package fla, and refuses pac
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,16 @@ from roll_batching.modeling.delta_rule import (
     unit_length,
 )
 from roll_batching.packing.params import PackedParams
+
+
+class RuleInputs(NamedTuple):
+    """Queries, keys and values [tokens, heads, channels], decays and rates [tokens, heads] of the gated delta rule."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    decay: torch.Tensor
+    rate: torch.Tensor
 
 
 class PackedDeltaNet(MegatronModule):
@@ -114,10 +124,11 @@ class PackedDeltaNet(MegatronModule):
         mixed, gates, rate, decay = self._split(projected)
         mixed = causal_convolution(mixed, weights[0], chunks.positions)
         inputs = self._rule_inputs(mixed, rate, decay, weights[1], weights[2])
-        out, _ = gated_delta_rule(*inputs, chunks)
+        out, _ = gated_delta_rule(*inputs, chunks=chunks)
         out = self._gated_norm(out.to(gates.dtype), gates).flatten(1)
         if group is None:
             return out
+        assert params.restore is not None
         gathered = torch.empty_like(out).index_copy(0, params.restore, out)
         return _exchange_back(gathered, group)
 
@@ -131,7 +142,7 @@ class PackedDeltaNet(MegatronModule):
 
     def _rule_inputs(
         self, mixed: torch.Tensor, rate: torch.Tensor, decay: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> RuleInputs:
         """Queries, keys, values, decays and rates of the value heads, in fp32 or fp64."""
         dtype = torch.promote_types(mixed.dtype, torch.float32)
         per_key = mixed.to(dtype).view(*mixed.shape[:-1], -1, self.mixed)
@@ -140,7 +151,7 @@ class PackedDeltaNet(MegatronModule):
         query, key = (unit_length(x).repeat_interleave(count, dim=-2) for x in (query, key))
         value = value.reshape(*value.shape[:-2], -1, self.value_dim)
         decay = -A_log.to(dtype).exp() * F.softplus(decay.to(dtype) + dt_bias.to(dtype))
-        return query * self.key_dim**-0.5, key, value, decay, rate.sigmoid().to(dtype)
+        return RuleInputs(query * self.key_dim**-0.5, key, value, decay, rate.sigmoid().to(dtype))
 
     def _gated_norm(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """RMSNorm of each head, times SiLU of its gates."""
@@ -158,20 +169,23 @@ class PackedDeltaNet(MegatronModule):
             inputs, state = params.cache.states(self.layer_number)
             window = torch.cat([inputs, mixed.unsqueeze(1)], 1)
             mixed = F.silu((window * self.conv_weight[:, 0].t()).sum(1))
-            out, state = delta_step(*self._rule_inputs(mixed, rate, decay, self.A_log, self.dt_bias), state)
+            step = self._rule_inputs(mixed, rate, decay, self.A_log, self.dt_bias)
+            out, state = delta_step(*step, state=state)
             params.cache.set_states(self.layer_number, window[:, 1:], state)
             out = self._gated_norm(out.to(gates.dtype), gates).flatten(1)
             return out.expand(len(projected), *out.shape)
         positions, rows = projected.shape[:2]
+        assert params.lengths is not None
         mixed, gates, rate, decay = self._split(projected.transpose(0, 1).reshape(rows * positions, -1))
         starts = torch.arange(rows + 1, device=projected.device) * positions
         chunks = Chunks.of(starts, rows * positions)
         inputs = inputs_before(mixed.view(rows, positions, -1), params.lengths, before)
         mixed = causal_convolution(mixed, self.conv_weight, chunks.positions)
-        *heads, decay, rate = self._rule_inputs(mixed, rate, decay, self.A_log, self.dt_bias)
+        step = self._rule_inputs(mixed, rate, decay, self.A_log, self.dt_bias)
         # Padding behind a row leaves its state as it is.
         real = (chunks.positions < params.lengths.repeat_interleave(positions)).unsqueeze(-1)
-        out, state = gated_delta_rule(*heads, decay * real, rate * real, chunks)
+        step = step._replace(decay=step.decay * real, rate=step.rate * real)
+        out, state = gated_delta_rule(*step, chunks=chunks)
         params.cache.set_states(self.layer_number, inputs, state)
         out = self._gated_norm(out.to(gates.dtype), gates).flatten(1)
         return out.view(rows, positions, -1).transpose(0, 1)

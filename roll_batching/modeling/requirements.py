@@ -68,8 +68,6 @@ def refusals_here(
     recomputed: Sequence[str] = (),
     latent_attention: bool = False,
     attention_sinks: bool = False,
-    sandwich_norms: bool = False,
-    delta_nets: bool = False,
 ) -> list[str]:
     """`refusals` for the device and libraries of this process."""
     needs = [ENGINE_LAYERS, *([] if backend is None else [backend.requirements])]
@@ -84,8 +82,6 @@ def refusals_here(
         recomputed=recomputed,
         latent_attention=latent_attention,
         attention_sinks=attention_sinks,
-        sandwich_norms=sandwich_norms,
-        delta_nets=delta_nets,
         installed=Installed.here(device, libraries),
     )
 
@@ -101,8 +97,6 @@ def refusals(
     recomputed: Sequence[str] = (),
     latent_attention: bool = False,
     attention_sinks: bool = False,
-    sandwich_norms: bool = False,
-    delta_nets: bool = False,
     installed: Installed,
 ) -> list[str]:
     """Errors of the first forward pass that can be known before it, each with its remedy. Pure.
@@ -117,8 +111,6 @@ def refusals(
         recomputed: selectively recomputed modules.
         latent_attention: whether attention is multi-latent, with values of other dimensions than keys.
         attention_sinks: whether every softmax has a learnt logit beside those of keys.
-        sandwich_norms: whether attention and feed-forward layers have norms behind them.
-        delta_nets: whether some layers are gated delta nets.
         installed: versions and device.
     """
     problems = []
@@ -141,13 +133,6 @@ def refusals(
         problems.append(f"attention sinks are not computed by {name}: set attention_backend: dense")
     if attention_sinks and engine_layers:
         problems.append("attention sinks are built into Megatron's local layers: set transformer_impl: local")
-    if sandwich_norms and engine_layers:
-        problems.append("sandwich norms are built around Megatron's local layers: set transformer_impl: local")
-    if delta_nets and (engine_layers or backend is None or not backend.rotates):
-        problems.append(
-            "gated delta nets are tested beside Megatron's local layers and attention that rotates only: set "
-            "transformer_impl: local, and choose an attention_backend that rotates (dense, varlen or flash_attn)"
-        )
     if backend is not None:
         problems += _attention_refusals(backend, device, dtype, head_dim, installed)
     return problems

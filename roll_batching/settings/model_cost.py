@@ -120,6 +120,22 @@ def with_delta_nets(
     return dataclasses.replace(cost, linear=linear, quadratic=quadratic, fixed=fixed)
 
 
+def with_delta_nets_of(config: Any, cost: FlopsCost, *, ranks: int) -> FlopsCost:
+    """`with_delta_nets` for Megatron's TransformerConfig."""
+    layers = config.linear_attention_freq
+    return with_delta_nets(
+        cost,
+        DeltaNetSizes.of(config) if layers else None,
+        delta_layers=sum(layers or ()),
+        output_gate=config.attention_output_gate,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        queries=config.num_attention_heads * config.kv_channels,
+        keys=config.num_query_groups * config.kv_channels,
+        ranks=ranks,
+    )
+
+
 def architecture_pack_times(
     model: ArchitectureConfig, *, tp_size: int = 1, pp_size: int = 1, cluster: Cluster | None = None
 ) -> PackTimes:

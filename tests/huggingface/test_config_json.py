@@ -358,7 +358,7 @@ def test_shards_cover_every_tensor_once(name, ranks):
     if "n_routed_experts" in config:
         fewer = {"n_routed_experts": 16, "first_k_dense_replace": 0}
     if "full_attention_interval" in config:
-        fewer |= {"num_hidden_layers": 2, "full_attention_interval": 2}
+        fewer |= {"num_hidden_layers": 2, "full_attention_interval": 2, "num_key_value_heads": 4}
     architecture = architecture_of(config | fewer)
     sizes = Sizes.of(architecture)
     for rule in rules_of(FAMILIES[config["model_type"]], architecture).values():
