@@ -113,7 +113,13 @@ def transformer_config(
     if (delta := architecture.gated_delta_net) is not None:
         # Not as Megatron's `experimental_attention_variant`, which refuses context parallelism.
         options["linear_attention_freq"] = list(delta.layers)
-        options |= {f"linear_{name}": size for name, size in delta.model_dump(exclude={"layers"}).items()}
+        options |= {
+            "linear_num_key_heads": delta.num_key_heads,
+            "linear_num_value_heads": delta.num_value_heads,
+            "linear_key_head_dim": delta.key_head_dim,
+            "linear_value_head_dim": delta.value_head_dim,
+            "linear_conv_kernel_dim": delta.conv_kernel_dim,
+        }
     kind = TransformerConfig
     if architecture.multi_latent_attention is not None:
         from roll_batching.modeling.latent_attention import latent_options
