@@ -110,7 +110,8 @@ def transformer_config(
             "moe_z_loss_coeff": moe.z_loss_coeff or None,
             "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",
         }
-    if (delta := architecture.gated_delta_net) is not None:
+    if architecture.gated_delta_net is not None:
+        delta = architecture.gated_delta_net
         # Not as Megatron's `experimental_attention_variant`, which refuses context parallelism.
         options["linear_attention_freq"] = list(delta.layers)
         options |= {
